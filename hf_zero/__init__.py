@@ -12,22 +12,22 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "ConfigError": "config",
-    "GradScaler": "optimizer.state.loss_scale",
+    "GradScaler": "optimizer.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
     "doctor": "diagnose.doctor",
-    "engine_of": "integrations.engine_of",
-    "ZeroPlugin": "integrations.accelerate",
-    "ZeroCallback": "integrations.callback",
+    "engine_of": "integrations.gathered",
+    "ZeroPlugin": "integrations.plugin",
+    "ZeroCallback": "integrations.arguments",
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.gathered",
-    "init": "integrations.checkpoints.init",
-    "migrate": "config.migration.migrate",
-    "last_good_state": "integrations.elastic.last_good",
-    "make_plan": "integrations.planning.planner",
+    "init": "integrations.init",
+    "migrate": "foreign.migrate",
+    "last_good_state": "integrations.elastic",
+    "make_plan": "planner.planner",
     "parallel_config": "integrations.model_parallel",
     "parity": "diagnose.parity",
-    "same_global_batch": "integrations.elastic.global_batch",
+    "same_global_batch": "integrations.elastic",
     "Rescue": "diagnose.rescue",
     "RunRecorder": "report.recorder",
     "unsharded": "integrations.gathered",
@@ -61,22 +61,19 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
-    from .config.migration.migrate import migrate
     from .diagnose.doctor import doctor
     from .diagnose.parity import parity
     from .diagnose.rescue import Rescue
     from .engine.engine import ZeroEngine
-    from .integrations.accelerate import ZeroPlugin
-    from .integrations.arguments import ZeroTrainingArguments, with_zero
-    from .integrations.callback import ZeroCallback
-    from .integrations.checkpoints.init import init
-    from .integrations.elastic.global_batch import same_global_batch
-    from .integrations.elastic.last_good import last_good_state
-    from .integrations.engine_of import engine_of
-    from .integrations.gathered import gathered, unsharded
+    from .foreign.migrate import migrate
+    from .integrations.arguments import ZeroCallback, ZeroTrainingArguments, with_zero
+    from .integrations.elastic import last_good_state, same_global_batch
+    from .integrations.gathered import engine_of, gathered, unsharded
+    from .integrations.init import init
     from .integrations.model_parallel import parallel_config
-    from .integrations.planning.planner import make_plan
-    from .optimizer.state.loss_scale import GradScaler
+    from .integrations.plugin import ZeroPlugin
+    from .optimizer.loss_scale import GradScaler
+    from .planner.planner import make_plan
     from .report.recorder import RunRecorder
 
 
@@ -109,4 +106,4 @@ if not _nccl_may_have_run():
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 if os.environ.get("HF_ZERO_CONFIG"):
-    import_module(".integrations.accelerator.first_step", __name__).watch_for_the_variable()
+    import_module(".integrations.environment", __name__).watch_for_the_variable()

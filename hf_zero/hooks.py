@@ -1,8 +1,12 @@
-"""Module hooks that are not copied or pickled with the model."""
+"""Hooks and references that keep neither a model nor its engine alive."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch import nn
+
+# ---- Module hooks that are not copied or pickled with the model ----
 
 
 class WeakHook:
@@ -25,3 +29,46 @@ class WeakHook:
 
     def __reduce__(self):
         return WeakHook, (None, None)
+
+
+# ---- Finds the engine that trains a model or a parameter ----
+
+_ATTRIBUTE = "_hf_zero_engine"
+
+
+class EngineReference:
+    """A pointer to an engine; copies and pickles of what holds it get an empty one.
+
+    Args:
+        keeps: the engine lives as long as its model, which is of no use without it. Else the pointer is weak.
+    """
+
+    def __init__(self, engine: object | None = None, *, keeps: bool = False):
+        self._engine = (lambda: engine) if keeps or engine is None else weakref.ref(engine)
+
+    def __call__(self) -> Any:
+        return self._engine()
+
+    def __deepcopy__(self, memo: dict) -> "EngineReference":
+        return EngineReference()
+
+    def __reduce__(self):
+        return EngineReference, ()
+
+
+def attach(engine: object, holders: Iterable[nn.Module | nn.Parameter], *, keeps: bool) -> None:
+    """Lets modules and parameters know their engine."""
+    reference = EngineReference(engine, keeps=keeps)
+    for holder in holders:
+        holder.__dict__[_ATTRIBUTE] = reference
+
+
+def detach(holders: Iterable[nn.Module | nn.Parameter]) -> None:
+    for holder in holders:
+        holder.__dict__.pop(_ATTRIBUTE, None)
+
+
+def engine_attached_to(holder: nn.Module | nn.Parameter) -> Any:
+    """The live ZeroEngine of a module that was handed to `ZeroEngine`, or of a parameter of it; or None."""
+    reference = holder.__dict__.get(_ATTRIBUTE)
+    return reference() if isinstance(reference, EngineReference) else None

@@ -4,7 +4,7 @@ Every rank of `accelerate launch` or `torchrun` runs this module in place of the
 builds, and each `Trainer`, gets the engine; the script sees its own arguments, name and folder.
 """
 
-from .integrations.unmodified.script import main
+from .integrations.unmodified import main
 
 if __name__ == "__main__":
     main()

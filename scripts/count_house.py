@@ -33,17 +33,10 @@ SLACK = 1.03
 PACKAGE = ROOT / "hf_zero"
 
 EXTRAS = (
-    *("kernels/", "optimizer/kernel_steps/"),
-    *("comm/quantised", "engine/travel/quantised", "engine/travel/residuals", "engine/travel/outer"),
-    "engine/travel/secondary",
-    *(f"optimizer/holders/{name}" for name in ("double", "early", "seen_step", "step_thread", "steps_beside")),
-    *("checkpoint/foreign/", "config/migration/", "integrations/checkpoints/foreign", "cli/migrate", "cli/convert"),
-    *("integrations/planning/", "plan/choose", "plan/machine", "plan/request", "plan/setups", "plan/simulate"),
-    *("comm/cost", "cli/plan"),
-    *(f"report/{name}" for name in ("costs", "course", "document", "draw", "findings", "make_report", "page")),
-    *("report/read_run", "report/units", "integrations/hub/card", "cli/report"),
-    *("diagnose/", "cli/doctor", "cli/parity", "integrations/unmodified/parity", "integrations/unmodified/recorded"),
-    *("integrations/trainer/rescued_steps", "integrations/elastic/"),
+    *("kernels/", "optimizer/kernel_steps", "optimizer/early", "optimizer/steps_beside"),
+    *("comm/quantised", "engine/quantised_reductions", "engine/outer"),
+    *("foreign/", "integrations/foreign", "integrations/elastic", "planner/", "diagnose/", "integrations/recorded"),
+    *("report/run_files", "report/curves", "report/sections", "report/page", "integrations/card"),
 )
 """What few runs switch on, or is beside a run: beginnings of paths in hf_zero/. The rest is the core."""
 

@@ -15,8 +15,7 @@ from xml.sax.saxutils import escape
 import torch
 from transformers import BertConfig, BertModel
 
-from hf_zero.layout.shards import rows_of_shard
-from hf_zero.layout.slots import BucketLayout, ParameterSpec, plan_buckets
+from hf_zero.layout.slots import BucketLayout, ParameterSpec, plan_buckets, rows_of_shard
 
 BLUE, ORANGE, GREEN, GREY, DARK, PALE = "#4878a8", "#e08a3c", "#5a9e6f", "#9aa0a6", "#202124", "#f1f3f4"
 _FONT = "font-family='Helvetica, Arial, sans-serif'"
@@ -324,7 +323,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 
 
 def module_name(path: Path) -> str:
-    """`hf_zero.engine.units` of its `__init__.py`, `hf_zero.engine.units.schedule` of schedule.py there."""
+    """`hf_zero.engine.units` of its `__init__.py`, `hf_zero.engine.schedule` of schedule.py there."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -42,7 +42,7 @@ import small_units  # noqa: E402, F401
 # Imported once, by the process that the tests' ranks are forked from.
 ranks.PRELOADED_MODULES += [
     "transformers.trainer_seq2seq",
-    "hf_zero.integrations.callback",
+    "hf_zero.integrations.arguments",
     "hf_zero.integrations.arguments",
     "pytest",
     "hypothesis",

@@ -1,6 +1,6 @@
-"""Buckets: parameters as views of one flat buffer, and this rank's rows of it."""
+"""Buckets of parameters that are reduced together, their slots and this rank's rows."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -8,23 +8,85 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..comm.transport import DataParallelGroup, Label
+from ..comm.ledger import Label
+from ..comm.transport import DataParallelGroup
 from ..device import Arrival
 from ..disguise import look_only
 from ..hooks import WeakHook
 from ..kernels.quantise import round_to_blocks
-from ..layout.intervals import Interval
-from ..layout.shards import RowLayout, rows_of_shard
-from ..layout.slots import BucketLayout
-from ..offload.parameter_shards import Region
-from ..offload.tier import Tier
-from .flat_views import FlatViews
-from .gradient_tensors import GradientState, ShardedGradient, ShardedGradientError, allow_norms, refuse_norms
-from .mapped_parameters import forget_loaded, wanted_dtype
-from .memory import ParameterMemory
-from .padding import clear_padding
-from .precision import Precision
+from ..layout.slots import BucketLayout, Interval, RowLayout, rows_of_shard
+from ..offload.shards import Region
+from ..offload.tiers import Tier
+from .memory import ParameterMemory, clear_padding
+from .precision import Precision, forget_loaded, wanted_dtype
+from .sharded import GradientState, ShardedGradient, ShardedGradientError, allow_norms, refuse_norms
+
+# ---- Views of many parts of one flat tensor, made in one call of torch ----
+
+_ANY_SHAPE = torch.empty((), device="meta")
+"""Expanded to tensors that have a shape and no memory."""
+
+
+class FlatViews:
+    """Cuts flat tensors that are laid out alike. A view made in Python costs the host three times as much.
+
+    Args:
+        parts: interval of the flat tensor and shape of each view, in the order of the intervals, which do not overlap.
+    """
+
+    def __init__(self, parts: Iterable[tuple[Interval, Sequence[int]]]):
+        self._like: list[torch.Tensor] = []
+        self._places: list[int] = []
+        self._without_elements: dict[int, Sequence[int]] = {}
+        self._end = end = 0
+        for number, (interval, shape) in enumerate(parts):
+            if interval.start > end:
+                self._like.append(_ANY_SHAPE.expand(interval.start - end))
+            self._places.append(len(self._like))
+            self._like.append(_ANY_SHAPE.expand(shape))
+            self._end = end = max(end, interval.stop)
+            if interval.numel == 0:
+                self._without_elements[number] = shape
+        self._gaps = sorted(set(range(len(self._like))) - set(self._places))
+        self._between: list[torch.Tensor] = []
+
+    def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The views of a 1-D tensor, each in its shape, row-major."""
+        views = _unflatten_dense_tensors(flat, self._like)
+        found = [views[place] for place in self._places]
+        for number, shape in self._without_elements.items():
+            found[number] = flat[:0].view(shape)
+        return found
+
+    def fill(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
+        """Writes `values` times `factor` into the views of a 1-D tensor, and zeros between and behind them.
+
+        In a few operations whatever their number, by way of one more tensor of that size.
+
+        Args:
+            values: one for each view, in their shapes and order, of the dtype of `flat`.
+        """
+        parts = list(self._like)
+        for place, value in zip(self._places, values):
+            parts[place] = value
+        if self._gaps and not (self._between and _are_alike(self._between[0], flat)):
+            longest = max(self._like[place].numel() for place in self._gaps)
+            zeros = torch.zeros(longest, dtype=flat.dtype, device=flat.device)
+            self._between = [zeros[: self._like[place].numel()] for place in self._gaps]
+        for place, zeros in zip(self._gaps, self._between):
+            parts[place] = zeros
+        packed, filled = _flatten_dense_tensors(parts), flat[: self._end]
+        torch.mul(packed, factor, out=filled)
+        flat[self._end :].zero_()
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device
+
+
+# ---- Buckets: parameters as views of one flat buffer, and this rank's rows of it ----
 
 _SMALL_NUMEL = 1 << 14
 
@@ -498,3 +560,57 @@ class Bucket:
             slot.row = Row(slot=slot, layout=layout, tensor=tensor)
             rows.append(slot.row)
         return rows
+
+
+# ---- Neighbouring rows as one flat tensor, so that a kernel is launched once for many parameters ----
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Rows of one bucket that follow each other without a gap, and so do their gradients.
+
+    Padding ends a run: what lies there is no gradient, and on an accelerator nobody has written it.
+
+    Attributes:
+        phase: what the rows have in common.
+        interval: of the rank's shard.
+        gradient: (interval.numel,), a view of the rows' gradients, or a copy of one that is not dense.
+    """
+
+    phase: Hashable
+    interval: Interval
+    gradient: torch.Tensor
+
+
+def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None) -> list[Run]:
+    """The fewest runs of rows that all have gradients, in the order of buckets and of places in them.
+
+    Args:
+        phase_of: rows of different phases do not share a run. None: all are alike.
+    """
+    found: list[list[tuple[Row, torch.Tensor]]] = []
+    phases = phase_of or {}
+    for row in sorted(rows, key=lambda row: (row.slot.bucket.layout.index, row.layout.in_shard.start)):
+        here = (row, cast(torch.Tensor, row.tensor.grad).detach().contiguous())
+        if found and _follows(found[-1][-1], here) and phases.get(row) == phases.get(found[-1][-1][0]):
+            found[-1].append(here)
+        else:
+            found.append([here])
+    return [_joined(run, phases.get(run[0][0])) for run in found]
+
+
+def _follows(before: tuple[Row, torch.Tensor], after: tuple[Row, torch.Tensor]) -> bool:
+    (last, last_gradient), (row, gradient) = before, after
+    return (
+        row.slot.bucket is last.slot.bucket
+        and row.layout.in_shard.start == last.layout.in_shard.stop
+        and gradient.dtype == last_gradient.dtype
+        and gradient.untyped_storage().data_ptr() == last_gradient.untyped_storage().data_ptr()
+        and gradient.data_ptr() == last_gradient.data_ptr() + last_gradient.nbytes
+    )
+
+
+def _joined(run: list[tuple[Row, torch.Tensor]], phase: Hashable) -> Run:
+    (first, gradient), (last, _) = run[0], run[-1]
+    interval = Interval(first.layout.in_shard.start, last.layout.in_shard.stop)
+    return Run(phase, interval, gradient.as_strided((interval.numel,), (1,)))

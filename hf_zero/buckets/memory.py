@@ -1,23 +1,42 @@
-"""Memory of a bucket's parameters: unsharded all the time, or a shard, with a buffer that all-gathers fill for a while."""
+"""The flat memory of a bucket: whole, or a shard of it on the device, in host memory or in a file."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 
 import torch
 from torch import nn
 
-from ..device import Reservation, alias, allocate, reserve, reserve_apart
+from ..device import Reservation, alias, allocate, ask_for, reserve, reserve_apart, side_queue
 from ..disguise import look_only
-from ..layout.intervals import Interval
-from ..layout.slots import BucketLayout
-from ..offload.parameter_shards import Region
-from ..offload.uplink import Uplink
-from ..read_ahead import ask_for
-from .padding import clear_padding
-from .sharded_parameter import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
+from ..layout.slots import BucketLayout, Interval
+from ..offload.copies import Uplink
+from ..offload.shards import ParameterShard, ParameterTier, Region
+from .sharded import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
+
+# ---- What lies between and behind the parameters of a flat buffer: zeros ----
+#
+# Elsewhere than on the host new memory holds anything. A block of a quantised tensor may begin in a parameter and end in
+# padding, and has one scale: a NaN in the one would make the other NaN.
+
+
+def clear_padding(flat: torch.Tensor, layout: BucketLayout, part: Interval | None = None) -> torch.Tensor:
+    """Zeros `flat` where it holds no parameter, and returns it.
+
+    Args:
+        flat: 1-D, laid out as a bucket, or as the elements `part` of one.
+    """
+    part = part or Interval(0, layout.numel)
+    for gap in layout.padding:
+        common = gap.intersect(part)
+        if common is not None:
+            flat[common.start - part.start : common.stop - part.start].zero_()
+    return flat
+
+
+# Memory of a bucket's parameters: unsharded all the time, or a shard, with a buffer that all-gathers fill for a while.
 
 _DTYPE = attrgetter("dtype")
 
@@ -432,3 +451,120 @@ class CastShardMemory(ShardMemory):
         if not self.is_shown_exactly:
             self.source.copy_(self._own)
         return nullcontext()
+
+
+# ---- Memory of a bucket whose shard of the parameters is offloaded to host memory or a file ----
+
+
+class OffloadedMemory(GatheredMemory):
+    """The shard is offloaded, and is copied to the device for each all-gather.
+
+    Args:
+        values: the shard.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Interval,
+        *,
+        values: ParameterShard,
+    ):
+        super().__init__(reserve(layout.numel, dtype, device, slice(0, 0)), shard)
+        self._values = values
+        self._queue = side_queue(device)
+        self._copied = self._queue.mark()
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._values.values
+
+    @property
+    def source(self) -> torch.Tensor:
+        return self.own_place
+
+    @property
+    def writable_own(self) -> torch.Tensor | None:
+        return None
+
+    @property
+    def is_master(self) -> bool:
+        return self._values.is_master
+
+    @property
+    def lasting_bytes(self) -> int:
+        return self.own.nbytes
+
+    @property
+    def passing_bytes(self) -> int:
+        return self.flat.nbytes
+
+    @contextmanager
+    def gather(self, *, exactly: bool) -> Iterator[None]:
+        values = self._values.fetched()
+        self._make_room(exactly=exactly)
+        with self._queue.aside():
+            if values.dtype != self.source.dtype:
+                # Cast where it arrives: a copy between devices that casts would do so on the host, which would wait for it.
+                values = values.to(self.flat.device, non_blocking=True)
+            self.source.copy_(values, non_blocking=True)
+            yield
+        self._copied = self._queue.mark()
+
+    def arrive(self) -> None:
+        self._copied.hold_up_device()
+
+    def start_fetch(self) -> None:
+        self._values.start_fetch()
+
+    def forget_fetch(self) -> None:
+        self._values.forget()
+        self._copied.wait()
+
+    def keep_edits(self) -> None:
+        self._values.write(self.source)
+
+    def rest(self, master: Region | None) -> None:
+        self._values.rest(master)
+
+    def read_own(self) -> torch.Tensor:
+        return self._values.fetched()
+
+    def write_own(self, values: torch.Tensor, uplink: Uplink) -> None:
+        self._values.write(values)
+
+    def exchange_own(self, values: torch.Tensor) -> None:
+        self._values.values = values
+
+    def own_part(self, interval: Interval) -> torch.Tensor:
+        return self._values.part(interval)
+
+    def write_own_part(self, interval: Interval, values: torch.Tensor) -> None:
+        self._values.write_part(interval, values)
+
+
+def sharded_memory(
+    layout: BucketLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Interval,
+    kept: torch.dtype,
+    *,
+    tier: ParameterTier,
+    rounded: bool,
+) -> GatheredMemory:
+    """Memory for a bucket whose shard is to live in `tier`.
+
+    Args:
+        dtype: of the parameters, on the training `device`.
+        shard: this rank's interval, of the dtype `kept`.
+        rounded: what is gathered has other values than the shards.
+    """
+    values = tier.shard(f"bucket {layout.index}", layout.shard_numel, kept)
+    if values is not None:
+        return OffloadedMemory(layout, dtype, device, shard, values=values)
+    if kept != dtype:
+        return CastShardMemory(layout, dtype, device, shard, kept)
+    return (ApartShardMemory if rounded else ShardMemory)(layout, dtype, device, shard)

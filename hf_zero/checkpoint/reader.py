@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from ..layout.intervals import Interval
-from ..layout.reshard import pieces_for
-from ..read_ahead import ask_for
-from .format.links import refuse_links
-from .format.manifest import CheckpointError, Manifest, SavedRow
-from .format.mapped import mapped_tensors
-from .format.pieces import dtype_named
+from ..device import ask_for
+from ..layout.boxes import pieces_for
+from ..layout.slots import Interval
+from .files import CheckpointError, refuse_links
+from .manifest import Manifest, SavedRow
+from .pieces import dtype_named, mapped_tensors
 
 
 class CheckpointReader:

@@ -10,11 +10,11 @@ import torch
 
 from ..comm.all_or_none import Exchange
 from ..layout.boxes import Box
-from ..layout.intervals import Interval
-from .folder.on_all_ranks import on_all_ranks
-from .format.manifest import MANIFEST_NAME, WEIGHTS, CheckpointError, Manifest, SavedRow
-from .format.pieces import LivePieces, Piece, dtype_name, lay_out, write_all
-from .format.staging import Values
+from ..layout.slots import Interval
+from .commit import on_all_ranks
+from .files import CheckpointError
+from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
+from .pieces import LivePieces, Piece, Values, dtype_name, lay_out, write_all
 
 Row = tuple[str, str, Interval, Values]
 """Kind, name, interval of the parameter, and the 1-D tensor of those elements."""

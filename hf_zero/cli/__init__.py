@@ -1,1 +1,1 @@
-"""The command `hf-zero`, one file a command."""
+"""The command `hf-zero`."""

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..device import Moment, clock
-from .control.collective_log import ENDED, LABEL
-from .control.watch import Watch
+from .watch import ENDED, LABEL, Watch
 
 
 @dataclass(frozen=True, kw_only=True)

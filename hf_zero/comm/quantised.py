@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 
 from ..kernels.quantise import BlockFormat, dequantise, dequantise_sum, quantise
-from .groups.groups import RankGroup
-from .transport import Handle, Label, Transport
+from .groups import RankGroup
+from .ledger import Label
+from .transport import Handle, Transport
 
 _SCALES_CHANNEL = 0x8000
 """Added to a bucket's channel, so that its scales are not taken for its codes."""

@@ -1,18 +1,49 @@
-"""What the engine asks of a transport, and the handle it gets back."""
+"""The collectives that the engine asks for, on one rank and in steps, and their handles."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch.autograd import profiler
 
-from .control.watch import Watch
-from .groups.failures import CommunicationError as CommunicationError
-from .groups.groups import Groups, RankGroup
-from .ledger import Label as Label
-from .ledger import Ledger
-from .profiling import shown
+from ..config import ConfigError
+from ..device import SideQueue
+from .groups import Groups, RankGroup
+from .ledger import Label, Ledger
+from .watch import Watch
+
+# ---- Collectives under torch.profiler: ranges that name them, and no crash where one outlasts the profile ----
+
+_NOTHING = nullcontext()
+
+
+def shown(does: str, what: object) -> AbstractContextManager:
+    """A range "hf_zero: `does` `what`" in a running profile; nothing without one."""
+    return profiler.record_function(f"hf_zero: {does} {what}") if profiler._is_profiler_enabled else _NOTHING
+
+
+def hidden_from_profiler() -> AbstractContextManager:
+    """What starts inside leaves no events of its own in a running profile.
+
+    gloo's work objects note their end in the event of their start. Where the profile has ended in between, as behind the last
+    step that it saw, its events are freed memory: the process crashes then or later. Here `shown` ranges stand in their place.
+    """
+    return _hidden() if profiler._is_profiler_enabled else _NOTHING
+
+
+@contextmanager
+def _hidden() -> Iterator[None]:
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
+
+
+# ---- What the engine asks of a transport, and the handle it gets back ----
 
 
 class Handle:
@@ -168,3 +199,204 @@ class DataParallelGroup:
     def is_first(self) -> bool:
         """Whether this rank is of the first of the groups that have the same state."""
         return self.all_groups.rank == self.all_groups.shard_rank
+
+
+# ---- The transport of a single rank, which sends nothing ----
+
+
+class LocalTransport(Transport):
+    """The transport of world size 1, with or without a process group."""
+
+    def start_reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        if out.data_ptr() != flat.data_ptr() or out.dtype != flat.dtype:
+            out.copy_(flat)
+        return self._nothing(label)
+
+    def start_all_gather(
+        self, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        if own.data_ptr() != flat.data_ptr():
+            flat.copy_(own)
+        return self._nothing(label)
+
+    def start_all_to_all(
+        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        out.copy_(flat)
+        return self._nothing(label)
+
+    def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
+        return self._nothing(label)
+
+    def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
+        """One rank already holds its own values."""
+
+    def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
+        return values
+
+    def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
+        return lambda: values
+
+    def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
+        """One rank is all ranks."""
+
+    def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
+        return [value]
+
+    def _nothing(self, label: Label) -> Handle:
+        return Handle(label, self.ledger, lambda: None)
+
+
+# ---- Collectives of several steps, each of which needs the result of the one before ----
+#
+# [Note: the order of steps] A step can start when the one before has ended, and nobody watches for that moment. It is
+# looked at when the next collective begins, and when a result is needed. No collective leaves its first step before all
+# older ones are at their last: so on every rank all further steps start in one order, whichever result it needs first, and
+# all but the last ones run on behind backward.
+#
+# On an accelerator a later step waits for the one before in a queue beside the one that computes. Waited for in the computing
+# queue, the first step of one bucket would hold up the backward of the next.
+
+Start = Callable[[], Handle]
+
+
+class _Steps:
+    """One collective: the step that is running, and those that follow.
+
+    Args:
+        queue: in which later steps wait for the one before; None is the queue that computes.
+    """
+
+    def __init__(self, first: Start, later: tuple[Start, ...], queue: SideQueue | None):
+        # A wait in a side queue orders no other queue. Memory that the first step works on must not be given out again to the
+        # computing queue before that one waits too, so `finish` lets the memory go.
+        self._first: Start | None = first
+        self._running = first()
+        self._later = list(later)
+        self._queue = queue
+
+    @property
+    def is_at_its_last(self) -> bool:
+        return not self._later
+
+    def advance(self) -> None:
+        """Waits for the running step and starts the next."""
+        if self._queue is None:
+            self._running.finish()
+            self._running = self._later.pop(0)()
+            return
+        with self._queue.aside():
+            self._running.finish(is_exposed=False)
+            self._running = self._later.pop(0)()
+
+    def finish(self) -> None:
+        self._running.finish()
+        self._first = None
+
+
+class StepsInOrder:
+    """Starts collectives of several steps so that every rank starts all steps in the same order."""
+
+    def __init__(self):
+        self._under_way: list[_Steps] = []
+
+    def begin(self, first: Start, *later: Start, queue: SideQueue | None = None) -> Callable[[], None]:
+        """Takes those under way one step further, as far as their order lets them, and starts another.
+
+        Args:
+            queue: in which each of `later` waits for the step before; None is the queue that computes.
+
+        Returns:
+            What waits for its end.
+        """
+        for steps in self._under_way:
+            steps.advance()
+            if not steps.is_at_its_last:
+                break
+        self._forget_those_at_their_last()
+        steps = _Steps(first, later, queue)
+        if later:
+            self._under_way.append(steps)
+        return lambda: self._finish(steps)
+
+    def _finish(self, steps: _Steps) -> None:
+        if steps in self._under_way:
+            for older in self._under_way[: self._under_way.index(steps) + 1]:
+                while not older.is_at_its_last:
+                    older.advance()
+            self._forget_those_at_their_last()
+        steps.finish()
+
+    def _forget_those_at_their_last(self) -> None:
+        self._under_way = [steps for steps in self._under_way if not steps.is_at_its_last]
+
+
+# ---- Which ranks hold one copy of a model that is split over them, and what they agree on ----
+
+
+class Agreement:
+    """Ranks that have each found a part of something agree on the whole, all on the same bits.
+
+    First those agree that hold the same part of the model, then those of one copy of it.
+
+    Args:
+        alike: between ranks that hold the same part.
+        copy: between the ranks of one copy; None where each holds all.
+        replicated: ranks that hold the same part have found the same already.
+    """
+
+    def __init__(self, alike: Transport, copy: Transport | None = None, *, replicated: bool = False):
+        self._transports = [each for each in (None if replicated else alike, copy) if each is not None]
+
+    def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
+        """Elementwise sum over the ranks of a small tensor, on its own device."""
+        for transport in self._transports:
+            values = transport.agree_sum(values, label)
+        return values
+
+    def agree_largest(self, value: torch.Tensor) -> torch.Tensor:
+        """The largest of the ranks' float64 scalars, on its own device; NaN where one is."""
+        for transport in self._transports:
+            # Python's own `max` passes over a NaN that is not the first.
+            value = value.new_tensor(transport.exchange(value.item())).max()
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCopies:
+    """The ranks of a run, where each copy of the model is split over several.
+
+    Attributes:
+        copies: the ranks of each copy, in the order of their parts.
+        alike: the ranks that hold the same part, for each part: they are what ZeRO shards over.
+    """
+
+    copies: tuple[tuple[int, ...], ...]
+    alike: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, everyone: Sequence[tuple[int, ...]]) -> "ModelCopies":
+        """
+        Args:
+            everyone: of each rank, in order, the ranks that its copy of the model is split over.
+
+        Raises:
+            ConfigError: these are not copies of equal size that have each rank once.
+        """
+        copies = tuple(dict.fromkeys(everyone))
+        ranks = [rank for copy in copies for rank in copy]
+        if sorted(ranks) != list(range(len(everyone))) or len({len(copy) for copy in copies}) > 1:
+            raise ConfigError(
+                f"hf_zero: the model is split over the ranks {[list(copy) for copy in copies]}; each of the {len(everyone)} "
+                "ranks of this run has to be in one of these sets, and all sets have to be of one size. Load the model on all "
+                "ranks with the same tp_size and ep_size."
+            )
+        alike = tuple(tuple(sorted(members)) for members in zip(*copies))
+        return cls(copies=copies, alike=alike)
+
+    def part_in_words(self, rank: int) -> str:
+        """Which copy a rank is of and which part it has: its places along the data and the tensor parallel axis."""
+        data, copy = next((place, copy) for place, copy in enumerate(self.copies) if rank in copy)
+        return f"dp {data}, tp {copy.index(rank)}"

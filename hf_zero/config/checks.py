@@ -1,11 +1,17 @@
-"""What a setting may be, and how one that may not is refused: by name, value, and what is allowed."""
+"""Reads settings from files, dicts and flags, checks each value and names the mistake."""
 
 import dataclasses
 import difflib
 import math
 import re
 import reprlib
-from typing import Any, Final, get_args
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final, get_args
+
+import yaml
+
+# ---- What a setting may be, and how one that may not is refused: by name, value, and what is allowed ----
 
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -236,3 +242,267 @@ def class_names(name: str, value: Any) -> tuple[str, ...]:
     if not names or not all(isinstance(n, str) and n.isidentifier() for n in names):
         raise refuse(name, value, "auto, a class name such as GPT2Block, or a list of class names")
     return names
+
+
+# ---- Config files of DeepSpeed, FSDP and accelerate: refused with the settings here that correspond to theirs ----
+
+_OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu")
+_OF_ACCELERATE = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config")
+
+_VALUES = {
+    ("stage",): "stage",
+    ("offload_optimizer", "device"): "offload.optimizer",
+    ("offload_optimizer", "ratio"): "offload.ratio",
+    ("offload_optimizer", "nvme_path"): "offload.nvme_path",
+    ("offload_param", "device"): "offload.params",
+    ("offload_param", "nvme_path"): "offload.nvme_path",
+    ("mics_shard_size",): "comm.shard_group_size",
+    ("stage3_param_persistence_threshold",): "persist_below_numel",
+}
+"""Below `zero_optimization`: a setting of DeepSpeed's, and the one here that takes the same value."""
+
+_SWITCHES = {
+    "zero_quantized_weights": "comm.weights=int8",
+    "zero_quantized_gradients": "comm.gradients=int8",
+    "zero_hpz_partition_size": "comm.secondary_shard=node",
+}
+_SAID_BY_THE_RUN = {
+    "gradient_clipping": "max_grad_norm",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "train_batch_size": "per_device_train_batch_size",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "optimizer": "optim",
+    "scheduler": "lr_scheduler_type",
+    "activation_checkpointing": "gradient_checkpointing",
+}
+_MEANINGS = {
+    "zero_optimization": "it is DeepSpeed's; what is below it stands at the top here",
+    "offload_optimizer": "it is DeepSpeed's; here it is `offload.optimizer`: none, cpu or nvme",
+    "offload_param": "it is DeepSpeed's; here it is `offload.params`: none, cpu or nvme",
+    "reduce_bucket_size": "it is DeepSpeed's; here it is `bucket_bytes`, in bytes",
+    "allgather_bucket_size": "it is DeepSpeed's; here it is `bucket_bytes`, in bytes",
+    "stage3_prefetch_bucket_size": "it is DeepSpeed's; here it is `prefetch_units`, in layers",
+    "stage3_param_persistence_threshold": "it is DeepSpeed's; here it is `persist_below_numel`",
+    "communication_data_type": "it is DeepSpeed's; here it is `reduce_dtype`",
+    "zero_quantized_weights": "it is DeepSpeed's; here it is `comm.weights: int8`",
+    "zero_quantized_gradients": "it is DeepSpeed's; here it is `comm.gradients: int8`",
+    "zero_hpz_partition_size": "it is DeepSpeed's; here it is `comm.secondary_shard: node`",
+    "mics_shard_size": "it is DeepSpeed's; here it is `comm.shard_group_size`",
+    "overlap_comm": "it is DeepSpeed's; the engine always overlaps, so leave it out",
+    "contiguous_gradients": "it is DeepSpeed's; gradients are always contiguous here, so leave it out",
+    "fsdp_sharding_strategy": "it is FSDP's; FULL_SHARD is `stage: 3`, SHARD_GRAD_OP is `stage: 2`",
+    "fsdp_reshard_after_forward": "it is FSDP's; here it is `reshard_after_forward`, at `stage: 3`",
+    "fsdp_transformer_layer_cls_to_wrap": "it is FSDP's; here it is `unit_modules`, and auto finds the layers",
+    "fsdp_offload_params": "it is FSDP's; here it is `offload.params: cpu` with `offload.optimizer: cpu`",
+}
+
+
+def meaning_elsewhere(key: Any) -> str | None:
+    """What a key of another engine's config is here, in words; None for a key that is not known to be one."""
+    return _MEANINGS.get(key) if isinstance(key, str) else None
+
+
+def refuse_files_of_others(settings: Mapping[Any, Any], where: str) -> None:
+    """Raises `ConfigError` for DeepSpeed's or accelerate's config, with what to say here in place of it.
+
+    Args:
+        where: what holds the settings, for the error.
+    """
+    if any(key in settings for key in _OF_DEEPSPEED):
+        raise ConfigError(_instead_of_deepspeed(settings, where))
+    if any(key in settings for key in _OF_ACCELERATE):
+        raise ConfigError(
+            f"hf_zero config: {cut(where)} is a config of `accelerate launch`, not of hf_zero. Give it to `accelerate launch "
+            "--config_file`, with a distributed_type of MULTI_GPU and without fsdp_config and deepspeed_config, and give hf_zero "
+            "a stage, settings such as stage=2,offload.optimizer=cpu, or a YAML file (`hf-zero migrate` makes one of it)."
+        )
+
+
+def _instead_of_deepspeed(settings: Mapping[Any, Any], where: str) -> str:
+    section = settings.get("zero_optimization")
+    section = section if isinstance(section, Mapping) else {}
+    same = _same_settings(section)
+    said_by_the_run = sorted({name for key, name in _SAID_BY_THE_RUN.items() if key in settings})
+    sentences = [f"hf_zero config: {cut(where)} is a config of DeepSpeed, which hf_zero does not read."]
+    if same:
+        sentences.append(f"The same here: `{','.join(same)}`, as `--zero` or, a line each, in a YAML file.")
+    if said_by_the_run:
+        sentences.append(
+            f"Training arguments, or the script, say the rest: {', '.join(said_by_the_run)} (and no --deepspeed)."
+        )
+    sentences.append(
+        "Bucket sizes and overlap need no settings; `bucket_bytes` and `prefetch_units` are the names here. `hf-zero migrate` "
+        "makes a config here of it, and has a word on each key."
+    )
+    return " ".join(sentences)
+
+
+def _same_settings(section: Mapping[Any, Any]) -> list[str]:
+    same: dict[str, Any] = {}
+    for path, name in _VALUES.items():
+        value: Any = section
+        for step in path:
+            value = value.get(step) if isinstance(value, Mapping) else None
+        if _is_taken_over(value):
+            same.setdefault(name, value)
+    switched = {key: section.get(key) for key in _SWITCHES}
+    on = [_SWITCHES[key] for key, value in switched.items() if value is True or (type(value) is int and value > 1)]
+    return [*(f"{name}={value}" for name, value in same.items()), *on]
+
+
+def _is_taken_over(value: Any) -> bool:
+    if type(value) is str:
+        return value not in ("auto", "none") and value.isprintable() and len(value) < 100
+    return type(value) in (int, float) and 0 <= value < 2**63
+
+
+# ---- Text into settings: YAML files and command-line values ----
+#
+# Whatever the text, what comes is plain Python values in mappings and lists of a few levels, or a `ConfigError`.
+
+_MOST_TEXT_BYTES = 64 * 2**10
+_MOST_LEVELS = 8
+_TOO_DEEP = f"there are more than {_MOST_LEVELS} levels"
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds. Raises `ConfigError` where it cannot be read."""
+    where = cut(str(path))
+    try:
+        if path.is_dir():
+            raise ConfigError(f"hf_zero config: {where!r} is a folder. Give the YAML file in it, or a stage number.")
+        if not path.is_file():
+            near = sorted(p.name for p in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
+            found = f"that folder holds {cut(', '.join(near))}" if near else "there is no YAML file in that folder"
+            raise ConfigError(f"hf_zero config: no file {where!r}; {found}. Give a YAML path or a stage number.")
+        with path.open("rb") as file:
+            text = file.read(_MOST_TEXT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"hf_zero config: {where} cannot be read ({error.strerror}). Give the path of a YAML file, or a stage number."
+        ) from error
+    try:
+        return parse(text.decode("utf-8-sig"), where)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"hf_zero config: {where} is not text in UTF-8. Give a YAML file such as one with the line `stage: 2`."
+        ) from error
+
+
+def parse(text: str, where: str) -> Any:
+    """A YAML text's value.
+
+    Args:
+        where: what the text is, for errors.
+    """
+    if len(text.encode("utf-8", "surrogatepass")) > _MOST_TEXT_BYTES:
+        raise ConfigError(
+            f"hf_zero config: {where} is longer than {_MOST_TEXT_BYTES // 2**10} KiB; settings are a few lines of YAML."
+        )
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        problem = cut(getattr(error, "problem", None) or str(error).partition("\n")[0])
+        raise ConfigError(f"hf_zero config: {where} is not valid YAML{line}: {problem}.") from error
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    """`stage=2,comm.timeout_s=60` → {"stage": 2, "comm": {"timeout_s": 60}}, values read as YAML."""
+    if len(text) > _MOST_TEXT_BYTES:
+        raise refuse("config", text, "settings as name=value, separated by commas: a line of them")
+    settings: dict[str, Any] = {}
+    for part in _parts(text):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise refuse("config", text, "settings as name=value, separated by commas")
+        name = name.strip()
+        *path, leaf = name.split(".")
+        place = settings
+        for step in path:
+            place = place.setdefault(step, {})
+            if not isinstance(place, Mapping):
+                raise refuse(cut(name), value, f"nothing: `{cut(step)}` has a value already")
+        if leaf in place:
+            raise ConfigError(
+                f"hf_zero config: `{cut(name)}` is said twice, as {shown(place[leaf])} and as {shown(value)}. Say it once."
+            )
+        place[leaf] = parse(value, f"`{cut(name)}={cut(value)}`")
+    return settings
+
+
+def _parts(text: str) -> list[str]:
+    """The text between commas that are outside of brackets and quotes."""
+    parts, start, depth, quote, before = [], 0, 0, "", ","
+    for place, sign in enumerate(text):
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"" and before in "=[{,:":
+            # Elsewhere it is an apostrophe in a word.
+            quote = sign
+        elif sign in "[{":
+            depth += 1
+        elif sign in "]}":
+            depth -= 1
+        elif sign == "," and depth <= 0:
+            parts.append(text[start:place])
+            start = place + 1
+        before = before if sign == " " else sign
+    return [*parts, text[start:]]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's plain values: no tags, dates or repeated nodes, each key once, and `1e3` for a number as in YAML 1.2."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        sign: [(tag, form) for tag, form in resolvers if not tag.endswith(":timestamp")]
+        for sign, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._level = 0
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        # Here already: the scanner looks far ahead, in time that grows with the square of the level.
+        if self.flow_level == _MOST_LEVELS:
+            raise yaml.scanner.ScannerError(problem=_TOO_DEEP, problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(token)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            if isinstance(self.anchors.get(event.anchor), yaml.CollectionNode):
+                raise _not_taken("an alias of a mapping or list; write out what it stands for", event)
+        elif event.tag not in (None, "!"):
+            raise _not_taken("a tag; write the plain value", event)
+        if self._level == _MOST_LEVELS:
+            raise yaml.composer.ComposerError(problem=_TOO_DEEP, problem_mark=event.start_mark)
+        self._level += 1
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {shown(key.value)} stands there twice", problem_mark=key.start_mark
+                )
+            keys.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def _not_taken(what: str, event: yaml.Event) -> yaml.YAMLError:
+    return yaml.composer.ComposerError(problem=f"there is {what}", problem_mark=event.start_mark)

@@ -13,20 +13,22 @@ from .checks import (
     ConfigError,
     class_names,
     is_auto,
+    meaning_elsewhere,
     one_of,
     parse_bytes,
     path_of_folder,
     plain,
+    read_yaml,
     refuse,
     refuse_cut,
+    refuse_files_of_others,
+    settings_of,
     shown,
     to_python_numbers,
     unknown_key,
     whole_number,
 )
-from .elsewhere import meaning_elsewhere, refuse_files_of_others
 from .parts import CheckpointConfig, CommConfig, OffloadConfig, OuterConfig
-from .reading import read_yaml, settings_of
 
 _NESTED: dict[str, type] = {"offload": OffloadConfig, "comm": CommConfig, "checkpoint": CheckpointConfig}
 _SWITCHES = ("true", "false", "yes", "no", "on", "off", "none", "auto")

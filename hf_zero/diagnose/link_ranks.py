@@ -14,12 +14,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ..comm.choose import choose_transport
-from ..comm.collectives import all_gather_flat
-from ..comm.groups.groups import Groups
-from ..comm.groups.own_groups import own_group
-from ..comm.model_copies import ModelCopies
-from ..comm.transport import Label, Transport
+from ..comm.groups import Groups, own_group
+from ..comm.ledger import Label
+from ..comm.transport import ModelCopies, Transport
+from ..comm.transports import all_gather_flat, choose_transport
 from ..config import CommConfig
 
 _TIMEOUT_S = 30.0

@@ -1,7 +1,8 @@
-"""The same training steps under DDP and under the engine, compared."""
+"""Trains with and without the engine, and compares what comes out."""
 
 import copy
 import dataclasses
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +18,289 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..comm.transport import ModelCopies
 from ..config import AUTO, ConfigLike, ZeroConfig
 from ..engine.engine import ZeroEngine
-from .parity_report import ParityReport, compare, repeats
-from .recorder import Recorder
-from .recording import Recording, write_trace
-from .split_copies import LocalValues, PlainCopies, is_split
+from ..engine.split_model import SplitModel, is_dtensor
+from ..optimizer.sharded_optimizer import engine_stepped_by, whole_parameters
+from .parity_report import Facts, ParityReport, Recording, compare, repeats, write_facts, write_tensors, write_trace
+
+# Models that tensor or expert parallelism splits over ranks, trained without the engine, with a plain all-reduce.
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether parameters of a model are DTensors."""
+    return any(is_dtensor(parameter) for parameter in model.parameters())
+
+
+class PlainCopies:
+    """Averages gradients over the copies of a split model, as DistributedDataParallel does for whole ones.
+
+    Args:
+        model: with DTensors, the same on all ranks; its parameters, and those that `optimizer` has of it, are other objects
+            afterwards. Collective.
+
+    Attributes:
+        place: this rank's copy, by number.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self._model = model
+        split = SplitModel(model, [optimizer])
+        sets = [split.ranks, split.copy_ranks]
+        experts = [name for name, parameter in model.named_parameters() if parameter in split.experts]
+        split.give_back()
+        self._experts = {model.get_parameter(name) for name in experts}
+        everyone: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everyone, sets)
+        copies, of_experts = (ModelCopies.of(theirs) for theirs in zip(*everyone))
+        self.place = copies.copies.index(sets[0])
+        self._size = len(copies.copies)
+        self._group, self._expert_group = map(_own_group, (copies, of_experts))
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Replaces the gradients by their means over the copies. One that no copy has stays None. Collective."""
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        used = used.to(_local(trained[0]).device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        for parameter, is_used in zip(trained, used.tolist()):
+            if not is_used:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif is_dtensor(parameter) and is_dtensor(parameter.grad):
+                # An embedding's comes back whole.
+                split: Any = parameter
+                parameter.grad = split.grad.redistribute(placements=split.placements)
+            gradient = _local(parameter.grad)
+            # An expert's gradient is the sum over the batches of all that send it their tokens.
+            dist.all_reduce(gradient, group=self._expert_group if parameter in self._experts else self._group)
+            gradient.div_(self._size)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scales the gradients to a norm of the whole model of at most `max_norm`; returns that norm. Collective."""
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        norm = torch.stack([put_together(each).double().square().sum() for each in gradients]).sum().sqrt()
+        for gradient in gradients:
+            _local(gradient).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+
+class LocalValues:
+    """What this rank has of a split model, to be put back: a model on a device mesh cannot be copied."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._values = [_local(value).detach().clone() for value in self._held()]
+        self._gradients = [parameter.grad for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Gives the model its values again, and its gradients."""
+        for value, kept in zip(self._held(), self._values, strict=True):
+            _local(value).copy_(kept)
+        for parameter, gradient in zip(self._model.parameters(), self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def _held(self) -> list[torch.Tensor]:
+        return [*self._model.parameters(), *self._model.buffers()]
+
+
+def _own_group(copies: ModelCopies) -> dist.ProcessGroup | None:
+    """Of the ranks that hold the same part as this one. Collective."""
+    made = [(alike, dist.new_group(list(alike))) for alike in copies.alike]
+    return next(group for alike, group in made if dist.get_rank() in alike)
+
+
+def put_together(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor, or the tensor itself. Collective over the ranks that it is split over."""
+    split: Any = tensor
+    return split.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    split: Any = tensor
+    return split.to_local() if is_dtensor(tensor) else tensor
+
+
+# Records what a training run computes: the loss of each backward, the gradients of each optimizer step, parameters after it.
+
+
+class Recorder:
+    """Writes the first optimizer steps of a run to a folder, the same with DDP, without it, and with the engine.
+
+    Full gradients and parameters are collected from all ranks and written by rank 0; each rank has losses of its own.
+
+    Args:
+        folder: rank 0 writes gradients and parameters there, and each rank its losses when `close` is called.
+        steps: how many steps to record, those of all optimizers counted.
+        models: the models whose parameters are looked at, asked at the first step; wrappers such as DDP are seen through.
+        on_done: called behind the last step that is recorded, on all ranks.
+
+    Attributes:
+        trace: the losses of this rank, a list for each step, and the norms that clipping returned.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        models: Callable[[], Sequence[nn.Module]],
+        on_done: Callable[[], None] = lambda: None,
+    ):
+        self._folder = folder
+        self._steps = steps
+        self._models = models
+        self._on_done = on_done
+        self._names: dict[nn.Parameter, str] = {}
+        self._hooked: set[torch.optim.Optimizer] = set()
+        self._step = 0
+        self._losses: list[float] = []
+        self._norm: float | None = None
+        self._config: dict[str, Any] | None = None
+        self.trace: dict[str, list] = {"losses": [], "norms": []}
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Records the steps of an optimizer. Again is harmless."""
+        if optimizer not in self._hooked:
+            self._hooked.add(optimizer)
+            optimizer.register_step_pre_hook(self._before_step)
+
+    @contextmanager
+    def watching_backward(self) -> Iterator[None]:
+        """Within it, each `loss.backward()` of this process is recorded."""
+        stock = torch.Tensor.backward
+
+        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if tensor.numel() == 1:
+                self.loss(tensor)
+            stock(tensor, *args, **kwargs)
+
+        changed: Any = torch.Tensor
+        changed.backward = backward
+        try:
+            yield
+        finally:
+            changed.backward = stock
+
+    def loss(self, value: torch.Tensor) -> None:
+        """Records the loss of a micro-batch."""
+        self._losses.append(value.detach().double().item())
+
+    def norm(self, value: Any) -> None:
+        """Records the gradient norm that clipping returned, if it did."""
+        self._norm = None if value is None else float(value)
+
+    def close(self) -> None:
+        """Writes this rank's losses."""
+        if self._losses and self._step < self._steps:
+            self.trace["losses"].append(self._losses)
+        write_trace(self._folder, self._rank, self.trace)
+
+    # ---- a step ----
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
+        if self._step >= self._steps:
+            return
+        named = self._named(optimizer)
+        engine = engine_stepped_by(optimizer)
+        if self._step == 0:
+            self._write("start", full_parameters(named, engine))
+            self._write_facts(optimizer, named, engine)
+        self._write(f"gradients-{self._step}", full_gradients(named, engine))
+        # Registered in the step itself, and so behind the engine's own hook.
+        handle = optimizer.register_step_post_hook(lambda *_: self._after_step(named, engine, handle))
+
+    def _after_step(self, named: Mapping[str, nn.Parameter], engine: ZeroEngine | None, handle: Any) -> None:
+        handle.remove()
+        self._write(f"parameters-{self._step}", full_parameters(named, engine))
+        self.trace["losses"].append(self._losses)
+        self.trace["norms"].append(self._norm)
+        self._losses, self._norm = [], None
+        self._step += 1
+        if self._step == self._steps:
+            self._on_done()
+
+    def _named(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+        if not self._names:
+            models = list(self._models())
+            for index, model in enumerate(models):
+                prefix = f"model{index}." if len(models) > 1 else ""
+                for name, parameter in model.named_parameters():
+                    self._names[parameter] = prefix + bare_name(name)
+        return {self._names[p]: p for p in whole_parameters(optimizer) if p in self._names and p.requires_grad}
+
+    def _write(self, name: str, tensors: Iterator[tuple[str, torch.Tensor | None]]) -> None:
+        """Every rank takes part in collecting what rank 0 writes."""
+        if self._rank == 0:
+            write_tensors(self._folder, name, {n: None if t is None else t.to("cpu", copy=True) for n, t in tensors})
+        else:
+            for _ in tensors:
+                pass
+
+    def _write_facts(
+        self, optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], engine: ZeroEngine | None
+    ) -> None:
+        if self._rank == 0:
+            write_facts(
+                self._folder,
+                Facts(
+                    world_size=dist.get_world_size() if dist.is_initialized() else 1,
+                    config=None if engine is None else engine.config.to_dict(),
+                    dtypes=sorted({str(p.dtype).removeprefix("torch.") for p in named.values()}),
+                    device=next(iter(named.values())).device.type if named else "cpu",
+                    optimizer=type(optimizer).__name__,
+                    order=list(named),
+                ),
+            )
+
+    @property
+    def _rank(self) -> int:
+        """The launcher's before and after there is a process group."""
+        return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+    def read(self) -> Recording:
+        """What rank 0 has written."""
+        return Recording(self._folder)
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")
+
+
+@torch.no_grad()
+def full_gradients(
+    named: Mapping[str, nn.Parameter], engine: ZeroEngine | None
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Each parameter's whole reduced gradient; None where it has none. Collective with an engine."""
+    for name, parameter in named.items():
+        if engine is not None and engine.trains(parameter):
+            gradient = engine.full_grad(parameter)
+            yield name, None if gradient is None else engine.state.as_whole(parameter, gradient)
+        else:
+            yield name, None if parameter.grad is None else put_together(parameter.grad)
+
+
+@torch.no_grad()
+def full_parameters(
+    named: Mapping[str, nn.Parameter], engine: ZeroEngine | None
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Each whole parameter. Collective with an engine."""
+    if engine is not None:
+        engine.finish_parameters()
+    for name, parameter in named.items():
+        if engine is None:
+            yield name, put_together(parameter.detach())
+        else:
+            with engine.gathered(parameter):
+                yield name, engine.state.as_whole(parameter, parameter.detach().clone())
+
+
+# ---- The same training steps under DDP and under the engine, compared ----
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 LossOf = Callable[[nn.Module, Any], torch.Tensor]

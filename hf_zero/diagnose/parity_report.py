@@ -1,15 +1,193 @@
-"""Compares two recorded runs, step by step: how far they are apart, and where they first are."""
+"""Recordings of two runs, the tolerances between them, and the report of their differences."""
 
 import dataclasses
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from .expectations import INEXACT, reasons_of
-from .recording import Recording, Tensors
+from ..config import ZeroConfig
+from ..kernels.base import uses_kernels
+
+# ---- Files of a recorded run: losses by rank, gradients and parameters by step ----
+
+Tensors = Mapping[str, torch.Tensor | None]
+"""Parameter name → a whole tensor in host memory; None where there is no gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is to be known of a run to say whether another can have the same bits.
+
+    Attributes:
+        config: the engine's settings; None for a run without it.
+        dtypes: of the trained parameters.
+        device: its type.
+        optimizer: its class.
+        order: names of the trained parameters, in the model's order.
+    """
+
+    world_size: int
+    config: dict[str, Any] | None
+    dtypes: list[str]
+    device: str
+    optimizer: str
+    order: list[str]
+
+
+class Recording:
+    """Reads what a `Recorder` has written."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        traces = sorted(folder.glob("trace-*.pt"), key=lambda path: int(path.stem.removeprefix("trace-")))
+        self._traces = [torch.load(path, weights_only=True) for path in traces]
+
+    @property
+    def facts(self) -> Facts | None:
+        """None where no optimizer step came."""
+        path = self._folder / "facts.json"
+        return Facts(**json.loads(path.read_text())) if path.is_file() else None
+
+    @property
+    def losses(self) -> list[list[list[float]]]:
+        """By rank, step and micro-batch."""
+        return [trace["losses"] for trace in self._traces]
+
+    @property
+    def norms(self) -> list[float | None]:
+        """What clipping returned in each step; None where nothing was clipped."""
+        return self._traces[0]["norms"] if self._traces else []
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were recorded to their end."""
+        return len(self.norms)
+
+    def start(self) -> Tensors:
+        """Parameters before the first step."""
+        return self._load("start")
+
+    def gradients(self, step: int) -> Tensors:
+        """What the optimizer was given in a step."""
+        return self._load(f"gradients-{step}")
+
+    def parameters(self, step: int) -> Tensors:
+        """What the optimizer left behind after a step."""
+        return self._load(f"parameters-{step}")
+
+    def _load(self, name: str) -> Tensors:
+        return torch.load(self._folder / f"{name}.pt", weights_only=True, mmap=True)
+
+
+def write_tensors(folder: Path, name: str, tensors: Tensors) -> None:
+    torch.save(dict(tensors), folder / f"{name}.pt")
+
+
+def write_facts(folder: Path, facts: Facts) -> None:
+    (folder / "facts.json").write_text(json.dumps(dataclasses.asdict(facts)))
+
+
+def write_trace(folder: Path, rank: int, trace: Mapping[str, list]) -> None:
+    torch.save(dict(trace), folder / f"trace-{rank}.pt")
+
+
+# ---- Whether a run with the engine has to have DDP's bits, and how far it may be off where it need not ----
+
+ROUNDING = 1e-3
+"""Sums in another order."""
+
+HALF_DIGITS = 5e-2
+"""Parameters or gradients in 16 bits."""
+
+INEXACT = 0.25
+"""Settings that trade exactness for memory or traffic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why two runs need not have the same bits.
+
+    Attributes:
+        tolerance: relative difference that is still as expected for this reason.
+    """
+
+    text: str
+    tolerance: float
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def reasons_of(stock: Recording, engine: Recording) -> list[Reason]:
+    """Every reason for other bits than DDP's; none where the two runs must be bitwise equal."""
+    facts = engine.facts
+    if facts is None or facts.config is None:
+        return []
+    config = ZeroConfig.from_dict(facts.config)
+    return [*_of_the_run(facts, config, stock), *_of_settings(facts, config)]
+
+
+def _of_the_run(facts: Facts, config: ZeroConfig, stock: Recording) -> Iterator[Reason]:
+    accumulation = max((len(step) for step in stock.losses[0]), default=1) if stock.losses else 1
+    if facts.world_size > 2:
+        yield Reason(
+            text=f"{facts.world_size} ranks: gradients of more than two are added in another order", tolerance=ROUNDING
+        )
+    if facts.world_size > 1 and accumulation > 1 and not config.accumulates_locally:
+        yield Reason(
+            text=f"`grad_accumulation: sharded` reduces each of {accumulation} micro-batches; DDP adds them up first "
+            "(`grad_accumulation: local` does so too)",
+            tolerance=ROUNDING,
+        )
+    if any(norm is not None for norm in stock.norms):
+        yield Reason(
+            text="gradients were clipped, by a norm whose squares are added in another order", tolerance=ROUNDING
+        )
+    sixteen = [dtype for dtype in facts.dtypes if dtype in ("bfloat16", "float16")]
+    if sixteen:
+        yield Reason(
+            text=f"{' and '.join(sixteen)} parameters are trained through a float32 master, and DDP steps them as they are",
+            tolerance=HALF_DIGITS,
+        )
+    if facts.device != "cpu":
+        yield Reason(
+            text=f"operations on {facts.device} may add in another order each time (torch.use_deterministic_algorithms)",
+            tolerance=ROUNDING,
+        )
+
+
+def _of_settings(facts: Facts, config: ZeroConfig) -> Iterator[Reason]:
+    comm, offload = config.comm, config.offload
+    for name, value in (("param_dtype", config.param_dtype), ("reduce_dtype", config.reduce_dtype)):
+        if value not in ("auto", "float32"):
+            yield Reason(text=f"`{name}: {value}`", tolerance=HALF_DIGITS)
+    if config.gather_dtype == "bfloat16":
+        yield Reason(text="`gather_dtype: bfloat16` computes with rounded parameters", tolerance=HALF_DIGITS)
+    if uses_kernels(config.kernels, torch.device(facts.device)):
+        yield Reason(text=f"`kernels: {config.kernels}` add in another order than torch", tolerance=ROUNDING)
+    if offload.moves_state and facts.device != "cpu":
+        yield Reason(
+            text=f"`offload.optimizer: {offload.optimizer}` steps on the host, whose arithmetic rounds otherwise",
+            tolerance=ROUNDING,
+        )
+    inexact: dict[str, tuple[str | int, str | int]] = {
+        "moments": (config.moments, "32bit"),
+        "rounding": (config.rounding, "nearest"),
+        "comm.weights": (comm.weights, "none"),
+        "comm.gradients": (comm.gradients, "none"),
+        "comm.sync_every": (comm.sync_every, 1),
+    }
+    for name, (chosen, exact) in inexact.items():
+        if chosen != exact:
+            yield Reason(text=f"`{name}: {chosen}` is not exact", tolerance=INEXACT)
+
+
+# ---- Compares two recorded runs, step by step: how far they are apart, and where they first are ----
 
 _FLOOR = 1e-3
 """Gradients are judged relative to the parameter's largest, but not below this part of the model's largest, or the tolerance's:

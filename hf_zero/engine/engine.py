@@ -1,30 +1,32 @@
-"""The engine: one object that trains one model with sharded state. The only file that knows all of engine/."""
+"""`ZeroEngine`: shards a model and its optimizers, and trains them as DDP would."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..buckets.bucket import rows_with_gradient
-from ..comm.control.last_words import LastWords
-from ..comm.transport import Label
+from ..comm.ledger import Label
+from ..comm.watch import LastWords
 from ..config import ConfigLike, ZeroConfig
-from ..engine_reference import attach, detach
+from ..hooks import attach, detach
+from ..layout.slots import Interval
 from ..optimizer.clip import clamp_values
-from ..optimizer.state.full_tensors import full_gradient, full_state, slot_of
-from ..optimizer.state.resize import on_host, resize_whole
-from .build.assemble import Parts, assemble
-from .dtype_report import DtypeReport, report_dtypes
-from .engine_state import EngineState
-from .gradients.nonfinite import BadSteps
-from .memory_report import Places, report_memory
-from .rank_allocation import rank_allocations
+from ..optimizer.sharded_optimizer import RowStates, ShardedOptimizer
+from ..optimizer.state_rows import full_gradient, full_state, on_host, resize_whole, slot_of
+from .assemble import Parts, assemble
+from .buffers import broadcast_buffers, ignored_parameters
+from .gathered import IN_GATHERED, parameters_in, put_back
+from .nonfinite import BadSteps
 from .report_tables import CommReport, MemoryReport
-from .training_step import TrainingStep
-from .travel.buffers import broadcast_buffers, ignored_parameters
-from .units.gathered import IN_GATHERED, parameters_in, put_back
-from .units.split_model import whole_tensors
+from .reports import DtypeReport, Places, report_dtypes, report_memory
+from .split_model import whole_tensors
+from .state import EngineState
+from .training_step import TrainingStep, rank_allocations
+
+# ---- The engine: one object that trains one model with sharded state. The only file that knows all of engine/ ----
 
 
 class ZeroEngine:
@@ -348,3 +350,62 @@ class ZeroEngine:
             optimizer.release()
         detach((self.model, self.entry, *self.model.parameters()))
         self._parts.mesh.split.give_back()
+
+
+# Optimizers that take turns on one model: the state of one that waits stays where it is, each rank's part on the rank.
+
+_KEPT = "_hf_zero_kept_state"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What an optimizer's rows had when its engine was closed.
+
+    Attributes:
+        places: which elements of each parameter this rank had.
+        states: {} where they lay in files, which went with the engine.
+        is_lost: there were some in files.
+    """
+
+    places: dict[nn.Parameter, Interval]
+    states: RowStates
+    is_lost: bool
+
+
+def keep_state(engine: ZeroEngine) -> None:
+    """Has the optimizers keep what `engine.close()` drops, for `take_up_state`."""
+    for sharded in engine.optimizers:
+        in_files = sharded.is_in_files
+        # On every rank, also one without a row: taking it up is collective.
+        sharded.optimizer.__dict__[_KEPT] = _Kept(
+            places=sharded.places(),
+            states={} if in_files else sharded.row_states(),
+            is_lost=in_files and bool(sharded.optimizer.state),
+        )
+
+
+def take_up_state(engine: ZeroEngine) -> None:
+    """Gives the engine's optimizers back what `keep_state` has kept, unless they have other state. Collective then.
+
+    Raises:
+        ValueError: on every rank, when the state of one is lost or does not fit; the engine is closed.
+    """
+    for sharded in engine.optimizers:
+        kept: _Kept | None = sharded.optimizer.__dict__.pop(_KEPT, None)
+        if kept is None or any(engine.world.exchange(bool(sharded.optimizer.state))):
+            continue
+        fault = "lay in files" if kept.is_lost else None
+        if kept.states and kept.places != sharded.places():
+            fault = "is cut over the ranks otherwise than it would be now"
+        faults = [each for each in engine.world.exchange(fault) if each is not None]
+        if faults:
+            engine.close()
+            raise ValueError(_cannot_go_on(sharded, faults[0]))
+        sharded.put_row_states(kept.states)
+
+
+def _cannot_go_on(sharded: ShardedOptimizer, why: str) -> str:
+    return (
+        f"hf_zero: {type(sharded.optimizer).__name__} has trained this model before, another optimizer has since, and its state "
+        f"{why}. Train with a new optimizer (a new Trainer has one), which may go on from a checkpoint."
+    )

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..comm.ledger import CommRow
 from ..device import in_units
-from ..optimizer.reports import EarlyReport, KernelReport
+from ..optimizer.bucket_state import EarlyReport, KernelReport
 
 IN_FILES = "NVMe"
 """Where a row is that takes no memory."""

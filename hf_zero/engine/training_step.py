@@ -1,32 +1,159 @@
-"""What an engine does around a forward, a backward and `optimizer.step()`."""
+"""The order of a training step: forward, backward, clip, step, parameters back."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ..buckets.bucket import Bucket, rows_with_gradient
+from ..buckets.bucket import Bucket, Row, rows_with_gradient
 from ..buckets.memory import UnshardedMemory
-from ..comm.transport import Label
+from ..buckets.sharded import ShardedGradient
+from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
-from ..hooks import WeakHook
-from ..layout import pool
-from ..optimizer.state.optimizer import ShardedOptimizer, identity_of
-from ..optimizer.state.row_writes import RowWrites
-from .build.assemble import Parts
-from .gradients.backward_pass import Gradients
-from .gradients.batch_log import BatchLog
-from .gradients.nonfinite import BadSteps
-from .gradients.sharded_store import choose_store
-from .gradients.store import GradientStore, Landing
-from .rank_allocation import RankAllocation
-from .travel.in_flight import is_compiled
-from .uncounted_edits import UncountedEdits
-from .units.unit import is_in_backward
+from ..hooks import WeakHook, engine_attached_to
+from ..layout import slots as pool
+from ..optimizer.holder import StateHolder
+from ..optimizer.row_writes import RowWrites
+from ..optimizer.sharded_optimizer import ShardedOptimizer, identity_of
+from .assemble import Parts
+from .backward import Gradients
+from .gradient_store import GradientStore, Landing
+from .gradient_stores import choose_store
+from .nonfinite import BadSteps, BatchLog
+from .parameter_gather import is_compiled
+from .unit import is_in_backward
+
+# ---- Edits of parameters that their masters would not follow, because autograd does not count them ----
+
+_STEPS = 2
+
+
+class UncountedEdits:
+    """Compares parameters with their masters before the first steps: a script that edits through `.data` does so in each.
+
+    Args:
+        buckets: of trained parameters.
+        holder: has the masters.
+
+    Attributes:
+        watched: buckets of which some of the first steps are still to come.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket], holder: StateHolder):
+        self._holder = holder
+        self._steps: Counter[Bucket] = Counter()
+        # Behind a wire of blocks, parameters are not what their masters are.
+        exact = (bucket for bucket in buckets if bucket.keeps_master and bucket.precision.weights is None)
+        self.watched = {bucket for bucket in exact if not bucket.flat.is_meta}
+
+    @torch.no_grad()
+    def refuse(self, buckets: Iterable[Bucket]) -> None:
+        """Called before a step of some buckets. Raises RuntimeError for an edit that is not counted.
+
+        For the watched ones, the host waits once for each device that has masters.
+        """
+        compared: dict[torch.device, list[tuple[Row, torch.Tensor]]] = {}
+        for bucket in self.watched.intersection(buckets):
+            self._steps[bucket] += 1
+            if self._steps[bucket] == _STEPS:
+                self.watched.remove(bucket)
+            values = bucket.memory.read_own()
+            # In the memory of the masters, which may be in several places.
+            own = {values.device: values}
+            for row in (row for row in bucket.rows if self._waits(row)):
+                master = cast(torch.Tensor, self._holder.master_view(row))
+                if master.device not in own:
+                    own[master.device] = values.to(master.device)
+                mine, expected = row.of(own[master.device]), master.to(values.dtype)
+                is_alike = ((mine == expected) | (mine.isnan() & expected.isnan())).all()
+                compared.setdefault(master.device, []).append((row, is_alike))
+        for found in compared.values():
+            alike = torch.stack([is_alike for _, is_alike in found]).tolist()
+            edited = next((row for (row, _), is_alike in zip(found, alike) if not is_alike), None)
+            if edited is not None:
+                raise RuntimeError(
+                    f"hf_zero: {edited.slot.name!r} was edited through `.data` or numpy, which leaves no trace, and the "
+                    "optimizer's step would undo it: it starts from the master, a copy with more digits or in other memory. Edit "
+                    "the parameter itself under `torch.no_grad()` (`p.clamp_(...)` in place of `p.data.clamp_(...)`)."
+                )
+
+    @staticmethod
+    def _waits(row: Row) -> bool:
+        # A class whose step calls its parent's comes here a second time, when masters have been stepped.
+        return row.tensor.grad is not None and row.slot.version == row.slot.parameter._version
+
+
+# AdaLoRA (Zhang et al. 2023): `update_and_allocate` reads gradients behind the step and masks weights, here on whole ones.
+
+_NAME = "update_and_allocate"
+"""Of peft's AdaLoRA models: called by the script behind the optimizer's step and before `zero_grad`."""
+
+
+class RankAllocation:
+    """Replaces the method on one module, and keeps whole gradients of the module's trained parameters for the method.
+
+    The gradients are gathered before each step: a step drops them, and the method comes behind the step. Adapters are small.
+    """
+
+    def __init__(self, module: nn.Module, trained: Sequence[nn.Parameter]):
+        self._module = module
+        self._trained = trained
+        self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
+        module.__dict__[_NAME] = self
+
+    def remove(self) -> None:
+        """Gives the module its class's method again."""
+        self._module.__dict__.pop(_NAME, None)
+
+    def before_step(self) -> None:
+        """Gathers the gradients that a step is about to drop. Collective."""
+        engine = engine_attached_to(self._trained[0])
+        if engine is not None:
+            self._gradients = {parameter: engine.full_grad(parameter) for parameter in self._trained}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stock = getattr(type(self._module), _NAME)
+        engine = engine_attached_to(self._trained[0])
+        if engine is None:
+            return stock(self._module, *args, **kwargs)
+        if any(_is_waiting(parameter.grad) for parameter in self._trained):
+            self.before_step()
+        with ExitStack() as stack, engine.gathered(self._trained, writeback=True):
+            for parameter in self._trained:
+                stack.callback(setattr, parameter, "grad", parameter.grad)
+                parameter.grad = self._gradients.get(parameter)
+            return stock(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        # The copy of the module is trained by no engine.
+        return getattr(memo[id(self._module)], _NAME)
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self._module, _NAME)
+
+
+def rank_allocations(model: nn.Module, trained: Sequence[nn.Parameter]) -> list[RankAllocation]:
+    """One for each module of the model that has the method."""
+    held = set(trained)
+    found = []
+    for module in model.modules():
+        own = [parameter for parameter in module.parameters() if parameter in held]
+        if own and hasattr(type(module), _NAME):
+            found.append(RankAllocation(module, own))
+    return found
+
+
+def _is_waiting(gradient: torch.Tensor | None) -> bool:
+    """Whether no step has been taken with a gradient yet."""
+    return isinstance(gradient, ShardedGradient) and not gradient.is_spent
+
+
+# ---- What an engine does around a forward, a backward and `optimizer.step()` ----
 
 _FAILED = Label(kind="agreement on a failed backward", subject="this micro-batch")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..config import ConfigError
-from ..engine_reference import engine_attached_to
+from ..hooks import engine_attached_to
 
 
 @cache

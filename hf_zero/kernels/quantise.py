@@ -1,23 +1,339 @@
-"""Tensors in blocks of 8-bit or 4-bit codes with one float32 scale a block, what that loses carried to the next step.
-
-Format of a flat tensor of n elements in blocks of B: ceil(n / B) scales, and for each block B codes, the last block's
-padded with zeros. `int8` and `int4` are the codes; the file of each tells how it is written.
-
-A block's scale is its largest magnitude / the largest that the code can write, at least the smallest normal float32; a code
-is the element / scale, rounded to the nearest that can be written, ties to even. So a block of zeros gives zeros, and no
-element is off by more than half of a code's step. **A block with a NaN or an infinity gets the scale inf and codes of zeros,
-and comes out as NaN, all of it**: the check for non-finite gradients sees it on every rank.
-"""
+"""Quantises gradients and parameters in int8 or int4 blocks for the wire."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 
-from .block_format import BlockFormat
-from .checks import FLOAT_DTYPES, check_flat
-from .int4 import INT4
-from .int8 import INT8
-from .lazy import ceil_div, is_interpreted
+from .base import (
+    FLOAT_DTYPES,
+    Kernel,
+    ceil_div,
+    check_flat,
+    is_interpreted,
+    kernel,
+    nearest_integer,
+    rounded,
+    runs_triton,
+)
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+# What a quantised tensor looks like: blocks of elements that share a scale, and a code that says how an element is written.
+
+
+class Code(ABC):
+    """How an element that has been divided by its block's scale is written.
+
+    Attributes:
+        name: as the config has it.
+        bits: of an element.
+        largest: the largest magnitude that can be written.
+        quantise_kernel, sum_kernel: the Triton forms of `quantise` and `dequantise_sum`.
+    """
+
+    name: str
+    bits: int
+    largest: int
+    quantise_kernel: Kernel
+    sum_kernel: Kernel
+
+    @abstractmethod
+    def write(self, values: torch.Tensor, code_rows: torch.Tensor) -> None:
+        """Rounds to what can be written, to the nearest, ties to even, in place too, and writes it.
+
+        Args:
+            values: (blocks, B) float32, from -largest to largest.
+            code_rows: (blocks, B * bits / 8) uint8.
+        """
+
+    @abstractmethod
+    def read(self, code_rows: torch.Tensor, values: torch.Tensor) -> None:
+        """What `write` has written, into `values`."""
+
+    def runs_triton(self, device: torch.device) -> bool:
+        """Whether the Triton forms run on tensors of `device`."""
+        return runs_triton(device)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """How an element is written, and how many elements share a scale, a power of two from 32 to 4096."""
+
+    code: Code
+    block_numel: int = 256
+
+    def __post_init__(self) -> None:
+        if not 32 <= self.block_numel <= 4096 or self.block_numel & (self.block_numel - 1):
+            raise ValueError(
+                f"hf_zero: blocks of {self.block_numel} elements; a power of two from 32 to 4096 is allowed. Choose one of them."
+            )
+
+    def blocks(self, numel: int) -> int:
+        """Blocks, and so scales, of a tensor of `numel` elements."""
+        return ceil_div(numel, self.block_numel)
+
+    def code_bytes(self, numel: int) -> int:
+        """Bytes of the codes of a tensor of `numel` elements."""
+        return self.blocks(numel) * self.block_numel * self.code.bits // 8
+
+
+# ---- What the kernels that quantise blocks have in common, whichever code they write ----
+
+
+@kernel
+def load_with_residual(values, residual, offsets, mask):
+    """Values plus residual, and the residual by itself."""
+    x = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
+    old = x
+    if residual is not None:
+        old = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = x + old
+    return x, old
+
+
+@kernel
+def magnitudes(x):
+    """Magnitudes, inf for NaN."""
+    return tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
+
+
+@kernel
+def scale_of(absmax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+    """The scale at which a block's largest magnitude is written as LARGEST."""
+    return tl.maximum(tl.div_rn(absmax, tl.full(absmax.shape, LARGEST, tl.float32)), SMALLEST)
+
+
+@kernel
+def load_blocks(
+    values,
+    residual,
+    scales,
+    numel,
+    blocks,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Elements of this program's blocks, the residual by itself, and the scales, which are stored; offsets and masks."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offsets = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    mask = offsets < numel
+    x, old = load_with_residual(values, residual, offsets, mask)
+    scale = scale_of(tl.max(magnitudes(x), axis=1), LARGEST, SMALLEST)
+    tl.store(scales + row, scale, mask=row < blocks)
+    return x, old, tl.broadcast_to(scale[:, None], x.shape), offsets, mask, (row < blocks)[:, None]
+
+
+@kernel
+def in_scales(x, scale):
+    """`x` / `scale`, rounded as the reference rounds; 0 where the scale is inf."""
+    return tl.where(scale < float("inf"), tl.div_rn(x, scale), 0.0)
+
+
+@kernel
+def store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED: tl.constexpr):
+    """What writing `q` for `x` loses, or what there was where the block is not finite."""
+    kept = tl.where(scale < float("inf"), x - q * scale, old)
+    tl.store(residual + offsets, rounded(kept, residual.dtype.element_ty, INTERPRETED), mask=mask)
+
+
+@kernel
+def sum_of_bytes(
+    codes,
+    scales,
+    out,
+    numel,
+    blocks,
+    ranks,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Sums in rank order what codes of a byte each stand for; `codes` points to the type that they are."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, SIZE)[None, :]
+    known = row < blocks
+    total = tl.zeros((ROWS, SIZE), dtype=tl.float32)
+    for rank in tl.range(0, ranks, loop_unroll_factor=4):
+        ranked = tl.full((ROWS,), rank, tl.int64) * blocks + row
+        scale = tl.load(scales + ranked, mask=known)
+        code = tl.load(codes + ranked[:, None] * SIZE + column, mask=known[:, None])
+        total += code.to(tl.float32) * scale[:, None]
+    offsets = row[:, None] * SIZE + column
+    tl.store(out + offsets, rounded(total, out.dtype.element_ty, INTERPRETED), mask=offsets < numel)
+
+
+# ---- Codes of one signed byte each, in order ----
+
+
+@kernel
+def _quantise_int8(
+    values,
+    codes,
+    scales,
+    residual,
+    numel,
+    blocks,
+    SMALLEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    x, old, scale, offsets, mask, known = load_blocks(
+        values, residual, scales, numel, blocks, 127.0, SMALLEST, ROWS, SIZE
+    )
+    q = nearest_integer(in_scales(x, scale))
+    tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, q.to(tl.int8), mask=known)
+    if residual is not None:
+        store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED)
+
+
+@kernel
+def _sum_int8(
+    codes,
+    scales,
+    out,
+    numel,
+    blocks,
+    ranks,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    codes = codes.to(tl.pointer_type(tl.int8))
+    sum_of_bytes(codes, scales, out, numel, blocks, ranks, ROWS, SIZE, INTERPRETED)
+
+
+class Int8(Code):
+    """Whole numbers from -127 to 127."""
+
+    name = "int8"
+    bits = 8
+    largest = 127
+    quantise_kernel = _quantise_int8
+    sum_kernel = _sum_int8
+
+    def write(self, values: torch.Tensor, code_rows: torch.Tensor) -> None:
+        code_rows.view(torch.int8).copy_(values.round_())
+
+    def read(self, code_rows: torch.Tensor, values: torch.Tensor) -> None:
+        values.copy_(code_rows.view(torch.int8))
+
+
+INT8 = Int8()
+
+
+# ---- Codes of half a byte each: element i and element i + B/2 of a block share byte i, the former in its low half ----
+#
+# Two runs of neighbours, so that neither a vector unit nor a GPU's threads have to take every other element.
+
+_OFFSET = 8
+"""Added to a code, which lies between -7 and 7, so that it is not negative."""
+
+
+@kernel
+def _quantise_int4(
+    values,
+    codes,
+    scales,
+    residual,
+    numel,
+    blocks,
+    SMALLEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    HALF: tl.constexpr = SIZE // 2
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, HALF)[None, :]
+    low_offsets = row[:, None] * SIZE + column
+    high_offsets = low_offsets + HALF
+    low_mask, high_mask = low_offsets < numel, high_offsets < numel
+    low, old_low = load_with_residual(values, residual, low_offsets, low_mask)
+    high, old_high = load_with_residual(values, residual, high_offsets, high_mask)
+    scale = scale_of(tl.max(tl.maximum(magnitudes(low), magnitudes(high)), axis=1), 7.0, SMALLEST)
+    tl.store(scales + row, scale, mask=row < blocks)
+    scale = tl.broadcast_to(scale[:, None], low.shape)
+    q_low, q_high = nearest_integer(in_scales(low, scale)), nearest_integer(in_scales(high, scale))
+    packed = (q_high * 16.0 + q_low + 136.0).to(tl.int32).to(tl.uint8)
+    tl.store(codes + row[:, None] * HALF + column, packed, mask=(row < blocks)[:, None])
+    if residual is not None:
+        store_residual(residual, low_offsets, low_mask, low, old_low, q_low, scale, INTERPRETED)
+        store_residual(residual, high_offsets, high_mask, high, old_high, q_high, scale, INTERPRETED)
+
+
+@kernel
+def _sum_int4(
+    codes,
+    scales,
+    out,
+    numel,
+    blocks,
+    ranks,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    HALF: tl.constexpr = SIZE // 2
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, HALF)[None, :]
+    known = row < blocks
+    low = tl.zeros((ROWS, HALF), dtype=tl.float32)
+    high = tl.zeros((ROWS, HALF), dtype=tl.float32)
+    for rank in tl.range(0, ranks, loop_unroll_factor=4):
+        ranked = tl.full((ROWS,), rank, tl.int64) * blocks + row
+        scale = tl.load(scales + ranked, mask=known)[:, None]
+        packed = tl.load(codes + ranked[:, None] * HALF + column, mask=known[:, None], other=0).to(tl.int32)
+        low += ((packed & 15) - 8).to(tl.float32) * scale
+        high += ((packed >> 4) - 8).to(tl.float32) * scale
+    offsets = row[:, None] * SIZE + column
+    dtype: tl.constexpr = out.dtype.element_ty
+    tl.store(out + offsets, rounded(low, dtype, INTERPRETED), mask=offsets < numel)
+    tl.store(out + offsets + HALF, rounded(high, dtype, INTERPRETED), mask=offsets + HALF < numel)
+
+
+class Int4(Code):
+    """Whole numbers from -7 to 7."""
+
+    name = "int4"
+    bits = 4
+    largest = 7
+    quantise_kernel = _quantise_int4
+    sum_kernel = _sum_int4
+
+    def write(self, values: torch.Tensor, code_rows: torch.Tensor) -> None:
+        low, high = values.round_().chunk(2, dim=1)
+        code_rows.copy_(torch.add(low, high, alpha=16).add_(17 * _OFFSET))
+
+    def read(self, code_rows: torch.Tensor, values: torch.Tensor) -> None:
+        low, high = values.chunk(2, dim=1)
+        low.copy_(code_rows & 15).sub_(_OFFSET)
+        high.copy_(code_rows >> 4).sub_(_OFFSET)
+
+
+INT4 = Int4()
+
+
+# Tensors in blocks of 8-bit or 4-bit codes with one float32 scale a block, what that loses carried to the next step.
+#
+# Format of a flat tensor of n elements in blocks of B: ceil(n / B) scales, and for each block B codes, the last block's
+# padded with zeros. `int8` and `int4` are the codes; the file of each tells how it is written.
+#
+# A block's scale is its largest magnitude / the largest that the code can write, at least the smallest normal float32; a
+# code is the element / scale, rounded to the nearest that can be written, ties to even. So a block of zeros gives zeros,
+# and no element is off by more than half of a code's step. **A block with a NaN or an infinity gets the scale inf and codes
+# of zeros, and comes out as NaN, all of it**: the check for non-finite gradients sees it on every rank.
 
 CODES = {code.name: code for code in (INT8, INT4)}
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

@@ -1,13 +1,4 @@
-"""What a step asks of all gradients together: the sum of their squares, how many are not finite, and what follows.
-
-Clipping takes four launches' worth of memory traffic from nothing but small arithmetic when it is written in torch, and a
-`.item()` stops the device's queue. Here one launch a shard and one for the rest leave their results on the device, where
-the optimizer's kernel reads them.
-
-The sums are taken over parts of 65,536 elements in float32 and over the parts in float64: one float32 accumulator over
-millions of elements would lose the seventh digit that the clipping norm is compared in. The parts depend on nothing but
-the number of elements and nothing is added atomically, so the same gradients give the same bits on every run.
-"""
+"""Norms, finiteness and sums of flat buffers."""
 
 from __future__ import annotations
 
@@ -16,12 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .checks import FLOAT_DTYPES, check_flat, check_scalar
-from .choose import runs_triton
-from .lazy import ceil_div, kernel
+from .base import FLOAT_DTYPES, ceil_div, check_flat, check_scalar, kernel, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+
+# What a step asks of all gradients together: the sum of their squares, how many are not finite, and what follows.
+#
+# Clipping takes four launches' worth of memory traffic from nothing but small arithmetic when it is written in torch, and a
+# `.item()` stops the device's queue. Here one launch a shard and one for the rest leave their results on the device, where
+# the optimizer's kernel reads them.
+#
+# The sums are taken over parts of 65,536 elements in float32 and over the parts in float64: one float32 accumulator over
+# millions of elements would lose the seventh digit that the clipping norm is compared in. The parts depend on nothing but
+# the number of elements and nothing is added atomically, so the same gradients give the same bits on every run.
 
 PART_NUMEL = 1 << 16
 BLOCK_NUMEL = 4096
@@ -197,3 +197,47 @@ def _scalars(statistics, inverse_scale, out, max_norm):
     tl.store(out + 1, coefficient)
     tl.store(out + 2, scale * coefficient)
     tl.store(out + 3, tl.where(is_bad, 1.0, 0.0))
+
+
+# ---- Sum of the ranks' parts in rank order ----
+
+
+def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """`out = ((parts[0] + parts[1]) + parts[2]) + …`, so that the result does not depend on who arrived first.
+
+    Args:
+        parts: one flat tensor a rank, of equal numel and dtype; all but the last may be overwritten.
+        out: flat, same numel; may share memory with any part. With a wider dtype the sum is taken in that dtype.
+    """
+    if len(parts) == 1:
+        if out.data_ptr() != parts[0].data_ptr():
+            out.copy_(parts[0])
+        return
+    if out.dtype == parts[0].dtype:
+        total = parts[0]
+        for part in parts[1:-1]:
+            total.add_(part)
+        torch.add(total, parts[-1], out=out)
+        return
+    out.copy_(parts[0])
+    for part in parts[1:]:
+        out.add_(part)
+
+
+# ---- A launch of the smallest kernel, before training depends on one ----
+#
+# That triton can be imported says little: it compiles at the first launch, for which it needs a C compiler, Python's
+# headers, a folder that it can write to and a driver that it knows.
+
+
+def launch_fault(device: torch.device) -> str | None:
+    """Why kernels do not run in their Triton form on `device`, in one line; None where they do or are not to."""
+    if not runs_triton(device):
+        return None
+    try:
+        step_scalars(torch.ones(2, dtype=torch.float64, device=device), max_norm=1.0).tolist()
+    except Exception as error:
+        # Of any kind: triton raises those of its compiler, of the C compiler's process and of the driver.
+        first_line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first_line}"
+    return None

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .checks import check_flat
-from .choose import runs_triton
-from .lazy import ceil_div, kernel
+from .base import ceil_div, check_flat, kernel, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -1,12 +1,15 @@
-"""Which elements of a whole tensor a rank has, where tensor or expert parallelism has split it along its dimensions."""
+"""Boxes of split tensors, and which ranges two layouts share."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
+from typing import Generic, TypeVar
 
-from .intervals import Interval
+from .slots import Interval, doubly_covered, uncovered
+
+# Which elements of a whole tensor a rank has, where tensor or expert parallelism has split it along its dimensions.
 
 
 @dataclass(frozen=True)
@@ -129,3 +132,39 @@ def _unravel(place: int, sizes: Sequence[int]) -> list[int]:
         place, index = divmod(place, size)
         found.append(index)
     return found[::-1]
+
+
+# ---- Which saved pieces fill which wanted interval: how any world size reads what any other wrote ----
+
+Source = TypeVar("Source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece(Generic[Source]):
+    """Copy elements `in_source` of one saved piece to elements `in_target` of the wanted interval (both from 0)."""
+
+    source: Source
+    in_source: Interval
+    in_target: Interval
+
+
+def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> list[Piece[Source]]:
+    """The copies that fill `wanted` from saved (interval, source) pairs, every element exactly once.
+
+    Raises:
+        ValueError: an element of `wanted` is in no saved interval, or in more than one.
+    """
+    pieces = []
+    for interval, source in sorted(saved, key=lambda pair: pair[0]):
+        common = interval.intersect(wanted)
+        if common is not None:
+            pieces.append(
+                Piece(source=source, in_source=common.shift(-interval.start), in_target=common.shift(-wanted.start))
+            )
+    targets = [piece.in_target for piece in pieces]
+    missing, twice = uncovered(Interval(0, wanted.numel), targets), doubly_covered(targets)
+    if missing or twice:
+        fault, run = ("saved nowhere", missing[0]) if missing else ("saved more than once", twice[0])
+        run = run.shift(wanted.start)
+        raise ValueError(f"elements {run.start} to {run.stop} are {fault}")
+    return pieces

@@ -1,12 +1,121 @@
-"""Which parameter lies where in which bucket."""
+"""Intervals, slots of parameters in flat buckets, and how buckets are cut into shards and quantised blocks."""
 
+import heapq
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
-from .deal import deal, group
-from .intervals import Interval, uncovered
+# ---- Half-open intervals of elements, the one unit in which shards, rows and checkpoint files are described ----
+
+
+class Interval(NamedTuple):
+    """Elements `start <= i < stop` of some flat sequence."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def shift(self, by: int) -> "Interval":
+        return Interval(self.start + by, self.stop + by)
+
+    def intersect(self, other: "Interval") -> "Interval | None":
+        """The elements in both, or None when there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Interval(start, stop) if start < stop else None
+
+
+def uncovered(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
+    """The runs of `whole` that no part covers, in order. Parts may touch, overlap and come in any order."""
+    gaps, at = [], whole.start
+    for part in sorted(parts):
+        if part.start > at:
+            gaps.append(Interval(at, min(part.start, whole.stop)))
+        at = max(at, part.stop)
+        if at >= whole.stop:
+            break
+    if at < whole.stop:
+        gaps.append(Interval(at, whole.stop))
+    return [gap for gap in gaps if gap.numel > 0]
+
+
+def doubly_covered(parts: Iterable[Interval]) -> list[Interval]:
+    """The runs that two or more parts cover, in order of the later part's start."""
+    found, end = [], None
+    for part in sorted(parts):
+        if end is not None and part.start < end:
+            found.append(Interval(part.start, min(end, part.stop)))
+        end = part.stop if end is None else max(end, part.stop)
+    return found
+
+
+# ---- Parameters that may not be cut: which share a bucket, and on which shard of it each lies ----
+#
+# A bucket's shards are equal, since that is what collectives move, so each has the size of the fullest; what the others lack
+# is padding. It is small where a bucket has several parameters a rank. A parameter larger than its rank's part of a bucket
+# sets the size of all shards, and others of its optimizer group are drawn in to fill them.
+
+
+def group(numels: Sequence[int], *, bucket_numel: int, shards: int) -> list[list[int]]:
+    """Which parameters share a bucket, as lists of their indices in ascending order.
+
+    Args:
+        numels: of each parameter, in the order in which gradients arrive.
+        bucket_numel: elements a bucket should not pass, padding left out; it may where its largest parameter fills more
+            than a shard.
+    """
+    left = dict.fromkeys(range(len(numels)))
+    groups = []
+    large = [index for index in left if numels[index] * shards > bucket_numel]
+    for seed in sorted(large, key=lambda index: -numels[index]):
+        if seed in left:
+            # Those that arrive next to it, so that the bucket is full soon after it could be.
+            nearest = sorted(left, key=lambda index: abs(index - seed))
+            groups.append(_take(nearest, left, numels, room=numels[seed] * shards, skips=True))
+    while left:
+        groups.append(_take(list(left), left, numels, room=bucket_numel, skips=False))
+    return groups
+
+
+def _take(candidates: list[int], left: dict[int, None], numels: Sequence[int], *, room: int, skips: bool) -> list[int]:
+    """Moves candidates out of `left` while there is room; `skips`: past those that are too large."""
+    taken: list[int] = []
+    total = 0
+    for index in candidates:
+        if taken and total + numels[index] > room:
+            if skips:
+                continue
+            break
+        taken.append(index)
+        total += numels[index]
+        del left[index]
+    return sorted(taken)
+
+
+def deal(numels: Sequence[int], *, shards: int, align_numel: int) -> list[tuple[int, int]]:
+    """(shard, first element in it) of each parameter: the largest first, each to the emptiest shard.
+
+    Args:
+        align_numel: parameters begin at multiples of this.
+
+    Longest processing time first: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969; the fullest shard has at most
+    4/3 of what the best deal could reach.
+    """
+    places = [(0, 0)] * len(numels)
+    ends = [(0, shard) for shard in range(shards)]
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        end, shard = heapq.heappop(ends)
+        places[index] = (shard, end)
+        heapq.heappush(ends, (end + -(-numels[index] // align_numel) * align_numel, shard))
+    return places
+
+
+# ---- Which parameter lies where in which bucket ----
 
 SLOT_ALIGN_NUMEL = 16
 """Slots start at multiples of this: torch's fused CPU AdamW gives other last digits in the tail of n % 16 elements, so an
@@ -191,3 +300,146 @@ def _dealt(
             oversize=max(spec.numel for spec in mine) > bucket_numel,
             intact=True,
         )
+
+
+# Which interval of which parameter a rank owns: the rows that the optimizer, the tiers and the checkpoints speak in.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """The part of one parameter that lies in one rank's shard.
+
+    `in_parameter` counts elements of the parameter, row-major; `in_shard` the same elements of the rank's shard.
+    """
+
+    name: str
+    in_parameter: Interval
+    in_shard: Interval
+
+
+def rows_of_shard(bucket: BucketLayout, rank: int) -> tuple[RowLayout, ...]:
+    """The rows of `rank`'s shard of `bucket`, in slot order. Together over ranks they cover every parameter once."""
+    shard = bucket.shard(rank)
+    rows = []
+    for slot in bucket.slots:
+        common = slot.interval.intersect(shard)
+        if common is not None:
+            in_parameter, in_shard = common.shift(-slot.interval.start), common.shift(-shard.start)
+            rows.append(RowLayout(name=slot.name, in_parameter=in_parameter, in_shard=in_shard))
+    return tuple(rows)
+
+
+# ---- What of a bucket is kept in 8-bit blocks, and the bytes that takes ----
+#
+# [Note: blocks of parameters] A block is 256 neighbours of one parameter, counted from its first element. Slots then start,
+# and shards end, at multiples of 256, so that a parameter's blocks are the same on every world size, stage and bucket size,
+# and no shard cuts one: what one run keeps in blocks, another takes over as it is.
+
+BLOCK_NUMEL = 256
+"""Elements that share a scale."""
+
+SMALLEST_NUMEL = 4096
+"""Parameters of fewer elements keep their moments as they are, as in Dettmers et al. 2021: biases and norms take little."""
+
+IN_BLOCKS = Alignment(
+    slot_numel=max(SLOT_ALIGN_NUMEL, BLOCK_NUMEL),
+    shard_numel=max(SHARD_ALIGN_NUMEL, BLOCK_NUMEL),
+)
+"""Of buckets whose moments are in blocks."""
+
+_SCALE_BYTES = 4
+
+
+def is_in_blocks(numel: int) -> bool:
+    """Whether a parameter of `numel` elements has its moments in blocks."""
+    return numel >= SMALLEST_NUMEL
+
+
+def blocks(numel: int) -> int:
+    """Blocks, and so scales, of `numel` elements."""
+    return -(-numel // BLOCK_NUMEL)
+
+
+def block_bytes(numel: int) -> int:
+    """Bytes of `numel` elements in blocks: one each, and the scales."""
+    return numel + _SCALE_BYTES * blocks(numel)
+
+
+def has_blocks(bucket: BucketLayout) -> bool:
+    """Whether a bucket has a parameter whose moments are in blocks."""
+    return any(is_in_blocks(slot.interval.numel) for slot in bucket.slots)
+
+
+def moment_bytes(bucket: BucketLayout, itemsize: int) -> int:
+    """Bytes of one moment in a rank's shard of a bucket, in which small parameters take `itemsize` an element beside.
+
+    Which rank has the small ones is left open: they count as if they were spread over the shards.
+    """
+    if not has_blocks(bucket):
+        return bucket.shard_numel * itemsize
+    small = sum(slot.interval.numel for slot in bucket.slots if not is_in_blocks(slot.interval.numel))
+    return block_bytes(bucket.shard_numel) + -(-small // bucket.shards) * itemsize
+
+
+# ---- Sizes of the buffers that whole-bucket gradients pass through at stages 2 and 3 ----
+
+GRAD_BUFFERS = 3
+"""Large buffers at a time: backward waits for the oldest bucket where another is full."""
+
+_SMALL_PART = 4
+
+
+class BufferKind(Enum):
+    """How a bucket's gradient buffer is kept.
+
+    SHARED: one of a few buffers, passed on to buckets that are no larger than the one that it was made for.
+    SMALL: one beside those, passed on among small ones. A handful of biases would hold a shared one through the whole backward.
+    OVERSIZE: its own, and dropped when reduced: a parameter larger than a bucket should be (an embedding), which would
+        otherwise be kept for smaller ones.
+
+    Shared and oversize buffers are large: there are only so many of them at a time, free ones counted. Small ones are not
+    counted, and each is less than a quarter of the largest shared one.
+    """
+
+    SHARED = "shared"
+    SMALL = "small"
+    OVERSIZE = "oversize"
+
+
+def shared_numel(buckets: Sequence[BucketLayout]) -> int:
+    """Elements of the largest shared buffer: of the largest bucket that is not oversize; 0 where there is none."""
+    return max((bucket.numel for bucket in buckets if not bucket.oversize), default=0)
+
+
+def kind_of_buffer(bucket: BucketLayout, shared: int) -> BufferKind:
+    """The kind for `bucket` where the largest shared buffer has `shared` elements."""
+    if bucket.oversize:
+        return BufferKind.OVERSIZE
+    return BufferKind.SMALL if bucket.numel * _SMALL_PART < shared else BufferKind.SHARED
+
+
+def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
+    """The most elements that all buffers have at a time, where gradients come in the order of the buckets.
+
+    Large buffers in use at the same time are then those of `limit` buckets that follow one another: embeddings at both ends of
+    a model do not meet. What they leave of `limit` may be the largest shared buffers so far, in use or free. Buckets of different
+    keys fill side by side, and nobody knows in which order: where large ones have several keys, the largest count, `limit` of
+    them or one for each key.
+
+    Args:
+        buckets: in the order in which they are reduced.
+        limit: large buffers at a time.
+    """
+    shared = shared_numel(buckets)
+    small = sum(bucket.numel for bucket in buckets if kind_of_buffer(bucket, shared) is BufferKind.SMALL)
+    large = [bucket for bucket in buckets if kind_of_buffer(bucket, shared) is not BufferKind.SMALL]
+    keys = len({bucket.key for bucket in large})
+    if keys > 1:
+        return sum(sorted((bucket.numel for bucket in large), reverse=True)[: max(limit, keys)]) + small
+    most = 0
+    for first in range(len(large)):
+        so_far = large[: first + limit]
+        oversize = [bucket.numel for bucket in so_far[first:] if bucket.oversize]
+        passed_on = sorted((bucket.numel for bucket in so_far if not bucket.oversize), reverse=True)
+        most = max(most, sum(oversize) + sum(passed_on[: limit - len(oversize)]))
+    return most + small

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..buckets.bucket import Row
-from ..buckets.gradient_tensors import widen
+from ..buckets.sharded import widen
 
 
 def scale_gradients(rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:

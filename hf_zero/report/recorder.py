@@ -1,24 +1,163 @@
-"""Writes the log of a run while it trains: hooks on a model and its optimizer that count, and a line now and then."""
+"""Records a training run: losses, times, memory, traces of steps."""
 
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..comm.ledger import CommRow
+from ..comm.ledger import CommRow, Ledger
 from ..config import ZeroConfig
-from ..device import HostValue, peak_bytes
+from ..device import HostValue, Moment, peak_bytes
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import CommReport
 from ..hooks import WeakHook
-from .counts import Counts
-from .log_file import LogFile, read_lines
-from .step_trace import StepTrace
+from .run_files import LogFile, read_lines
+
+# ---- Steps, rows, tokens and seconds of a run, counted by the host's clock as its hooks are called ----
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """Since training began here.
+
+    Attributes:
+        rows, tokens: that this rank's forwards were given.
+        forward_s, backward_s, optimizer_s: seconds of steps; clipping is part of backward.
+        between_s: seconds from the end of a step to the next forward.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    between_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s + self.between_s
+
+
+class Counts:
+    """Adds up what passes between the calls of hooks.
+
+    Attributes:
+        totals: so far.
+    """
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self._before = Totals()
+        self._since_s = 0.0
+        self._is_between = self._is_in_backward = False
+
+    def forward(self, now_s: float, first: torch.Tensor | None) -> None:
+        """A training forward begins.
+
+        Args:
+            first: its first tensor: its rows and, where it has whole numbers in two dimensions, its tokens are counted.
+        """
+        if self._is_between:
+            self.totals.between_s += now_s - self._since_s
+        elif self._is_in_backward:
+            self.totals.backward_s += now_s - self._since_s
+        self._since_s, self._is_between, self._is_in_backward = now_s, False, False
+        if first is not None and first.dim():
+            self.totals.rows += first.shape[0]
+            if first.dim() == 2 and not first.is_floating_point():
+                self.totals.tokens += first.numel()
+
+    def forward_ended(self, now_s: float) -> None:
+        self.totals.forward_s += now_s - self._since_s
+        self._since_s, self._is_in_backward = now_s, True
+
+    def step(self, now_s: float) -> None:
+        """The optimizer's step begins."""
+        if self._is_in_backward:
+            self.totals.backward_s += now_s - self._since_s
+        self._since_s, self._is_in_backward = now_s, False
+
+    def step_ended(self, now_s: float) -> None:
+        self.totals.optimizer_s += now_s - self._since_s
+        self.totals.steps += 1
+        self._since_s, self._is_between = now_s, True
+
+    def taken(self) -> dict[str, int | float]:
+        """What has been added since this was last asked, as fields of a line."""
+        before, self._before = self._before, replace(self.totals)
+        return {name: _rounded(value - getattr(before, name)) for name, value in vars(self._before).items()}
+
+
+def _rounded(value: float) -> int | float:
+    return round(value, 6) if isinstance(value, float) else value
+
+
+# One step followed span by span: what was computed, what was under way between ranks, and where training stood still.
+
+
+class StepTrace:
+    """From the end of one optimizer step to the end of the next, by the clock of the device that is trained on.
+
+    It costs that step two moments a collective and one a phase; nothing waits for them.
+
+    Args:
+        step: that is followed.
+    """
+
+    def __init__(self, ledger: Ledger, step: int):
+        self.step = step
+        self._ledger = ledger
+        ledger.start_timing()
+        self._begin = ledger.now()
+        self._phases: list[tuple[str, Moment]] = []
+        self._spans: list[tuple[str, str, Moment, Moment]] = []
+        ledger.traced = self._spans
+
+    def enter(self, phase: str) -> None:
+        """What came before ends here, and `phase` begins."""
+        self._phases.append((phase, self._ledger.now()))
+
+    def end(self) -> None:
+        """The step has been taken."""
+        self._phases.append(("", self._ledger.now()))
+        self._ledger.traced = None
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the device has come to the end of it. Asking does not stop it."""
+        return self._phases[-1][1].is_past
+
+    def as_line(self) -> dict[str, Any]:
+        """Seconds since the step before: phases, spans under way, and waits, as [name, start, end]."""
+        marks = [(phase, self._seconds(moment)) for phase, moment in self._phases]
+        total_s = marks[-1][1]
+        spans: dict[str, list[list[Any]]] = {"under_way_seconds": [], "wait_seconds": []}
+        for kind, attribute, start, end in self._spans:
+            # What was started in the step before has run since its end, too.
+            began_s, ended_s = max(0.0, self._seconds(start)), min(total_s, self._seconds(end))
+            if ended_s > began_s:
+                spans[attribute].append([kind, round(began_s, 7), round(ended_s, 7)])
+        first = [["between steps", 0.0, round(marks[0][1], 7)]]
+        phases = [[name, round(start, 7), round(end, 7)] for (name, start), (_, end) in pairwise(marks)]
+        return {
+            "seconds": round(total_s, 7),
+            "phases": first + phases,
+            "under_way": spans["under_way_seconds"],
+            "waits": spans["wait_seconds"],
+        }
+
+    def _seconds(self, moment: Moment) -> float:
+        return self._begin.seconds_until(moment)
+
+
+# Writes the log of a run while it trains: hooks on a model and its optimizer that count, and a line now and then.
 
 _TRACED_STEP = 5
 _SHORTEST_S = 0.05

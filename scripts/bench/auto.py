@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.planning.auto import assume, choose_config
-from hf_zero.integrations.planning.inputs import batch_of
-from hf_zero.plan.errors import NothingFitsError
+from hf_zero.forecast import NothingFitsError
+from hf_zero.planner.auto import assume, choose_config
+from hf_zero.planner.request import batch_of
 
 STEPS, ROWS, LENGTH = 3, 2, 32
 MOST_WRONG = 1

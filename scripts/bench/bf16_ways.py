@@ -190,9 +190,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "bf16_ways.json")
     arguments = parser.parse_args()
     run = Run(steps=arguments.steps, evaluate_every=min(Run.evaluate_every, arguments.steps))
-    PRELOADED_MODULES.extend(
-        ["accelerate", "transformers.models.bert.modeling_bert", "hf_zero.integrations.accelerate"]
-    )
+    PRELOADED_MODULES.extend(["accelerate", "transformers.models.bert.modeling_bert", "hf_zero.integrations.plugin"])
     # Without the folders, which are this machine's.
     about = describe_run(argparse.Namespace(steps=arguments.steps, seeds=arguments.seeds))
     curves: dict[str, list[Curve]] = {way: [] for way in WAYS}

@@ -27,7 +27,7 @@ from harness import print_table, read_options, write_record
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainerCallback
 
 from hf_zero import ZeroTrainingArguments
-from hf_zero.comm.control.rendezvous_store import keep_store
+from hf_zero.comm.arrivals import keep_store
 
 ROOT = Path(__file__).resolve().parents[2]
 RENDEZVOUS = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"

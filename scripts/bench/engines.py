@@ -486,7 +486,7 @@ def _torchao(title: str, name: str, shards: bool) -> Peer:
 BASELINE = "ddp"
 _DEFAULTS, _INT8_SETTINGS = "the defaults", "comm.gradients: int8, comm.weights: int8"
 _INT8, _OFFLOAD = {"comm": {"gradients": "int8", "weights": "int8"}}, {"offload": {"optimizer": "cpu"}}
-_OUR_PLUGIN = "hf_zero.integrations.accelerate"
+_OUR_PLUGIN = "hf_zero.integrations.plugin"
 _STAGES = {f"hf_zero{stage}": _ours(f"stage {stage}", _DEFAULTS, stage=stage) for stage in range(4)}
 
 USUAL_ENGINES: dict[str, Peer] = {

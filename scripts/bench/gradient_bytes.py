@@ -46,9 +46,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_zero.comm.transport import Label
+from hf_zero.comm.ledger import Label
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import state_plan
+from hf_zero.integrations.announce import state_plan
 
 DEVICE = torch.device("meta")
 _MASK = torch.ones((), dtype=torch.bool, device=DEVICE)
@@ -115,14 +115,14 @@ def world_without_memory(world_size: int, ranks_a_node: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     nothing = _Nothing()
     patches = [
-        patch("hf_zero.engine.build.assemble.check_parameters"),
-        patch("hf_zero.engine.build.assemble.start_buffers"),
+        patch("hf_zero.engine.assemble.check_parameters"),
+        patch("hf_zero.engine.assemble.start_buffers"),
         # A view without memory is its own alias.
         patch("hf_zero.buckets.memory.alias", lambda view: view.detach()),
-        patch("hf_zero.comm.collectives.reduce_scatter_flat", nothing.start),
-        patch("hf_zero.comm.collectives.all_gather_flat", nothing.start),
-        patch("hf_zero.comm.collectives.dist.all_reduce", nothing.start),
-        patch("hf_zero.comm.collectives.dist.broadcast", nothing.start),
+        patch("hf_zero.comm.transports.reduce_scatter_flat", nothing.start),
+        patch("hf_zero.comm.transports.all_gather_flat", nothing.start),
+        patch("hf_zero.comm.transports.dist.all_reduce", nothing.start),
+        patch("hf_zero.comm.transports.dist.broadcast", nothing.start),
         patch.dict("os.environ", LOCAL_WORLD_SIZE=str(min(ranks_a_node, world_size))),
     ]
     try:

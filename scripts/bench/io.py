@@ -56,7 +56,7 @@ def saves_of_ours(
     rank: int, world_size: int, *, model: str, stage: int, folder: str, repeats: int
 ) -> dict[str, list[float]]:
     """Seconds of a save at once; of one behind training, how long that stands still, and of the save with a step meanwhile."""
-    from hf_zero.integrations.trainer.checkpoints import CheckpointSaver
+    from hf_zero.integrations.trainer_saves import CheckpointSaver
 
     trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder)
     trainer.train()
@@ -142,7 +142,7 @@ def merges(rank: int, world_size: int, *, source: str, out: str, way: str) -> di
     """Seconds, and bytes by which this process grew at most, of one way to a model folder from the ranks' parts."""
     from accelerate.utils import merge_fsdp_weights
 
-    from hf_zero.integrations.checkpoints.weights import consolidate
+    from hf_zero.integrations.weights import consolidate
 
     before_bytes, began_s = status_bytes("VmRSS"), time.perf_counter()
     if way.startswith("hf-zero"):
@@ -165,8 +165,8 @@ def resumes(
 ) -> dict[str, float]:
     """Seconds from `train(resume_from_checkpoint)` to the first step, and bytes that this rank read from the disk."""
     if not is_shared:
-        from hf_zero.checkpoint.folder.disks import Disk
-        from hf_zero.integrations.trainer import resuming
+        from hf_zero.checkpoint.commit import Disk
+        from hf_zero.integrations import resume as resuming
 
         shutil.copytree(folder, f"{folder}-of-rank-{rank}")
         folder = f"{folder}-of-rank-{rank}"
@@ -260,7 +260,7 @@ def main() -> None:
         stages=[1, 3],
         folder=(Path, "on the disk to measure; the system's temporary folder otherwise"),
     )
-    PRELOADED_MODULES.extend(["transformers.trainer", "torch.distributed.checkpoint", "hf_zero.integrations.callback"])
+    PRELOADED_MODULES.extend(["transformers.trainer", "torch.distributed.checkpoint", "hf_zero.integrations.arguments"])
     with tempfile.TemporaryDirectory(prefix="io-", dir=options.folder) as folder:
         figures = {
             "kind": "checkpoints",

@@ -20,19 +20,13 @@ import torch
 from harness import print_table, read_options, write_record
 
 from hf_zero.device import free_bytes
-from hf_zero.kernels.adamw import AdamW, adamw
-from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
-from hf_zero.kernels.block_format import BlockFormat
-from hf_zero.kernels.choose import runs_triton
+from hf_zero.kernels.base import runs_triton
 from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded, quantise_dynamic
-from hf_zero.kernels.int8 import INT8
-from hf_zero.kernels.lion import Lion, lion
-from hf_zero.kernels.quantise import dequantise_sum, quantise
-from hf_zero.kernels.sgd import SGD, sgd
+from hf_zero.kernels.quantise import INT8, BlockFormat, dequantise_sum, quantise
 from hf_zero.kernels.statistics import gradient_statistics
-from hf_zero.kernels.stepping import Place
+from hf_zero.kernels.steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
 from hf_zero.kernels.stochastic import round_stochastically
-from hf_zero.layout.blocks import BLOCK_NUMEL, blocks
+from hf_zero.layout.slots import BLOCK_NUMEL, blocks
 
 WARMUP_ROUNDS = 3
 

@@ -39,7 +39,7 @@ from ranks import RankFailedError, RanksTimedOutError, run_alone
 
 from hf_zero.device import peak_bytes, wait_for_device
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.offload import stored
+from hf_zero.offload import files as stored
 
 TORCHAO_HOMES = ("torchao.optim", "torchao.prototype.low_bit_optim")
 """Where CPUOffloadOptimizer is, in newer and in older versions."""

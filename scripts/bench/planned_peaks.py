@@ -43,10 +43,10 @@ from transformers import (
 
 from hf_zero.config import AUTO, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.planning.forecasts import Job
-from hf_zero.integrations.planning.inputs import batch_of
-from hf_zero.integrations.planning.trace import trace
-from hf_zero.plan.room import FORECAST_ERROR
+from hf_zero.forecast import FORECAST_ERROR
+from hf_zero.planner.layouts import Job
+from hf_zero.planner.request import batch_of
+from hf_zero.planner.trace import trace
 
 MOST_STATE_ERROR, MOST_PEAK_ERROR = 0.05, FORECAST_ERROR
 

@@ -26,8 +26,7 @@ import torch
 from harness import RESULTS, print_table, read_options, write_record
 
 from hf_zero.config import ZeroConfig
-from hf_zero.plan.machine import Machine
-from hf_zero.plan.simulate import Piece, Work, simulate
+from hf_zero.planner.search import Machine, Piece, Work, simulate
 
 MOST_ERROR = 0.20
 LENGTH = 2048

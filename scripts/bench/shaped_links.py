@@ -41,10 +41,9 @@ from ranks import joined_process_group
 from tables import links
 
 from hf_zero.config import ZeroConfig
-from hf_zero.integrations.planning.forecasts import Job
-from hf_zero.integrations.planning.times import step_time
-from hf_zero.plan.forecast import Activations
-from hf_zero.plan.machine import Machine
+from hf_zero.forecast import Activations
+from hf_zero.planner.layouts import Job, step_time
+from hf_zero.planner.search import Machine
 
 STAGES = {f"hf_zero{stage}": stage for stage in range(1, 4)}
 """What the cost model forecasts."""

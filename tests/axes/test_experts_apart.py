@@ -11,7 +11,7 @@ from split_runs import SplitJob, batches, load, save_models, train_each, whole_o
 import hf_zero
 from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.optimizer.state.replicas import ReplicasDivergedError
+from hf_zero.optimizer.replicas import ReplicasDivergedError
 
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
 

@@ -13,9 +13,9 @@ from split_runs import SplitJob, batches, load, save_models, whole_of
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
-from hf_zero.integrations.checkpoints.file_weights import load_weights_into
-from hf_zero.integrations.checkpoints.weights import consolidate
+from hf_zero.integrations.file_weights import load_weights_into
+from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, write_state
+from hf_zero.integrations.weights import consolidate
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from split_runs import KINDS, SplitJob, load, save_models, whole_of
 from transformers import MixtralForCausalLM, core_model_loading
 
-from hf_zero.checkpoint.format.manifest import CheckpointError
-from hf_zero.checkpoint.format.mapped import mapped_tensors
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.pieces import mapped_tensors
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints import file_blocks
-from hf_zero.integrations.checkpoints.file_weights import load_weights_into
+from hf_zero.integrations import saved_weights as file_blocks
+from hf_zero.integrations.file_weights import load_weights_into
 
 
 @pytest.fixture(scope="module")

@@ -24,13 +24,13 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
 from hf_zero import ZeroTrainingArguments, engine_of
-from hf_zero.checkpoint.foreign.chunks import Chunk
-from hf_zero.checkpoint.foreign.dcp_folder import DcpFolder
-from hf_zero.checkpoint.foreign.find import open_foreign
-from hf_zero.checkpoint.format.manifest import CheckpointError
+from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.cli.app import app
+from hf_zero.foreign.dcp import DcpFolder
+from hf_zero.foreign.find import open_foreign
+from hf_zero.foreign.states import Chunk
 from hf_zero.layout.boxes import Box
-from hf_zero.layout.intervals import Interval
+from hf_zero.layout.slots import Interval
 
 transformers_distributed = pytest.importorskip("transformers.distributed")
 KIND = "llama"

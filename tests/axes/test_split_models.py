@@ -9,9 +9,9 @@ from split_runs import SplitJob, batches, load, save_models, train_each
 
 from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.units.copy_checks import DifferentBatchesError
+from hf_zero.engine.split_model import DifferentBatchesError
 from hf_zero.integrations.model_parallel import parallel_config
-from hf_zero.optimizer.state.replicas import ReplicasDivergedError
+from hf_zero.optimizer.replicas import ReplicasDivergedError
 
 STAGES = [{"stage": stage} for stage in range(4)]
 

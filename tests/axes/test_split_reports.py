@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hf_zero
 from hf_zero.cli.app import app
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.units.copy_checks import CopyChecks
+from hf_zero.engine.split_model import CopyChecks
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from trainer_job import as_launched, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from hf_zero.checkpoint.format import pieces
-from hf_zero.checkpoint.format.manifest import CheckpointError, Manifest
-from hf_zero.checkpoint.format.pieces import LivePieces, Piece, lay_out
-from hf_zero.checkpoint.verify import checkpoint_faults
-from hf_zero.integrations.trainer import checkpoints as saving
+from hf_zero.checkpoint import pieces
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.pieces import LivePieces, Piece, lay_out
+from hf_zero.integrations import trainer_saves as saving
+from hf_zero.integrations.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(120)
 

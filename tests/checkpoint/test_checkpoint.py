@@ -19,21 +19,19 @@ from saved_engines import save_engine
 from trainer_job import as_launched
 from training import gpt2, gpt2_batch
 
-from hf_zero.checkpoint import shares
-from hf_zero.checkpoint.folder.commit import seal
-from hf_zero.checkpoint.folder.disks import Disk
-from hf_zero.checkpoint.format import files
-from hf_zero.checkpoint.format.files import CHUNK_BYTES, FileRecord, chunks_in, share_of
-from hf_zero.checkpoint.format.headers import tensors_in
-from hf_zero.checkpoint.format.manifest import CheckpointError, Manifest, SavedRow
-from hf_zero.checkpoint.format.settings import plain_settings, restore_settings
+from hf_zero.checkpoint import files
+from hf_zero.checkpoint.commit import Disk, seal
+from hf_zero.checkpoint.files import CHUNK_BYTES, CheckpointError, FileRecord, chunks_in, share_of
+from hf_zero.checkpoint.headers import tensors_in
+from hf_zero.checkpoint.manifest import Manifest, SavedRow
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.checkpoint.shares import own_chunks
-from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.checkpoint.structure import plain_settings, restore_settings
 from hf_zero.checkpoint.writer import plan_rows, write_pieces
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
-from hf_zero.layout.intervals import Interval
+from hf_zero.integrations import verify as shares
+from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
+from hf_zero.integrations.verify import checkpoint_faults, own_chunks
+from hf_zero.layout.slots import Interval
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -31,17 +31,24 @@ from ranks import PRELOADED_MODULES, joined_process_group, run_ranks
 from trainer_job import as_launched, history, make_trainer
 from transformers import Trainer, TrainerCallback
 
-from hf_zero.checkpoint.folder import commit as committing
-from hf_zero.checkpoint.folder.commit import begin, clear_leftovers, commit, temporary_of
-from hf_zero.checkpoint.folder.disks import Disk, find_disk
-from hf_zero.checkpoint.folder.run_lock import LOCK_NAME, held_alone
-from hf_zero.checkpoint.format.files import FileRecord, files_below
-from hf_zero.checkpoint.format.manifest import CheckpointError, Manifest
+from hf_zero.checkpoint import commit as committing
+from hf_zero.checkpoint.commit import (
+    LOCK_NAME,
+    Disk,
+    begin,
+    clear_leftovers,
+    commit,
+    find_disk,
+    held_alone,
+    temporary_of,
+)
+from hf_zero.checkpoint.files import CheckpointError, FileRecord, files_below
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.checkpoint.verify import checkpoint_faults, find_good, newest_first
-from hf_zero.integrations.trainer import checkpoints as saving
-from hf_zero.integrations.trainer.checkpoints import CheckpointSaver
-from hf_zero.integrations.trainer.resuming import exchange_between_ranks
+from hf_zero.integrations import trainer_saves as saving
+from hf_zero.integrations.elastic import exchange_between_ranks
+from hf_zero.integrations.trainer_saves import CheckpointSaver
+from hf_zero.integrations.verify import checkpoint_faults, find_good, newest_first
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -106,11 +113,11 @@ class WatchedDisk:
     def watch(self) -> None:
         """Stays for the life of the process."""
         for owner, name in (
-            ("hf_zero.checkpoint.folder.commit", "hashes_of"),
+            ("hf_zero.checkpoint.commit", "hashes_of"),
             ("os", "posix_fallocate"),
             ("os", "pwrite"),
-            ("hf_zero.checkpoint.folder.commit", "sync"),
-            ("hf_zero.checkpoint.format.manifest", "sync"),
+            ("hf_zero.checkpoint.commit", "sync"),
+            ("hf_zero.checkpoint.manifest", "sync"),
             ("transformers.modeling_utils", "safe_save_file"),
             ("torch", "save"),
             ("shutil", "rmtree"),
@@ -685,7 +692,7 @@ def test_damaged_files_are_named(damage, says, checkpoint):
 
 
 def test_a_file_that_cannot_be_read_is_a_fault_and_no_crash(checkpoint, monkeypatch):
-    monkeypatch.setattr("hf_zero.checkpoint.format.files.hashes_of", raising(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr("hf_zero.checkpoint.files.hashes_of", raising(OSError(errno.EIO, "Input/output error")))
     faults = checkpoint_faults(checkpoint, "zero")
     assert any(fault.startswith(f"{ROWS} cannot be read ([Errno 5]") for fault in faults)
 

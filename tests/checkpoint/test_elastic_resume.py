@@ -16,8 +16,7 @@ from training import gpt2, gpt2_batch
 from transformers import Trainer
 
 from hf_zero import ZeroPlugin, last_good_state, same_global_batch
-from hf_zero.integrations.elastic.agents_store import trap_of_agents_store
-from hf_zero.integrations.elastic.data_position import DataPosition
+from hf_zero.integrations.elastic import DataPosition, trap_of_agents_store
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -122,7 +121,7 @@ def begins_again(rank: int, world_size: int, output_dir: str) -> list[str]:
 
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
     said: list[str] = []
-    logger = logging.get_logger("hf_zero.integrations.trainer.resuming")
+    logger = logging.get_logger("hf_zero.integrations.resume")
     logger.warning = said.append
     train(rank, world_size, output_dir, door="flag 2", save_strategy="no", max_steps=1)
     return said

@@ -17,10 +17,10 @@ from ranks import run_ranks
 from trainer_job import as_launched, make_trainer
 from training import gpt2
 
-from hf_zero.checkpoint.folder.disks import Disk
-from hf_zero.checkpoint.format.errors import CheckpointError
-from hf_zero.checkpoint.verify import checkpoint_faults, find_good
-from hf_zero.integrations.checkpoints import config_model
+from hf_zero.checkpoint.commit import Disk
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.integrations import config_model
+from hf_zero.integrations.verify import checkpoint_faults, find_good
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -23,7 +23,7 @@ from training import bert, bert_batch, gpt2, gpt2_batch
 from transformers import Trainer
 
 from hf_zero import gathered
-from hf_zero.comm.transport import CommunicationError
+from hf_zero.comm.arrivals import CommunicationError
 
 pytestmark = pytest.mark.timeout(180)
 

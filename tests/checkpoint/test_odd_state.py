@@ -10,11 +10,11 @@ from ranks import run_ranks
 from saved_engines import save_engine
 from torch import nn
 
-from hf_zero.checkpoint.format.errors import CheckpointError
-from hf_zero.checkpoint.format.settings import plain_settings, restore_settings
-from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.structure import plain_settings, restore_settings
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
+from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
+from hf_zero.integrations.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,20 +18,19 @@ from ranks import run_alone, run_ranks
 from trainer_job import as_launched, make_trainer
 from transformers import TrainerCallback
 
-from hf_zero.checkpoint.folder import run_lock
-from hf_zero.checkpoint.folder.disks import Disk, disk_asked
-from hf_zero.checkpoint.folder.run_lock import LOCK_NAME, held_alone
-from hf_zero.checkpoint.format.manifest import CheckpointError
-from hf_zero.checkpoint.verify import checkpoint_faults
-from hf_zero.offload.run_folder import RunFolder
+from hf_zero.checkpoint import commit as run_lock
+from hf_zero.checkpoint.commit import LOCK_NAME, Disk, disk_asked, held_alone
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.integrations.verify import checkpoint_faults
+from hf_zero.offload.tiers import RunFolder
 
 pytestmark = pytest.mark.timeout(180)
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from hf_zero.checkpoint.folder.disks import Disk
-from hf_zero.checkpoint.folder.run_lock import held_alone
+from hf_zero.checkpoint.commit import Disk
+from hf_zero.checkpoint.commit import held_alone
 with held_alone(Path(sys.argv[1]), disk=Disk.shared(), exchange=lambda value: [value]):
     print("held", flush=True)
     time.sleep(100)

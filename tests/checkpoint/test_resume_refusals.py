@@ -16,7 +16,7 @@ from trainer_job import as_launched, make_trainer
 from training import bert
 from transformers import TrainerState
 
-from hf_zero.integrations.checkpoints.resume_files import state_faults
+from hf_zero.integrations.resume import state_faults
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
 

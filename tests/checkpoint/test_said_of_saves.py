@@ -11,8 +11,8 @@ from ranks import run_ranks
 from trainer_job import as_launched, make_trainer
 from training import adamw_in_two_groups, gpt2, gpt2_batch
 
-from hf_zero.integrations.checkpoints import progress
-from hf_zero.integrations.checkpoints.progress import progress_bar
+from hf_zero.integrations import state_io as progress
+from hf_zero.integrations.state_io import progress_bar
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
 

@@ -12,13 +12,12 @@ import torch
 from ranks import run_ranks
 from standin_runs import EXACT, INEXACT, prepared, steps
 
-from hf_zero.checkpoint.folder.background import Background
-from hf_zero.checkpoint.format import pieces
-from hf_zero.checkpoint.format.pieces import LivePieces, Piece, write_all
-from hf_zero.checkpoint.format.staging import BUFFERS
+from hf_zero.checkpoint import pieces
+from hf_zero.checkpoint.commit import Background
+from hf_zero.checkpoint.pieces import BUFFERS, LivePieces, Piece, write_all
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.checkpointing import plan_state
-from hf_zero.optimizer.state.loss_scale import GradScaler
+from hf_zero.integrations.state_io import plan_state
+from hf_zero.optimizer.loss_scale import GradScaler
 
 pytestmark = [pytest.mark.timeout(150), standin_device.needs_compiler]
 

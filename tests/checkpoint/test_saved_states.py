@@ -12,9 +12,9 @@ from trainer_job import as_launched
 from training import gpt2, gpt2_batch
 
 from hf_zero import ZeroPlugin
-from hf_zero.checkpoint.format.manifest import CheckpointError
-from hf_zero.checkpoint.verify import checkpoint_faults
-from hf_zero.integrations import accelerator_mixin as door
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.integrations import accelerator as door
+from hf_zero.integrations.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,8 +19,7 @@ from torch import nn
 from training import bert, bert_batch, gpt2, gpt2_batch
 
 import hf_zero
-from hf_zero.comm.groups.processes import RankProcess, RankProcesses
-from hf_zero.comm.transport import CommunicationError
+from hf_zero.comm.arrivals import CommunicationError, RankProcess, RankProcesses
 from hf_zero.engine.engine import ZeroEngine
 
 GATHER_TIMEOUT_S = 3.0

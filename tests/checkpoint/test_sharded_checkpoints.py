@@ -16,11 +16,12 @@ from trainer_job import as_launched, history, make_trainer
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, Trainer
 from typer.testing import CliRunner
 
-from hf_zero.checkpoint.folder.disks import Disk, disk_with, find_disk
-from hf_zero.checkpoint.format.manifest import CheckpointError, Manifest
-from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.checkpoint.commit import Disk, disk_with, find_disk
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.cli.app import app
-from hf_zero.integrations.trainer.resuming import exchange_between_ranks
+from hf_zero.integrations.elastic import exchange_between_ranks
+from hf_zero.integrations.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(180)
 

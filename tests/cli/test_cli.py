@@ -37,7 +37,7 @@ from transformers import (
 
 from hf_zero.cli.app import app
 from hf_zero.config.checks import CUT_NAMES
-from hf_zero.integrations.hub.card_facts import card_facts
+from hf_zero.integrations.card import card_facts
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -523,7 +523,7 @@ MEASURE = """
 import sys, threading
 from pathlib import Path
 import torch
-from hf_zero.integrations.checkpoints.weights import consolidate
+from hf_zero.integrations.weights import consolidate
 
 def anonymous_bytes():
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]

@@ -21,11 +21,10 @@ from training import adamw_in_two_groups, gpt2
 from transformers.utils import logging
 
 from hf_zero import ZeroEngine
-from hf_zero.checkpoint.format.files import CHUNK_BYTES, FileRecord, faults_of
-from hf_zero.cli.consolidate import consolidate
-from hf_zero.cli.verify import verify
-from hf_zero.integrations.checkpoints import progress
-from hf_zero.integrations.checkpoints.progress import progress_of
+from hf_zero.checkpoint.files import CHUNK_BYTES, FileRecord, faults_of
+from hf_zero.cli.checkpoints import consolidate, verify
+from hf_zero.integrations import state_io as progress
+from hf_zero.integrations.state_io import progress_of
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,11 +19,10 @@ from faulty_ranks import Namespaces
 from ranks import run_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hf_zero.comm.groups import arrivals, own_groups
-from hf_zero.comm.groups.arrivals import await_all_ranks
-from hf_zero.comm.groups.groups import Groups, with_time_limits
-from hf_zero.comm.groups.processes import RankProcess, RankProcesses
-from hf_zero.comm.transport import CommunicationError
+from hf_zero.comm import arrivals
+from hf_zero.comm import groups as own_groups
+from hf_zero.comm.arrivals import CommunicationError, RankProcess, RankProcesses, await_all_ranks
+from hf_zero.comm.groups import Groups, with_time_limits
 from hf_zero.config import CommConfig
 
 pytestmark = pytest.mark.timeout(120)

@@ -22,20 +22,15 @@ from ranks import RankFailedError, run_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
 
-from hf_zero.comm.collectives import CollectiveTransport
-from hf_zero.comm.control.lookout import Lookout
-from hf_zero.comm.control.meetings import Meetings
-from hf_zero.comm.groups import own_groups
-from hf_zero.comm.groups.groups import Groups
-from hf_zero.comm.groups.own_groups import urgent_options
-from hf_zero.comm.groups.processes import RankProcess
-from hf_zero.comm.point_to_point import PointToPointTransport
-from hf_zero.comm.store_exchange import StoreExchange
-from hf_zero.comm.transport import CommunicationError, Label
+from hf_zero.comm import groups as own_groups
+from hf_zero.comm.arrivals import CommunicationError, RankProcess
+from hf_zero.comm.groups import Groups, urgent_options
+from hf_zero.comm.ledger import Label
+from hf_zero.comm.transports import CollectiveTransport, Meetings, PointToPointTransport, StoreExchange
+from hf_zero.comm.watchdog import Lookout
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.kernels.reduce import sum_in_rank_order
-from hf_zero.kernels.statistics import sum_of_squares
+from hf_zero.kernels.statistics import sum_in_rank_order, sum_of_squares
 
 pytestmark = pytest.mark.timeout(120)
 LABEL = Label(kind="reduce-scatter gradients", subject="bucket 0")
@@ -400,7 +395,7 @@ def loses_the_store(rank: int, world_size: int) -> None:
     if rank == 1:
         store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
     groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
-    with mock.patch("hf_zero.comm.control.store_thread._get_default_store", lambda: store):
+    with mock.patch("hf_zero.comm.watchdog._get_default_store", lambda: store):
         lookout = Lookout(rank, world_size, "test")
     meetings = Meetings(groups.world, lookout, "test")
     meetings.meet("the first meeting", 20)

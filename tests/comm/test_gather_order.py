@@ -9,7 +9,7 @@ from ranks import run_ranks
 from torch import nn
 from training import fused_adamw
 
-from hf_zero.comm.transport import CommunicationError
+from hf_zero.comm.arrivals import CommunicationError
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]

@@ -15,10 +15,10 @@ from safetensors import safe_open
 from training import Job, gpt2, gpt2_batch, train
 from wire_runs import go_on, resume, save, start
 
-from hf_zero.comm.groups.groups import Groups
+from hf_zero.comm.groups import Groups
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import state_plan
+from hf_zero.integrations.announce import state_plan
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.comm.ledger import CommRow, Ledger
-from hf_zero.comm.transport import Handle, Label
+from hf_zero.comm.ledger import CommRow, Label, Ledger
+from hf_zero.comm.transport import Handle
 from hf_zero.device import Moment, clock
 
 GATHER, REDUCE = (

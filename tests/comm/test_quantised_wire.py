@@ -15,19 +15,15 @@ from torch import nn
 from training import Job, train
 from wire_runs import go_on, resume, save, setting, start
 
-from hf_zero.comm.collectives import CollectiveTransport
-from hf_zero.comm.groups.groups import Groups
-from hf_zero.comm.point_to_point import PointToPointTransport
+from hf_zero.comm.groups import Groups
+from hf_zero.comm.ledger import Label
 from hf_zero.comm.quantised import all_gather_blocks, reduce_scatter_blocks
-from hf_zero.comm.transport import Label
+from hf_zero.comm.transports import CollectiveTransport, PointToPointTransport
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.gradients.nonfinite import NonFiniteGradientError
-from hf_zero.integrations.accelerator.announce import state_plan
-from hf_zero.kernels.block_format import BlockFormat
-from hf_zero.kernels.int4 import INT4
-from hf_zero.kernels.int8 import INT8
-from hf_zero.kernels.quantise import round_to_blocks
+from hf_zero.engine.nonfinite import NonFiniteGradientError
+from hf_zero.integrations.announce import state_plan
+from hf_zero.kernels.quantise import INT4, INT8, BlockFormat, round_to_blocks
 
 pytestmark = pytest.mark.timeout(180)
 

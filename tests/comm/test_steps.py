@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.steps import StepsInOrder
-from hf_zero.comm.transport import Handle, Label
+from hf_zero.comm.ledger import Label, Ledger
+from hf_zero.comm.transport import Handle, StepsInOrder
 from hf_zero.device import SideQueue, queue_end
 
 

@@ -22,7 +22,7 @@ from hf_zero.config import (
     parse_bytes,
     parts,
 )
-from hf_zero.config import settings as typed_settings
+from hf_zero.config import parts as typed_settings
 from hf_zero.config.checks import CUT
 
 SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}

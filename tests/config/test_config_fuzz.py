@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hf_zero import ZeroPlugin, ZeroTrainingArguments
 from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig
-from hf_zero.integrations.unmodified.command_line import CONFIG_VARIABLE, script_call
+from hf_zero.integrations.launcher import CONFIG_VARIABLE, script_call
 
 LONGEST_MESSAGE = 1500
 MOST_SECONDS = 10.0

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import hf_zero
 from hf_zero import ConfigError, ZeroConfig
 from hf_zero.cli.app import app
-from hf_zero.config.migration.migrate import ACCELERATE, DEEPSPEED, FSDP, Migration, migrate
+from hf_zero.foreign.migrate import ACCELERATE, DEEPSPEED, FSDP, Migration, migrate
 
 DS = {
     "bf16": {"enabled": True},

@@ -18,18 +18,20 @@ from typer.testing import CliRunner
 
 import hf_zero
 from hf_zero.cli.app import app
-from hf_zero.diagnose.checks import devices as device_checks
-from hf_zero.diagnose.checks import links as link_checks
-from hf_zero.diagnose.checks.compiler import compiler
-from hf_zero.diagnose.checks.devices import devices, peer_access
-from hf_zero.diagnose.checks.disk import disk
-from hf_zero.diagnose.checks.environment import environment
-from hf_zero.diagnose.checks.limits import limits, shared_memory
-from hf_zero.diagnose.checks.links import links, placement
-from hf_zero.diagnose.checks.tensor_parallelism import tensor_parallelism
-from hf_zero.diagnose.checks.versions import driver, versions
-from hf_zero.diagnose.finding import Finding
-from hf_zero.integrations.unmodified.launcher import launch_of
+from hf_zero.diagnose import doctor as link_checks
+from hf_zero.diagnose import findings as device_checks
+from hf_zero.diagnose.doctor import environment, limits, links, placement, shared_memory
+from hf_zero.diagnose.findings import (
+    Finding,
+    compiler,
+    devices,
+    disk,
+    driver,
+    peer_access,
+    tensor_parallelism,
+    versions,
+)
+from hf_zero.integrations.launcher import launch_of
 
 pytestmark = pytest.mark.timeout(120)
 

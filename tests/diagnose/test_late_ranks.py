@@ -26,15 +26,12 @@ from training import gpt2, gpt2_batch
 
 import hf_zero
 from hf_zero import ZeroEngine, engine_of
-from hf_zero.comm.control.collective_log import CollectiveLog
-from hf_zero.comm.control.late import DeviceQueue, is_to_end, others_are_behind
-from hf_zero.comm.control.lookout import LateWatch
-from hf_zero.comm.control.verdict import Absence, Verdict
-from hf_zero.comm.control.watch import SAVE, ScriptCollective, Wait, Watch
-from hf_zero.comm.control.whereabouts import Whereabouts, script_frame
+from hf_zero.comm.diagnosis import Absence, DeviceQueue, Verdict, is_to_end, others_are_behind
 from hf_zero.comm.ledger import Label, Ledger
 from hf_zero.comm.transport import Handle
-from hf_zero.optimizer.state.replicas import ReplicasDivergedError, checksum
+from hf_zero.comm.watch import SAVE, CollectiveLog, ScriptCollective, Wait, Watch, Whereabouts, script_frame
+from hf_zero.comm.watchdog import LateWatch
+from hf_zero.optimizer.replicas import ReplicasDivergedError, checksum
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -209,7 +206,7 @@ def test_a_wait_is_ended_where_the_store_is_silent():
 
 def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monkeypatch):
     """The late rank ends as soon as it hears of it, and the wait then fails for want of its connection."""
-    monkeypatch.setattr("hf_zero.comm.control.lookout.break_all_groups", lambda: None)
+    monkeypatch.setattr("hf_zero.comm.watchdog.break_all_groups", lambda: None)
     errors = queue.Queue()
 
     class Lookout:
@@ -274,7 +271,7 @@ def test_of_a_queue_a_rank_is_late_that_has_not_started_as_many(theirs, is_behin
 @pytest.mark.parametrize(("theirs", "ends"), [(0, True), (1, False)])
 def test_in_a_save_a_rank_is_late_that_has_not_begun_it_and_not_one_that_writes_for_long(theirs, ends, monkeypatch):
     broken = threading.Event()
-    monkeypatch.setattr("hf_zero.comm.control.lookout.break_all_groups", broken.set)
+    monkeypatch.setattr("hf_zero.comm.watchdog.break_all_groups", broken.set)
     asked = queue.Queue()
 
     class Lookout(Watch):
@@ -309,7 +306,7 @@ def test_the_main_threads_frames_are_read_without_pythons_collector(monkeypatch)
 
 
 OF_A_LIBRARY = """
-from hf_zero.comm.control.whereabouts import script_line
+from hf_zero.comm.watch import script_line
 def run_backward():
     return script_line()[0]
 """

@@ -14,7 +14,7 @@ from hf_zero import ZeroConfig
 from hf_zero.buckets.bucket import Bucket
 from hf_zero.diagnose.parity import _adding_in_float32
 from hf_zero.diagnose.parity_report import ParityError, ParityReport
-from hf_zero.engine.gradients.store import GradientStore
+from hf_zero.engine.gradient_store import GradientStore
 
 SECONDS = 90
 

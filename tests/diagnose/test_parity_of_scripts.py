@@ -10,9 +10,8 @@ import pytest
 from command_runs import hf_zero
 from launching import ROOT, SECONDS, own_environment, own_port, run_forked
 
-from hf_zero.cli import parity
-from hf_zero.diagnose.parity_report import ParityError, ParityReport, compare
-from hf_zero.diagnose.recording import Recording
+from hf_zero.cli import app as parity
+from hf_zero.diagnose.parity_report import ParityError, ParityReport, Recording, compare
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE.parent / "run" / "scripts"

@@ -15,7 +15,7 @@ from training import VOCABULARY, gpt2, gpt2_batch
 
 from hf_zero import Rescue
 from hf_zero.config import ConfigError, ZeroConfig
-from hf_zero.diagnose.parts_of_batch import cut, rows_of
+from hf_zero.diagnose.rescue import cut, rows_of
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(180)

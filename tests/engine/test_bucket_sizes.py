@@ -9,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_zero.buckets.bucket_sizes import choose_sizes
-from hf_zero.comm.cost import cost_of
-from hf_zero.comm.groups.groups import Groups, RankGroup
+from hf_zero.buckets.precision import choose_sizes, cost_of
+from hf_zero.comm.groups import Groups, RankGroup
 from hf_zero.config import ZeroConfig
-from hf_zero.engine.gradients.buffer_pool import BufferPool
-from hf_zero.layout.pool import pool_numel
-from hf_zero.layout.slots import ParameterSpec, plan_buckets
-from hf_zero.offload.downlink import landing_in, widen_in_place
+from hf_zero.engine.gradient_store import BufferPool
+from hf_zero.layout.slots import ParameterSpec, plan_buckets, pool_numel
+from hf_zero.offload.copies import landing_in, widen_in_place
 
 MIB = 2**20
 HOST, DEVICE = torch.device("cpu"), torch.device("meta")

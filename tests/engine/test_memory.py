@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import state_plan
+from hf_zero.integrations.announce import state_plan
 
 pytestmark = pytest.mark.timeout(120)
 

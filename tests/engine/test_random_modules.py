@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.layout import pool
+from hf_zero.layout import slots as pool
 
 STAGES = (0, 1, 2, 3)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero
-from hf_zero.buckets.gradient_tensors import ShardedGradientError
+from hf_zero.buckets.sharded import ShardedGradientError
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,9 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import gpt2
 
 from hf_zero import ZeroEngine
-from hf_zero.engine.report_tables import in_units
-from hf_zero.integrations.accelerator.announce import announce, ddp_state, state_plan
-from hf_zero.optimizer.state.state_kinds import state_itemsizes
+from hf_zero.device import in_units
+from hf_zero.integrations.announce import announce, ddp_state, state_plan
+from hf_zero.optimizer.state_kinds import state_itemsizes
 
 
 @pytest.fixture

@@ -18,16 +18,9 @@ from training import gpt2, gpt2_batch
 from transformers import Trainer, TrainingArguments
 
 import hf_zero
-from hf_zero import (
-    ConfigError,
-    ZeroCallback,
-    ZeroEngine,
-    ZeroPlugin,
-    ZeroTrainingArguments,
-    engine_of,
-)
-from hf_zero.engine_reference import engine_attached_to
-from hf_zero.integrations.accelerator.first_step import watch_for_the_variable
+from hf_zero import ConfigError, ZeroCallback, ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
+from hf_zero.hooks import engine_attached_to
+from hf_zero.integrations.environment import watch_for_the_variable
 
 pytestmark = pytest.mark.timeout(180)
 

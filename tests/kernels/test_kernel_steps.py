@@ -29,15 +29,16 @@ from torch import nn
 from training import Job, Unruly, compare_with_ddp, fused_adamw, gpt2, gpt2_batch, steps, train
 
 from hf_zero import ConfigError
-from hf_zero.buckets.contiguous_rows import runs_of
+from hf_zero.buckets.bucket import runs_of
 from hf_zero.buckets.rows import MASTER
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.gradients.nonfinite import NonFiniteGradientError
-from hf_zero.integrations.checkpoints.checkpointing import load_engine
-from hf_zero.kernels import choose, statistics
-from hf_zero.kernels.choose import uses_kernels
-from hf_zero.optimizer.kernel_steps.kernel_forms import form_of
-from hf_zero.optimizer.state.loss_scale import GradScaler
+from hf_zero.engine.nonfinite import NonFiniteGradientError
+from hf_zero.integrations.state_io import load_engine
+from hf_zero.kernels import base as choose
+from hf_zero.kernels import statistics
+from hf_zero.kernels.base import uses_kernels
+from hf_zero.optimizer.kernel_steps import form_of
+from hf_zero.optimizer.loss_scale import GradScaler
 
 pytestmark = pytest.mark.timeout(180)
 

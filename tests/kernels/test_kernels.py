@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from launching import SUPPORT, run_forked
 from optimizer_steps import MOMENTS, place_of
 
-from hf_zero.kernels import choose, statistics
-from hf_zero.kernels.adamw import AdamW, adamw
-from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
+from hf_zero.kernels import base as choose
+from hf_zero.kernels import statistics
 from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded
-from hf_zero.kernels.lion import Lion, lion
-from hf_zero.kernels.sgd import SGD, sgd
+from hf_zero.kernels.steps import SGD, AdamW, Lion, adamw, adamw_in_blocks, lion, sgd
 
 TIME_LIMIT_S = 240
 NEWEST = kernel_compile.ARCHITECTURES[-1]

@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 from kernel_interpreted import DTYPES, normal
 
 from hf_zero.kernels import stochastic
-from hf_zero.kernels.block_format import BlockFormat, Code
-from hf_zero.kernels.int4 import INT4
-from hf_zero.kernels.int8 import INT8
-from hf_zero.kernels.quantise import CODES, dequantise, dequantise_sum, quantise
+from hf_zero.kernels.quantise import CODES, INT4, INT8, BlockFormat, Code, dequantise, dequantise_sum, quantise
 
 EPSILON = torch.finfo(torch.float32).eps
 FORMATS = st.builds(

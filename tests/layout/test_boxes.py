@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.layout.boxes import Box
-from hf_zero.layout.intervals import Interval
+from hf_zero.layout.slots import Interval
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 

@@ -6,11 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.layout.blocks import BLOCK_NUMEL, IN_BLOCKS
-from hf_zero.layout.intervals import Interval, doubly_covered, uncovered
-from hf_zero.layout.reshard import pieces_for
-from hf_zero.layout.shards import rows_of_shard
-from hf_zero.layout.slots import SHARD_ALIGN_NUMEL, SLOT_ALIGN_NUMEL, ParameterSpec, plan_buckets
+from hf_zero.layout.boxes import pieces_for
+from hf_zero.layout.slots import (
+    BLOCK_NUMEL,
+    IN_BLOCKS,
+    SHARD_ALIGN_NUMEL,
+    SLOT_ALIGN_NUMEL,
+    Interval,
+    ParameterSpec,
+    doubly_covered,
+    plan_buckets,
+    rows_of_shard,
+    uncovered,
+)
 
 parameters = st.lists(
     st.tuples(st.integers(0, 3000), st.sampled_from(["decay", "plain", "half"])), min_size=1, max_size=25

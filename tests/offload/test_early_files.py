@@ -15,10 +15,10 @@ from ranks import run_ranks
 from torch import nn
 
 from hf_zero.config import OffloadConfig, ZeroConfig
-from hf_zero.engine.build import holders
+from hf_zero.engine import holders
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import announce
-from hf_zero.layout import pool
+from hf_zero.integrations.announce import announce
+from hf_zero.layout import slots as pool
 from hf_zero.offload.files import ALIGNMENT, OffloadError, aligned
 
 pytestmark = pytest.mark.timeout(180)

@@ -11,10 +11,10 @@ from saved_engines import save_engine
 from torch import nn
 from training import adamw_in_two_groups, steps
 
-from hf_zero.engine.build import holders
+from hf_zero.engine import holders
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.checkpointing import load_engine
-from hf_zero.layout.blocks import blocks, has_blocks, is_in_blocks
+from hf_zero.integrations.state_io import load_engine
+from hf_zero.layout.slots import blocks, has_blocks, is_in_blocks
 from hf_zero.offload.files import aligned
 
 pytestmark = pytest.mark.timeout(180)

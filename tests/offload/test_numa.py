@@ -13,9 +13,8 @@ from torch import nn
 from torch.optim import adam
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.offload import choose
-from hf_zero.offload.host_cores import HostCores, NodeCores, ShareOfCores, choose_host_cores
-from hf_zero.offload.numa import near_cores
+from hf_zero.offload import shards as choose
+from hf_zero.offload.host_memory import HostCores, NodeCores, ShareOfCores, choose_host_cores, near_cores
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -97,7 +96,7 @@ def test_a_rank_that_is_confined_to_a_node_stays_as_it_is(tmp_path):
 
 def test_ranks_share_the_cores(monkeypatch, tmp_path):
     beside_gpu = torch.device("cuda")
-    monkeypatch.setattr("hf_zero.offload.host_cores.pci_address", lambda device: GPU)
+    monkeypatch.setattr("hf_zero.offload.host_memory.pci_address", lambda device: GPU)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     one_node, system = tmp_path / "nowhere", tree(tmp_path / "sys", {0: "0-1", 1: "2-15"}, gpu_node=0)

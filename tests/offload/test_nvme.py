@@ -22,16 +22,15 @@ from training import VOCABULARY, fused_adamw, gpt2
 
 from hf_zero.config import ConfigError
 from hf_zero.device import allocate
-from hf_zero.engine.build import holders
+from hf_zero.engine import holders
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import announce
-from hf_zero.layout.intervals import Interval
-from hf_zero.offload import files, run_folder
-from hf_zero.offload.files import ALIGNMENT, AlignedFile, OffloadError, aligned
-from hf_zero.offload.host_cores import HostCores
-from hf_zero.offload.run_folder import RunFolder
-from hf_zero.offload.stored import Kind, StoredShard
-from hf_zero.offload.window import Window
+from hf_zero.integrations.announce import announce
+from hf_zero.layout.slots import Interval
+from hf_zero.offload import files
+from hf_zero.offload import tiers as run_folder
+from hf_zero.offload.files import ALIGNMENT, AlignedFile, Kind, OffloadError, StoredShard, Window, aligned
+from hf_zero.offload.host_memory import HostCores
+from hf_zero.offload.tiers import RunFolder
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -313,9 +312,9 @@ def test_paths_that_cannot_be_used_are_named(monkeypatch, tmp_path):
     ):
         # Whoever runs the tests: only root may write there at all.
         with monkeypatch.context() as as_root:
-            as_root.setattr("hf_zero.offload.run_folder.os.access", lambda *_: True)
+            as_root.setattr("hf_zero.offload.tiers.os.access", lambda *_: True)
             built(nvme(Path("/proc")))
-    monkeypatch.setattr("hf_zero.offload.run_folder.os.access", lambda *_: False)
+    monkeypatch.setattr("hf_zero.offload.tiers.os.access", lambda *_: False)
     with pytest.raises(ConfigError, match="in which this user may not write"):
         built(nvme(tmp_path))
 
@@ -507,7 +506,7 @@ def test_two_runs_on_one_path_do_not_meet(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from hf_zero.offload.run_folder import RunFolder
+from hf_zero.offload.tiers import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 (folder.path / "bucket-0.state").write_bytes(bytes(4096))
 print(folder.path, flush=True)

@@ -18,16 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Outcome, adamw_in_two_groups, gpt2, gpt2_batch
 
 from hf_zero.buckets.bucket import Bucket, Row
-from hf_zero.comm.control.collective_log import LABEL, SITE, STARTED, STEP
+from hf_zero.comm.watch import LABEL, SITE, STARTED, STEP
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import announce, state_plan
-from hf_zero.offload import budget
-from hf_zero.offload.budget import available_host_bytes, host_memory_fault
-from hf_zero.offload.choose import Placement
-from hf_zero.offload.host import HostTier
-from hf_zero.offload.host_cores import HostCores
-from hf_zero.optimizer.state.bucket_steps import BucketStep
-from hf_zero.optimizer.state.state_kinds import state_kinds
+from hf_zero.integrations.announce import announce, state_plan
+from hf_zero.offload import host_memory as budget
+from hf_zero.offload.host_memory import HostCores, available_host_bytes, host_memory_fault
+from hf_zero.offload.shards import Placement
+from hf_zero.offload.tiers import HostTier
+from hf_zero.optimizer.holder import BucketStep
+from hf_zero.optimizer.state_kinds import state_kinds
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -17,13 +17,13 @@ from torch import nn
 from training import VOCABULARY, Job, fused_adamw, gpt2, gpt2_batch
 
 import hf_zero
-from hf_zero.buckets import offloaded_memory
-from hf_zero.buckets.offloaded_memory import OffloadedMemory
+from hf_zero.buckets import memory as offloaded_memory
+from hf_zero.buckets.memory import OffloadedMemory
 from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.device import PAGE_BYTES, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import announce, state_plan
-from hf_zero.offload import budget
+from hf_zero.integrations.announce import announce, state_plan
+from hf_zero.offload import host_memory as budget
 from hf_zero.offload.files import OffloadError
 
 pytestmark = pytest.mark.timeout(180)
@@ -323,7 +323,7 @@ def test_too_little_host_memory_or_disk_is_refused_with_the_setting(monkeypatch,
         model = hf_zero_model(tmp_path / "pretrained")
     with pytest.raises(MemoryError, match=r"`offload.params: cpu` needs .* of host memory for each of 1 ranks"):
         ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], moved("cpu", "none", tmp_path))
-    monkeypatch.setattr("hf_zero.engine.build.holders.free_disk_bytes", lambda _: 1000)
+    monkeypatch.setattr("hf_zero.engine.holders.free_disk_bytes", lambda _: 1000)
     with pytest.raises(OSError, match=r"`offload.params: nvme` needs .* GiB below .* too little"):
         built(moved("nvme", "none", tmp_path))
 

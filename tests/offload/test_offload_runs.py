@@ -17,7 +17,7 @@ from trainer_job import run
 from training import adamw_in_two_groups, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
+from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, write_state
 
 pytestmark = pytest.mark.timeout(180)
 

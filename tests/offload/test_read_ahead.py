@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_zero.checkpoint.format.manifest import CheckpointError
-from hf_zero.checkpoint.format.mapped import mapped_tensors
-from hf_zero.read_ahead import ask_for
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.pieces import mapped_tensors
+from hf_zero.device import ask_for
 
 NUMEL = 8 << 20
 """Elements of the file: 32 MiB, more than any disk's read-ahead."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.offload import run_folder
-from hf_zero.offload.run_folder import RunFolder
+from hf_zero.offload import tiers as run_folder
+from hf_zero.offload.tiers import RunFolder
 
 
 def test_a_folder_is_removed_from_wherever_the_script_is(tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from training import LENGTH, gpt2
 
 from hf_zero import ConfigError, ZeroConfig, ZeroEngine, ZeroPlugin
-from hf_zero.integrations.planning import auto
-from hf_zero.integrations.planning.auto import assume, choose_config
+from hf_zero.planner import auto
+from hf_zero.planner.auto import assume, choose_config
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -29,7 +29,7 @@ def choices(rank: int, world_size: int, *, cases: list) -> list:
         free = least if rank == world_size - 1 else 10**9
         with (
             patch.object(auto, "free_for_training", lambda device, free=free: free),
-            patch("hf_zero.integrations.planning.forecasts.RUNTIME_ON_HOST_BYTES", 0),
+            patch("hf_zero.planner.layouts.RUNTIME_ON_HOST_BYTES", 0),
         ):
             try:
                 chosen = choose_config(
@@ -151,7 +151,7 @@ def test_a_batch_that_is_not_known_is_assumed_and_said(rows, length, expected):
 def test_limits_of_the_process_are_memory_that_is_not_free():
     import resource
 
-    from hf_zero.integrations.planning.free_memory import free_for_training
+    from hf_zero.planner.trace import free_for_training
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     lines = Path("/proc/self/status").read_text().splitlines()

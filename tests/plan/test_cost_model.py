@@ -1,4 +1,4 @@
-"""The simulated step: bounds, directions, the published points, and one set of constants with comm/cost.py."""
+"""The simulated step: bounds, directions, the published points, and one set of constants with buckets/precision.py."""
 
 import pytest
 from hypothesis import given
@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from published import MOST_ERROR, POINTS, predict
 
 from hf_zero import ZeroConfig
-from hf_zero.comm.cost import cost_of
-from hf_zero.plan.machine import Machine
-from hf_zero.plan.simulate import Piece, Work, simulate
+from hf_zero.buckets.precision import cost_of
+from hf_zero.planner.search import Machine, Piece, Work, simulate
 
 WORK = Work(forward_flops=1e12, backward_flops=2e12, model_flops=3e12)
 

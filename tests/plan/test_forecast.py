@@ -17,11 +17,11 @@ from training import LENGTH, bert, gpt2, llama
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import ddp_state, state_plan
-from hf_zero.integrations.planning.forecasts import Job
-from hf_zero.integrations.planning.inputs import batch_of
-from hf_zero.integrations.planning.layouts import ddp_state as planned_ddp
-from hf_zero.integrations.planning.trace import trace
+from hf_zero.integrations.announce import ddp_state, state_plan
+from hf_zero.planner.layouts import Job
+from hf_zero.planner.layouts import ddp_state as planned_ddp
+from hf_zero.planner.request import batch_of
+from hf_zero.planner.trace import trace
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -10,7 +10,7 @@ from training import bert, gpt2
 from transformers import GPT2Config
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
-from hf_zero.cli import output
+from hf_zero.cli import checkpoints as output
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -83,7 +83,7 @@ def test_a_folder_without_an_architecture_or_of_a_stranger_is_refused(tmp_path):
 
 
 def test_a_picture_without_matplotlib_is_refused(config, monkeypatch, tmp_path):
-    monkeypatch.setattr("hf_zero.integrations.planning.chart.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_zero.planner.planner.find_spec", lambda name: None)
     assert "hf-zero[card]" in refusals("plan", config, "--seq", "32", "--png", tmp_path / "plan.png")[0]
 
 

@@ -12,7 +12,7 @@ from trainer_job import as_launched
 from training import gpt2
 
 from hf_zero import ConfigError, ZeroConfig, ZeroEngine
-from hf_zero.report.log_file import LOG_NAME, PAGE_NAME, LogFile
+from hf_zero.report.run_files import LOG_NAME, PAGE_NAME, LogFile
 
 pytestmark = pytest.mark.timeout(180)
 

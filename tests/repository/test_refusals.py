@@ -12,13 +12,13 @@ PLACES = (
     "buckets",
     "engine",
     "optimizer",
-    "integrations/accelerate.py",
-    "integrations/accelerator",
-    "integrations/accelerator_mixin.py",
-    "integrations/arguments.py",
-    "integrations/callback.py",
-    "integrations/trainer/trainer.py",
-    "integrations/unmodified/door.py",
+    *(
+        f"integrations/{name}.py"
+        for name in (
+            *("plugin", "accelerator", "accelerator_parts", "announce", "arguments", "environment", "trainer"),
+            *("uneven_inputs", "unmodified"),
+        )
+    ),
 )
 """What refuses a training run, below the package."""
 

@@ -13,11 +13,8 @@ from typer.testing import CliRunner
 
 from hf_zero import ConfigError, ZeroConfig
 from hf_zero.cli.app import app
-from hf_zero.integrations.unmodified.after_import import AfterImport
-from hf_zero.integrations.unmodified.command_line import script_call
-from hf_zero.integrations.unmodified.door import Door
-from hf_zero.integrations.unmodified.launcher import launch_of
-from hf_zero.integrations.unmodified.script import run_script
+from hf_zero.integrations.launcher import launch_of, script_call
+from hf_zero.integrations.unmodified import AfterImport, Door, run_script
 
 
 def entered() -> tuple:

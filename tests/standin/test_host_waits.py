@@ -10,8 +10,8 @@ from standin_counts import SETTINGS, StepCounts, count_events, counted_steps
 from standin_runs import own_device
 from torch import nn
 
-from hf_zero.comm.ledger import Ledger
-from hf_zero.comm.transport import Handle, Label
+from hf_zero.comm.ledger import Label, Ledger
+from hf_zero.comm.transport import Handle
 from hf_zero.device import clock
 from hf_zero.engine.engine import ZeroEngine
 

@@ -12,7 +12,7 @@ from training import fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.device import PAGE_BYTES, PinnedPool, pinned
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.offload.uplink import PART_BYTES
+from hf_zero.offload.copies import PART_BYTES
 
 pytestmark = [pytest.mark.timeout(150), standin_device.needs_compiler]
 

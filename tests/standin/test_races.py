@@ -20,12 +20,12 @@ from training import Answer, bert, bert_batch, fused_adamw, gpt2, gpt2_batch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import hf_zero
-from hf_zero.checkpoint.folder.background import Background
-from hf_zero.checkpoint.format.manifest import CheckpointError
-from hf_zero.checkpoint.format.pieces import LivePieces
+from hf_zero.checkpoint.commit import Background
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.pieces import LivePieces
 from hf_zero.device import SideQueue, pinned, queue_end, side_queue
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.checkpointing import plan_state
+from hf_zero.integrations.state_io import plan_state
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 

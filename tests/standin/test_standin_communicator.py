@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from hf_zero.comm.collectives import all_gather_flat, reduce_scatter_flat
+from hf_zero.comm.transports import all_gather_flat, reduce_scatter_flat
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 

@@ -18,16 +18,16 @@ from standin_runs import EXACT, INEXACT, prepared, steps
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import gpt2_batch
 
-from hf_zero.checkpoint.folder.background import Background
+from hf_zero.checkpoint.commit import Background
 from hf_zero.device import HostValue, alias, with_index
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
-from hf_zero.kernels.lazy import Kernel
-from hf_zero.offload.host import HostTier
-from hf_zero.offload.host_cores import HostCores
-from hf_zero.offload.parameter_shards import FileMover
-from hf_zero.offload.window import Window
-from hf_zero.optimizer.holders.step_thread import StepThread
-from hf_zero.optimizer.state.loss_scale import GradScaler
+from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
+from hf_zero.kernels.base import Kernel
+from hf_zero.offload.files import Window
+from hf_zero.offload.host_memory import HostCores
+from hf_zero.offload.shards import FileMover
+from hf_zero.offload.tiers import HostTier
+from hf_zero.optimizer.loss_scale import GradScaler
+from hf_zero.optimizer.steps_beside import StepThread
 
 pytestmark = [
     pytest.mark.timeout(400),

@@ -29,7 +29,7 @@ from training import gpt2, gpt2_batch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-import hf_zero.integrations.callback  # noqa: F401
+import hf_zero.integrations.arguments  # noqa: F401
 from hf_zero import ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
 
 FAULTY = 1

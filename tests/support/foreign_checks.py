@@ -7,9 +7,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hf_zero.checkpoint.foreign.find import is_foreign, open_foreign
-from hf_zero.checkpoint.format.manifest import CheckpointError
-from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.foreign.find import is_foreign, open_foreign
+from hf_zero.integrations.verify import checkpoint_faults
 
 KINDS = ("exp_avg", "exp_avg_sq")
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from hostile_folders import by_command, commands, resign, with_header
 from trainer_job import as_launched, make_trainer
 
-from hf_zero.checkpoint.folder.disks import Disk
-from hf_zero.checkpoint.format.files import files_below
-from hf_zero.checkpoint.verify import find_good
-from hf_zero.integrations.checkpoints import config_model
-from hf_zero.integrations.checkpoints.resume_files import resume_faults
+from hf_zero.checkpoint.commit import Disk
+from hf_zero.checkpoint.files import files_below
+from hf_zero.integrations import config_model
+from hf_zero.integrations.resume import resume_faults
+from hf_zero.integrations.verify import find_good
 
 SECRET = "nobody's business, 4711"
 MOST_S = 60.0

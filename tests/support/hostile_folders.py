@@ -11,12 +11,11 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hf_zero.checkpoint.format.files import FileRecord
+from hf_zero.checkpoint.files import FileRecord
 from hf_zero.cli.app import app
-from hf_zero.integrations.hub import push as pushing
-from hf_zero.integrations.hub.card import write_card
-from hf_zero.integrations.hub.card_facts import card_facts
-from hf_zero.integrations.hub.hub import HubError
+from hf_zero.integrations import hub as pushing
+from hf_zero.integrations.card import card_facts, write_card
+from hf_zero.integrations.reasons import HubError
 
 MANIFEST = "zero/manifest.json"
 

@@ -24,11 +24,14 @@ from typing import Any
 
 import torch
 
-from hf_zero.kernels import adamw, adamw_in_blocks, lion, quantise, sgd, statistics, stepping, stochastic
-from hf_zero.kernels.block_format import BlockFormat, Code
-from hf_zero.kernels.int4 import INT4
-from hf_zero.kernels.int8 import INT8
-from hf_zero.kernels.lazy import Kernel
+from hf_zero.kernels import quantise, statistics, stochastic
+from hf_zero.kernels import steps as adamw
+from hf_zero.kernels import steps as adamw_in_blocks
+from hf_zero.kernels import steps as lion
+from hf_zero.kernels import steps as sgd
+from hf_zero.kernels import steps as stepping
+from hf_zero.kernels.base import Kernel
+from hf_zero.kernels.quantise import INT4, INT8, BlockFormat, Code
 
 ARCHITECTURES = (80, 90)
 RANKS = (8, 128, 256)

@@ -19,11 +19,10 @@ from optimizer_steps import MOMENTS, STEPPERS, Stepper, make_tensors, place_of, 
 from triton_interpreter import interpret
 
 from hf_zero.kernels import quantise, statistics, stochastic
-from hf_zero.kernels.adamw import AdamW
-from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks_reference, adamw_in_blocks_triton
-from hf_zero.kernels.block_format import BlockFormat
 from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
-from hf_zero.layout.blocks import blocks
+from hf_zero.kernels.quantise import BlockFormat
+from hf_zero.kernels.steps import AdamW, adamw_in_blocks_reference, adamw_in_blocks_triton
+from hf_zero.layout.slots import blocks
 
 # Of the last one, statistics take several parts. Other kernels have ten programs at 5,003 elements, and the interpreter
 # takes a millisecond for each.

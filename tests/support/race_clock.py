@@ -21,11 +21,12 @@ from typing import NamedTuple
 from unittest import mock
 
 from hf_zero import device
-from hf_zero.checkpoint.format import pieces
+from hf_zero.checkpoint import pieces
 from hf_zero.device import PinnedPool
-from hf_zero.offload import downlink, window
+from hf_zero.offload import copies as downlink
+from hf_zero.offload import files as window
 from hf_zero.offload.files import AlignedFile
-from hf_zero.optimizer.holders import steps_beside
+from hf_zero.optimizer import steps_beside
 
 SCRIPT = "script"
 """The actor of the main thread and of autograd's, of which one waits for the other."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, seal_state, write_state
+from hf_zero.integrations.state_io import ZERO_FOLDER, seal_state, write_state
 
 
 def save_engine(engine: ZeroEngine, root: str | Path) -> None:

@@ -10,7 +10,7 @@ from training import bert, bert_batch, gpt2, gpt2_batch, llama
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from hf_zero import ZeroCallback, ZeroTrainingArguments
-from hf_zero.integrations.planning import at_start
+from hf_zero.planner import auto as at_start
 
 MODELS = {"bert": (bert, bert_batch), "gpt2": (gpt2, gpt2_batch), "llama": (llama, gpt2_batch)}
 

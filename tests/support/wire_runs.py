@@ -8,7 +8,7 @@ from torch import nn
 from training import adamw_in_two_groups, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
+from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, write_state
 
 SMALL_BUCKETS = "20KiB"
 

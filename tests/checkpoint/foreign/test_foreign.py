@@ -18,12 +18,12 @@ from launching import SUPPORT
 from safetensors.torch import load_file
 
 from hf_zero import gathered
-from hf_zero.checkpoint.foreign.find import open_foreign
-from hf_zero.checkpoint.foreign.pickles import load_deepspeed_file
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.foreign import load_foreign_weights, open_saved_by_others
-from hf_zero.integrations.checkpoints.load_state import load_state
-from hf_zero.layout.intervals import Interval
+from hf_zero.foreign.find import open_foreign
+from hf_zero.foreign.pickles import load_deepspeed_file
+from hf_zero.integrations.foreign import load_foreign_weights, open_saved_by_others
+from hf_zero.integrations.state_io import load_state
+from hf_zero.layout.slots import Interval
 
 pytestmark = pytest.mark.timeout(180)
 

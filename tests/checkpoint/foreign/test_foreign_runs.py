@@ -28,13 +28,13 @@ from trainer_job import as_launched, history, make_trainer
 from training import adamw_in_two_groups, bert, gpt2, gpt2_batch
 from typer.testing import CliRunner
 
-from hf_zero.checkpoint.foreign import dcp_folder
-from hf_zero.checkpoint.foreign.find import open_foreign
-from hf_zero.checkpoint.foreign.pickles import load_dcp_metadata
-from hf_zero.checkpoint.format.manifest import CheckpointError
-from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.cli.app import app
-from hf_zero.layout.intervals import Interval
+from hf_zero.foreign import dcp as dcp_folder
+from hf_zero.foreign.find import open_foreign
+from hf_zero.foreign.pickles import load_dcp_metadata
+from hf_zero.integrations.verify import checkpoint_faults
+from hf_zero.layout.slots import Interval
 
 pytestmark = pytest.mark.timeout(180)
 

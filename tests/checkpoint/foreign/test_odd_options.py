@@ -8,11 +8,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from hf_zero.checkpoint.format.errors import CheckpointError
+from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.foreign import load_foreign_weights, open_saved_by_others
-from hf_zero.integrations.checkpoints.load_state import load_state
-from hf_zero.integrations.checkpoints.plain_optimizer import open_plain
+from hf_zero.integrations.foreign import load_foreign_weights, open_saved_by_others
+from hf_zero.integrations.state_io import load_state
+from hf_zero.integrations.trainer_parts import open_plain
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 

@@ -12,11 +12,11 @@ from shared_ranks import shared_ranks
 from torch import nn
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
-from hf_zero.buckets.gradient_tensors import ShardedGradientError
-from hf_zero.comm.control.collective_log import ENDED, LABEL, STARTED
+from hf_zero.buckets.sharded import ShardedGradientError
+from hf_zero.comm.watch import ENDED, LABEL, STARTED
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.gradients.nonfinite import NonFiniteGradientError
-from hf_zero.engine_reference import engine_attached_to
+from hf_zero.engine.nonfinite import NonFiniteGradientError
+from hf_zero.hooks import engine_attached_to
 
 pytestmark = pytest.mark.timeout(120)
 

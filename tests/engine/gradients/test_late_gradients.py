@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import state_plan
-from hf_zero.layout import pool
+from hf_zero.integrations.announce import state_plan
+from hf_zero.layout import slots as pool
 
 pytestmark = pytest.mark.timeout(180)
 

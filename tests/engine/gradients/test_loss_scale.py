@@ -16,10 +16,10 @@ from trainer_job import as_launched, make_trainer
 from training import adamw_in_two_groups, gpt2, gpt2_batch
 
 from hf_zero import GradScaler, ZeroPlugin
-from hf_zero.comm.model_copies import Agreement
+from hf_zero.comm.transport import Agreement
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.gradients.nonfinite import NonFiniteCheck
-from hf_zero.optimizer.state.loss_scale import scale_over_shards
+from hf_zero.engine.nonfinite import NonFiniteCheck
+from hf_zero.optimizer.loss_scale import scale_over_shards
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -6,7 +6,7 @@ from bf16_runs import backward, built
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import state_plan
+from hf_zero.integrations.announce import state_plan
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_zero.buckets.gradient_tensors import ShardedGradientError
+from hf_zero.buckets.sharded import ShardedGradientError
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(180)

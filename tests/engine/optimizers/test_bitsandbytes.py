@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine_reference import engine_attached_to
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
+from hf_zero.hooks import engine_attached_to
+from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes, of the extra `dev`, is not installed")
 

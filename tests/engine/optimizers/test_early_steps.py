@@ -15,12 +15,12 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.integrations.accelerator.announce import announce
-from hf_zero.layout import pool
-from hf_zero.offload import choose
-from hf_zero.offload.host_cores import ShareOfCores
-from hf_zero.optimizer.holders import double
-from hf_zero.optimizer.holders.early_steps import Trust
+from hf_zero.integrations.announce import announce
+from hf_zero.layout import slots as pool
+from hf_zero.offload import shards as choose
+from hf_zero.offload.host_memory import ShareOfCores
+from hf_zero.optimizer import steps_beside as double
+from hf_zero.optimizer.early import Trust
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import VOCABULARY, fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.optimizer.state.resize import put_state_back
+from hf_zero.optimizer.state_rows import put_state_back
 
 pytestmark = pytest.mark.timeout(120)
 

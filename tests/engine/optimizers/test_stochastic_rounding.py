@@ -12,9 +12,9 @@ from training import Job, Outcome, adamw_in_two_groups, gpt2, of_one_seed, steps
 
 from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import state_plan
-from hf_zero.integrations.checkpoints.checkpointing import load_engine
-from hf_zero.optimizer.holders.rounded_master import STEP
+from hf_zero.integrations.announce import state_plan
+from hf_zero.integrations.state_io import load_engine
+from hf_zero.optimizer.places import STEP
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,15 +13,14 @@ from torch import nn
 from training import Job, Outcome, gpt2, gpt2_batch, train
 from transformers.optimization import Adafactor
 
-from hf_zero.checkpoint.format.errors import CheckpointError
-from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.accelerator.announce import announce
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
-from hf_zero.integrations.checkpoints.load_state import load_state
-from hf_zero.integrations.checkpoints.plain_optimizer import open_plain
-from hf_zero.optimizer.state.elementwise import UpdateScope, keeps_intact, update_scope_of
+from hf_zero.integrations.announce import announce
+from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, load_state
+from hf_zero.integrations.trainer_parts import open_plain
+from hf_zero.integrations.verify import checkpoint_faults
+from hf_zero.optimizer.sharded_optimizer import UpdateScope, keeps_intact, update_scope_of
 
 pytestmark = pytest.mark.timeout(180)
 

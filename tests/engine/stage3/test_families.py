@@ -45,8 +45,8 @@ from transformers import (
 )
 
 from hf_zero.config import ConfigError
+from hf_zero.engine.bucketing import find_unit_modules, own_parameters
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.units.unit_modules import find_unit_modules, own_parameters
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,8 +13,8 @@ from training import Answer, Job, bert, bert_batch, fused_adamw, gpt2, gpt2_batc
 from transformers import T5Config, T5ForConditionalGeneration
 
 from hf_zero.config import ConfigError, ZeroConfig
+from hf_zero.engine.bucketing import find_unit_modules, group_layers, own_parameters
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.units.unit_modules import find_unit_modules, group_layers, own_parameters
 
 pytestmark = pytest.mark.timeout(120)
 

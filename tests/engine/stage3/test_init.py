@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import hf_zero
-from hf_zero.buckets.mapped_parameters import is_loaded
+from hf_zero.buckets.precision import is_loaded
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 from training import Answer, gpt2
 
 import hf_zero
-from hf_zero.buckets.sharded_parameter import ShardedParametersError, are_hidden
+from hf_zero.buckets.sharded import ShardedParametersError, are_hidden
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)

@@ -40,7 +40,7 @@ from hf_zero.buckets import memory
 from hf_zero.device import Reservation, ResizedReservation
 from hf_zero.disguise import mix_in
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine_reference import engine_attached_to
+from hf_zero.hooks import engine_attached_to
 
 pytestmark = pytest.mark.timeout(120)
 

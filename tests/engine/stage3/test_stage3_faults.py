@@ -31,10 +31,9 @@ from torch import nn
 from training import VOCABULARY, Answer, gpt2
 
 import hf_zero
-from hf_zero.buckets.sharded_parameter import are_hidden
-from hf_zero.comm.transport import CommunicationError
+from hf_zero.buckets.sharded import ShardedParametersError, are_hidden
+from hf_zero.comm.arrivals import CommunicationError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.units.module_guards import ShardedParametersError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -442,7 +441,7 @@ def looks_without_room(rank: int, world_size: int) -> None:
         each.step()
     with pytest.MonkeyPatch.context() as patch:
         # Rank 1 alone has no room: both ranks are told.
-        patch.setattr("hf_zero.engine.units.gathered.free_bytes", lambda device: 1000 if rank == 1 else 10**12)
+        patch.setattr("hf_zero.engine.gathered.free_bytes", lambda device: 1000 if rank == 1 else 10**12)
         for look in (hf_zero.gathered, hf_zero.unsharded):
             with pytest.raises(MemoryError, match=r"whole parameters would take .* MiB on each rank"), look(run.model):
                 pass

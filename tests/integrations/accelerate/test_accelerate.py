@@ -20,7 +20,7 @@ from trainer_job import as_launched
 from training import bert, bert_batch, gpt2, gpt2_batch
 
 from hf_zero import ConfigError, ZeroPlugin, engine_of
-from hf_zero.integrations.accelerator.environment import _processes_on
+from hf_zero.integrations.environment import _processes_on
 
 pytestmark = pytest.mark.timeout(180)
 

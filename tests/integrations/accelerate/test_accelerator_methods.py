@@ -67,7 +67,7 @@ def clips_amiss(rank: int, world_size: int) -> list[str]:
     # Large enough that each rank has a part of it.
     model, optimizer = prepared(accelerator, nn.Linear(64, 64))
     said: list[str] = []
-    logging.getLogger("hf_zero.integrations.accelerator_mixin").addFilter(lambda line: said.append(line.getMessage()))
+    logging.getLogger("hf_zero.integrations.accelerator").addFilter(lambda line: said.append(line.getMessage()))
     for _ in range(4):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(5, 64)).sum())

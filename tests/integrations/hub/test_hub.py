@@ -27,13 +27,14 @@ from trainer_job import as_launched, make_trainer, run
 from training import bert
 from transformers import AutoModelForSequenceClassification
 
-from hf_zero.checkpoint.format.errors import CheckpointError
-from hf_zero.checkpoint.verify import checkpoint_faults
-from hf_zero.integrations.checkpoints.weights import weight_faults
-from hf_zero.integrations.hub import hub as hub_module
-from hf_zero.integrations.hub.card import TEMPLATE
-from hf_zero.integrations.hub.hub import Destination, HubError, push_folder
-from hf_zero.integrations.trainer import hub_push
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.integrations import hub as hub_module
+from hf_zero.integrations import hub as hub_push
+from hf_zero.integrations.card import TEMPLATE
+from hf_zero.integrations.hub import Destination, push_folder
+from hf_zero.integrations.reasons import HubError
+from hf_zero.integrations.verify import checkpoint_faults
+from hf_zero.integrations.weights import weight_faults
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -509,7 +510,7 @@ def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):
 
 def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(trained(3)[0], tmp_path / "bare"))
-    monkeypatch.setattr("hf_zero.integrations.hub.card.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_zero.integrations.card.find_spec", lambda name: None)
     assert make_card(folder)
     card = (folder / "README.md").read_text()
     assert "matplotlib was not installed" in card and "loss.png" not in card and not (folder / "loss.png").exists()

@@ -25,7 +25,7 @@ from transformers import (
 
 from hf_zero import ConfigError, ZeroPlugin, ZeroTrainingArguments, engine_of, with_zero
 from hf_zero.integrations.arguments import ZeroArguments
-from hf_zero.integrations.unmodified.script import main as run_main
+from hf_zero.integrations.unmodified import main as run_main
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero import ZeroCallback, engine_of
-from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.integrations.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(120)
 

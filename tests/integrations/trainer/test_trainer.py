@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from hf_zero import ConfigError, ZeroCallback, ZeroPlugin, ZeroTrainingArguments, engine_of, gathered
-from hf_zero.buckets.mapped_parameters import is_loaded
-from hf_zero.checkpoint.format.manifest import Manifest
+from hf_zero.buckets.precision import is_loaded
+from hf_zero.checkpoint.manifest import Manifest
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -1,0 +1,474 @@
+"""Stand-ins for a gradient or a parameter that this rank holds only a shard of."""
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ..disguise import ALIASING, EDITS, LOOKS, Disguise, Disguised, look_only
+from ..hooks import WeakHook, engine_attached_to
+
+# ---- Tensors inside the nested arguments of a torch function ----
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """All that a nest of lists, tuples and dicts holds."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    else:
+        yield value
+
+
+# Tensors that stand in `.grad` and are not what they seem: sharded ones, this rank's rows of one, and clipped ones.
+#
+# `ShardedGradient` is `p.grad` once the gradient has been reduced into shards. No rank holds that gradient whole any more.
+# With None there, `torch.nn.utils.clip_grad_norm_` and every script that reads `p.grad` would find nothing and go on
+# silently; this tensor has the parameter's shape and dtype, holds no memory, and raises when it is read.
+#
+# It also tells the engine what the script does with the gradient before the next backward. Where it was set to None,
+# autograd finds None. Where it was zeroed, this tensor has seen that: a parameter that is not used then has a gradient of
+# zeros, with which it is stepped. Otherwise autograd adds to it, as in gradient accumulation. The step gives the reduced
+# gradient back. What comes after it without zeroing is dropped, as by a script that zeroes it before it steps again: a
+# discriminator's, when the generator's loss goes through it. A step without zeroing is refused: the sum would lack what the
+# script left there.
+#
+# Rows in the optimizer's groups have gradients, too, between backward and step. A norm of one is asked for by whoever takes
+# it for the whole, and is refused. A kernel multiplies gradients by their clip coefficient as it reads them, which spares a
+# pass over all of them, 8 bytes an element. Whoever else reads one (`ClippedGradient`) has it multiplied first, to the same
+# bits.
+
+
+class ShardedGradientError(RuntimeError):
+    """A script read a gradient that is sharded over the ranks."""
+
+
+_FRAMES_TO_STEP = 24
+"""Between an operation of an optimizer's and its `step` lie torch's own wrappers."""
+
+
+def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientError | None:
+    """The error where an optimizer that holds such a parameter is stepping; None where none is.
+
+    An optimizer that is prepared holds this rank's rows in place of parameters.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_STEP):
+        if frame is None:
+            return None
+        stepped = frame.f_locals.get("self")
+        if isinstance(stepped, torch.optim.Optimizer):
+            if not any(holds(p) for group in stepped.param_groups for p in group["params"]):
+                return None
+            name = type(stepped).__name__
+            return ShardedGradientError(
+                f"hf_zero: {name}.step() reaches parameters that the engine trains, and this {name} was not prepared. Build the "
+                "optimizer before accelerator.prepare(model, optimizer), and step the one that prepare returns."
+            )
+        frame = frame.f_back
+    return None
+
+
+class GradientState(Enum):
+    """HELD: the ranks have it in their shards. ZEROED: the script has zeroed it. SPENT: a step was taken, and gave it back."""
+
+    HELD = "held"
+    ZEROED = "zeroed"
+    SPENT = "spent"
+
+
+class ShardedGradient(torch.Tensor):
+    """A gradient that lies sharded over the ranks.
+
+    Attributes:
+        pending: what autograd has added since the reduction, whole and not yet reduced; the parameter's shape and dtype.
+        shard: what has this rank's part of the reduced gradient in its `.grad`; None where the rank has no part.
+        await_shard: returns when the shard's values, which may be on their way, are there.
+        state: what has become of the reduced gradient.
+    """
+
+    pending: torch.Tensor | None
+    shard: nn.Parameter | None
+    await_shard: Callable[[], None]
+    state: GradientState
+    _name: str
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own Parameter has it
+
+    @staticmethod
+    def __new__(cls, name: str, parameter: torch.Tensor, device: torch.device | None = None) -> "ShardedGradient":
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=device or parameter.device
+        )
+        self.pending = None
+        self.shard = None
+        self.await_shard = WeakHook(None, None)
+        self.state = GradientState.HELD
+        self._name = name
+        return self
+
+    def take_pending(self) -> torch.Tensor | None:
+        pending, self.pending = self.pending, None
+        return pending
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a step has given it back, and the script has not zeroed it since."""
+        return self.state is GradientState.SPENT
+
+    def become(self, state: GradientState) -> None:
+        """Notes what has become of the gradient, and with it of what autograd has added."""
+        self.state = state
+        self.pending = None
+
+    def refuse_if_spent(self) -> None:
+        """Raises `ShardedGradientError` where the gradient is wanted once more after the step that has given it back."""
+        if self.is_spent:
+            raise ShardedGradientError(
+                f"hf_zero: the gradient of {self._name!r} is wanted once more after the optimizer.step() that has used it, and "
+                "is no longer there. Call optimizer.zero_grad() between a step and the next backward."
+            )
+
+    def _zero(self) -> None:
+        self.become(GradientState.ZEROED)
+        if self.shard is not None and self.shard.grad is not None:
+            self.await_shard()
+            self.shard.grad.zero_()
+
+    def _add(self, gradient: torch.Tensor) -> None:
+        if self.is_spent:
+            return
+        # Autograd may hand the same tensor to another parameter: it is not written to.
+        self.pending = gradient if self.pending is None else self.pending + gradient
+
+    def _moved(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_) -> "ShardedGradient":
+        like = torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
+        moved = ShardedGradient(self._name, like, device or self.device)
+        moved.state = GradientState.SPENT
+        return moved
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
+        return f"ShardedGradient({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._unreadable("pickling")
+
+    def _unreadable(self, operation: object) -> ShardedGradientError:
+        return unprepared_step(lambda parameter: parameter.grad is self) or ShardedGradientError(
+            f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor change it "
+            "here. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to "
+            "look at it, call engine.full_grad(parameter) on all ranks; to forget it, optimizer.zero_grad(). The model is not to "
+            "be wrapped in DistributedDataParallel as well."
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # torch's own is disabled
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls):
+            # Autograd accumulates a further backward.
+            args[0]._add(args[1])
+            return args[0]
+        if func is torch.ops.aten.zero_.default:
+            # `model.zero_grad(set_to_none=False)`, or a script that does the same by hand.
+            args[0]._zero()
+            return args[0]
+        if func is torch.ops.aten._to_copy.default and args[0].state is GradientState.SPENT:
+            # `model.to(...)` takes gradients along. This one is gone.
+            return args[0]._moved(**kwargs)
+        raise next(a for a in leaves((args, kwargs)) if isinstance(a, cls))._unreadable(func)
+
+
+_NORMS = frozenset(
+    {torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm}
+)
+
+
+class RowGradient(Disguised):
+    """Mixed into the class of a row's reduced gradient while a script may look at it: taking its norm raises."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _NORMS:
+            raise ShardedGradientError(
+                f"hf_zero: `{func.__name__}` of a gradient in optimizer.param_groups, which holds this rank's part of each "
+                "parameter, is the norm of that part: torch.nn.utils.clip_grad_norm_ over a group would clip by another number "
+                "on each rank. To clip, call accelerator.clip_grad_norm_(model.parameters(), ...) or "
+                "engine.clip_grad_norm_(max_norm, parameters=...) on all ranks; to look at a whole gradient, "
+                "engine.full_grad(parameter)."
+            )
+        result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        return result.as_subclass(cls) if func in ALIASING else result
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # torch's takes an argument for printed values
+        return repr(self.as_subclass(torch.Tensor))
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+_NORM_REFUSED = Disguise(RowGradient)
+
+refuse_norms = _NORM_REFUSED.put_on
+"""Makes gradients `RowGradient`s."""
+
+allow_norms = _NORM_REFUSED.take_off
+"""Makes them ordinary tensors again: whoever asks now knows what they are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Coefficient:
+    """What one call of `clip_grad_norm_` multiplies by: a float32 scalar that the host has not read."""
+
+    value: torch.Tensor
+
+
+class ClippedGradient(torch.Tensor):
+    """A row's reduced gradient, in its own memory, and what it is still to be multiplied by.
+
+    Every operation on it, in torch or on one of its attributes, multiplies in place first; zeroing `.grad` or putting another
+    tensor there drops both. It stands in rows that are no parameters: autograd adds to a parameter's gradient where no
+    operation is seen. Who has kept the tensor that was in `.grad` before the clip sees there what has been multiplied so far.
+
+    In bfloat16 the product would be rounded, as a kernel's is not. There it is made beside, in the row's own dtype, takes this
+    one's place in `.grad`, and is what the operation sees.
+
+    Attributes:
+        coefficient: None once it has been multiplied in, or taken.
+    """
+
+    coefficient: Coefficient | None
+    _row: "weakref.ref[torch.Tensor]"
+    _product: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, gradient: torch.Tensor, coefficient: Coefficient, row: torch.Tensor) -> "ClippedGradient":
+        self = torch.Tensor._make_subclass(cls, gradient.detach())
+        self.coefficient = coefficient
+        self._row = weakref.ref(row)
+        self._product = None
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map_only(cls, cls._multiplied, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+    @torch.no_grad()
+    def _multiplied(self) -> torch.Tensor:
+        coefficient, self.coefficient = self.coefficient, None
+        if coefficient is not None:
+            row = self._row()
+            if row is None or row.dtype == self.dtype:
+                self.mul_(coefficient.value)
+            else:
+                self._product = self.to(row.dtype).mul_(coefficient.value)
+                if row.grad is self:
+                    row.grad = self._product
+        return self if self._product is None else self._product
+
+
+def clip_later(row: nn.Parameter, coefficient: Coefficient) -> None:
+    """Leaves it to who reads the gradient of a row's tensor to multiply it."""
+    if isinstance(row.grad, ClippedGradient):
+        widen(row)
+    row.grad = ClippedGradient(cast(torch.Tensor, row.grad), coefficient, row)
+
+
+def take_coefficient(row: nn.Parameter) -> Coefficient | None:
+    """What the gradient of a row's tensor is still to be multiplied by, which the caller sees to; None where nothing is."""
+    gradient = row.grad
+    if not isinstance(gradient, ClippedGradient):
+        return None
+    coefficient, gradient.coefficient = gradient.coefficient, None
+    return coefficient
+
+
+def widen(row: nn.Parameter) -> None:
+    """Has the gradient of a row's tensor in all digits of that, multiplied by what it is to be."""
+    gradient = row.grad
+    # Each step asks this of every row. Of a clipped gradient, the question would multiply it.
+    if gradient is None or (type(gradient) is torch.Tensor and gradient.dtype == row.dtype):
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        if gradient.dtype == row.dtype:
+            return
+    coefficient = take_coefficient(row)
+    with torch.no_grad():
+        row.grad = gradient.to(row.dtype)
+        if coefficient is not None:
+            row.grad.mul_(coefficient.value)
+
+
+# ---- Parameters while their values are sharded: shape, dtype and gradient can be read, values cannot ----
+#
+# An ordinary parameter would hand out the NaN that stands in for values which are on other ranks. So while a parameter is
+# sharded its class is a subclass of its own class, of which torch asks leave for each operation. Looks go through; reads
+# gather the parameter inside a forward or backward, where all ranks come by, and raise everywhere else. An edit of each
+# element by itself, such as `clamp_(0, 1)`, needs no other rank's: each edits its shard.
+
+_DATA: Any = torch.Tensor.data
+
+_REPLACING = frozenset({_DATA.__set__, torch.Tensor.set_})
+
+_SPELLED = {
+    "__reduce_ex__": "pickling",
+    "__deepcopy__": "copy.deepcopy",
+    "__getitem__": "indexing",
+    "__setitem__": "indexing",
+}
+
+
+class ShardedParametersError(RuntimeError):
+    """An operation that needs whole parameters met sharded ones."""
+
+
+class ShardedValues(Disguised):
+    """Mixed into the class of a tensor whose values are sharded."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in LOOKS:
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        if func in ALIASING:
+            return _alias_of(_parameter_behind(args[0]))
+        if func in EDITS and _edit_own(args[0], func, args[1:], kwargs):
+            return args[0]
+        if func == _DATA.__set__ and isinstance(args[1], ShardedAlias) and args[1]._parameter is args[0]:
+            # `p.data *= 2` sets what it has edited.
+            return None
+        for tensor in leaves((args, kwargs)):
+            if isinstance(tensor, ShardedValues):
+                _bring(_parameter_behind(tensor), func)
+        return func(*_whole(args), **_whole(kwargs))
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
+        name = _name_of(_parameter_behind(self))
+        return f"{type(self).__name__}({name}, shape={tuple(self.shape)}, dtype={self.dtype}, on other ranks)"
+
+    def __format__(self, _spec: str) -> str:
+        return repr(self)
+
+
+class ShardedAlias(ShardedValues, torch.Tensor):
+    """What `p.data` and `p.detach()` return while `p` is sharded. Reading its values counts as reading `p`."""
+
+    _parameter: nn.Parameter
+
+
+_HIDDEN = Disguise(ShardedValues)
+
+hide_all = _HIDDEN.put_on
+"""Has torch ask before each operation on parameters, whose values are sharded from now on."""
+
+show_all = _HIDDEN.take_off
+"""Makes them ordinary parameters again."""
+
+all_are_hidden = _HIDDEN.all_wear_it
+"""Whether all values are sharded, as far as torch is concerned."""
+
+
+def hide_values(parameter: nn.Parameter) -> None:
+    """`hide_all` for one."""
+    hide_all((parameter,))
+
+
+def show_values(parameter: nn.Parameter) -> None:
+    """`show_all` for one."""
+    show_all((parameter,))
+
+
+def are_hidden(parameter: torch.Tensor) -> bool:
+    """Whether the parameter's values are sharded, as far as torch is concerned."""
+    return isinstance(parameter, ShardedValues)
+
+
+def unreadable(name: str, operation: str) -> ShardedParametersError:
+    """The error for reading or writing values of a sharded parameter where only this rank may be."""
+    return ShardedParametersError(
+        f"hf_zero: {operation} needs the values of {name}, which is sharded over the ranks (stage 3): no rank has all of it now. "
+        "Do it on every rank inside `with hf_zero.gathered(model):` (a part of the model or a few parameters take less memory), "
+        "and with `writeback=True` if it edits them; or read model.state_dict(), on every rank. After training, "
+        "hf_zero.engine_of(model).close(), on every rank, makes an ordinary model of it."
+    )
+
+
+def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter:
+    return tensor._parameter if isinstance(tensor, ShardedAlias) else cast(nn.Parameter, tensor)
+
+
+def _alias_of(parameter: nn.Parameter) -> torch.Tensor:
+    with look_only():
+        alias = parameter.detach()
+        if not are_hidden(parameter):
+            return alias
+        alias = alias.as_subclass(ShardedAlias)
+    alias._parameter = parameter
+    return alias
+
+
+def _bring(parameter: nn.Parameter, func: Callable) -> None:
+    """Makes a parameter readable for an operation, or raises."""
+    engine = engine_attached_to(parameter)
+    if not are_hidden(parameter):
+        return
+    if func in _REPLACING or engine is None or not engine.sharded.gather_in_pass(parameter):
+        raise unprepared_step(lambda other: other is parameter) or unreadable(_name_of(parameter), _spelling(func))
+
+
+def _edit_own(edited: torch.Tensor, func: Callable, args: tuple, kwargs: dict) -> bool:
+    """Edits this rank's part of a parameter outside of forward and backward; False where more is needed."""
+    parameter = _parameter_behind(edited)
+    engine = engine_attached_to(parameter)
+    operands = [each for each in leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    if any(isinstance(each, ShardedValues) or each.dim() > 0 for each in operands):
+        return False
+    if engine is None or not are_hidden(parameter):
+        return False
+    if edited is parameter and parameter.requires_grad and torch.is_grad_enabled():
+        # torch's own refusal.
+        func(torch.empty(0, requires_grad=True), *args, **kwargs)
+    return engine.sharded.edit_own(parameter, lambda own: func(own, *args, **kwargs))
+
+
+def _whole(values: Any) -> Any:
+    """Arguments with what is whole by now in place of aliases that were taken before."""
+    if isinstance(values, list | tuple):
+        whole = [_whole(value) for value in values]
+        return type(values)(*whole) if hasattr(values, "_fields") else type(values)(whole)
+    if isinstance(values, dict):
+        return {name: _whole(value) for name, value in values.items()}
+    return values._parameter.detach() if isinstance(values, ShardedAlias) else values
+
+
+def _name_of(parameter: nn.Parameter) -> str:
+    engine = engine_attached_to(parameter)
+    found = engine.sharded.unit_of.get(parameter) if engine is not None else None
+    return repr(found[1].name) if found is not None else "a parameter"
+
+
+def _spelling(func: Callable) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        attribute = f"p.{getattr(getattr(func, '__self__', None), '__name__', 'attribute')}"
+        return f"`{attribute}`" if name == "__get__" else f"setting `{attribute}`"
+    return f"`{_SPELLED.get(name, name)}`"

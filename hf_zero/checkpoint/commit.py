@@ -1,0 +1,485 @@
+"""Commits a folder whole or not at all, on every rank, and locks a run's folder."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from ..comm.all_or_none import Exchange, Result, all_results_or_none
+from ..device import enter_thread, in_units
+from .files import CheckpointError, Chunk, FileRecord, by_file, files_below, hashes_of, is_inside, share_of, shown, sync
+from .headers import is_whole_safetensors
+from .manifest import MANIFEST_NAME, Manifest
+
+# All ranks succeed at a step of a checkpoint, or all raise `CheckpointError` with the reason of the first that failed.
+
+
+def on_all_ranks(exchange: Exchange, work: Callable[[], Result], *, doing: str, then: str) -> list[Result]:
+    """Runs `work` on this rank; returns every rank's result, in rank order. Collective.
+
+    Args:
+        work: returns something picklable.
+        doing: what failed, in words ("write to checkpoint-5/zero").
+        then: what that means and what to do.
+
+    Raises:
+        CheckpointError: on every rank, with the first failing rank's reason.
+    """
+    return all_results_or_none(
+        exchange,
+        work,
+        expected=(Exception,),
+        tell=lambda error: str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}",
+        error=lambda rank, reason: CheckpointError(
+            f"hf_zero: rank {rank} could not {doing}: {reason.rstrip('.')}. {then}"
+        ),
+    )
+
+
+# ---- Which ranks write to the same disk: one that all hosts share, or one of each host's own ----
+
+MARK = ".hf_zero-"
+"""Begins the names of files by which ranks find out whether they see the same folder."""
+
+
+_PROBE_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """The ranks that see a folder as this rank does. The first of them does what is done once on a disk.
+
+    Attributes:
+        ranks: in order; this one is among them.
+        rank: this one.
+        world_size: ranks of all disks.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    world_size: int
+
+    @classmethod
+    def shared(cls, rank: int = 0, world_size: int = 1) -> "Disk":
+        """One that all ranks see."""
+        return cls(ranks=tuple(range(world_size)), rank=rank, world_size=world_size)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes folders, manifests and renames here."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def place(self) -> int:
+        """This rank's number among those of the disk."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether all ranks see the folder."""
+        return len(self.ranks) == self.world_size
+
+
+@contextmanager
+def disk_asked(folder: Path) -> Iterator[None]:
+    """Raises the disk's own error where `torch.save` fails of a disk that takes no more: it says "unexpected pos" of that.
+
+    Raises:
+        OSError: the disk refuses to write to `folder` at all, for this reason.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        probe = folder / f"{MARK}{uuid.uuid4().hex}"
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        except OSError as refusal:
+            raise refusal from error
+        finally:
+            probe.unlink(missing_ok=True)
+        raise
+
+
+def disk_with(path: Path, rank: int, exchange: Exchange) -> Disk:
+    """Looks which ranks find the same file or folder at `path`, which nobody changes meanwhile. Collective; writes nothing."""
+
+    def identity() -> tuple[int, int] | None:
+        # A copy has another inode, or one of another time; no tool can set the time of an inode's change.
+        return (path.stat().st_ino, path.stat().st_ctime_ns) if path.exists() else None
+
+    found = exchange(identity())
+    ranks = tuple(number for number, theirs in enumerate(found) if theirs == found[rank])
+    return Disk(ranks=ranks, rank=rank, world_size=len(found))
+
+
+def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk:
+    """Looks which ranks see in `folder` what this rank puts there; makes the folder. Collective.
+
+    Args:
+        then: what a failure means, in words.
+
+    Raises:
+        CheckpointError: on every rank, where one cannot write there.
+    """
+    mark = folder / f"{MARK}{uuid.uuid4().hex}"
+
+    def put() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        return mark.name
+
+    names = on_all_ranks(exchange, put, doing=f"write to {folder}", then=then)
+    seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
+    exchange(None)
+    mark.unlink(missing_ok=True)
+    return Disk(ranks=seen, rank=rank, world_size=len(names))
+
+
+# ---- A checkpoint folder is there whole or not at all ----
+#
+# Everything is written to `.tmp-NAME` beside the final folder; there each file is hashed and put on the disk, the manifest
+# that lists them all is written last, and one rename makes it the checkpoint.
+
+_THEN = (
+    "The former checkpoints are as they were, and training state is unharmed. Free space or make the folder writable."
+)
+
+
+def temporary_of(final: Path) -> Path:
+    """Where the checkpoint `final` is written before it is committed."""
+    return final.parent / f".tmp-{final.name}"
+
+
+def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> Path:
+    """Makes an empty temporary folder for the checkpoint `final`; returns it. Collective.
+
+    Args:
+        needed_bytes: that the ranks of this disk together are about to write.
+
+    Raises:
+        CheckpointError: on every rank, when the folder cannot be made or the disk has too little room.
+    """
+    temporary = temporary_of(final)
+
+    def make() -> None:
+        if not disk.leads:
+            return
+        final.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(final.parent).free
+        if free < needed_bytes:
+            raise CheckpointError(
+                f"{final} needs about {in_units(needed_bytes)} and {final.parent} has {in_units(free)} free: "
+                f"{in_units(needed_bytes - free)} too little"
+            )
+        _take_away(temporary)
+        temporary.mkdir()
+
+    on_all_ranks(exchange, make, doing=f"begin {final}", then=_THEN)
+    return temporary
+
+
+def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk, exchange: Exchange) -> None:
+    """Puts the files of a checkpoint on the disk and writes, last, the manifest that vouches for them. Collective.
+
+    Args:
+        root: the checkpoint.
+        manifest: without its files, which are recorded here; the ranks of a disk share the hashing.
+        folder: below the root, in which the manifest lies.
+        within: vouch for the files below this folder of the root; "" is all of them.
+
+    Raises:
+        CheckpointError: on every rank, with the first failing rank's reason; the manifest is then not there.
+    """
+    own_name = f"{folder}/{MANIFEST_NAME}"
+
+    def hash_own_part() -> dict[Chunk, str]:
+        # What has a name that no manifest may have is not ours.
+        names = [n for n in files_below(root) if n.startswith(within) and n != own_name and is_inside(n)]
+        hashes: dict[Chunk, str] = {}
+        own = share_of({name: (root / name).stat().st_size for name in names}, disk.place, len(disk.ranks))
+        for name, indices in by_file(own).items():
+            sync(root / name)
+            if name.endswith(".safetensors") and not is_whole_safetensors(root / name):
+                raise CheckpointError(f"{name} is shorter than its header says: it was cut off while it was written")
+            hashes.update(((name, index), value) for index, value in hashes_of(root / name, indices).items())
+        return hashes
+
+    parts = on_all_ranks(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
+
+    def write() -> None:
+        there = {name for part in parts for name, _ in part}
+        lost = sorted({f"{folder}/{row.file}" for row in manifest.rows} - there)
+        if lost:
+            raise CheckpointError(f"{lost[0]} has been written and is gone")
+        if disk.leads:
+            files = _records(root, [parts[rank] for rank in disk.ranks])
+            elsewhere = sorted({row.file for row in manifest.rows if f"{folder}/{row.file}" not in files})
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            replace(manifest, files=files, elsewhere=tuple(elsewhere), written_at=now).write(root / folder)
+            for each in [*(path for path in root.rglob("*") if path.is_dir()), root]:
+                sync(each)
+
+    on_all_ranks(exchange, write, doing=f"write the manifest of {root}", then=_THEN)
+
+
+def _records(root: Path, parts: Sequence[Mapping[Chunk, str]]) -> dict[str, FileRecord]:
+    hashes = {chunk: value for part in parts for chunk, value in part.items()}
+    found: dict[str, list[str]] = {}
+    for name, index in sorted(hashes):
+        found.setdefault(name, []).append(hashes[name, index])
+    return {n: FileRecord(size=(root / n).stat().st_size, xxh3=tuple(values)) for n, values in found.items()}
+
+
+def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> None:
+    """Makes a sealed `temporary` the checkpoint `final`, in the place of one of that name. Collective.
+
+    Raises:
+        CheckpointError: on every rank; `final` is then as it was.
+    """
+
+    def rename() -> None:
+        if not disk.leads:
+            return
+        replaced = final.parent / f".old-{final.name}"
+        if final.exists():
+            # A killed run's: it had put a new one in this one's place, and not taken this one away.
+            _take_away(replaced)
+            final.rename(replaced)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(final)
+            raise
+        sync(final.parent)
+        _take_away(replaced)
+
+    on_all_ranks(exchange, rename, doing=f"commit {final}", then=_THEN)
+
+
+def abandon(temporary: Path, *, disk: Disk) -> None:
+    """Takes away what a failed save has left."""
+    if disk.leads:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def discard(final: Path) -> None:
+    """Takes a checkpoint away; a run that is killed meanwhile leaves no half of it under its name."""
+    temporary = temporary_of(final)
+    _take_away(temporary)
+    final.rename(temporary)
+    _take_away(temporary)
+
+
+def _take_away(folder: Path) -> None:
+    """Removes a folder, if there is one. Of a link, which somebody has put in its place, only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def clear_marks(folder: Path) -> None:
+    """Takes away the marks of runs that were killed while they looked at their disk. Only where no other run is in the folder."""
+    for left in folder.glob(f"{MARK}*"):
+        left.unlink(missing_ok=True)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Takes away what killed runs have left in a folder of checkpoints: unfinished ones, and ones replaced half-way.
+
+    A `.old-NAME` whose NAME is missing was renamed and not yet replaced: it is put back.
+    """
+    for old in folder.glob(".old-checkpoint-*"):
+        final = folder / old.name.removeprefix(".old-")
+        if final.exists():
+            _take_away(old)
+        else:
+            old.rename(final)
+    for temporary in folder.glob(".tmp-checkpoint-*"):
+        _take_away(temporary)
+
+
+# ---- One run at a time writes into a folder of checkpoints: a lock that the system drops when the process ends ----
+
+LOCK_NAME = ".hf_zero.lock"
+
+PATIENCE_S = 5.0
+"""For a run that is about to end, such as the one that a launcher has just killed to start this."""
+
+ELASTIC_PATIENCE_S = 120.0
+"""The same under a launcher that restarts runs: a rank on a host that is lost, or whose agent was killed, may hold the lock until
+its collectives fail, or until the file system's server gives up on its host."""
+
+_GLANCE_S = 0.2
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system says that has no locks, or a server of one whose locks are off: some of clusters, and of object stores."""
+
+
+@contextmanager
+def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None]:
+    """Keeps other runs from writing checkpoints to `folder` meanwhile. Collective.
+
+    The lock is one of the process that leads the disk (POSIX, so that no child has it and network file systems share it): a
+    run that is killed leaves the file and no lock. Where the file system has no locks, a warning says so.
+
+    Raises:
+        CheckpointError: on every rank, when another run has it.
+    """
+    held: list[int] = []
+    # The script may go to another folder meanwhile.
+    path = folder.absolute() / LOCK_NAME
+
+    def take() -> None:
+        if disk.leads:
+            held.append(_taken(path))
+            clear_marks(folder)
+
+    then = "Nothing was trained. Give this run an output_dir of its own, or end the other first."
+    try:
+        on_all_ranks(exchange, take, doing=f"have {folder} for its checkpoints alone", then=then)
+        yield
+    finally:
+        for lock in held:
+            # By its name, while it is held: who waits for it then finds that it is gone, and makes another.
+            # On a disk that refuses it stays, and is no lock.
+            with suppress(OSError):
+                path.unlink()
+            os.close(lock)
+
+
+def _taken(path: Path) -> int:
+    """A handle of the file, locked."""
+    deadline_s = time.monotonic() + _patience_s()
+    while True:
+        lock = _opened(path)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            holder = os.pread(lock, 500, 0).decode(errors="replace")
+            os.close(lock)
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(f"another run writes there now ({_in_words(holder)})") from error
+            time.sleep(_GLANCE_S)
+            continue
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in _NO_LOCKS:
+                _warn_of_no_locks(path.parent, error)
+                return lock
+            os.close(lock)
+            raise
+        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
+            return lock
+        # Its last holder has taken the file away meanwhile.
+        os.close(lock)
+
+
+def _opened(path: Path) -> int:
+    """A handle of the lock file, which is made where there is none.
+
+    The file is cut and written to. Behind a link that another user of a shared folder has put there, that would be any file.
+
+    Raises:
+        CheckpointError: it is a link or no plain file, or it is another user's.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        lock = os.open(path, flags, 0o666)
+    except PermissionError as error:
+        if os.path.lexists(path):
+            raise CheckpointError(
+                f"{path} is user {path.lstat().st_uid}'s, whose run writes there or has left it"
+            ) from error
+        raise
+    except OSError as error:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise CheckpointError(f"{path} is a link or no plain file, and not hf_zero's. Take it away") from error
+        raise
+    found = os.fstat(lock)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(lock)
+        raise CheckpointError(f"{path} is a link or no plain file, and not hf_zero's. Take it away")
+    return lock
+
+
+def _warn_of_no_locks(folder: Path, error: OSError) -> None:
+    warnings.warn(
+        f"hf_zero: {folder} is on a file system without locks ({error.strerror}), so that nothing keeps a second run from "
+        "writing checkpoints there. Give each run an output_dir of its own.",
+        stacklevel=2,
+    )
+
+
+def _patience_s() -> float:
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return ELASTIC_PATIENCE_S if restarts not in ("", "0") else PATIENCE_S
+
+
+def _in_words(holder: str) -> str:
+    try:
+        known = json.loads(holder)
+        return shown(f"process {known['pid']} on {known['host']}")
+    except (ValueError, KeyError, TypeError):
+        return "a process that does not say its number"
+
+
+# ---- A save that goes on behind training, and whose failure surfaces at the next one or at the end ----
+
+
+class Background:
+    """At most one job at a time, in a thread of its own.
+
+    Args:
+        device: of what it saves.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Starts `job`; the one before must have been finished."""
+        if self._thread is not None:
+            raise AssertionError("hf_zero: a save was started before the last one was finished; please report this")
+
+        def run() -> None:
+            try:
+                enter_thread(self._device)
+                job()
+            except BaseException as fault:
+                self._fault = fault
+
+        self._thread = threading.Thread(target=run, name="hf_zero save")
+        self._thread.start()
+
+    def is_done(self, patience_s: float) -> bool:
+        """Whether the job has ended, within `patience_s`."""
+        if self._thread is not None:
+            self._thread.join(patience_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Waits for the job and raises what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault

@@ -1,0 +1,290 @@
+"""Reads files of a folder that nobody vouches for: links, JSON, text and errors."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import xxhash
+
+# ---- The error of everything that reads or writes checkpoints ----
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written: names the folder or file, what is wrong, and what to do."""
+
+
+# ---- Text out of files that somebody else may have written, made fit to be shown ----
+
+
+def shown(text: object, most: int = 200) -> str:
+    """A value as one line of at most `most` characters; what a terminal would obey, or cannot print, is spelt out."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text)[: most + 1])
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+# Links that lead out of a folder: what is reached by one belongs to somebody else and is neither read nor copied.
+
+
+def leads_out(root: Path, path: Path) -> bool:
+    """Whether `path`, somewhere below `root`, is in truth a file or folder elsewhere.
+
+    A snapshot in the Hub's cache is made of links to the `blobs` folder beside it, which is a part of it.
+    """
+    here, real = os.path.realpath(root), os.path.realpath(path)
+    if real == here or real.startswith(here + os.sep):
+        return False
+    snapshots = Path(here).parent
+    return snapshots.name != "snapshots" or Path(real).parent != snapshots.parent / "blobs"
+
+
+def links_out_of(root: Path) -> list[str]:
+    """Names of links below `root`, to files or folders, that lead out of it, relative and sorted."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        paths = [Path(folder, name) for name in (*folders, *files)]
+        found += [path.relative_to(root).as_posix() for path in paths if path.is_symlink() and leads_out(root, path)]
+    return sorted(found)
+
+
+def entry_faults(root: Path) -> list[str]:
+    """What below `root` is never read, in words: links that lead out of it, and what is neither a file nor a folder."""
+    faults = [f"{name} is a link that leads out of the folder" for name in links_out_of(root)]
+    # A pipe would be waited for, and a device has no end. A link to nowhere leads out or is no file to anybody.
+    odd = (path for path in sorted(root.rglob("*")) if path.exists() and not path.is_file() and not path.is_dir())
+    return faults + [f"{path.relative_to(root).as_posix()} is no plain file" for path in odd]
+
+
+def refuse_links(root: Path, paths: Iterable[Path]) -> None:
+    """Raises `CheckpointError` if one of these paths below `root` leads out of it."""
+    for path in paths:
+        if leads_out(root, path):
+            raise CheckpointError(
+                f"hf_zero: {path} leads out of {root} (to {os.path.realpath(path)}), and nothing outside of the folder is read "
+                "or copied. Put the file itself there, or take the link away."
+            )
+
+
+# ---- JSON files that somebody else may have written: read with a limit on their size, and with one kind of error ----
+
+LARGEST_BYTES = 256 * 2**20
+"""Far above any config, index, trainer state or card data; what is larger is no such file."""
+
+
+def read_json(path: Path, *, most_bytes: int = LARGEST_BYTES) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        CheckpointError: it cannot be read, is larger than `most_bytes`, or is no JSON.
+    """
+    return parse_json(read_text(path, most_bytes=most_bytes), path)
+
+
+def read_text(path: Path, *, most_bytes: int = LARGEST_BYTES) -> str:
+    """A UTF-8 file's text. Raises `CheckpointError` when it cannot be read or is larger than `most_bytes`."""
+    try:
+        nbytes = path.stat().st_size
+        if nbytes > most_bytes:
+            raise CheckpointError(f"hf_zero: {path} has {nbytes} bytes, and at most {most_bytes} are read.")
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise CheckpointError(f"hf_zero: {path} cannot be read ({error}).") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"hf_zero: {path} is damaged: it is no text ({error.reason}).") from error
+
+
+def parse_json(text: str, path: Path) -> Any:
+    """The value that a file's text stands for. Raises `CheckpointError` for what is no JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise CheckpointError(f"hf_zero: {path} is damaged: its values are nested too deeply.") from error
+    except ValueError as error:
+        # Also a number of more digits than Python converts.
+        raise CheckpointError(f"hf_zero: {path} is damaged ({error}).") from error
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file. Raises `CheckpointError` when it cannot be read or holds something else."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}, where a mapping is due.")
+    return content
+
+
+# The files of a checkpoint: what is recorded of each when it is written, and what is found wrong when it is read.
+
+CHUNK_BYTES = 256 * 2**10
+"""What is hashed in one piece, so that ranks can share a file, and each can look at little more than what it will load."""
+HASH_DIGITS = 16
+_LONGEST_PATH = 1024
+_LONGEST_PART = 255
+"""Of a name between two slashes, in bytes: what file systems take."""
+_WINDOW_CHUNKS = 64
+
+Progress = Callable[[int, int], None]
+"""Is called with the bytes that are done and the bytes in all."""
+
+Chunk = tuple[str, int]
+"""A file's name, and which of its runs of `CHUNK_BYTES` is meant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """A file's size in bytes, and the XXH3 64-bit hash, in hexadecimal, of each 256 KiB of it in turn."""
+
+    size: int
+    xxh3: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        size = path.stat().st_size
+        return cls(size=size, xxh3=tuple(hashes_of(path, range(chunks_in(size))).values()))
+
+
+def no_folder(path: Path) -> str:
+    """What is wrong with the path of a folder where there is none, in words."""
+    return f"{path} is a file; give the folder that it is in" if path.exists() else f"there is no folder {path}"
+
+
+def chunks_in(size: int) -> int:
+    """How many chunks a file of `size` bytes has: one for an empty file, so that it is looked at too."""
+    return max(1, -(-size // CHUNK_BYTES))
+
+
+def untold(_done_bytes: int, _total_bytes: int) -> None:
+    """For work whose progress nobody looks at."""
+
+
+def hashes_of(path: Path, indices: Iterable[int], on_read: Callable[[int], None] = lambda _: None) -> dict[int, str]:
+    """Index → XXH3 64-bit hash, in hexadecimal, of these chunks of a file, read in order.
+
+    Args:
+        on_read: is told the bytes of each chunk.
+    """
+    hashes = {}
+    # One buffer for all: fresh memory for each chunk costs more than hashing it.
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        for first, last in _windows(sorted(indices)):
+            _fetch(file, first * CHUNK_BYTES, (last - first) * CHUNK_BYTES)
+            file.seek(first * CHUNK_BYTES)
+            for index in range(first, last):
+                filled = 0
+                while read := file.readinto(buffer[filled:]):
+                    filled += read
+                hashes[index] = xxhash.xxh3_64_hexdigest(buffer[:filled])
+                on_read(filled)
+    return hashes
+
+
+def _windows(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers, none above `_WINDOW_CHUNKS` long, as (first, last + 1)."""
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        for first in range(numbers[0], numbers[-1] + 1, _WINDOW_CHUNKS):
+            yield first, min(first + _WINDOW_CHUNKS, numbers[-1] + 1)
+
+
+def _fetch(file: IO[bytes], begin: int, nbytes: int) -> None:
+    """Has the system begin to read just these bytes."""
+    refuse_read_ahead(file)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), begin, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def refuse_read_ahead(file: IO[bytes]) -> None:
+    """The system would read, of its own, some of what another rank looks at."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def share_of(sizes: Mapping[str, int], rank: int, world_size: int) -> list[Chunk]:
+    """The chunks of these files that one of `world_size` ranks looks at; all have about as many bytes."""
+    total, before, own = max(1, sum(sizes.values())), 0, []
+    for name in sorted(sizes):
+        for index in range(chunks_in(sizes[name])):
+            nbytes = min(CHUNK_BYTES, sizes[name] - index * CHUNK_BYTES)
+            if min(world_size - 1, (before + nbytes // 2) * world_size // total) == rank:
+                own.append((name, index))
+            before += nbytes
+    return own
+
+
+def by_file(chunks: Iterable[Chunk]) -> dict[str, list[int]]:
+    """A file's name → which of its chunks are meant."""
+    indices: dict[str, list[int]] = {}
+    for name, index in chunks:
+        indices.setdefault(name, []).append(index)
+    return indices
+
+
+def files_below(folder: Path) -> list[str]:
+    """Names of all files below a folder, relative to it, with forward slashes, sorted."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def is_inside(name: str) -> bool:
+    """Whether a recorded name is one of a file inside its folder: relative, without `..`, printable, and not too long."""
+    path = PurePosixPath(name)
+    return (
+        0 < len(name) <= _LONGEST_PATH
+        and name.isprintable()
+        and "\\" not in name
+        and not path.is_absolute()
+        and ".." not in path.parts
+        and all(len(part.encode()) <= _LONGEST_PART for part in path.parts)
+    )
+
+
+def faults_of(
+    folder: Path, records: Mapping[str, FileRecord], chunks: Sequence[Chunk], on_progress: Progress = untold
+) -> list[str]:
+    """What is wrong with these chunks of recorded files, in words: absent, of another size, of other contents."""
+    total = sum(min(CHUNK_BYTES, records[name].size - index * CHUNK_BYTES) for name, index in chunks)
+    done = 0
+
+    def on_read(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(min(done, total), total)
+
+    return [
+        fault
+        for name, indices in by_file(chunks).items()
+        for fault in _faults_of_file(folder, name, records[name], indices, on_read)
+    ]
+
+
+def _faults_of_file(
+    folder: Path, name: str, record: FileRecord, indices: Sequence[int], on_read: Callable[[int], None]
+) -> list[str]:
+    path = folder / name
+    if not is_inside(name):
+        return [f"the manifest names {name!r}, which is not inside the folder"]
+    if not path.is_file():
+        return [f"{name} is missing"]
+    if path.stat().st_size != record.size:
+        return [f"{name} has {path.stat().st_size} bytes instead of {record.size}"]
+    try:
+        bad = [index for index, found in hashes_of(path, indices, on_read).items() if found != record.xxh3[index]]
+    except OSError as error:
+        return [f"{name} cannot be read ({error})"]
+    if not bad:
+        return []
+    at = bad[0] * CHUNK_BYTES
+    return [
+        f"{name} has other contents than were written ({len(bad)} damaged pieces of {CHUNK_BYTES} bytes, the first at {at})"
+    ]
+
+
+def sync(path: Path) -> None:
+    """Has the system put a file, or a folder's list of names, on the disk itself."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,305 @@
+"""The manifest: which element of which parameter's state lies in which file. Written last, it makes a checkpoint whole."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..layout.boxes import Box
+from ..layout.slots import Interval
+from . import manifest_fields as due
+from .files import (
+    HASH_DIGITS,
+    CheckpointError,
+    FileRecord,
+    chunks_in,
+    is_inside,
+    parse_json,
+    read_text,
+    refuse_links,
+    sync,
+)
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 4
+FORMAT_WITH_BOXES = 5
+"""Of checkpoints of models that are split over ranks: rows count elements of parts of parameters."""
+
+WEIGHTS = "weights"
+"""The kind of the rows that hold the model itself, in a checkpoint of layout `sharded`."""
+
+_LARGEST_BYTES = 2**30
+"""A checkpoint of 10 TB has a manifest of about 700 MB, nearly all of it checksums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRow:
+    """A run of one parameter's state in one file, under `key` as a 1-D tensor; its dtype as safetensors spells it ("F32")."""
+
+    kind: str
+    name: str
+    interval: Interval
+    file: str
+    key: str
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedWeight:
+    """A tensor of the model as `save_pretrained` names it: its dtype as safetensors spells it ("F32"), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a `zero/` folder holds.
+
+    Attributes:
+        shapes: parameter name → its whole shape.
+        kinds: parameter name → kinds of state it has rows of, so that a kind whose rows are lost is missed.
+        scalars: parameter name → state name → value that holds for all its elements.
+        own_shapes: parameter name → kind → shape, for kinds that have not one value an element of the parameter. Their rows
+            count the state tensor's own elements.
+        optimizers: for each optimizer its class, and its groups: settings and parameter names.
+        files: every file of the checkpoint but the manifest, by name relative to the folder above the manifest's; where hosts
+            have disks of their own, those of this one.
+        weights: the model's tensors where they lie in rows (layout `sharded`); {} where the folder has weights files.
+        is_kept: rotation leaves this checkpoint alone.
+        base: checksum of the frozen parameters that the checkpoint's adapters belong to; None where the model is whole.
+        step: of the Trainer that wrote it; None where accelerate did.
+        written_at: date and time, UTC, in ISO 8601; "" before it is written.
+        boxes: file → parameter name → which part of the parameter the file's rows of it count the elements of; all of it for
+            those that are not here.
+    """
+
+    world_size: int
+    stage: int
+    shapes: dict[str, tuple[int, ...]]
+    kinds: dict[str, tuple[str, ...]]
+    rows: tuple[SavedRow, ...]
+    scalars: dict[str, dict[str, Any]]
+    optimizers: tuple[dict[str, Any], ...]
+    own_shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    weights: dict[str, SavedWeight] = field(default_factory=dict)
+    is_kept: bool = False
+    base: str | None = None
+    elsewhere: tuple[str, ...] = ()
+    step: int | None = None
+    written_at: str = ""
+    boxes: dict[str, dict[str, Box]] = field(default_factory=dict)
+
+    def box_of(self, row: SavedRow) -> Box:
+        """The part of the whole tensor that a row's interval counts the elements of."""
+        box = self.boxes.get(row.file, {}).get(row.name)
+        return Box.whole(self.whole_shape(row.kind, row.name) or ()) if box is None else box
+
+    def with_files(self, files: Mapping[str, FileRecord]) -> "Manifest":
+        """The same manifest, vouching for these files."""
+        return dataclasses.replace(self, files=dict(files))
+
+    def whole_shape(self, kind: str, name: str) -> tuple[int, ...] | None:
+        """The shape of one kind of state of a parameter, or of a tensor of the model; None where there is no such thing."""
+        if kind == WEIGHTS:
+            return self.weights[name].shape if name in self.weights else None
+        if kind not in self.kinds.get(name, ()):
+            return None
+        return self.own_shapes.get(name, {}).get(kind, self.shapes[name])
+
+    def write(self, folder: Path) -> None:
+        """Writes `manifest.json` under a temporary name and renames it: it is there whole or not at all.
+
+        It carries the hash of its own content, so that a change in it is seen too.
+        """
+        content = {
+            "format_version": FORMAT_WITH_BOXES if self.boxes else FORMAT_VERSION,
+            "world_size": self.world_size,
+            "stage": self.stage,
+            "versions": self.versions,
+            "optimizers": list(self.optimizers),
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "kinds": {name: list(kinds) for name, kinds in self.kinds.items()},
+            "scalars": self.scalars,
+            "own_shapes": {
+                name: {kind: list(shape) for kind, shape in shapes.items()} for name, shapes in self.own_shapes.items()
+            },
+            "rows": [[r.kind, r.name, *r.interval, r.file, r.key, r.dtype] for r in self.rows],
+            "weights": {name: [weight.dtype, list(weight.shape)] for name, weight in self.weights.items()},
+            "is_kept": self.is_kept,
+            "base": self.base,
+            "step": self.step,
+            "written_at": self.written_at,
+            "elsewhere": list(self.elsewhere),
+            "files": {name: [record.size, "".join(record.xxh3)] for name, record in self.files.items()},
+        }
+        if self.boxes:
+            content["boxes"] = {
+                file: {name: [list(box.shape), box.ranges] for name, box in boxes.items()}
+                for file, boxes in self.boxes.items()
+            }
+        temporary = folder / f".{MANIFEST_NAME}.tmp"
+        temporary.write_text(_text({**content, "xxh3": _hash(content)}), encoding="utf-8")
+        sync(temporary)
+        temporary.replace(folder / MANIFEST_NAME)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Raises `CheckpointError` when there is none, or one that this version cannot read."""
+        path = folder / MANIFEST_NAME
+        refuse_links(folder.parent, [folder, path])
+        if not path.is_file():
+            found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else None
+            raise CheckpointError(
+                f"hf_zero: {folder} holds no {MANIFEST_NAME}, so it is no finished hf_zero checkpoint "
+                f"({'the folder does not exist' if found is None else f'found: {found[:8]}'}). Resume from a checkpoint "
+                "folder that this package has written, or start without resume_from_checkpoint."
+            )
+        text = read_text(path, most_bytes=_LARGEST_BYTES)
+        content = parse_json(text, path)
+        version = content.get("format_version") if isinstance(content, dict) else None
+        if type(version) is int and version not in (FORMAT_VERSION, FORMAT_WITH_BOXES):
+            raise CheckpointError(
+                f"hf_zero: {path} has format version {str(version)[:20]}, and this version of hf_zero reads {FORMAT_VERSION} and "
+                f"{FORMAT_WITH_BOXES}."
+            )
+        if type(version) is not int or not _is_as_written(content, text):
+            raise CheckpointError(
+                f"hf_zero: {path} is damaged (its own checksum does not fit); resume from an earlier checkpoint."
+            )
+        try:
+            manifest = _of_content(content, folder)
+            _refuse_contradictions(manifest)
+        except due.FieldError as error:
+            raise CheckpointError(
+                f"hf_zero: {path} is damaged ({error}); resume from an earlier checkpoint."
+            ) from error
+        return manifest
+
+
+def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
+    names = _FIELDS if content["format_version"] == FORMAT_WITH_BOXES else _FIELDS - {"boxes"}
+    held = due.fields(content, "the manifest", {"format_version", *names})
+    return Manifest(
+        world_size=due.size(held["world_size"], "world_size"),
+        stage=due.size(held["stage"], "stage"),
+        shapes=due.mapping(held["shapes"], "shapes", due.shape),
+        kinds=due.mapping(held["kinds"], "kinds", lambda kinds, what: due.listing(kinds, what, due.text)),
+        rows=due.listing(held["rows"], "rows", lambda row, what: _row(folder, row, what)),
+        scalars=due.mapping(held["scalars"], "scalars", lambda values, what: due.mapping(values, what, due.scalar)),
+        optimizers=due.listing(held["optimizers"], "optimizers", due.optimizer),
+        own_shapes=due.mapping(
+            held["own_shapes"], "own_shapes", lambda shapes, what: due.mapping(shapes, what, due.shape)
+        ),
+        versions=due.mapping(held["versions"], "versions", due.text),
+        weights=due.mapping(held["weights"], "weights", _weight),
+        is_kept=due.truth(held["is_kept"], "is_kept"),
+        base=due.optional_text(held["base"], "base"),
+        step=due.optional_size(held["step"], "step"),
+        written_at=due.text(held["written_at"], "written_at"),
+        elsewhere=due.listing(held["elsewhere"], "elsewhere", due.text),
+        files={
+            name: _record(folder, name, *record)
+            for name, record in due.mapping(held["files"], "files", _size_and_hashes).items()
+        },
+        boxes=due.mapping(held.get("boxes", {}), "boxes", lambda boxes, what: due.mapping(boxes, what, _box)),
+    )
+
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest))
+
+
+def _refuse_contradictions(manifest: Manifest) -> None:
+    """Raises `FieldError` where a field names a parameter, a kind or elements that the others do not have."""
+    for name in ("kinds", "scalars", "own_shapes"):
+        due.refuse_unknown(manifest.shapes, getattr(manifest, name), name)
+    for optimizer in manifest.optimizers:
+        for group in optimizer["groups"]:
+            due.refuse_unknown(manifest.shapes, dict.fromkeys(group["parameters"]), "optimizers")
+            due.refuse_mixed({name: manifest.scalars.get(name, {}) for name in group["parameters"]}, "scalars")
+    for row in manifest.rows:
+        whole = manifest.whole_shape(row.kind, row.name)
+        if whole is None:
+            raise due.FieldError(f"rows have {row.kind[:200]!r} of {row.name[:200]!r}, and `kinds` has not")
+        box = manifest.box_of(row)
+        if box.shape != whole:
+            raise due.FieldError(f"`boxes` have a part of {box.shape} of {row.name[:200]!r}, which is {whole}")
+        due.refuse_beyond(*row.interval, box.local_shape, f"a row of {row.kind} of {row.name[:200]!r}")
+
+
+def _row(folder: Path, row: Any, what: str) -> SavedRow:
+    kind, name, start, stop, file, key, dtype = due.items(row, what, 7)
+    if not is_inside(due.text(file, f"{what}.file")) or Path(file).name != file:
+        raise CheckpointError(
+            f"hf_zero: {folder / MANIFEST_NAME} names {file[:200]!r}, which is not a file of that folder."
+        )
+    return SavedRow(
+        kind=due.text(kind, f"{what}.kind"),
+        name=due.text(name, f"{what}.name"),
+        interval=Interval(due.size(start, f"{what}.start"), due.size(stop, f"{what}.stop")),
+        file=file,
+        key=due.text(key, f"{what}.key"),
+        dtype=due.text(dtype, f"{what}.dtype"),
+    )
+
+
+def _box(value: Any, what: str) -> Box:
+    shape, ranges = due.items(value, what, 2)
+    whole = due.shape(shape, f"{what}.shape")
+    found = due.listing(ranges, f"{what}.ranges", lambda along, where: due.listing(along, where, _range))
+    if len(found) != len(whole):
+        raise due.FieldError(f"{what} has ranges along {len(found)} dimensions of {len(whole)}")
+    for size, along in zip(whole, found):
+        ends = [0, *(end for each in along for end in each), size]
+        if ends != sorted(ends):
+            raise due.FieldError(f"{what} has ranges that overlap or go beyond {size}")
+    return Box(whole, found)
+
+
+def _range(value: Any, what: str) -> Interval:
+    start, stop = due.items(value, what, 2)
+    return Interval(due.size(start, f"{what}.start"), due.size(stop, f"{what}.stop"))
+
+
+def _weight(value: Any, what: str) -> SavedWeight:
+    dtype, shape = due.items(value, what, 2)
+    return SavedWeight(dtype=due.text(dtype, f"{what}.dtype"), shape=due.shape(shape, f"{what}.shape"))
+
+
+def _size_and_hashes(value: Any, what: str) -> tuple[int, str]:
+    nbytes, xxh3 = due.items(value, what, 2)
+    return due.size(nbytes, f"{what}.size"), due.text(xxh3, f"{what}.xxh3")
+
+
+def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
+    if not is_inside(name):
+        raise CheckpointError(
+            f"hf_zero: {folder / MANIFEST_NAME} names {name[:200]!r}, which is not inside its checkpoint."
+        )
+    if len(xxh3) != HASH_DIGITS * chunks_in(size):
+        raise CheckpointError(
+            f"hf_zero: {folder / MANIFEST_NAME} has {len(xxh3)} digits of checksums for {name!r} of {size} bytes."
+        )
+    return FileRecord(size=size, xxh3=tuple(xxh3[at : at + HASH_DIGITS] for at in range(0, len(xxh3), HASH_DIGITS)))
+
+
+def _is_as_written(content: dict[str, Any], text: str) -> bool:
+    """Whether a manifest has its own hash, which is taken out, and is spelt as it was: `1E-8` is `1e-8` with one bit flipped."""
+    try:
+        return text == _text(content) and content.pop("xxh3", None) == _hash(content)
+    except RecursionError:
+        return False
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=1)
+
+
+def _hash(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())

@@ -1,0 +1,296 @@
+"""Commands on checkpoint folders: consolidate, convert, inspect, verify, push."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..checkpoint.files import CheckpointError, read_mapping, refuse_links, shown
+from ..config import ConfigError, parse_bytes
+from ..integrations.reasons import HubError
+
+if TYPE_CHECKING:
+    from ..checkpoint.manifest import Manifest
+
+
+# ---- What the commands of `hf-zero` print: lines and tables or one JSON document, errors in one line ----
+
+console = Console()
+_errors = Console(stderr=True, soft_wrap=True)
+
+LONGEST_LINE = 2000
+"""Characters of a line that may quote names out of a file."""
+
+Folder = Annotated[Path, typer.Argument(help="A checkpoint or a model folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+class Dtype(str, Enum):
+    """What weights can be written in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def say(line: str) -> None:
+    """One line on stdout, as it is: not wrapped, not coloured."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def say_json(document: Any) -> None:
+    """A JSON document on stdout; paths in it become text."""
+    typer.echo(json.dumps(document, indent=2, default=str))
+
+
+def say_error(line: str) -> None:
+    """One line on stderr, whatever names out of a file are in it."""
+    _errors.print(shown(line, LONGEST_LINE), markup=False, highlight=False)
+
+
+@contextmanager
+def said_plainly() -> Iterator[None]:
+    """Turns our own errors, and a disk's, into one line and exit status 1."""
+    try:
+        yield
+    except (CheckpointError, ConfigError, HubError, OSError) as error:
+        say_error(str(error))
+        raise typer.Exit(1) from error
+
+
+# ---- `hf-zero consolidate` ----
+
+
+def consolidate(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint to read.")],
+    out: Annotated[Path, typer.Argument(help="The model folder to write; new or empty.")],
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; the saved one by default.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB.")] = "5GB",
+    part: Annotated[list[Path] | None, typer.Option(help="The same checkpoint on another host's disk.")] = None,
+    masters: Annotated[bool, typer.Option("--masters", help="The fp32 masters of a run in 16 bits.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Writes the model of a checkpoint as a folder for from_pretrained, a tensor at a time."""
+    import torch
+
+    from ..integrations.card import carry_run
+    from ..integrations.state_io import progress_of
+    from ..integrations.weights import consolidate as consolidate_weights
+    from ..integrations.weights import folder_faults
+
+    with said_plainly():
+        for folder in (checkpoint, *(part or ())):
+            with progress_of(f"checking {folder.name}") as show:
+                faults = folder_faults(folder, show)
+            if faults:
+                raise CheckpointError(f"hf_zero: {folder} is not good: {'; '.join(faults[:3])}.")
+        with progress_of("writing weights") as show:
+            files = consolidate_weights(
+                checkpoint,
+                out,
+                others=part or (),
+                masters=masters,
+                dtype=None if dtype is None else getattr(torch, dtype.value),
+                max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
+                on_progress=show,
+            )
+        carry_run(checkpoint, out)
+    if as_json:
+        say_json({"folder": out, "files": files})
+    else:
+        say(f"{out}: {', '.join(files)}")
+
+
+# ---- `hf-zero convert` ----
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="A checkpoint of DeepSpeed ZeRO-1, -2 or -3, or of FSDP (sharded).")],
+    out: Annotated[Path, typer.Argument(help="The checkpoint to write; new or empty.")],
+    config: Annotated[Path | None, typer.Option(help="Folder with the model's config.json; SOURCE by default.")] = None,
+    optimizer: Annotated[str, typer.Option(help="Class of the optimizer, which the source does not record.")] = "AdamW",
+    as_json: Json = False,
+) -> None:
+    """Makes a checkpoint of hf_zero, weights and optimizer state, of a DeepSpeed or FSDP one. Runs nothing that it holds."""
+    from ..integrations.foreign import convert as convert_foreign
+    from ..integrations.state_io import progress_of
+
+    with said_plainly(), progress_of(f"converting {source.name}") as show:
+        origin = convert_foreign(source, out, config_folder=config, optimizer=optimizer, on_progress=show)
+    if as_json:
+        say_json({"folder": out, "source": origin})
+    else:
+        say(f"{out}: {origin}")
+
+
+# ---- `hf-zero inspect` ----
+
+_LOSSES = {"loss": "training loss", "eval_loss": "evaluation loss"}
+_LAYOUTS = {
+    "sharded": "sharded: make a model folder of it with `hf-zero consolidate`",
+    "hf": "hf: from_pretrained reads it",
+    "adapters": "adapters of a base with checksum {base}",
+}
+
+
+def inspect(folder: Folder, as_json: Json = False) -> None:
+    """What a checkpoint holds, as a table."""
+    with said_plainly():
+        facts = _facts(folder)
+    if as_json:
+        say_json({"folder": folder, **facts})
+        return
+    say(str(folder))
+    table = Table()
+    table.add_column("what")
+    table.add_column("value")
+    for what, value in _rows(facts):
+        table.add_row(what, Text(shown(value, LONGEST_LINE)))
+    console.print(table)
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    from ..checkpoint.manifest import Manifest
+    from ..integrations.saved_weights import is_checkpoint_of_ours, saved_tensors
+    from ..integrations.state_io import ZERO_FOLDER
+
+    tensors = saved_tensors(folder)
+    facts: dict[str, Any] = {
+        "tensors": len(tensors),
+        "elements": sum(math.prod(tensor.shape) for tensor in tensors),
+        "dtypes": sorted({tensor.dtype for tensor in tensors}),
+        "weights_bytes": sum(tensor.nbytes for tensor in tensors),
+        **_reached(folder),
+    }
+    if is_checkpoint_of_ours(folder):
+        facts.update(_saved(Manifest.read(folder / ZERO_FOLDER)))
+    return facts
+
+
+def _reached(folder: Path) -> dict[str, Any]:
+    """How far a Trainer had come, from its own file."""
+    from ..checkpoint.structure import STATE_NAME
+
+    path = folder / STATE_NAME
+    if not path.is_file():
+        return {}
+    from ..checkpoint.structure import log_history
+
+    refuse_links(folder, [path])
+    state = read_mapping(path)
+    history = log_history(state, path)
+    facts = {"step": state.get("global_step")}
+    for name in _LOSSES:
+        logged = [entry for entry in history if name in entry]
+        if logged:
+            facts[name] = {"value": logged[-1][name], "step": logged[-1].get("step")}
+    return facts
+
+
+def _saved(manifest: "Manifest") -> dict[str, Any]:
+    return {
+        "saved": manifest.written_at,
+        "ranks": manifest.world_size,
+        "stage": manifest.stage,
+        "layout": "sharded" if manifest.weights else "hf" if manifest.base is None else "adapters",
+        "base": manifest.base,
+        "optimizers": [optimizer["class"] for optimizer in manifest.optimizers],
+        "state": sorted({kind for kinds in manifest.kinds.values() for kind in kinds}),
+        "trained_parameters": len(manifest.shapes),
+        "files": len(manifest.files),
+        "files_bytes": sum(record.size for record in manifest.files.values()),
+        "versions": manifest.versions,
+    }
+
+
+def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from ..engine.report_tables import mib
+
+    yield "weights", f"{facts['tensors']} tensors, {facts['elements']:,} elements, {', '.join(facts['dtypes'])}"
+    yield "weights bytes", f"{mib(facts['weights_bytes'])} MiB"
+    if "step" in facts:
+        yield "step", str(facts["step"])
+    for name, said in _LOSSES.items():
+        if name in facts:
+            yield said, f"{facts[name]['value']:.6g} at step {facts[name]['step']}"
+    if "saved" in facts:
+        yield "saved", facts["saved"]
+        yield "saved by", f"{facts['ranks']} ranks at stage {facts['stage']}"
+        yield "layout", _LAYOUTS[facts["layout"]].format(base=facts["base"])
+        optimizers = ", ".join(facts["optimizers"]) or "none"
+        yield "optimizers", f"{optimizers}; state: {', '.join(facts['state']) or 'none'}"
+        yield "trained parameters", str(facts["trained_parameters"])
+        yield "files", f"{facts['files']}, {mib(facts['files_bytes'])} MiB"
+        yield "versions", ", ".join(f"{library} {version}" for library, version in facts["versions"].items())
+
+
+# ---- `hf-zero verify` ----
+
+_FAULTS_SHOWN = 50
+
+
+def verify(folder: Folder, as_json: Json = False) -> None:
+    """Checksums, every element once, names and shapes against the config's model, no empty tensor. Exits with 1 on a fault."""
+    from ..integrations.saved_weights import is_checkpoint_of_ours
+    from ..integrations.state_io import progress_of
+    from ..integrations.weights import folder_faults
+
+    with said_plainly():
+        with progress_of(f"checking {folder.name}") as show:
+            faults = folder_faults(folder, show)
+        of_ours = is_checkpoint_of_ours(folder)
+    if as_json:
+        say_json({"folder": folder, "good": not faults, "faults": faults, "has_manifest": of_ours})
+    else:
+        for fault in faults[:_FAULTS_SHOWN]:
+            say_error(f"{folder}: {fault}")
+        if len(faults) > _FAULTS_SHOWN:
+            say_error(f"{folder}: and {len(faults) - _FAULTS_SHOWN} more faults")
+    if faults:
+        raise typer.Exit(1)
+    if not as_json:
+        what = "checksums, rows and weights" if of_ours else "weights (no manifest to compare with)"
+        say(f"{folder}: good: {what}")
+
+
+# ---- `hf-zero push` ----
+
+
+def push(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a model folder.")],
+    repo_id: Annotated[str, typer.Argument(help="Such as my-model or OWNER/my-model; made if not there.")],
+    private: Annotated[bool | None, typer.Option(help="Of a repository that is made; the account's default.")] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, made when it is not there; main by default.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; the saved one by default.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB.")] = "5GB",
+    as_json: Json = False,
+) -> None:
+    """Uploads the model to the Hub with a model card, and compares what arrived. Takes the token of `hf auth login`."""
+    import torch
+    from huggingface_hub import HfApi
+
+    from ..integrations.hub import Destination, push_model
+    from ..integrations.state_io import progress_of
+
+    with said_plainly(), progress_of("checking") as on_check, progress_of("writing weights") as show:
+        commit = push_model(
+            checkpoint,
+            Destination(repo_id=repo_id, private=private, revision=revision),
+            api=HfApi(library_name="hf_zero"),
+            dtype=None if dtype is None else getattr(torch, dtype.value),
+            max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
+            on_check=on_check,
+            on_progress=show,
+        )
+    if as_json:
+        say_json({"commit_url": str(commit.commit_url), "oid": commit.oid})
+    else:
+        say(str(commit.commit_url))

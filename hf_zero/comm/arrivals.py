@@ -1,0 +1,420 @@
+"""Waits for ranks to arrive, names those that do not, and tells a lost peer from a slow one."""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store, _world
+
+# ---- Errors of failed collectives, and how waits that would go on are made to fail ----
+
+_TAG = 0x5A4B0000
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed: says which, which rank is the reason, and what the ranks were in.
+
+    Attributes:
+        culprits: the ranks that are the reason, where they are known.
+    """
+
+    def __init__(self, message: str, culprits: Sequence[int] = ()):
+        super().__init__(message)
+        self.culprits = tuple(culprits)
+
+
+class PeerFailure(RuntimeError):
+    """A message from or to one rank failed.
+
+    Attributes:
+        rank: the other rank.
+    """
+
+    def __init__(self, rank: int, what: str):
+        super().__init__(f"rank {rank} {what}")
+        self.rank = rank
+
+
+def break_all_groups() -> None:
+    """Has all waits of this process for collectives fail. No process group can be used behind that."""
+    for group in list(_world.pg_map):
+        for device in group._device_types:
+            _break(group._get_backend(device), group)
+
+
+def _break(backend: Any, group: dist.ProcessGroup) -> None:
+    # torch's types know nothing of what a backend can do.
+    if backend.name() != "gloo":
+        # NCCL's may wait for its device.
+        threading.Thread(target=backend.abort, name="hf_zero abort", daemon=True).start()
+        return
+    # gloo's own `abort` leaves waits that have begun. It closes all connections of a group in which one wait is out of time.
+    other = 1 if group.rank() == 0 else 0
+    try:
+        group.recv([torch.zeros(1)], other, _TAG).wait(_AT_ONCE)
+    except RuntimeError:
+        return
+
+
+# ---- Which of the ranks' processes have ended, are stopped, or have come to their end ----
+#
+# [Note: ranks that are started again] torchrun restarts ranks with the store that their predecessors had, and what those
+# have told of themselves is still in it. All ranks tell it once their process group is there, so what was told before this
+# process began is of a predecessor.
+
+_PAUSE_S = 0.02
+
+
+def _pid_namespace() -> str:
+    """Names the set of processes in which a number means the same process; a name of its own where the system has none."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    if not (boot.exists() and namespace.exists()):
+        return uuid.uuid4().hex
+    # The number of a namespace is the same on many hosts, and containers of one host have their own processes.
+    return f"{boot.read_text().strip()}/{namespace.stat().st_ino}"
+
+
+def _since_boot_s() -> float:
+    """The clock by which Linux says when a process began; 0 on systems that have none."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
+
+
+def _began_s() -> float:
+    """When this process began, by that clock."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return 0.0
+    # Behind the name of the program, which may hold spaces; see proc(5).
+    ticks = stat.read_text().rpartition(")")[2].split()[19]
+    return int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """The process of one rank, as others know it.
+
+    Attributes:
+        pid: inside of `namespace`.
+        began_s, told_s: when it began, and when it made this, in seconds since its host has booted.
+    """
+
+    pid: int = field(default_factory=os.getpid)
+    namespace: str = field(default_factory=_pid_namespace)
+    host: str = field(default_factory=socket.gethostname)
+    began_s: float = field(default_factory=_began_s)
+    told_s: float = field(default_factory=_since_boot_s)
+
+    @property
+    def name(self) -> str:
+        """That no other process has, of any start of the run."""
+        return f"{self.host} {self.namespace} {self.pid} {self.began_s}"
+
+    def is_of_an_earlier_start(self) -> bool:
+        """See [Note: ranks that are started again]; False of processes that cannot be seen from here."""
+        return self.namespace == _pid_namespace() and self.told_s < _began_s()
+
+    def has_ended(self) -> bool:
+        """False of processes that cannot be seen from here: of other hosts, or of other containers."""
+        # A process that its parent has not taken note of is still listed.
+        return self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger holds it, as far as can be seen from here."""
+        return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+    def _status(self) -> str | None:
+        """Of the system; None of a process that is not there."""
+        if self.namespace != _pid_namespace():
+            return "unknown"
+        try:
+            return psutil.Process(self.pid).status()
+        except psutil.NoSuchProcess:
+            return None
+
+
+class RankProcesses:
+    """The processes of all ranks of the default group, by way of the store they were launched with.
+
+    A rank is known from when its process has called `register`.
+
+    Args:
+        store: a connection to it; by default torch's own.
+    """
+
+    def __init__(self, store: dist.Store | None = None):
+        self._store = dist.PrefixStore("hf_zero/processes", store or _get_default_store())
+        self._known: dict[int, RankProcess] = {}
+
+    def register(self) -> None:
+        """Tells the others of this process, which goes on if it had left before: a script may make its groups anew."""
+        rank = dist.get_rank()
+        self._store.set(f"process {rank}", json.dumps(asdict(RankProcess())))
+        if self._store.check([f"left {rank}"]):
+            self._store.delete_key(f"left {rank}")
+
+    def known(self, rank: int) -> RankProcess | None:
+        """The process of a rank; None where it has told nothing yet."""
+        if rank not in self._known and self._store.check([f"process {rank}"]):
+            process = RankProcess(**json.loads(self._store.get(f"process {rank}")))
+            if not process.is_of_an_earlier_start():
+                self._known[rank] = process
+        return self._known.get(rank)
+
+    def has_gone(self, rank: int) -> bool:
+        """Whether it has left, or has ended as far as can be seen from here; other hosts are their launcher's to watch."""
+        return self.has_left(rank) or self.has_ended(rank)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether it has come to the end of its script."""
+        process = self.known(rank)
+        if process is None or not self._store.check([f"left {rank}"]):
+            return False
+        return self._store.get(f"left {rank}").decode() == process.name
+
+    def has_ended(self, rank: int) -> bool:
+        process = self.known(rank)
+        return process is not None and process.has_ended()
+
+    def say_that_this_one_leaves(self, rank: int | None = None) -> None:
+        """Tells the ranks that wait for this one that it does nothing more with them.
+
+        Args:
+            rank: of this process, which need not be in a process group any more.
+        """
+        self._store.set(f"left {dist.get_rank() if rank is None else rank}", RankProcess().name)
+
+    def leave(self, patience_s: float) -> list[int]:
+        """Says so, and waits until the others leave too; returns those that are still at work when `patience_s` have passed."""
+        deadline_s = time.monotonic() + patience_s
+        try:
+            self.say_that_this_one_leaves()
+            while at_work := [rank for rank in range(dist.get_world_size()) if not self.has_gone(rank)]:
+                if time.monotonic() >= deadline_s:
+                    return at_work
+                time.sleep(_PAUSE_S)
+        except dist.DistNetworkError:
+            # The store is kept for as long as anyone works: whoever keeps it has left.
+            return []
+        return []
+
+
+# Ranks come together before they make a process group, so that none of them waits there for one that has ended.
+#
+# torch's `new_group` waits in the store for the addresses of all ranks for as long as the group's collectives may take,
+# half an hour by default, and a store does not tell that a rank has died.
+#
+# [Note: a call and its answers] torchrun may start ranks again with the store that their predecessors had, so nothing that
+# lies in it says by itself that a rank is here. Rank 0 calls under a name that nobody has used, the others answer that call
+# by a name of their own, and rank 0's last word holds their names. Who does not find its own name in a word waits on: it is
+# that of an earlier call.
+
+_LOOK_S = 0.5
+_NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
+"""After so long a wait, it is said who is waited for."""
+_WORD_S = 10.0
+"""What rank 0's last word may take beyond its time limit."""
+
+
+def await_all_ranks(timeout_s: float, number: int) -> None:
+    """Returns once every rank of the default group is here, to make a process group. Collective.
+
+    Args:
+        timeout_s: how long a rank is waited for.
+        number: the same on all ranks, and another one each time.
+
+    Raises:
+        CommunicationError: `timeout_s` have passed, or a rank has ended or left without coming; names it.
+    """
+    processes = RankProcesses()
+    processes.register()
+    meeting = (_Caller if dist.get_rank() == 0 else _Answerer)(processes, timeout_s, number)
+    try:
+        meeting.hold()
+    except dist.DistNetworkError as error:
+        raise CommunicationError(
+            "hf_zero: ranks that make process groups have lost their store: the process that keeps it, rank 0's or the "
+            "launcher's, has ended. Its own error is the reason."
+        ) from error
+
+
+def ended_ranks(ranks: Sequence[int]) -> list[int]:
+    """Those whose processes have ended or left, as far as can be seen from here."""
+    processes = RankProcesses()
+    try:
+        return [rank for rank in ranks if processes.has_gone(rank)]
+    except dist.DistNetworkError:
+        return []
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 1, 2`."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+class _Meeting:
+    """What a rank does until all are here; see [Note: a call and its answers]."""
+
+    def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._store = dist.PrefixStore(f"hf_zero/arrivals/{number}", _get_default_store())
+        self._name = uuid.uuid4().hex
+        self._began_s = time.monotonic()
+        self._look_s = _LOOK_S
+        self._notices_s = list(_NOTICES_S)
+
+    def hold(self) -> None:
+        pause_s = 1e-3
+        while not self._is_over():
+            if self._waited_s >= min(self._look_s, self._timeout_s):
+                self._look_s = self._waited_s + _LOOK_S
+                self._look()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S)
+
+    @property
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _is_over(self) -> bool:
+        """Whether all ranks are here, as far as this one has to know."""
+        raise NotImplementedError
+
+    def _look(self) -> None:
+        """Fails where waiting is in vain."""
+        raise NotImplementedError
+
+    def _notice(self, missing: Sequence[int]) -> None:
+        if self._notices_s and self._waited_s >= self._notices_s[0]:
+            self._notices_s.pop(0)
+            who, seconds = in_words(missing), f"{self._waited_s:.0f} s"
+            said = f"hf_zero: process groups are made once all ranks are here; waited {seconds} for {who}."
+            print(said, file=sys.stderr, flush=True)
+
+    def _read(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+class _Caller(_Meeting):
+    """Rank 0."""
+
+    def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
+        super().__init__(processes, timeout_s, number)
+        self._answers: dict[int, str] = {}
+        self._store.set("call", self._name)
+
+    def _is_over(self) -> bool:
+        for rank in self._missing():
+            call, _, name = (self._read(f"answer {rank}") or "").partition(" ")
+            if call == self._name:
+                self._answers[rank] = name
+        if self._missing():
+            return False
+        self._say("")
+        return True
+
+    def _look(self) -> None:
+        missing = self._missing()
+        gone = [rank for rank in missing if self._processes.has_gone(rank)]
+        if gone:
+            self._give_up(_ended(gone), gone)
+        if self._waited_s >= self._timeout_s:
+            self._give_up(_did_not_come(missing, self._timeout_s), missing)
+        self._notice(missing)
+
+    def _give_up(self, why: str, culprits: Sequence[int]) -> None:
+        self._say(why, culprits)
+        raise CommunicationError(why, culprits)
+
+    def _say(self, why: str, culprits: Sequence[int] = ()) -> None:
+        word = {"names": list(self._answers.values()), "why": why, "culprits": list(culprits)}
+        self._store.set("word", json.dumps(word))
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, dist.get_world_size()) if rank not in self._answers]
+
+
+class _Answerer(_Meeting):
+    """Any other rank."""
+
+    def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
+        super().__init__(processes, timeout_s, number)
+        self._call: str | None = None
+
+    def _is_over(self) -> bool:
+        word = json.loads(self._read("word") or "{}")
+        if self._name in word.get("names", ()):
+            if word["why"]:
+                raise CommunicationError(word["why"], word["culprits"])
+            return True
+        call = self._read("call")
+        if call != self._call:
+            self._call = call
+            self._began_s = time.monotonic()
+            self._look_s = _LOOK_S
+            self._store.set(f"answer {dist.get_rank()}", f"{call} {self._name}")
+        return False
+
+    def _look(self) -> None:
+        if self._processes.has_gone(0):
+            raise CommunicationError(_ended([0]), [0])
+        if self._waited_s >= self._timeout_s + _WORD_S * (self._call is not None):
+            raise CommunicationError(_did_not_come([0], self._timeout_s), [0])
+        if self._call is None and dist.get_rank() == 1:
+            self._notice([0])
+
+
+def _ended(ranks: Sequence[int]) -> str:
+    why = f"{in_words(ranks)} ended without coming: look at what was said there last."
+    return f"hf_zero: not all ranks came to make process groups. {why}"
+
+
+def _did_not_come(ranks: Sequence[int], timeout_s: float) -> str:
+    return (
+        f"hf_zero: not all ranks came to make process groups. {in_words(ranks)} did not come within {timeout_s:.0f} s "
+        "(`comm.timeout_s`): look at what is done there before the model is prepared."
+    )
+
+
+# The store through which torchrun's agents find each other, kept by a process that is on none of the nodes that may be lost.
+
+PORT = 29400
+"""torchrun's own default."""
+
+_TIMEOUT_S = 60
+
+
+def keep_store(port: int = PORT, host: str | None = None) -> dist.TCPStore:
+    """Opens a store on one address of this host; it lives as long as what is returned.
+
+    Agents reach it by `torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0 ...`. Without it one of the
+    agents keeps the store, and the loss of its node ends all of them.
+
+    Args:
+        port: 0 is a free one, which the store's `port` tells.
+        host: name or address to listen on; by default this host's name. 0.0.0.0 is all addresses: torch's store answers everyone
+            who reaches it.
+
+    Raises:
+        OSError: the name has no address here, or the port is taken.
+    """
+    family, _, _, _, place = socket.getaddrinfo(host or socket.gethostname(), port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(place[:2], family=family)
+    address, port = listener.getsockname()[:2]
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )

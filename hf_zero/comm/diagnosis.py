@@ -1,0 +1,373 @@
+"""Finds out which rank is late or has ended, and says so in words."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .arrivals import RankProcess
+from .watch import LABEL, STARTED, CollectiveLog, ScriptCollective, Wait, Whereabouts, in_brackets, script_frame
+
+# ---- Says which rank a collective waits for, and why ----
+
+_GATHERS, _OF_A_PASS = "all-gather parameters", ("forward", "backward", "evaluate")
+"""Of a layer at stage 3: below it, parameters are gathered behind the step."""
+OTHER_LAYERS = (
+    "The ranks run different layers (LayerDrop, a branch, a forward on some ranks only). Keep those that some ranks leave out "
+    "whole (`persist_below_numel` above their sizes, or `unit_modules` that names the others), or train at `stage: 2`."
+)
+_LISTED = 8
+_DETAILED = 2
+"""Ranks whose stacks are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absence:
+    """What is known of a rank that others wait for.
+
+    Attributes:
+        rank: that it is of.
+        process: None where it has told nothing.
+        has_ended, is_stopped: as far as the system says it here.
+        has_left: it has come to the end of its script.
+        words, culprits: the error that it had, and the ranks that it blamed, itself for an error of its own.
+        where: its answer; None of a rank that does not answer.
+    """
+
+    rank: int
+    process: RankProcess | None
+    has_ended: bool
+    has_left: bool
+    is_stopped: bool
+    words: str | None
+    culprits: tuple[int, ...]
+    where: Whereabouts | None
+
+    @property
+    def is_over(self) -> bool:
+        """It does nothing more."""
+        return self.has_ended or self.has_left or self.rank in self.culprits
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.where is not None and self.where.waits_in is not None and not self.is_over
+
+    def waits_for(self, begun: Mapping[str, int]) -> bool:
+        """Whether it waits in a collective that a rank that has begun so many of each kind has not begun."""
+        where = self.where
+        if where is None or where.kind is None:
+            return False
+        return self.is_waiting and where.begun.get(where.kind, 0) > begun.get(where.kind, 0)
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}"
+        if self.process is not None:
+            who += f" (process {self.process.pid} on {self.process.host})"
+        if self.has_left and self.words is None:
+            return f"{who} has come to the end of its script"
+        if self.is_over:
+            return f"{who} has ended{'' if self.words is None else f': {self.words}'}"
+        if self.where is not None:
+            return f"{who} {self.where}"
+        if self.is_stopped:
+            return f"{who} does not answer: its process is stopped (SIGSTOP, or a debugger)"
+        return f"{who} does not answer: it is held up in a single long call, or its host cannot be reached"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A wait of this rank, and what is known of the others.
+
+    Attributes:
+        rank, line: of this rank, and the line of the script that it waits in.
+        wait: that has failed, or that takes long.
+        late: the rank that the connection was to, where that is known.
+        silence: why nothing is known of the others.
+        place: where training is on this rank, in words.
+        began, starts: as of this rank's own `Whereabouts`.
+        recent: its last collectives; empty where they are not to be told.
+    """
+
+    rank: int
+    wait: Wait
+    line: str
+    late: int | None = None
+    absences: Mapping[int, Absence] = field(default_factory=dict)
+    silence: str | None = None
+    place: str = ""
+    began: str = ""
+    starts: Mapping[str, int] = field(default_factory=dict)
+    recent: Sequence[str] = ()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a rank is the reason that stands still, or is held up elsewhere; False where all wait for one transfer."""
+        held_up = (
+            rank in self.absences and not (self.absences[rank].is_waiting or self._is_here(self.absences[rank]))
+            for rank in self.culprits
+        )
+        return self.silence is not None or bool(self.others_apart) or any(held_up)
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether this rank and another one wait in collectives that each has started and the other has not: neither can end."""
+        mine = self.wait.name
+        return self.wait.kind is not None and any(
+            (theirs := each.where.waits_in) is not None
+            and each.where.kind is not None
+            and each.where.starts.get(mine, 0) < self.starts.get(mine, 0)
+            and self.starts.get(theirs, 0) < each.where.starts.get(theirs, 0)
+            for each in self.absences.values()
+            if each.where is not None and not each.is_over
+        )
+
+    @property
+    def others_apart(self) -> list[int]:
+        """The ranks that wait in other collectives than this one."""
+        return [
+            rank
+            for rank, each in self.absences.items()
+            if each.where is not None and each.where.collective and not (each.is_over or self._is_here(each))
+        ]
+
+    def _is_here(self, other: Absence) -> bool:
+        """Whether it waits in the collective that this rank waits in."""
+        here = (None, self.wait.name) if self.wait.is_of_script else (self.wait.name, None)
+        return other.where is not None and (other.where.waits_in, other.where.torch_call) == here
+
+    @property
+    def culprits(self) -> list[int]:
+        """The ranks that the others wait for: those that ended of themselves, else that say nothing, else that are elsewhere."""
+        found = self.absences
+        innocent = {rank for rank, each in found.items() if each.culprits and rank not in each.culprits}
+        for is_reason in (
+            lambda each: each.is_over,
+            lambda each: each.where is None,
+            lambda each: each.where is not None and each.where.waits_in is None and not self._is_here(each),
+        ):
+            ranks = [rank for rank, each in found.items() if rank not in innocent and is_reason(each)]
+            if ranks:
+                return ranks
+        blamed = {rank for each in found.values() for rank in each.culprits if rank != self.rank}
+        return sorted(blamed) or ([] if self.late is None else [self.late])
+
+    @property
+    def finding(self) -> str:
+        """One line: what failed, and for want of whom."""
+        missed = f" for want of {_ranks(self.culprits)}" if self.culprits else ""
+        at = in_brackets(self.wait.holds, self.place, self.line)
+        return f"the {self.wait.what} failed{missed}: rank {self.rank} was in it for {self.wait.seconds:.0f} s{at}"
+
+    @property
+    def in_lines(self) -> str:
+        """A line for each rank: where it is."""
+        at = in_brackets(self.wait.holds, self.place, self.line)
+        return "\n".join(
+            [f"  rank {self.rank} has waited {self.wait.seconds:.0f} s in the {self.wait.what}{at}", *self._others]
+        )
+
+    @property
+    def _others(self) -> list[str]:
+        culprits = [rank for rank in self.culprits if rank in self.absences]
+        listed = [*culprits, *(rank for rank in self.absences if rank not in culprits)]
+        lines = [f"  {self.absences[rank]}" for rank in listed[:_LISTED]]
+        if len(listed) > _LISTED:
+            lines.append(f"  and {len(listed) - _LISTED} other ranks")
+        return lines
+
+    def __str__(self) -> str:
+        is_told = (self.culprits and self.absences) or self.wait.failure is None
+        reason = [] if is_told else [f"  {self.wait.failure}"]
+        silence = [] if self.silence is None else [f"  nothing is known of the other ranks: {self.silence}"]
+        lines = [*reason, *self._apart(), *self._others, *silence]
+        return "\n".join([f"hf_zero: {self.finding}.", *lines, *self._details(), self._advice()])
+
+    @property
+    def _other_layers(self) -> bool:
+        """Whether a rank waits for a layer of stage 3 while another is in another collective of training."""
+        apart = [self.absences[rank].where for rank in self.others_apart]
+        found = [(self.wait.kind, self.began), *((each.kind, each.began) for each in apart if each is not None)]
+        is_training = len(found) > 1 and all(kind is not None for kind, _ in found)
+        return is_training and any(kind == _GATHERS and began in _OF_A_PASS for kind, began in found)
+
+    def _apart(self) -> list[str]:
+        """Who waits in what, where ranks wait in different collectives."""
+        if not self.others_apart:
+            return []
+        ranks_in: dict[str, list[int]] = {}
+        ranks_in[f"{self.wait.what}{in_brackets(self.wait.holds, self.place)}"] = [self.rank]
+        for rank, each in self.absences.items():
+            if each.where is not None and each.where.collective is not None:
+                ranks_in.setdefault(each.where.collective, []).append(rank)
+        found = (f"{_ranks(sorted(ranks))} {_wait(ranks)} in {what}" for what, ranks in ranks_in.items())
+        return [f"  the ranks are in different collectives: {', '.join(found)}"]
+
+    def _details(self) -> list[str]:
+        """Stacks and last collectives of the ranks that are the reason and alive, and this rank's last collectives."""
+        found = []
+        for rank in self.culprits[:_DETAILED]:
+            where = self.absences[rank].where if rank in self.absences else None
+            if where is not None and where.stack and not self.absences[rank].is_over:
+                found += [f"rank {rank} is at:", where.stack.rstrip()]
+            if where is not None and where.recent:
+                found += [f"the last collectives of rank {rank}:", *(f"  {line}" for line in where.recent)]
+        if found and self.recent:
+            found += [f"the last collectives of rank {self.rank}:", *(f"  {line}" for line in self.recent)]
+        return found
+
+    def _advice(self) -> str:
+        for rank in self.culprits:
+            each = self.absences.get(rank)
+            if each is not None and each.has_left and each.words is None:
+                return (
+                    f"Rank {rank} came to its end while rank {self.rank} goes on: the ranks have different numbers of batches or "
+                    "steps, or a `break` or `sys.exit` that not all of them come to. Give every rank as many batches "
+                    "(accelerate's even_batches=True, its default; drop_last=True) and end the loop on all ranks at one step."
+                )
+        if self._other_layers:
+            return OTHER_LAYERS
+        if self.others_apart:
+            return (
+                "Some ranks have made a call that the others have not made: a forward, a save, a look at parameters, a step. "
+                "What is collective has to be called on every rank in the same order, outside of `if is_main_process`."
+            )
+        for rank in self.culprits:
+            each = self.absences.get(rank)
+            if each is not None and not each.is_over and each.where is not None:
+                return (
+                    f"Rank {rank} is elsewhere. Where it only takes its time, set a larger `comm.late_s` (0: never late; "
+                    "`comm.timeout_s` is the last limit). Otherwise one of the two makes a call that the other does not make: "
+                    "what is collective has to be called on every rank, outside of `if is_main_process`, and every rank has to "
+                    "take as many steps."
+                )
+        first = _ranks(self.culprits) if self.culprits else "the first rank that stopped"
+        if any(rank in self.absences and self.absences[rank].is_over for rank in self.culprits):
+            return f"Look at {first}: its own error is the reason."
+        return f"Look at {first}. A rank that is only slow needs a larger `comm.late_s` and `comm.timeout_s`."
+
+
+def _wait(ranks: list[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    return f"ranks {', '.join(map(str, ranks[:_LISTED]))}{more}"
+
+
+# ---- When waits for a rank that is late are ended, long before the backend's own limit ----
+#
+# [Note: how a wait is ended] A thread of each rank looks twice a second at what the main thread waits in, a collective that
+# the script called by itself included. A wait that has taken `comm.late_s` has the other ranks asked where they are. If one
+# is the reason, all waits of this process are made to fail, and the error of the one that was late is what has been found.
+# A rank that is alive and is the reason is in no wait that could fail: it is told by way of the store, and its own thread
+# ends its process.
+#
+# Two ranks that wait in collectives of training which each has started and the other has not wait for each other for ever,
+# as where they run different layers at stage 3. That is looked for after a few seconds, and ended at once.
+#
+# Not every wait may be ended for a rank that is elsewhere and alive. Ranks meet in barriers and in exchanges of words
+# behind work that a single rank may do for long (loading, saving). There a rank is late only if it has ended, does not
+# answer, or waits as long in another collective; in a collective of training it is late wherever it is. In a save a rank is
+# late that has not begun as many saves, wherever it is: one that has begun this one may write for long. Nothing is ended
+# where all ranks wait in the same collective: a slow link is no late rank.
+#
+# An accelerator's host does not wait for a collective: its queue does, and the host stands in the next call that asks for a
+# result. There the last collective that was started so long ago is taken for a wait, and a rank is late that has not
+# started as many.
+
+_IDLE_S, _IDLE_SHARE = 0.05, 0.02
+"""The most that a thread computes that stands in a single call: so long, and so much of the time."""
+_AS_LONG = 0.5
+"""Of this rank's wait, the part that another one's takes at least where the two wait for each other."""
+
+
+class ScriptCall:
+    """A collective of torch.distributed that the main thread is in, called by the script."""
+
+    def __init__(self):
+        self._wait: Wait | None = None
+        self._line = ""
+        self._since_cpu_s = self._last_cpu_s = 0.0
+
+    def look(self) -> Wait | None:
+        """That call as a wait: the same object for as long as the thread has stood still in it."""
+        cpu_s = _main_cpu_s()
+        is_idle, self._last_cpu_s = cpu_s - self._last_cpu_s < _IDLE_S, cpu_s
+        # A thread that computes is in no such call, and its frames are not asked for.
+        frame, call = script_frame() if is_idle else (None, None)
+        if frame is None or call is None:
+            self._wait = None
+            return None
+        line, wait = f"{frame.f_code.co_filename}:{frame.f_lineno}", self._wait
+        is_same = wait is not None and (wait.name, self._line) == (call, line)
+        # One such call after the other takes little time of the processor in each look, and some in all.
+        if wait is None or not is_same or cpu_s - self._since_cpu_s > _IDLE_S + _IDLE_SHARE * wait.seconds:
+            wait = self._wait = Wait(ScriptCollective(call))
+            self._line, self._since_cpu_s = line, cpu_s
+        return wait
+
+
+class DeviceQueue:
+    """The last collective that an accelerator's queue was given, as a wait, once it was given long ago.
+
+    Args:
+        limit_s: how long ago.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s = limit_s
+        self._entry: list | None = None
+        self._wait: Wait | None = None
+
+    def look(self, log: CollectiveLog) -> Wait | None:
+        """That wait: the same object until another collective is started."""
+        entry = log.entries[-1] if log.entries else None
+        if entry is None or time.monotonic() - entry[STARTED] < self._limit_s:
+            return None
+        if entry is not self._entry or self._wait is None:
+            self._entry, self._wait = entry, Wait(entry[LABEL])
+            self._wait.since_s = entry[STARTED]
+        return self._wait
+
+
+def others_are_behind(verdict: Verdict, begun: Mapping[str, int], kind: str | None) -> bool:
+    """Whether a rank is stopped, or has started fewer collectives of the kind that is waited for.
+
+    Of one that has come to its end, or is silent, nothing follows: this one may be busy by itself, with no collective under way.
+    """
+    kind = kind or ""
+    alive = [each for each in verdict.absences.values() if not each.is_over]
+    return any(
+        each.is_stopped or (each.where is not None and each.where.begun.get(kind, 0) < begun.get(kind, 0))
+        for each in alive
+    )
+
+
+def _main_cpu_s() -> float:
+    main = threading.main_thread().ident
+    if main is None or not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(main))
+
+
+def is_to_end(verdict: Verdict) -> bool:
+    """Whether a wait that has taken too long is to fail; see [Note: how a wait is ended]."""
+    absences, wait = verdict.absences, verdict.wait
+    if verdict.silence is not None:
+        return True
+    if any(absences[rank].is_over or absences[rank].where is None for rank in verdict.culprits if rank in absences):
+        return True
+    waits_as_long = (
+        each.where is not None and each.where.seconds >= _AS_LONG * wait.seconds
+        for rank, each in absences.items()
+        if rank in verdict.others_apart
+    )
+    if any(waits_as_long):
+        return True
+    is_of_training = wait.kind is not None or (wait.is_of_script and "barrier" not in str(wait.what))
+    return is_of_training and verdict.is_late

@@ -1,0 +1,542 @@
+"""Process groups: which ranks shard, replicate and gather together, and the communicators they have."""
+
+import os
+import socket
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+from ipaddress import ip_address
+from pathlib import Path
+from typing import cast
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..config import AUTO, CommConfig, ConfigError
+from .arrivals import CommunicationError, await_all_ranks, ended_ranks, in_words
+
+# ---- Process groups that only engines use ----
+#
+# What a script does in the default group, a barrier on one rank alone for instance, is never taken for ours there, and the
+# time limit is ours too.
+#
+# [Note: a lock and a core] gloo's thread may not touch a connection while another thread starts a send or receive on it,
+# and asks again at once until it may. A message that arrives just then wakes gloo's thread, and where all cores are busy
+# the system gives it the core of the very thread that it waits for. It then asks for milliseconds, for a call that takes
+# microseconds: with two ranks on two cores that was most of what a small collective cost. A batch thread takes no core from
+# a thread that runs. It takes a free one as before, and else has its turn when the other waits or has used up its own.
+
+_MADE: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup | None]]" = (
+    weakref.WeakKeyDictionary()
+)
+"""By the default group that they belong to. torch keeps each group that it ever made, with its connections and threads, until
+the default group goes; so engines that are built one after the other take the same ones."""
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_GLOO_THREAD = "gloo_tcp_loop"
+_THREADS = Path("/proc/self/task")
+
+_MAKING_S, _MAKING_S_A_RANK = 30.0, 0.2
+"""What ranks that are all there may take to connect to each other. One that dies just then is waited for that long."""
+
+
+def own_group(
+    ranks: Sequence[int], timeout: timedelta, backend: str | None = None, *, is_urgent: bool = False
+) -> dist.ProcessGroup | None:
+    """A group of some ranks. Every rank asks for every group, in the same order; those that are not in it get None.
+
+    Args:
+        backend: None for that of the default group.
+        is_urgent: on an accelerator, its collectives go before kernels that wait for room.
+
+    Raises:
+        CommunicationError: a rank did not come, or ended before it was connected.
+    """
+    made = _MADE.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
+    key = (tuple(ranks), timeout, backend, is_urgent)
+    if key not in made:
+        if dist.get_backend() != "fake":
+            await_all_ranks(timeout.total_seconds(), len(made))
+        options = urgent_options(backend, timeout) if is_urgent else None
+        with _in_batch():
+            made[key] = _connected(list(ranks), timeout, backend, options)
+    return made[key]
+
+
+def _connected(
+    ranks: list[int], timeout: timedelta, backend: str | None, options: object | None
+) -> dist.ProcessGroup | None:
+    """A new group. gloo's ranks connect to each other inside, for which they have less time than for a collective."""
+    limit = timeout
+    has_gloo = "gloo" in (backend or str(dist.get_backend_config()))
+    if has_gloo:
+        limit = min(timeout, timedelta(seconds=_MAKING_S + _MAKING_S_A_RANK * len(ranks)))
+    with _reachable() if has_gloo else nullcontext(os.environ.get(_GLOO_INTERFACE)) as interface:
+        try:
+            group = dist.new_group(ranks, limit, backend, options)
+        except RuntimeError as error:
+            ended = ended_ranks(ranks)
+            why = f"torch says: {error}"
+            if ended:
+                why = f"{in_words(ended)} ended: look at what was said there last"
+            elif has_gloo:
+                place = f"interface {interface}" if interface else f"the address of {socket.gethostname()}"
+                why = f"gloo listens at {place}; set {_GLOO_INTERFACE} to an interface that other hosts reach. {why}"
+            raise CommunicationError(f"hf_zero: {in_words(ranks)} could not connect. {why}", ended) from error
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    if limit < timeout:
+        # The private name warns from torch 2.14 on, and the public one is not there before.
+        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        set_timeout(timeout, group)
+    return group
+
+
+@contextmanager
+def _reachable() -> Iterator[str | None]:
+    """Has gloo listen at the interface that reaches the other hosts; yields the interface, None for gloo's own choice.
+
+    gloo listens at the address of the host's name. In many containers and clusters the name stands for the loopback address, and
+    ranks of other hosts connect in vain, while NCCL finds an interface without the name. GLOO_SOCKET_IFNAME goes first. A default
+    group of gloo that has connected by an address beyond the loopback stands, too.
+    """
+    chosen = os.environ.get(_GLOO_INTERFACE)
+    is_connected = "gloo" in str(dist.get_backend_config()) and not _is_loopback(_address_of(socket.gethostname()))
+    interface = None if chosen or is_connected else _interface_of_nccl() or _interface_to_master()
+    if interface is None:
+        yield chosen
+        return
+    os.environ[_GLOO_INTERFACE] = interface
+    try:
+        yield interface
+    finally:
+        # Groups that the script makes keep the choice of torch.
+        os.environ.pop(_GLOO_INTERFACE)
+        if chosen is not None:
+            os.environ[_GLOO_INTERFACE] = chosen
+
+
+def _interface_of_nccl() -> str | None:
+    """The first interface that NCCL_SOCKET_IFNAME names: a list of beginnings, or after "=" of whole names; "^" leaves out."""
+    words = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if not words or words.startswith("^"):
+        return None
+    wanted = words.lstrip("=").split(",")
+    for name in _interfaces():
+        if any(name == each if words.startswith("=") else name.startswith(each) for each in wanted):
+            return name
+    return None
+
+
+def _interface_to_master() -> str | None:
+    """The interface of the route to MASTER_ADDR; where the route is the loopback, the first interface that leaves this host."""
+    interfaces = _interfaces()
+    address = _address_of(os.environ.get("MASTER_ADDR", ""), is_route=True)
+    if _is_loopback(address) and os.environ.get("LOCAL_WORLD_SIZE") != str(dist.get_world_size()):
+        # As NCCL does: bridges of containers reach no other host.
+        bridges = ("docker", "br-", "veth", "virbr")
+        beyond = [name for name in interfaces if not name.startswith(bridges)]
+        return next((name for name in beyond if not all(map(_is_loopback, interfaces[name]))), None)
+    return next((name for name, all_of in interfaces.items() if address in all_of), None)
+
+
+def _interfaces() -> dict[str, list[str]]:
+    """The addresses of each interface that is up."""
+    up = psutil.net_if_stats()
+    return {
+        name: [each.address.partition("%")[0] for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up and up[name].isup
+    }
+
+
+def _address_of(host: str, *, is_route: bool = False) -> str | None:
+    """The address that a host's name stands for, or this host's address on the route there; None where there is none."""
+    try:
+        for family, _, _, _, place in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
+            if not is_route:
+                return str(place[0])
+            with socket.socket(family, socket.SOCK_DGRAM) as asking:
+                # Sends nothing: the kernel looks the route up.
+                asking.connect(place)
+                return str(asking.getsockname()[0])
+    except OSError:
+        return None
+    return None
+
+
+def _is_loopback(address: str | None) -> bool:
+    return address is None or ip_address(address.partition("%")[0]).is_loopback
+
+
+def urgent_options(backend: str | None, timeout: timedelta) -> object | None:
+    """NCCL's options for a stream of high priority; None for other backends, which have none."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # `new_group` warns of any other.
+    options._timeout = timeout
+    return options
+
+
+@contextmanager
+def _in_batch() -> Iterator[None]:
+    """Has the threads that gloo makes inside run as batch threads; see [Note: a lock and a core]. On Linux alone."""
+    if not (hasattr(os, "SCHED_BATCH") and _THREADS.is_dir()):
+        yield
+        return
+    before = receiving_threads()
+    yield
+    for thread in receiving_threads() - before:
+        try:
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        except PermissionError:
+            # A sandbox may forbid it. Training is the same, and slower where all cores are busy.
+            return
+        except ProcessLookupError:
+            # Its group has gone meanwhile.
+            continue
+
+
+def receiving_threads() -> set[int]:
+    """The threads of this process in which gloo receives, by the numbers that the system has for them."""
+    found = set()
+    for each in _THREADS.iterdir():
+        try:
+            name = (each / "comm").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):
+            # A thread that has ended since they were listed.
+            continue
+        if name == _GLOO_THREAD:
+            found.add(int(each.name))
+    return found
+
+
+# ---- Which ranks share one copy of the state, which hold the same part of it, and which of them are on one node ----
+#
+# [Note: two communicators] A communicator of NCCL takes its collectives one after the other, in one order on all ranks. At
+# stage 3 a layer's gather would so wait for the gradients of the layers before it, and forward and backward wait for the
+# gather, where nothing waits for the gradients until backward ends; also, gathers follow the order of forward and backward
+# and reductions the order of buckets. Below stage 3 a broadcast of buffers before a forward would wait for all gathers
+# behind the step. So on an accelerator the parameters' all-gathers have a communicator of their own, with a stream of high
+# priority: a collective that has its data, and finds all multiprocessors taken by backward's kernels, goes before the
+# kernels that have not begun. gloo's messages have no such order: there a second group has gained nothing, and all go
+# through one.
+#
+# Two communicators may hang where one would not: a rank runs the first's collective and has no room for the second's, and
+# its peer the other way round. NCCL 2.26 and later keep to the order in which the host has asked, where
+# NCCL_LAUNCH_ORDER_IMPLICIT is 1, and that order is the same on all ranks. NCCL reads the variable once, with the first
+# communicator of the process: `import hf_zero` sets the variable, unless the environment has another value or NCCL may have
+# run before. Without the variable all collectives share one communicator.
+
+_USUAL_LIMIT_S = 1800.0
+"""torch's own default, for backends that do not say theirs."""
+
+_LATE_S, _LATE_ON_ACCELERATORS_S = 120.0, 600.0
+
+
+def with_time_limits(comm: CommConfig, device_type: str) -> CommConfig:
+    """The settings with `timeout_s` in seconds, by default the default group's own, and a `late_s` that is no longer."""
+    timeout_s = _own_limit_s(device_type) if comm.timeout_s == AUTO else float(comm.timeout_s)
+    usual = _LATE_S if device_type in ("cpu", "meta") else _LATE_ON_ACCELERATORS_S
+    late_s = usual if comm.late_s == AUTO else float(comm.late_s)
+    return replace(comm, timeout_s=timeout_s, late_s=min(late_s, timeout_s))
+
+
+def _own_limit_s(device_type: str) -> float:
+    if not (dist.is_available() and dist.is_initialized()):
+        return _USUAL_LIMIT_S
+    group, device = cast(dist.ProcessGroup, dist.group.WORLD), torch.device(device_type)
+    if device not in group._device_types:
+        # A plan is of models on the meta device.
+        return _USUAL_LIMIT_S
+    try:
+        return group._get_backend(device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        # Backends that are not torch's own need not have options: torch 2.14 raises there, older ones have None or no attribute.
+        return _USUAL_LIMIT_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """Ranks that take part in the same collectives.
+
+    Attributes:
+        ranks: in the order of their parts.
+        place: of this rank among them.
+        handle: their process group; None where they have none: a group of one rank never talks.
+    """
+
+    ranks: tuple[int, ...]
+    place: int
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def peers(self) -> list[int]:
+        """Places of the others."""
+        return [place for place in range(self.size) if place != self.place]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The ranks of one engine.
+
+    The shard group holds one copy of the sharded state between its ranks; the replicate group holds the ranks that own
+    the same shard. Stage 0 is a shard group of one rank in a replicate group of all; stages 1 to 3 are a shard group of all,
+    unless `comm.shard_group_size` makes several, of neighbouring ranks. Where a model is itself split over ranks (tensor or
+    expert parallel), all of these are of the ranks that hold the same part of it. With `comm.sync_every` the shard groups step by
+    themselves most of the time: each replicate group is this rank alone then, and `outer` has those that it was made of.
+
+    Attributes:
+        timeout_s: how long a rank is waited for.
+        late_s: after which a rank is late, and all end for it; 0 is never.
+        backend: name of the data backend; "local" for one rank without a process group.
+        world: all ranks that train the model, or where it is split over ranks, the same part of it; in order.
+        shard, replicate: this rank's groups.
+        gather: the shard group for the parameter all-gathers; with a communicator of its own where that pays, see [Note: two
+            communicators].
+        control: gloo group of the host's small agreements, so that agreeing does not stop a device's queue. Where all goes
+            through gloo, it is the group of the world too.
+        nodes: the node of each rank of the run.
+        node: the ranks of the shard group that are on this rank's node; None where nothing is asked of them.
+        outer: the ranks that hold the same shard of models that only outer steps bring together; None where there are none.
+        shard_control: as `control`, for the shard group.
+    """
+
+    backend: str
+    world: RankGroup
+    shard: RankGroup
+    replicate: RankGroup
+    gather: RankGroup
+    control: dist.ProcessGroup | None = None
+    nodes: tuple[int, ...] = (0,)
+    node: RankGroup | None = None
+    outer: RankGroup | None = None
+    shard_control: dist.ProcessGroup | None = None
+    timeout_s: float = _USUAL_LIMIT_S
+    late_s: float = 0.0
+
+    @property
+    def control_group(self) -> dist.ProcessGroup:
+        """`control`, of ranks that talk."""
+        if self.control is None:
+            raise AssertionError(
+                f"hf_zero: ranks of the backend {self.backend} have no control group; please report this"
+            )
+        return self.control
+
+    @classmethod
+    def create(
+        cls, *, stage: int, device_type: str, comm: CommConfig, apart: Sequence[Sequence[int]] | None = None
+    ) -> "Groups":
+        """The groups of this process, with `comm.timeout_s` as their limit. Collective: every rank calls it.
+
+        Needs no process group at world size 1. See own_groups.py for why none of them is the default group.
+
+        Args:
+            apart: sets of ranks, in ascending order, as many in each, that have groups of their own; by default all ranks are
+                together.
+
+        Raises:
+            ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves `comm.sync_every` one group.
+        """
+        comm = with_time_limits(comm, device_type)
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls._of_one(0, comm, nodes=(0,))
+        rank, everyone = dist.get_rank(), range(dist.get_world_size())
+        timeout = timedelta(seconds=comm.limit_s)
+        backend = _backend_for(device_type)
+        has_queue = backend not in ("gloo", "fake")
+        # An accelerator's groups take host tensors too, where the default group does.
+        kind = "gloo" if backend == "gloo" else None
+        control = None if backend == "fake" else own_group(everyone, timeout, "gloo")
+        nodes = _nodes(comm, len(everyone), control)
+        sets: Sequence[Sequence[int]] = [everyone] if apart is None else apart
+        world_size = len(sets[0])
+        if world_size == 1:
+            return cls._of_one(rank, comm, nodes=nodes)
+        if apart is not None and backend != "fake":
+            control = _make(sets, rank, timeout, "gloo").handle
+        size = _shard_size(stage, comm, [nodes[each] for each in sets[0]])
+        shards = [ranks[start : start + size] for ranks in sets for start in range(0, world_size, size)]
+        world = _make(sets, rank, timeout, kind)
+        shard = gather = _make(shards, rank, timeout, kind)
+        replicate = _make([ranks[start::size] for ranks in sets for start in range(size)], rank, timeout, kind)
+        if has_queue and stage > 0 and (backend != "nccl" or keeps_launch_order()):
+            gather = _make(shards, rank, timeout, backend, is_urgent=True)
+        outer, shard_control = None, control
+        if comm.sync_every > 1:
+            outer, replicate = replicate, RankGroup(ranks=(rank,), place=0)
+            shard_control = _make(shards, rank, timeout, "gloo").handle if has_queue else shard.handle
+        node = None
+        if comm.secondary_shard == "node":
+            node = _make(_within_nodes(shards, nodes), rank, timeout, backend, is_urgent=True)
+        return cls(
+            backend=backend,
+            world=world,
+            shard=shard,
+            replicate=replicate,
+            gather=gather,
+            control=control,
+            nodes=nodes,
+            node=node,
+            outer=outer,
+            shard_control=shard_control,
+            timeout_s=comm.limit_s,
+            late_s=float(comm.late_s),
+        )
+
+    @classmethod
+    def _of_one(cls, rank: int, comm: CommConfig, *, nodes: tuple[int, ...]) -> "Groups":
+        """A rank of the run that shares nothing with others."""
+        alone = RankGroup(ranks=(rank,), place=0)
+        return cls(
+            backend="local",
+            world=alone,
+            shard=alone,
+            replicate=alone,
+            gather=alone,
+            nodes=nodes,
+            timeout_s=comm.limit_s,
+            late_s=float(comm.late_s),
+        )
+
+    def of_a_step(self) -> "Groups":
+        """The ranks that take each step together, as if there were no others."""
+        if self.outer is None:
+            return self
+        return replace(
+            self,
+            backend=self.backend if self.shard.size > 1 else "local",
+            world=self.shard,
+            control=self.shard_control,
+            outer=None,
+        )
+
+    @property
+    def is_first_of_run(self) -> bool:
+        """Whether this rank is the one that says what is said once in a run."""
+        return self.world.ranks[self.world.place] == 0
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def rank(self) -> int:
+        return self.world.place
+
+    @property
+    def shard_size(self) -> int:
+        return self.shard.size
+
+    @property
+    def shard_rank(self) -> int:
+        return self.shard.place
+
+    def peers_elsewhere(self, group: RankGroup) -> int:
+        """How many of a group's other ranks are on other nodes."""
+        here = self.nodes[group.ranks[group.place]]
+        return sum(self.nodes[rank] != here for rank in group.ranks)
+
+
+def keeps_launch_order() -> bool:
+    """Whether NCCL runs the collectives of several communicators in the host's order; see [Note: two communicators]."""
+    return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+
+
+def _shard_size(stage: int, comm: CommConfig, nodes: Sequence[int]) -> int:
+    if stage == 0:
+        return 1
+    world_size, size, least = len(nodes), comm.shard_group_size, 2
+    if size == AUTO:
+        size = world_size
+        if comm.sync_every > 1:
+            # Links inside a node are fast; where there is one node only, no two ranks are nearer than others.
+            size = nodes.count(nodes[0]) if len(set(nodes)) > 1 else 1
+    most = world_size
+    if comm.sync_every > 1:
+        least, most = 1, world_size - 1
+    fitting = [n for n in range(least, most + 1) if world_size % n == 0]
+    if size not in fitting:
+        wrong = f"does not divide the {world_size} ranks of this run"
+        if world_size % size == 0:
+            wrong = f"makes one group of the {world_size} ranks of this run, and `comm.sync_every` is of several"
+        raise ConfigError(
+            f"hf_zero config: `comm.shard_group_size` is {size}, which {wrong}; allowed: {', '.join(map(str, fitting))}, auto."
+        )
+    return size
+
+
+def _within_nodes(shards: Sequence[Sequence[int]], nodes: Sequence[int]) -> list[list[int]]:
+    """The ranks of each shard group on each of its nodes.
+
+    Raises:
+        ConfigError: there is one node or one rank on each, or there are more ranks on one node than on another.
+    """
+    found = [
+        [rank for rank in shard if nodes[rank] == node]
+        for shard in shards
+        for node in dict.fromkeys(nodes[rank] for rank in shard)
+    ]
+    sizes = {len(ranks) for ranks in found}
+    if len(sizes) > 1 or 1 in sizes or len(found) == len(shards):
+        raise ConfigError(
+            "hf_zero config: `comm.secondary_shard: node` needs shard groups that span nodes of two or more ranks each, as many "
+            f"on each; here the nodes of a shard group hold {', '.join(str(len(ranks)) for ranks in found)}. Say which ranks are "
+            "on one node with `comm.node_size`, or leave it at none."
+        )
+    return found
+
+
+def _make(
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    timeout: timedelta,
+    backend: str | None,
+    *,
+    is_urgent: bool = False,
+) -> RankGroup:
+    """This rank's of some groups that together hold all ranks. Every rank makes every group.
+
+    Args:
+        backend: None for that of the default group.
+        is_urgent: on an accelerator, its collectives go before kernels that wait for room.
+    """
+    own = None
+    for members in groups:
+        ranks = tuple(members)
+        handle = own_group(ranks, timeout, backend, is_urgent=is_urgent) if len(ranks) > 1 else None
+        if rank in ranks:
+            own = RankGroup(ranks=ranks, place=ranks.index(rank), handle=handle)
+    if own is None:
+        raise AssertionError(f"hf_zero: rank {rank} is in none of the groups {groups}; please report this")
+    return own
+
+
+def _nodes(comm: CommConfig, world_size: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The node of each rank: by the config, else by what the launcher says of each, else by their hosts' names."""
+    if comm.node_size != AUTO:
+        return tuple(each // comm.node_size for each in range(world_size))
+    if dist.get_backend() == "fake":
+        return tuple(each // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) for each in range(world_size))
+    names: list[str] = [""] * world_size
+    dist.all_gather_object(names, os.environ.get("GROUP_RANK") or socket.gethostname(), group=control)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def _backend_for(device_type: str) -> str:
+    # A group made with "cpu:gloo,cuda:nccl" has a backend a device type; one made with "gloo" has that for all.
+    config = dist.get_backend_config()
+    pairs = dict(part.split(":") for part in str(config).split(",") if ":" in part)
+    return pairs.get(device_type, dist.get_backend())

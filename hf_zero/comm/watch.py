@@ -1,0 +1,524 @@
+"""What a rank waits in, its last collectives, and what it says when it ends."""
+
+import gc
+import json
+import linecache
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from ..config import ConfigError
+from .arrivals import CommunicationError
+
+# ---- Where a rank is: in which collective, or in which line of the script ----
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_PYTHON = str(Path(os.__file__).parent) + os.sep
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
+"""Those that may lie in a checkout of their source, where nothing says that they are installed."""
+_COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
+_INNERMOST = 20
+"""Frames of a stack that are told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """What a rank says of itself when it is asked.
+
+    Attributes:
+        waits_in: the collective of hf_zero that it waits in, or is failing in.
+        kind: of that collective, where it is one of training's.
+        seconds: since when.
+        failure: why that fails, where it does.
+        torch_call: the function of torch.distributed that it is in by itself, outside of hf_zero.
+        line: of the script that it is in.
+        begun: how often each kind of collective has been started.
+        holds: the module or the parameters that the bucket of `waits_in` holds.
+        place: where training is: backward, evaluate, ..., and the step.
+        began: where training was when `waits_in` was started.
+        starts: how often each collective has been started, by its name.
+        stack, recent: of the main thread, and its last collectives. These and `starts` are empty unless they were asked for.
+    """
+
+    waits_in: str | None
+    kind: str | None
+    seconds: float
+    failure: str | None
+    torch_call: str | None
+    line: str
+    begun: dict[str, int]
+    holds: str = ""
+    place: str = ""
+    began: str = ""
+    starts: dict[str, int] = field(default_factory=dict)
+    stack: str = ""
+    recent: tuple[str, ...] = ()
+
+    @property
+    def collective(self) -> str | None:
+        """What it waits in and where, in words; None where it waits in nothing."""
+        if self.waits_in is not None:
+            return f"{self.waits_in}{in_brackets(self.holds, self.place)}"
+        return None if self.torch_call is None else f"torch.distributed.{self.torch_call}{in_brackets(self.place)}"
+
+    def __str__(self) -> str:
+        at = in_brackets(self.holds, self.place, self.line)
+        if self.failure is not None:
+            return f"gave up in the {self.waits_in} after {self.seconds:.0f} s: {self.failure}{at}"
+        if self.waits_in is not None:
+            return f"has waited {self.seconds:.0f} s in the {self.waits_in}{at}"
+        if self.torch_call is not None:
+            return f"is in torch.distributed.{self.torch_call}, which the script called by itself{at}"
+        return f"is in no collective{at}"
+
+
+def script_line() -> tuple[str, str | None]:
+    """The line of the script that the main thread is in, and the function of torch.distributed that it is in there."""
+    frame, torch_call = script_frame()
+    return "" if frame is None else _in_words(frame), torch_call
+
+
+def script_frame() -> tuple[FrameType | None, str | None]:
+    """The innermost frame of the main thread in the script, else of all, and the function of torch.distributed inside of it."""
+    frame = innermost = _main_frame()
+    torch_call = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.endswith(_COLLECTIVES) and frame.f_code.co_name != "wrapper":
+            torch_call = frame.f_code.co_name
+        if not path.startswith((_OURS, "<")) and (
+            frame.f_globals.get("__name__") == "__main__" or not _is_library(path)
+        ):
+            return frame, torch_call
+        frame = frame.f_back
+    return innermost, torch_call
+
+
+def _is_library(path: str) -> bool:
+    """Whether a file is of Python's own library or of an installed package, wherever that lies.
+
+    A cluster's libraries may lie in several folders: of the system, of a user, of `pip install --target`.
+    """
+    folders = [os.path.dirname(getattr(sys.modules.get(name), "__file__", None) or "") for name in _LIBRARIES]
+    return path.startswith((_PYTHON, *(folder + os.sep for folder in folders if folder))) or _is_installed(path)
+
+
+@cache
+def _is_installed(path: str) -> bool:
+    """Whether a folder above a file is one that pip installs to."""
+    return any(next(folder.glob("*.dist-info"), None) is not None for folder in Path(path).parents)
+
+
+def _main_frame() -> FrameType | None:
+    """The main thread's innermost frame.
+
+    Without Python's collector: one that runs inside `_current_frames`, as in Python before 3.11.8 and 3.12.2 it may, and comes to
+    a finalizer that waits for another thread, never ends, for that thread's end waits for `_current_frames` (gh-106883).
+    """
+    main, collects = threading.main_thread().ident, gc.isenabled()
+    if main is None:
+        return None
+    gc.disable()
+    try:
+        return sys._current_frames().get(main)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def in_brackets(*words: str) -> str:
+    """Those that are not empty, as they stand behind what they explain."""
+    found = "; ".join(filter(None, words))
+    return f" ({found})" if found else ""
+
+
+def main_stack() -> str:
+    """Where the main thread is, as in a traceback."""
+    frame = _main_frame()
+    return "" if frame is None else "".join(traceback.format_stack(frame)[-_INNERMOST:])
+
+
+def _in_words(frame: FrameType) -> str:
+    path, number = frame.f_code.co_filename, frame.f_lineno
+    # None of a file that another thread looks up just now.
+    lines = linecache.getlines(path) or []
+    source = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    return f"{Path(path).name}:{number}{f': {source[:100]}' if source else ''}"
+
+
+# ---- The last collectives of a rank, in a bounded log: which, where in training, bytes, start and end ----
+
+_LENGTH = 256
+_SHOWN = 6
+
+LABEL, SITE, STEP, BYTES, STARTED, ENDED = range(6)
+"""What stands where in an entry. A list, and not an object: each collective of a step makes one."""
+
+
+class CollectiveLog:
+    """A ring of the last collectives.
+
+    Attributes:
+        entries: `[label, site, step, bytes sent, start, end]`, the oldest first; times on the monotonic clock. The end, None at
+            first, is when the host had waited for it: an accelerator may still be at work then.
+        site: where training is: forward, backward, evaluate, ...
+        step: optimizer steps taken since the engine was built.
+        part: which part of which copy of the model this rank has, in words; "" of a model that is not split.
+    """
+
+    def __init__(self):
+        self.entries: deque[list[Any]] = deque(maxlen=_LENGTH)
+        self.site = "setting up"
+        self.step = 0
+        self.part = ""
+
+    @property
+    def place(self) -> str:
+        """Where training is, in words."""
+        return f"{self.site}, step {self.step}" + (f", {self.part}" if self.part else "")
+
+    def latest(self, label: object) -> list[Any] | None:
+        """The entry of the collective with this label that was started last."""
+        return next((entry for entry in reversed(list(self.entries)) if entry[LABEL] is label), None)
+
+    @contextmanager
+    def at(self, site: str) -> Iterator[None]:
+        """For the duration of something that is no part of a training step."""
+        before, self.site = self.site, site
+        try:
+            yield
+        finally:
+            self.site = before
+
+    def site_of(self, label: object) -> str:
+        """Where training was when the collective with this label was started last; "" of one that is not in the log."""
+        entry = self.latest(label)
+        return "" if entry is None else entry[SITE]
+
+    def last_lines(self) -> list[str]:
+        """The last few entries in words."""
+        # A copy, in one operation: other threads may start collectives meanwhile.
+        now_s = time.monotonic()
+        return [_entry_in_words(entry, now_s) for entry in list(self.entries)[-_SHOWN:]]
+
+
+def _entry_in_words(entry: list[Any], now_s: float) -> str:
+    label, site, step, nbytes, started_s, ended_s = entry
+    holds = f" ({label.holds})" if getattr(label, "holds", "") else ""
+    how = f"not ended for {now_s - started_s:.1f} s" if ended_s is None else f"ended after {ended_s - started_s:.3f} s"
+    return f"{label}{holds}, {nbytes:,} bytes sent, {site}, step {step}: {how}"
+
+
+# ---- Ends this process with a reason, whatever its main thread is held up in, and tells the launcher the reason ----
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Where torchrun, and so `accelerate launch`, looks for what it shows under "Root Cause"."""
+
+
+def write_error_file(summary: str, said: str) -> bool:
+    """Leaves an error for the launcher, unless another one has been left. Whether one is there now."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path or Path(path).exists():
+        return bool(path)
+    # As torch.distributed.elastic reads it; of the two texts, it shows `py_callstack`.
+    extra = {"py_callstack": said, "timestamp": str(int(time.time()))}
+    try:
+        Path(path).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
+    except OSError as error:
+        print(f"hf_zero: the error could not be written for the launcher: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def end_process(said: str) -> None:
+    """Says why and ends, with status 1. Not by an exception: a thread that stands in a call sees none."""
+    write_error_file(said.partition("\n")[0], said)
+    # Past Python's own buffers, whose locks the main thread may hold.
+    os.write(2, f"{said}\n".encode())
+    os._exit(1)
+
+
+# ---- What this rank waits in, and the error that names it where the wait fails ----
+
+SAVE = "save"
+"""Where training is in a save, and the kind of collective that a save is as a whole."""
+
+
+class ScriptCollective(str):
+    """The name of a function of torch.distributed that the script called by itself."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"script's own torch.distributed.{self[:]}"
+
+
+class Wait:
+    """A collective that a thread of this rank is starting or waiting for.
+
+    Attributes:
+        what: names it in words.
+        since_s: on the monotonic clock.
+        failure, line: why it failed, once it has, and the line of the script that it failed in.
+        end: the error that it is to fail with; set before it has failed where a rank is late.
+    """
+
+    __slots__ = ("end", "failure", "line", "seconds_at_failure", "since_s", "what")
+
+    def __init__(self, what: object):
+        self.what = what
+        self.since_s = time.monotonic()
+        self.failure: str | None = None
+        self.line = ""
+        self.seconds_at_failure: float | None = None
+        self.end: CommunicationError | None = None
+
+    @property
+    def holds(self) -> str:
+        """The module or the parameters of its bucket, in words; empty where it is of no bucket."""
+        return getattr(self.what, "holds", "")
+
+    @property
+    def name(self) -> str:
+        """Of the collective; of one that the script called by itself, torch's function."""
+        return self.what[:] if isinstance(self.what, ScriptCollective) else str(self.what)
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether it is a collective of torch.distributed that the script called by itself."""
+        return isinstance(self.what, ScriptCollective)
+
+    @property
+    def kind(self) -> str | None:
+        """Of a collective of training; None of others."""
+        return getattr(self.what, "kind", None)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken, up to its failure."""
+        return time.monotonic() - self.since_s if self.seconds_at_failure is None else self.seconds_at_failure
+
+    def fail(self, error: RuntimeError) -> None:
+        """Notes why and where it failed."""
+        if self.failure is None:
+            self.seconds_at_failure = self.seconds
+            self.failure = str(error).strip().partition("\n")[0].removeprefix("hf_zero: ")
+            self.line = script_line()[0]
+
+
+class Watch:
+    """Knows what this rank's threads wait in.
+
+    Attributes:
+        begun: how often each kind of collective has been started on this rank.
+        starts: how often each collective has been, by its name.
+        given_up: the last wait that failed.
+        log: the last collectives.
+        ended: what was found of a rank that was late, once waits have been ended for it.
+        is_left_by_others: `leave` is called at the end of Python.
+    """
+
+    def __init__(self):
+        self.begun: Counter[str] = Counter()
+        self.starts: Counter[str] = Counter()
+        self.given_up: Wait | None = None
+        self.log = CollectiveLog()
+        self.ended: str | None = None
+        self.is_left_by_others = False
+        # By thread.
+        self._inside: dict[int, Wait] = {}
+
+    def inside(self, what: object) -> AbstractContextManager[Wait]:
+        """For the duration of a wait: what a backend raises becomes a `CommunicationError` that names the wait.
+
+        Args:
+            what: a `Label`, or words.
+        """
+        return _Inside(self, self._inside, what)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """For the duration of a save, which all ranks have to come to; one inside another is a part of it."""
+        if self.log.site == SAVE:
+            yield
+            return
+        self.begun[SAVE] += 1
+        with self.log.at(SAVE):
+            yield
+
+    def kind_of(self, wait: Wait) -> str | None:
+        """Of a collective of training, or of a save that a wait is a part of; None of others."""
+        return wait.kind or (SAVE if self.log.site == SAVE else None)
+
+    def fail(self, wait: Wait, error: RuntimeError) -> None:
+        """Notes that a wait has failed."""
+        wait.fail(error)
+        self.given_up = wait
+
+    @property
+    def longest(self) -> Wait | None:
+        """The oldest wait of this rank that has not ended."""
+        return min(list(self._inside.values()), key=lambda wait: wait.since_s, default=None)
+
+    def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
+        """The error of a wait that failed."""
+        return CommunicationError(
+            f"hf_zero: the {wait.what} failed: {wait.failure}\nA peer ended, or did not reach this collective in time. Look at "
+            "the first rank that stopped: its own error is the reason."
+        )
+
+    def losses(self) -> str | None:
+        """The ranks that have ended, have come to their end or have given up, in words; None where there are none."""
+        return None
+
+    def say_last(self, words: str) -> None:
+        """Leaves a reason for the end of this process to ranks that will miss it."""
+
+    def leave(self, patience_s: float) -> list[int]:
+        """Waits for the other ranks to come to their end too; returns those that have not."""
+        return []
+
+
+class _Inside(AbstractContextManager):
+    """One wait of one thread. Not by a generator: each collective of a step makes two of these."""
+
+    __slots__ = ("_outer", "_thread", "_wait", "_waits", "_watch")
+
+    def __init__(self, watch: Watch, waits: dict[int, Wait], what: object):
+        self._watch, self._waits, self._wait = watch, waits, Wait(what)
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> Wait:
+        # None, or the wait that this one is a part of.
+        self._outer = self._waits.get(self._thread)
+        self._waits[self._thread] = self._wait
+        return self._wait
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            if isinstance(error, RuntimeError):
+                self._watch.fail(self._wait, error)
+                if not isinstance(error, CommunicationError):
+                    raise self._watch.explain(self._wait, error) from error
+        finally:
+            if self._outer is None:
+                self._waits.pop(self._thread, None)
+            else:
+                self._waits[self._thread] = self._outer
+
+
+# ---- An error that ends a rank: told to the ranks that miss it, to the launcher, and once to who reads the screen ----
+
+
+class LastWords:
+    """Python's `sys.excepthook` of a rank.
+
+    Args:
+        former: the hook that prints the traceback.
+    """
+
+    def __init__(self, former: Callable):
+        self._former = former
+        self._accelerators: list[weakref.ref[Any]] = []
+
+    @classmethod
+    def installed(cls) -> "LastWords":
+        """The hook of this process, seated if it is not yet."""
+        if not isinstance(sys.excepthook, cls):
+            sys.excepthook = cls(sys.excepthook)
+        return sys.excepthook
+
+    def follow(self, accelerator: Any) -> None:
+        """From now on, the ranks of this Accelerator's `zero_engines` hear of an error that ends this process."""
+        self._accelerators.append(weakref.ref(accelerator))
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        summary = "".join(traceback.format_exception_only(kind, error)).strip()
+        reason = _reason(error)
+        if not isinstance(error, CommunicationError):
+            # Of a collective that failed, the ranks have told each other.
+            for watch in self._watches():
+                watch.say_last(summary.partition("\n")[0])
+        losses = self._losses(error)
+        said = losses or reason or "".join(traceback.format_exception(kind, error, trace))
+        is_left = write_error_file(summary, said)
+        if isinstance(error, ConfigError):
+            # Where in hf_zero a setting is refused does not matter to who has set it.
+            trace, error.__cause__, error.__suppress_context__ = _line_of_the_script(trace), None, True
+        if reason is not None and _is_told_by_the_main_rank(error):
+            if is_left and isinstance(error, ConfigError):
+                # The launcher shows it once more by itself.
+                return
+            print(f"hf_zero: rank {_own_rank()} ends too: {reason.splitlines()[0]}", file=sys.stderr, flush=True)
+            return
+        if isinstance(error, CommunicationError):
+            # What the backend said, of addresses, stands in the way of what is wrong.
+            error.__cause__, error.__suppress_context__ = None, True
+        # Python shows the error's own.
+        self._former(kind, error.with_traceback(trace), trace)
+        if losses is not None and losses not in [watch.ended for watch in self._watches()]:
+            print(losses, file=sys.stderr, flush=True)
+
+    def _losses(self, error: BaseException) -> str | None:
+        """For an error of torch.distributed's own: the ranks that have gone."""
+        is_torchs = isinstance(error, RuntimeError) and any(
+            Path(frame.filename).name == "distributed_c10d.py" for frame in traceback.extract_tb(error.__traceback__)
+        )
+        if not is_torchs or isinstance(error, CommunicationError):
+            return None
+        for watch in self._watches():
+            losses = watch.losses()
+            if losses is not None and losses.startswith("hf_zero: "):
+                return losses
+            if losses is not None:
+                return f"hf_zero: a collective that the script called by itself failed, for want of a rank: {losses}."
+        return None
+
+    def _watches(self) -> Iterator[Watch]:
+        for reference in self._accelerators:
+            accelerator = reference()
+            for engine in accelerator.zero_engines if accelerator is not None else ():
+                yield engine.transport.watch
+
+
+def _line_of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """The innermost frame of what runs as `__main__`, alone; the whole where there is none."""
+    found = None
+    inner = trace
+    while inner is not None:
+        if inner.tb_frame.f_globals.get("__name__") == "__main__":
+            found = TracebackType(None, inner.tb_frame, inner.tb_lasti, inner.tb_lineno)
+        inner = inner.tb_next
+    return found or trace
+
+
+def _reason(error: BaseException) -> str | None:
+    """The paragraph of an error that hf_zero raised."""
+    text = str(error)
+    return text if text.startswith("hf_zero") else None
+
+
+def _is_told_by_the_main_rank(error: BaseException) -> bool:
+    """Whether the main rank has the same error, and shows it with its traceback."""
+    if _own_rank() == 0:
+        return False
+    if isinstance(error, ConfigError):
+        return True
+    return isinstance(error, CommunicationError) and bool(error.culprits) and 0 not in error.culprits
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))

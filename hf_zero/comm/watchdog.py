@@ -1,0 +1,598 @@
+"""Watches the waits of all ranks through the store, and ends a run whose rank is lost."""
+
+import atexit
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import asdict
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from .arrivals import CommunicationError, PeerFailure, RankProcesses, break_all_groups
+from .control import control_of
+from .diagnosis import Absence, DeviceQueue, ScriptCall, Verdict, is_to_end, others_are_behind
+from .groups import Groups
+from .watch import SAVE, Wait, Watch, Whereabouts, end_process, main_stack, script_line
+
+# ---- Calls to the store that the ranks were launched with, which hold nobody up for longer than said ----
+#
+# A store whose host is stopped, or whose link is cut, does not answer, and torch's calls then wait without limit.
+
+T = TypeVar("T")
+
+
+class StoreSilentError(RuntimeError):
+    """The store has not answered in time."""
+
+
+class StoreThread:
+    """A thread that makes one call after the other, over a connection of its own.
+
+    Args:
+        each: called with the store in every `period_s`, until it returns False.
+
+    Attributes:
+        is_closing: whether what it does has to end soon.
+    """
+
+    def __init__(self, each: Callable[[dist.Store], bool], period_s: float):
+        # Where this process keeps the store, others need it longer than this one's process group lasts.
+        self._kept = _get_default_store()
+        # A connection serves one call at a time: on a shared one, a call here would hold training's up.
+        self._store = cast(Any, self._kept).clone()
+        self._each = each
+        self._period_s = period_s
+        self.is_closing = False
+        self._calls: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hf_zero store", daemon=True)
+        self._thread.start()
+
+    def ask(self, call: Callable[[dist.Store], T], within_s: float) -> T:
+        """What a call with the store returns.
+
+        Raises:
+            StoreSilentError: it has not returned in time.
+            dist.DistNetworkError: the store is gone.
+        """
+        answer: Future[T] = Future()
+        self._calls.put((call, answer))
+        try:
+            return answer.result(within_s)
+        except FutureTimeoutError:
+            raise StoreSilentError(
+                f"the process that keeps the ranks' store, rank 0's or the launcher's, has not answered for {within_s:.0f} s"
+            ) from None
+
+    @property
+    def is_of_rank_0(self) -> bool:
+        """Whether rank 0's process keeps the store, and takes it along when it ends."""
+        store: Any = self._kept
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        return isinstance(store, dist.TCPStore) and not by_launcher
+
+    def close(self, within_s: float) -> None:
+        """Ends the thread behind what it has been asked for, and waits for that."""
+        self.is_closing = True
+        self._calls.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(within_s)
+
+    def _run(self) -> None:
+        wanted, due_s = True, time.monotonic()
+        while True:
+            if wanted and time.monotonic() >= due_s:
+                wanted = self._beat()
+                due_s = time.monotonic() + self._period_s
+            try:
+                pair = self._calls.get(timeout=max(0.0, due_s - time.monotonic()) if wanted else None)
+            except queue.Empty:
+                continue
+            if pair is None:
+                return
+            call, answer = pair
+            try:
+                answer.set_result(call(self._store))
+            except Exception as error:
+                answer.set_exception(error)
+            del pair, call, answer
+
+    def _beat(self) -> bool:
+        try:
+            return self._each(self._store)
+        except RuntimeError:
+            # The store has ended. Who needs it is told on its next call.
+            return False
+
+
+# ---- Looks out for ranks that are late: every rank can be asked where it is, and answers beside training ----
+#
+# [Note: who is asked] A rank that has waited long, or whose wait has failed, asks a question by the store, and a thread of
+# each other rank answers it with its `Whereabouts`. So nothing is written while all goes well, and a rank that does not
+# answer has told enough: its process is stopped, or its host cannot be reached. What the connections themselves say is
+# less. gloo closes all connections of a group in which one wait has failed, so that most ranks see the end of a rank that
+# is as innocent as they are.
+
+_BEAT_S = 0.5
+_ANSWER_S = 2.5
+"""How long an answer is waited for: a rank looks for questions in every `_BEAT_S`."""
+_STORE_S = 1.0
+"""What a store may take beyond that, for a few calls."""
+_GLANCE_S = 0.05
+_LOOK_S = 1.0
+_LISTED = 8
+_WORDS_S = 60.0
+"""So long, what a rank has left is taken for where it is."""
+_GIVEN_UP_S = 15.0
+"""So long after a wait has failed, a rank is still said to have given up there."""
+_HEARD_S = 2.0
+"""How long it is waited for that a rank has heard of its end, before this one ends and the store perhaps with it."""
+_FAREWELL_S = 8.0
+"""How long the process that keeps the store waits at its end for those that ask why it has left."""
+_CLOSELY = "closely"
+"""A question that is answered with stack and last collectives, too."""
+_APART_S = 4.0
+"""After which it is looked whether two ranks wait for each other in vain: no slow rank or link has them do so."""
+_ASK_AGAIN_S = 10.0
+_GRACE_S = 8.0
+"""After which a wait that was made to fail, and has not, ends with its process."""
+_NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
+"""After so long a wait, it is said who is waited for."""
+
+
+class Lookout(Watch):
+    """The watch of one of several ranks.
+
+    Args:
+        rank, world_size: of the default group.
+        name: the same on all ranks, and of this object alone.
+        late_s: after which a wait for a rank ends; 0 for never.
+        has_queue: collectives run in the queue of an accelerator.
+
+    Attributes:
+        script_wait: the collective that the main thread is in by the script's own call.
+    """
+
+    def __init__(self, rank: int, world_size: int, name: str, late_s: float = 0.0, *, has_queue: bool = False):
+        super().__init__()
+        self._rank = rank
+        self._others = [other for other in range(world_size) if other != rank]
+        self._name = name
+        self._answered = 0
+        self._noticed: tuple[Wait | None, int] = (None, 0)
+        self._processes: RankProcesses | None = None
+        self.script_wait: Wait | None = None
+        reference = weakref.ref(self)
+        self._thread = StoreThread(lambda store: _beat(reference, store), _BEAT_S)
+        self._thread.ask(lambda store: self._seen_by(store).register(), _STORE_S + _ANSWER_S)
+        # Before Python ends, too: a thread that comes back from a call to torch behind that takes the process down.
+        weakref.finalize(self, self._thread.close, _STORE_S)
+        self._has_said_it_leaves = False
+        # Python calls what was registered last first, and so this before that close.
+        atexit.register(_say_at_exit, reference)
+        if late_s:
+            weakref.finalize(self, LateWatch(self, late_s, has_queue=has_queue).close, _HEARD_S + _STORE_S)
+
+    # ---- what fails ----
+
+    def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
+        if wait.end is not None:
+            return wait.end
+        late = error.rank if isinstance(error, PeerFailure) else None
+        verdict = self._judge(wait, late, wait.line)
+        return CommunicationError(str(verdict), verdict.culprits)
+
+    def judge_late(self, wait: Wait) -> Verdict:
+        """What is known of the others while this rank waits."""
+        return self._judge(wait, None, script_line()[0])
+
+    def _judge(self, wait: Wait, late: int | None, line: str) -> Verdict:
+        known: dict[str, Any] = {"rank": self._rank, "wait": wait, "late": late, "line": line, "place": self.log.place}
+        known |= {"began": self.log.site_of(wait.what), "starts": dict(self.starts)}
+
+        def judge(store: dist.Store) -> Verdict:
+            absences = self._survey(store, enough=late, question=_CLOSELY)
+            verdict = Verdict(**known, absences=absences, recent=self.log.last_lines())
+            if wait.failure is not None:
+                self.keep_words(store, verdict.finding, verdict.culprits)
+            return verdict
+
+        try:
+            return self._thread.ask(judge, 2 * _ANSWER_S + _STORE_S)
+        except (StoreSilentError, RuntimeError) as silence:
+            return Verdict(**known, silence=str(silence))
+
+    def sentence(self, verdict: Verdict) -> None:
+        """Leaves the verdict for the others, and ends the processes of those that are late, alive and in no collective."""
+        elsewhere = [
+            rank
+            for rank in verdict.culprits
+            if (each := verdict.absences.get(rank))
+            and not each.is_over
+            and not each.is_waiting
+            and each.where is not None
+        ]
+
+        def tell(store: dist.Store) -> None:
+            self.keep_words(store, verdict.finding, verdict.culprits)
+            mine = self._in(store)
+            number = mine.add("questions", 1)
+            mine.set(f"question {number}", json.dumps({"ends": elsewhere, "by": self._rank, "said": verdict.finding}))
+            deadline_s = time.monotonic() + _HEARD_S
+            while time.monotonic() < deadline_s and not all(mine.check([f"heard {rank}"]) for rank in elsewhere):
+                self.answer(store)
+                time.sleep(_GLANCE_S)
+
+        try:
+            self._thread.ask(tell, _HEARD_S + _STORE_S)
+        except (StoreSilentError, RuntimeError):
+            # Nobody is there to read it.
+            return
+
+    def losses(self) -> str | None:
+        if self.ended is not None:
+            return self.ended
+
+        def look(store: dist.Store) -> str | None:
+            found = self._survey(store, enough=self._others[0] if len(self._others) == 1 else None)
+            over = [str(absence) for absence in found.values() if absence.is_over or absence.words is not None]
+            return "; ".join(over[:_LISTED]) or None
+
+        try:
+            return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
+        except (StoreSilentError, RuntimeError) as silence:
+            return str(silence)
+
+    def say_last(self, words: str) -> None:
+        try:
+            self._thread.ask(lambda store: self.keep_words(store, words, [self._rank]), _STORE_S)
+        except (StoreSilentError, RuntimeError):
+            # Nobody is there to read them.
+            return
+
+    def keep_words(self, store: dist.Store, words: str, culprits: Sequence[int]) -> None:
+        """Leaves why this rank gives up, for others who ask when it answers no more."""
+        left = {"words": words, "culprits": list(culprits), "where": asdict(self._whereabouts()), "at": time.time()}
+        self._in(store).set(f"last words {self._rank}", json.dumps(left))
+
+    # ---- what has not come ----
+
+    def with_store(self, call: Callable[[dist.Store], T], within_s: float) -> T:
+        """What a call with the ranks' store returns. Errors: as of `StoreThread.ask`."""
+        return self._thread.ask(call, within_s)
+
+    def gone(self, store: dist.Store, ranks: Sequence[int]) -> list[int]:
+        """Those that have ended or left."""
+        processes = self._seen_by(store)
+        return [rank for rank in ranks if processes.has_gone(rank)]
+
+    def lines(self, wait: Wait, enough: int | None = None) -> str:
+        """Where each rank is, in a line each. `enough`: as of `_survey`."""
+
+        def look(store: dist.Store) -> str:
+            found = self._survey(store, enough)
+            return Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=found).in_lines
+
+        return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
+
+    def look_for(self, missing: Sequence[int], wait: Wait) -> str | None:
+        """Where each rank is, if one of the missing waits for this one in another collective; None while they may yet come."""
+
+        def proof(store: dist.Store) -> str | None:
+            found = self._survey(store)
+            if not any(found[rank].waits_for(self.begun) for rank in missing):
+                return None
+            return Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=found).in_lines
+
+        return self._thread.ask(proof, 2 * _ANSWER_S + _STORE_S)
+
+    # ---- the end ----
+
+    def leave(self, patience_s: float) -> list[int]:
+        """Waits for the others to come to their end, unless one waits for what this rank will not do any more."""
+        try:
+            self._thread.ask(self.say_that_it_leaves, _STORE_S)
+            at_work = self._await_the_others(time.monotonic() + patience_s)
+            if at_work:
+                self._keep_store_for(at_work)
+            return at_work
+        except (StoreSilentError, dist.DistNetworkError):
+            # The store is kept for as long as anyone works: whoever keeps it has left.
+            return []
+        finally:
+            self._thread.close(_STORE_S)
+
+    def say_that_it_leaves(self, store: dist.Store) -> None:
+        """Tells the others that this rank has come to its end; once."""
+        if not self._has_said_it_leaves:
+            self._has_said_it_leaves = True
+            self._seen_by(store).say_that_this_one_leaves(self._rank)
+
+    def end(self) -> None:
+        """At the end of Python, unless somebody calls `leave`: says so, and keeps the store for those that ask why."""
+        if self._thread.is_closing or (self.is_left_by_others and dist.is_initialized()):
+            return
+        try:
+            self._thread.ask(self.say_that_it_leaves, _STORE_S)
+            self._keep_store_for(self._others)
+        except (StoreSilentError, dist.DistNetworkError):
+            # Nobody is there to hear it.
+            return
+
+    def _await_the_others(self, deadline_s: float) -> list[int]:
+        """Those that are still at work when this one need not or may not wait any more."""
+        look_s = time.monotonic()
+        seen: set[tuple] = set()
+        while at_work := self._thread.ask(self._at_work, _STORE_S + _ANSWER_S):
+            if time.monotonic() >= deadline_s:
+                return at_work
+            if time.monotonic() >= look_s:
+                misses, waiting = self._thread.ask(self._missed_by, _STORE_S + _ANSWER_S)
+                # In a collective of the script's own, which ends soon where all have been in it, it has to be seen twice.
+                if misses or waiting & seen:
+                    return at_work
+                look_s, seen = time.monotonic() + _LOOK_S, waiting
+            time.sleep(_GLANCE_S)
+        return []
+
+    def _keep_store_for(self, ranks: Sequence[int]) -> None:
+        """Lets the others look up why this rank has left, where the store goes with its process."""
+        if self._rank != 0 or not self._thread.is_of_rank_0:
+            return
+        if dist.is_initialized():
+            # What waits for this rank fails now, and not with this process.
+            break_all_groups()
+        deadline_s = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < deadline_s:
+            gone = self._thread.ask(lambda store: self.gone(store, ranks), _STORE_S)
+            if len(gone) == len(ranks):
+                return
+            time.sleep(_GLANCE_S)
+
+    def _at_work(self, store: dist.Store) -> list[int]:
+        gone = self.gone(store, self._others)
+        return [rank for rank in self._others if rank not in gone]
+
+    def _missed_by(self, store: dist.Store) -> tuple[bool, set[tuple]]:
+        """Whether a rank waits in a collective that this one has not begun; and those in one of the script's own."""
+        found = self._survey(store)
+        where = {rank: each.where for rank, each in found.items() if each.where is not None}
+        waiting = {(rank, each.torch_call, each.line) for rank, each in where.items() if each.torch_call is not None}
+        return any(each.waits_for(self.begun) for each in found.values()), waiting
+
+    # ---- questions and answers, all in the thread of the store ----
+
+    def answer(self, store: dist.Store) -> None:
+        """Says where this rank is if that has been asked since the last time."""
+        mine, asked = self._in(store), self._answered
+        closely = False
+        while mine.check([f"question {asked + 1}"]):
+            asked += 1
+            question = mine.get(f"question {asked}").decode()
+            closely |= question == _CLOSELY
+            if question.startswith("{"):
+                self._hear(mine, json.loads(question))
+        if asked > self._answered:
+            self._answered = asked
+            mine.set(f"answer {self._rank}", json.dumps([asked, asdict(self._whereabouts(closely=closely))]))
+
+    def _hear(self, store: dist.Store, sentence: dict) -> None:
+        if self._rank not in sentence["ends"] or self.longest is not None:
+            return
+        store.set(f"heard {self._rank}", "")
+        where = self._whereabouts()
+        end_process(
+            f"hf_zero: rank {self._rank} was late, and is ended: {where}.\n  rank {sentence['by']}: {sentence['said']}\n"
+            f"{main_stack()}Where it only takes its time, set a larger `comm.late_s` (0: never late)."
+        )
+
+    def notice(self, store: dist.Store) -> None:
+        """Says who is waited for, on the first of the ranks that wait, once a wait has taken long."""
+        wait = self.longest
+        if wait is None or wait.failure is not None:
+            return
+        told = self._noticed[1] if self._noticed[0] is wait else 0
+        if told == len(_NOTICES_S) or wait.seconds < _NOTICES_S[told]:
+            return
+        self._noticed = (wait, told + 1)
+        absences = self._survey(store)
+        if any(rank < self._rank and absence.is_waiting for rank, absence in absences.items()):
+            return
+        place = self.log.place
+        verdict = Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=absences, place=place)
+        print(f"hf_zero: waiting.\n{verdict.in_lines}", file=sys.stderr, flush=True)
+
+    def _survey(self, store: dist.Store, enough: int | None = None, question: str = "") -> dict[int, Absence]:
+        """What is known of the others.
+
+        Args:
+            enough: a rank whose end explains all: others need not be waited for.
+        """
+        mine = self._in(store)
+        number = mine.add("questions", 1)
+        mine.set(f"question {number}", question)
+        found: dict[int, Absence] = {}
+        deadline_s = time.monotonic() + _ANSWER_S
+        while True:
+            in_time = time.monotonic() < deadline_s and not self._thread.is_closing
+            for rank in self._others:
+                if rank not in found and (absence := self._look_at(store, rank, number, ask_again=in_time)):
+                    found[rank] = absence
+            has_reason = enough in found and found[enough].is_over
+            if len(found) == len(self._others) or has_reason:
+                return found
+            self.answer(store)
+            time.sleep(_GLANCE_S)
+
+    def _look_at(self, store: dist.Store, rank: int, number: int, *, ask_again: bool) -> Absence | None:
+        """None while it may yet answer."""
+        mine, processes = self._in(store), self._seen_by(store)
+        has_ended, has_left = processes.has_ended(rank), processes.has_left(rank)
+        has_words = mine.check([f"last words {rank}"])
+        words = json.loads(mine.get(f"last words {rank}")) if has_words else {}
+        culprits, where = tuple(words.get("culprits", ())), None
+        if mine.check([f"answer {rank}"]):
+            answered, where = json.loads(mine.get(f"answer {rank}"))
+            where = Whereabouts(**where) if answered >= number else None
+        if where is None and not (has_ended or has_left or rank in culprits) and ask_again:
+            return None
+        if where is None and words and time.time() - words["at"] < _WORDS_S:
+            # It has given up, and answers no more.
+            where = Whereabouts(**words["where"])
+        process = processes.known(rank)
+        return Absence(
+            rank=rank,
+            process=process,
+            has_ended=has_ended,
+            has_left=has_left,
+            is_stopped=process is not None and process.is_stopped(),
+            words=words.get("words"),
+            culprits=culprits,
+            where=where,
+        )
+
+    def _whereabouts(self, *, closely: bool = False) -> Whereabouts:
+        wait, (line, torch_call) = self.longest, script_line()
+        if wait is None and torch_call is None and self.given_up is not None:
+            # Its error may be on its way through the script, or be shown just now.
+            is_recent = time.monotonic() - self.given_up.since_s - self.given_up.seconds < _GIVEN_UP_S
+            wait = self.given_up if is_recent else None
+        if wait is not None and wait.failure is not None:
+            line = wait.line
+        timed = wait or self.script_wait
+        return Whereabouts(
+            waits_in=None if wait is None else str(wait.what),
+            kind=None if wait is None else self.kind_of(wait),
+            seconds=0.0 if timed is None else timed.seconds,
+            failure=None if wait is None else wait.failure,
+            # Of a collective of the engine, the function is torch's too.
+            torch_call=torch_call if wait is None else None,
+            line=line,
+            begun=dict(self.begun),
+            holds="" if wait is None else wait.holds,
+            place=self.log.place,
+            began="" if wait is None else self.log.site_of(wait.what),
+            starts=dict(self.starts) if closely else {},
+            stack=main_stack() if closely and wait is None else "",
+            recent=tuple(self.log.last_lines()) if closely else (),
+        )
+
+    def _in(self, store: dist.Store) -> dist.Store:
+        return dist.PrefixStore(f"hf_zero/lookout/{self._name}", store)
+
+    def _seen_by(self, store: dist.Store) -> RankProcesses:
+        if self._processes is None:
+            self._processes = RankProcesses(store)
+        return self._processes
+
+
+class LateWatch:
+    """Looks at one rank's waits, in a thread of its own: the store's may hang in a call to a host that is gone.
+
+    Args:
+        limit_s: `comm.late_s`.
+        has_queue: collectives run in the queue of an accelerator.
+    """
+
+    def __init__(self, lookout: "Lookout", limit_s: float, *, has_queue: bool = False):
+        self._limit_s = limit_s
+        self._ask_again_s = 0.0
+        self._broken: tuple[Wait, float] | None = None
+        self._call = ScriptCall()
+        self._queue = DeviceQueue(limit_s) if has_queue else None
+        self._is_over = threading.Event()
+        reference = weakref.ref(lookout)
+        self._thread = threading.Thread(target=self._run, args=(reference,), name="hf_zero late", daemon=True)
+        self._thread.start()
+
+    def close(self, within_s: float) -> None:
+        """Ends the thread at its next look, and waits for that: one that is in a call to torch ends Python with an abort."""
+        self._is_over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(within_s)
+
+    def _run(self, reference: "weakref.ref[Lookout]") -> None:
+        while not self._is_over.wait(_BEAT_S):
+            lookout = reference()
+            if lookout is None:
+                return
+            self._look(lookout)
+            # Not kept while the next look is waited for.
+            del lookout
+
+    def _look(self, lookout: "Lookout") -> None:
+        own = lookout.longest
+        lookout.script_wait = self._call.look() if own is None else None
+        queued = None if self._queue is None else self._queue.look(lookout.log)
+        wait = own or lookout.script_wait or queued
+        if wait is None or wait.failure is not None:
+            return
+        is_early = wait.seconds < self._limit_s
+        if is_early and (wait.kind is None or wait is queued or wait.seconds < _APART_S):
+            return
+        if wait.end is not None:
+            self._end_if_it_goes_on(wait)
+            return
+        if time.monotonic() < self._ask_again_s:
+            return
+        self._ask_again_s = time.monotonic() + _ASK_AGAIN_S
+        verdict = lookout.judge_late(wait)
+        is_over = is_to_end(verdict)
+        if wait is queued:
+            is_over = (is_over or verdict.in_vain) and others_are_behind(verdict, lookout.begun, wait.kind)
+        else:
+            is_in_save = lookout.kind_of(wait) == SAVE
+            is_over = is_over or (is_in_save and others_are_behind(verdict, lookout.begun, SAVE))
+            is_over = verdict.in_vain or (is_over and not is_early)
+        if not is_over:
+            return
+        # Before the late rank hears of it: its end is the end of its connections, and so of this wait.
+        wait.end = CommunicationError(str(verdict), verdict.culprits)
+        lookout.ended = str(verdict)
+        lookout.sentence(verdict)
+        self._broken = wait, time.monotonic()
+        if wait.is_of_script:
+            # Its error is torch's, of addresses.
+            print(verdict, file=sys.stderr, flush=True)
+        break_all_groups()
+
+    def _end_if_it_goes_on(self, wait: Wait) -> None:
+        if self._broken is not None and self._broken[0] is wait and time.monotonic() > self._broken[1] + _GRACE_S:
+            end_process(str(wait.end))
+
+
+def _beat(reference: "weakref.ref[Lookout]", store: dist.Store) -> bool:
+    lookout = reference()
+    if lookout is None:
+        return False
+    lookout.answer(store)
+    lookout.notice(store)
+    if not dist.is_initialized():
+        # By the script, or by accelerate's `end_training`.
+        lookout.say_that_it_leaves(store)
+    return True
+
+
+def _say_at_exit(reference: "weakref.ref[Lookout]") -> None:
+    lookout = reference()
+    if lookout is not None and getattr(sys, "last_value", None) is None:
+        lookout.end()
+
+
+def watch_over(groups: Groups) -> Watch:
+    """The watch of an engine's ranks. Collective."""
+    if groups.backend == "fake":
+        return Watch()
+    name = control_of(groups, Watch()).exchange(uuid.uuid4().hex, "exchange of a name")[0]
+    return Lookout(dist.get_rank(), dist.get_world_size(), name, groups.late_s, has_queue=groups.backend != "gloo")

@@ -1,1 +1,0 @@
-"""What `hf-zero doctor` looks at, one subject a file."""

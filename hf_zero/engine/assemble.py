@@ -1,0 +1,333 @@
+"""Builds the parts of an engine, once all ranks agree on what they train."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..buckets.bucket import Bucket, ParameterSlot, Row
+from ..buckets.memory import UnshardedMemory
+from ..buckets.precision import wanted_dtype
+from ..comm.all_or_none import all_or_none
+from ..comm.groups import Groups, with_time_limits
+from ..comm.transport import Transport
+from ..config import AUTO, ConfigError, OffloadConfig, ZeroConfig
+from ..device import with_index
+from ..kernels.base import give_up_triton
+from ..kernels.statistics import launch_fault
+from ..offload.activations import Activations
+from ..offload.shards import ParameterTier, Placement, choose_activations, choose_tiers
+from ..offload.tiers import Tier
+from ..optimizer.holder import StateHolder
+from ..optimizer.replicas import ReplicaCheck
+from .bucketing import BucketBuilder, Division, SplitKinds, check_parameters, owners
+from .buffers import ModelBuffers, ignored_parameters, start_buffers
+from .checks import refuse_beside_split, refuse_renormed_embeddings, refuse_shared_storage
+from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
+from .mesh import Mesh
+from .nonfinite import NonFiniteCheck
+from .norm import GradientNorm, choose_norm
+from .outer import OuterSteps, choose_outer
+from .parameter_gather import ParameterGather
+from .parameter_places import ExactWeights, ParameterPlaces
+from .schedule import Unsharding
+from .sharded_model import ShardedModel
+from .split_model import CopyChecks, SplitModel
+from .unit import Unit
+from .wire import Wire, choose_wire
+
+# What ranks agree on at the start: that all train the same model with the same settings, and whether by kernels.
+
+FILES_ATTRIBUTE = "_hf_zero_files"
+"""Of a model whose weights still lie in files: what these are, in words."""
+
+
+def describe(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+) -> dict[str, str]:
+    """Everything on which the ranks must agree: subject → value, in words."""
+    facts = {"config": json.dumps(config.to_dict(), sort_keys=True)}
+    facts["files of the weights"] = model.__dict__.get(FILES_ATTRIBUTE, "none")
+    named_parameters = list(model.named_parameters())
+    ignored = ignored_parameters(model)
+    # Left to each rank, they may differ in shape and dtype, too.
+    facts["parameters that DDP would ignore"] = repr([name for name, p in named_parameters if p in ignored])
+    for name, p in ((name, p) for name, p in named_parameters if p not in ignored):
+        held = "trained" if p.requires_grad else "frozen"
+        facts[f"parameter {name}"] = f"shape {tuple(p.shape)}, {wanted_dtype(p)}, {held}"
+    facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[
+        :16
+    ]
+    for index, optimizer in enumerate(optimizers):
+        sizes = [sum(p.numel() for p in group["params"] if p not in ignored) for group in optimizer.param_groups]
+        facts[f"optimizer {index}"] = f"{type(optimizer).__name__} over groups of {sizes} elements"
+    return facts
+
+
+def refuse_disagreement(facts: dict[str, str], transport: Transport) -> None:
+    """Collective. Raises `ValueError` on every rank, naming the first difference to rank 0."""
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    digests = transport.exchange(digest)
+    if len(set(digests)) == 1:
+        return
+    everyone = transport.exchange((dist.get_rank() if dist.is_initialized() else 0, facts))
+    first, reference = everyone[0]
+    for rank, theirs in everyone:
+        for subject in [*reference, *(s for s in theirs if s not in reference)]:
+            here, there = reference.get(subject, "absent"), theirs.get(subject, "absent")
+            if here != there:
+                raise ValueError(
+                    f"hf_zero: the ranks do not train the same thing. {subject}: {here} on rank {first}, {there} on rank {rank}. "
+                    "Build model, optimizer and config the same way on every rank (the same seed, config and data vocabulary)."
+                )
+    raise ValueError(
+        "hf_zero: the ranks list the same facts in different orders; build the model the same way on each."
+    )
+
+
+def with_kernels_that_run(config: ZeroConfig, groups: Groups, transport: Transport, device: torch.device) -> ZeroConfig:
+    """`kernels: never` where a rank cannot launch any. Collective.
+
+    Kernels round sums in another order than torch, so all ranks follow.
+
+    Raises:
+        ConfigError: with `kernels: always`.
+    """
+    faults = transport.exchange(launch_fault(device))
+    found = [(rank, fault) for rank, fault in enumerate(faults) if fault is not None]
+    if not found:
+        return config
+    rank, fault = found[0]
+    what = f"triton cannot launch a kernel on rank {rank} ({fault})"
+    remedy = (
+        "Triton compiles at the first launch, with a C compiler, Python's headers (python3-dev) and a cache to write to"
+    )
+    if config.kernels == "always":
+        raise ConfigError(f"hf_zero: `kernels: always`, but {what}. {remedy}; or use `kernels: auto`.")
+    give_up_triton(device)
+    if groups.is_first_of_run:
+        print(f"hf_zero: {what}; torch's operations do what kernels would. {remedy}.", file=sys.stderr, flush=True)
+    return replace(config, kernels="never") if config.kernels == AUTO else config
+
+
+# ---- Builds the parts of an engine from a model, its optimizers and the config ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an engine is made of.
+
+    Attributes:
+        config: with a value for each `auto` that is tried before training.
+        device: that the model is trained on, with its index.
+        all_buckets: of trained and of frozen parameters, in the order of their numbers.
+        buckets: those of trained parameters.
+        slot_of: every trained parameter's place in its bucket.
+        row_of: this rank's part of a trained parameter, for those that it has any of.
+        copies: None, unless the model is split over ranks.
+    """
+
+    config: ZeroConfig
+    device: torch.device
+    mesh: Mesh
+    tier: Tier
+    parameter_tier: ParameterTier
+    nonfinite: NonFiniteCheck
+    holder: StateHolder
+    wire: Wire
+    all_buckets: list[Bucket]
+    buckets: list[Bucket]
+    slot_of: dict[nn.Parameter, ParameterSlot]
+    row_of: dict[nn.Parameter, Row]
+    sharded: ShardedModel
+    outer: OuterSteps
+    model_buffers: ModelBuffers
+    parameter_gather: ParameterGather
+    exact: ExactWeights
+    parameter_places: ParameterPlaces
+    activations: Activations
+    norm: GradientNorm
+    replicas: ReplicaCheck
+    copies: CopyChecks | None
+
+
+def assemble(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+    device: torch.device | None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Parts:
+    """Moves a model into buckets and makes what trains it. Collective.
+
+    Args:
+        device, on_progress: see `ZeroEngine`.
+
+    Raises:
+        ValueError, ConfigError, MemoryError, OSError: it cannot be trained so; on every rank alike.
+    """
+    if config.is_open:
+        raise ConfigError(
+            "hf_zero config: `stage: auto` is chosen by accelerate's and Trainer's doors, before there is an engine. Give "
+            "ZeroEngine a stage (0, 1, 2, 3), such as `hf-zero plan` recommends."
+        )
+    if config.report:
+        raise ConfigError(
+            "hf_zero config: `report` is done by accelerate's and Trainer's doors. In a loop around ZeroEngine, leave it out and "
+            'write `with hf_zero.RunRecorder(engine, "runs/first"):` around the loop.'
+        )
+    check_parameters(model, config)
+    refuse_shared_storage(model)
+    refuse_renormed_embeddings(model, config)
+    split = SplitModel(model, optimizers)
+    try:
+        refuse_beside_split(split, config, optimizers)
+        return _assemble(model, optimizers, config, device, split, on_progress)
+    except Exception:
+        split.give_back()
+        raise
+
+
+def _assemble(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+    device: torch.device | None,
+    split: SplitModel,
+    on_progress: Callable[[int, int], None],
+) -> Parts:
+    owner = owners(model, optimizers)
+    home, facts = device, describe(model, optimizers, config)
+    device = with_index(home or next(model.parameters()).device)
+    config = replace(config, comm=with_time_limits(config.comm, device.type))
+    mesh = Mesh.create(split, config, device)
+    all_groups, transport, world = mesh.dp.all_groups, mesh.dp.all_transport, mesh.world
+    if not split.is_empty:
+        refuse_disagreement({"config": facts["config"]}, world)
+    refuse_disagreement(facts, transport)
+    config = with_kernels_that_run(config, all_groups, transport, device)
+    start_buffers(model, transport, device, placed=home is not None or config.stage == 3)
+    tier, parameter_tier = _choose_tiers(config.offload, device, world)
+    needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, mesh)
+    refuse_unless_it_fits(config, needed, world)
+    nonfinite = NonFiniteCheck(config, mesh.agreement)
+    holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
+    wire = choose_wire(config, mesh.dp.groups, device)
+    kinds = SplitKinds(parts=split.parts, experts=split.experts, expert_shards=mesh.expert_dp.groups.shard_size)
+    division = Division(model, owner, optimizers, config, all_groups, device=device, align=wire.align, split=kinds)
+    trained_numel = sum(parameter.numel() for parameter in owner)
+    builder = BucketBuilder(
+        config=config,
+        mesh=mesh,
+        wire=wire,
+        device=device,
+        placement=Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel),
+        parameter_tier=parameter_tier,
+        adopt=_adopting(model, holder, on_progress),
+    )
+    all_buckets, of_units = builder.build(model, division)
+    schedule = Unsharding(
+        Unit((), of_units.get((), ())),
+        [Unit(modules, buckets) for modules, buckets in of_units.items() if modules],
+        wire=wire,
+        prefetch=config.prefetch_units,
+        reshard_after_forward=reshards_after_forward(config, model, device, transport),
+    )
+    buckets = [bucket for bucket in all_buckets if bucket.trained]
+    row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}
+    unsharded = [bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)]
+    is_shared = config.broadcast_buffers and mesh.dp.groups.world_size > 1
+    copies = None if split.is_empty else CopyChecks(split, world, mesh.tp, all_buckets)
+    return Parts(
+        config=config,
+        device=device,
+        mesh=mesh,
+        tier=tier,
+        parameter_tier=parameter_tier,
+        nonfinite=nonfinite,
+        holder=holder,
+        wire=wire,
+        all_buckets=all_buckets,
+        buckets=buckets,
+        slot_of={slot.parameter: slot for bucket in buckets for slot in bucket.slots},
+        row_of=row_of,
+        sharded=ShardedModel(model, schedule, transport, holder, config, device=device),
+        outer=choose_outer(transport, all_groups.outer, config.comm, buckets, holder.at_hand),
+        model_buffers=ModelBuffers(model, mesh.dp.transport, device, wanted=is_shared),
+        parameter_gather=ParameterGather(model, unsharded, wire.gather),
+        exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),
+        parameter_places=ParameterPlaces(model, all_buckets),
+        activations=choose_activations(config.offload, device),
+        replicas=_replica_check(model, all_buckets, holder, mesh, config),
+        copies=copies,
+        norm=_choose_norm(mesh, config, device, buckets, copies),
+    )
+
+
+def _replica_check(
+    model: nn.Module, all_buckets: Sequence[Bucket], holder: StateHolder, mesh: Mesh, config: ZeroConfig
+) -> ReplicaCheck:
+    world = mesh.dp.all_groups.world
+    return ReplicaCheck(
+        config.check_replicas_every,
+        all_buckets,
+        _frozen_whole(model, all_buckets),
+        holder,
+        mesh.dp.transport,
+        world.ranks[world.place],
+        mesh.place_of,
+        has_copies=max(group.groups.replicate.size for group in (mesh.dp, mesh.expert_dp)) > 1,
+    )
+
+
+def _choose_norm(
+    mesh: Mesh, config: ZeroConfig, device: torch.device, buckets: Sequence[Bucket], copies: CopyChecks | None
+) -> GradientNorm:
+    # With experts apart all ranks agree, and of those that hold the same gradient one counts it.
+    is_among_all = bool(mesh.split.experts)
+
+    def counts(row: Row) -> bool:
+        is_first_of_copy = copies is None or copies.is_first_with(row.slot.name)
+        return is_first_of_copy and (row.slot.bucket.group.is_first or not is_among_all)
+
+    return choose_norm(config, buckets, mesh.agreement, device=device, counts=None if copies is None else counts)
+
+
+def _adopting(
+    model: nn.Module, holder: StateHolder, on_progress: Callable[[int, int], None]
+) -> Callable[[Bucket], None]:
+    """Gives each bucket to `holder`, and tells how much of the model is in buckets."""
+    # As they are before: at stage 3 they have no memory afterwards.
+    nbytes_of = {parameter: parameter.nbytes for parameter in model.parameters()}
+    total, done = sum(nbytes_of.values()), 0
+
+    def adopt(bucket: Bucket) -> None:
+        nonlocal done
+        holder.adopt(bucket)
+        done += sum(nbytes_of.get(slot.parameter, 0) for slot in bucket.slots)
+        on_progress(done, total)
+
+    return adopt
+
+
+def _frozen_whole(model: nn.Module, all_buckets: Sequence[Bucket]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are in no bucket: every rank has them whole, and alike."""
+    held = {slot.parameter for bucket in all_buckets for slot in bucket.slots} | ignored_parameters(model)
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter not in held]
+
+
+def _choose_tiers(config: OffloadConfig, device: torch.device, transport: Transport) -> tuple[Tier, ParameterTier]:
+    """Like `choose_tiers`, and raises the first failing rank's `ConfigError` on every rank. Collective."""
+    return all_or_none(
+        transport.exchange,
+        lambda: choose_tiers(config, device),
+        expected=(ConfigError,),
+        error=lambda _, reason: ConfigError(reason),
+    )

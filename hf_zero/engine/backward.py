@@ -1,0 +1,421 @@
+"""One backward pass: gradients fill buckets, full buckets are reduced, all are reduced at its end."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
+from typing import Any, cast
+
+import torch
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ..buckets.bucket import Bucket, ParameterSlot
+from ..buckets.sharded import ShardedGradient
+from ..comm.ledger import Label
+from ..comm.transport import Transport
+from ..disguise import look_only
+from ..hooks import WeakHook
+from .gradient_store import GradientStore
+
+# ---- A callback at the end of each backward pass, also of a plain `loss.backward()` ----
+
+_LEAVES = frozenset({type(None), bool, int, float, str})
+
+
+def differentiable_tensors(value: object) -> list[torch.Tensor]:
+    """The tensors that take gradients in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
+    return [tensor for tensor in _tensors(value) if tensor.requires_grad]
+
+
+def has_tensors(value: object) -> bool:
+    """Whether any tensor can be found in the same places."""
+    return next(_tensors(value), None) is not None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    # Plain nests are looked through here: torch's walk takes several times as long, and each layer is looked at.
+    kind = type(value)
+    if kind in _LEAVES:
+        return
+    if kind is tuple or kind is list or kind is dict:
+        for item in value.values() if kind is dict else value:
+            yield from _tensors(item)
+        return
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors(list(vars(leaf).values()))
+
+
+class BackwardEnd:
+    """Calls `on_end` once after each backward pass.
+
+    Attributes:
+        armed: True from the first gradient of a pass to its end.
+
+    A tensor hook on the root module's outputs queues an autograd callback on the outer graph task. Queued from a
+    parameter's hook it would run after each inner backward of reentrant checkpointing, too early; that is left for losses
+    that bypass the outputs, where an early end costs a further reduction and no gradient.
+    """
+
+    def __init__(self, on_end: Callable[[], None]):
+        self._on_end = on_end
+        self.armed = False
+
+    def watch(self, outputs: object) -> None:
+        """Hooks every tensor of a forward's outputs that takes gradients."""
+        for tensor in differentiable_tensors(outputs):
+            tensor.register_hook(self.arm)
+
+    def arm(self, _gradient: torch.Tensor | None = None) -> None:
+        """Queues the end of the running pass, once. Called inside a backward."""
+        if not self.armed:
+            self.armed = True
+            Variable._execution_engine.queue_callback(self._end)
+
+    def abandon(self) -> None:
+        """Forgets a pass that an exception ended before its callback ran."""
+        self.armed = False
+
+    def _end(self) -> None:
+        self.armed = False
+        self._on_end()
+
+
+# One backward pass: gradients go into buckets, full buckets are reduced meanwhile, and all are reduced at the end.
+
+_USED = Label(kind="agreement on used parameters", subject="this pass")
+
+
+class _Filling:
+    """How far a bucket has come in the running pass.
+
+    Attributes:
+        place: of the bucket among all.
+        awaited: how many of its slots have no gradient yet.
+        collects: small gradients may be put without further questions; the pass reduces, and has not started the bucket.
+    """
+
+    __slots__ = ("awaited", "bucket", "collects", "place")
+
+    def __init__(self, bucket: Bucket, place: int):
+        self.bucket = bucket
+        self.place = place
+        self.awaited = 0
+        self.collects = False
+
+
+class Gradients:
+    """Takes gradients from autograd's hooks and drives the store.
+
+    Buckets are started in their fixed order on every rank, each as soon as it and all before it are full, so that ranks
+    whose gradients come in different orders still meet in the same collectives. Whatever did not fill up is started at the
+    end of backward, with zeros where nothing came. The ranks then agree on which parameters were used at all: one that no
+    rank used keeps its gradient as it was, None included, as under DDP.
+
+    Args:
+        after_pass: called at the end of each backward, when all gradients are reduced.
+        find_unused_parameters: see `ZeroEngine`.
+
+    Attributes:
+        hooked: the slots of all trained parameters, each with how far its bucket is filled.
+        reducing: False while micro-batches only accumulate.
+        ended: backward passes that have come to their end.
+        may_pass_over: buckets may be started before all of their gradients have come; see `_start_passed_over`.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        store: GradientStore,
+        transport: Transport,
+        world_size: int,
+        after_pass: Callable[[], None],
+        *,
+        find_unused_parameters: bool,
+    ):
+        self._world_size = world_size
+        # One rank alone does as a plain loop, which leaves such a parameter without a gradient.
+        self._fills_undefined = world_size > 1 and not find_unused_parameters
+        self._buckets = list(buckets)
+        # Not the layout's index: that counts buckets of frozen parameters, too.
+        self._fillings = [_Filling(bucket, place) for place, bucket in enumerate(self._buckets)]
+        self._filling_of = {filling.bucket: filling for filling in self._fillings}
+        self._store = store
+        self._transport = transport
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        self.hooked = [(slot, self._filling_of[slot.bucket]) for slot in self._slots]
+        self._next = 0
+        self._held: set[ParameterSlot] = set()
+        self._late: set[Bucket] = set()
+        self._touched = False
+        # Buckets of this pass that were started before all of their gradients had come; see `_start_passed_over`.
+        self._passed_over: set[Bucket] = set()
+        self.may_pass_over = True
+        store.start_passed_over = WeakHook(self, Gradients._start_passed_over)
+        self.reducing = True
+        self.ended = 0
+        self._after_pass = after_pass
+        self.end = BackwardEnd(self._end_pass)
+        self._begin_pass()
+
+    def install(self) -> list[RemovableHandle]:
+        """Puts a hook on every parameter; the handles take them off again."""
+        return [
+            slot.parameter.register_post_accumulate_grad_hook(_hook_of(self, index))
+            for index, slot in enumerate(self._slots)
+        ]
+
+    def refuse_unreduced(self) -> None:
+        """Raises `RuntimeError` for a gradient that was accumulated without communication and not reduced since."""
+        unreduced = [slot.name for slot in self._held if _is_unreduced(slot.parameter.grad)]
+        if unreduced:
+            raise RuntimeError(
+                f"hf_zero: {len(unreduced)} gradients (first: {unreduced[0]!r}) were accumulated under no_sync and never "
+                "reduced. Run the last backward before optimizer.step() outside no_sync (accelerator.accumulate does)."
+            )
+
+    def recover(self) -> None:
+        """Puts away what a backward left behind that an exception ended. Called outside any backward.
+
+        Raises:
+            RuntimeError: reductions were already under way, so the ranks may no longer agree.
+        """
+        if not self.end.armed and not self._touched:
+            return
+        self.end.abandon()
+        if self._next > 0 and self._world_size > 1:
+            raise RuntimeError(
+                "hf_zero: the last backward ended with an error after some of its gradients had been sent to the other "
+                "ranks, so the ranks no longer agree. End the run and resume it from a checkpoint."
+            )
+        self._store.finish_all()
+        self._store.discard_open()
+        self.drop()
+        self._begin_pass()
+
+    def take_part_in_the_rest(self) -> None:
+        """Called on a rank whose forward or backward has failed: the others go on with the pass and wait for its gradients.
+
+        They get zeros in place of those that have not come. Collective with their backward.
+        """
+        self.end.abandon()
+        if self.reducing and self._world_size > 1:
+            self._finish_pass()
+
+    def drop(self) -> None:
+        """Forgets all gradients, reduced or not."""
+        for slot in self._slots:
+            slot.sharded_gradient.pending = None
+        for bucket in self._buckets:
+            bucket.drop_gradients()
+        self._held.clear()
+
+    def _begin_pass(self) -> None:
+        for filling in self._fillings:
+            filling.awaited, filling.collects = len(filling.bucket.slots), False
+        self._next = 0
+        self._late.clear()
+        self._passed_over.clear()
+        self._touched = False
+        for slot in self._slots:
+            slot.used = slot.used_elsewhere = slot.continues = False
+
+    def take(self, slot: ParameterSlot) -> None:
+        """Called when autograd has accumulated a gradient in `slot.parameter.grad`, for each parameter in each backward."""
+        gradient, bucket = slot.parameter.grad, slot.bucket
+        if not self.end.armed:
+            self.end.arm()
+        if gradient is None or (isinstance(gradient, ShardedGradient) and gradient.pending is None):
+            self._take_undefined(slot)
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"hf_zero: the gradient of {slot.name!r} was computed by backward(create_graph=True), and cannot be "
+                "differentiated again: it is reduced over the ranks in a flat buffer, which has no graph. Take gradients to be "
+                "differentiated by torch.autograd.grad(loss, ..., create_graph=True), put what is made of them in the loss, and "
+                "call loss.backward() without create_graph."
+            )
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"hf_zero: {slot.name!r} has a sparse gradient, which has no place in a flat bucket. Build its embedding "
+                "with sparse=False."
+            )
+        if not bucket.memory.is_readable:
+            raise RuntimeError(
+                f"hf_zero: the gradient of {slot.name!r} was computed while its layer's parameters were sharded, so it is wrong. "
+                "The layer returned tensors that hf_zero cannot see: return them in a tuple, list, dict, ModelOutput or "
+                "dataclass, not in an object of another kind or through an attribute."
+            )
+        if not self.reducing:
+            self._store.hold(slot, gradient)
+            self._held.add(slot)
+            return
+        self._touch()
+        slot.used = True
+        if isinstance(gradient, ShardedGradient):
+            gradient = cast(torch.Tensor, gradient.take_pending())
+        filling = self._filling_of[bucket]
+        if filling.place < self._next:
+            self._late.add(bucket)
+            self.may_pass_over &= bucket not in self._passed_over
+            self._store.put_late(slot, gradient)
+            return
+        if not slot.arrived:
+            filling.awaited -= 1
+        self._store.put(slot, gradient)
+        if not filling.awaited:
+            self._start_full(up_to=len(self._buckets))
+
+    def _take_undefined(self, slot: ParameterSlot) -> None:
+        """Called where autograd has run past a parameter without a gradient for it, and has accumulated nothing.
+
+        As under DDP: the parameter counts as used, with zeros. Where unused parameters are found, it is unused in this pass.
+        """
+        gradient = slot.parameter.grad
+        # The gradient of a spent one was dropped; see `ShardedGradient`.
+        if not self.reducing or (isinstance(gradient, ShardedGradient) and gradient.is_spent):
+            return
+        # The other ranks may have a gradient for the parameter, and reduce.
+        self._touch()
+        if not self._fills_undefined:
+            return
+        slot.used = True
+        filling = self._filling_of[slot.bucket]
+        if slot.arrived or filling.place < self._next:
+            return
+        filling.awaited -= 1
+        zero = torch.zeros((), dtype=slot.parameter.dtype, device=slot.bucket.device)
+        self._store.put(slot, zero.expand(slot.parameter.shape))
+        if not filling.awaited:
+            self._start_full(up_to=len(self._buckets))
+
+    def _touch(self) -> None:
+        """Notes that gradients of this pass are reduced."""
+        if not self._touched:
+            self._touched = True
+            for filling in self._fillings:
+                filling.collects = True
+
+    def take_small(self, slot: ParameterSlot, filling: _Filling) -> None:
+        """`take` of a small slot, most of a model's, where little is to be asked: its first gradient in a pass that reduces."""
+        gradient = slot.parameter.grad
+        if not filling.collects or slot.arrived or type(gradient) is not torch.Tensor or gradient.is_sparse:
+            self.take(slot)
+            return
+        if not slot.bucket.memory.is_readable:
+            self.take(slot)
+            return
+        slot.used = True
+        self._store.put_small(slot, gradient)
+        filling.awaited -= 1
+        if not filling.awaited:
+            self._start_full(up_to=len(self._buckets))
+
+    def _start_passed_over(self, bucket: Bucket) -> bool:
+        """Starts the next bucket, not full, if gradients have gone past it to `bucket`; returns whether it did.
+
+        A parameter that is not used (a pooler) would else hold up all buckets, and their buffers, to the end of backward. Those
+        of one kind fill one after the other, so that one which is not full when another behind it has begun will not be. What
+        comes after all is late, and reduced once more; a model in which that happens is one whose gradients come in another
+        order than its buckets, and there nothing is passed over again.
+        """
+        place = self._filling_of[bucket].place
+        if not self.may_pass_over or self._next >= place:
+            return False
+        passed_over = self._buckets[self._next]
+        begun = [each for each in self._fillings if each.awaited < len(each.bucket.slots)]
+        behind = [each for each in begun if self._next < each.place <= place]
+        if not behind or begun[-1].place > place or all(each.bucket.key != passed_over.key for each in behind):
+            return False
+        self._next += 1
+        self._passed_over.add(passed_over)
+        self._start(passed_over)
+        self._start_full(up_to=place)
+        return True
+
+    def _start_full(self, *, up_to: int) -> None:
+        while self._next < up_to and self._fillings[self._next].awaited == 0:
+            self._start(self._buckets[self._next])
+            self._next += 1
+
+    def _start(self, bucket: Bucket) -> None:
+        self._filling_of[bucket].collects = False
+        self._store.start(bucket)
+
+    def _end_pass(self) -> None:
+        if self._touched:
+            self._finish_pass()
+        # Now: one that fails in its last collectives has not ended.
+        self.ended += 1
+        self._after_pass()
+
+    def _finish_pass(self) -> None:
+        while self._next < len(self._buckets):
+            self._start(self._buckets[self._next])
+            self._next += 1
+        # What the other ranks used is on its way here while this rank waits for reductions.
+        agreement = self._start_agreement()
+        self._store.finish_all()
+        late = self._agree(agreement)
+        for bucket in late:
+            self._store.start_again(bucket)
+        if late:
+            self._store.finish_all()
+        self._store.end_pass()
+        with look_only():
+            for slot in self._slots:
+                # Most were finished as they were put.
+                if slot.used and (slot.used_elsewhere or slot.parameter.grad is not slot.sharded_gradient):
+                    self._store.finish_slot(slot)
+        for row in (slot.row for slot in self._slots if not slot.used):
+            if row is not None and not row.slot.continues:
+                row.tensor.grad = None
+        self._held.clear()
+        self._begin_pass()
+
+    def _start_agreement(self) -> Callable[[], torch.Tensor]:
+        """Tells the other ranks which parameters this one used, and which buckets it has to reduce once more."""
+        local = bytearray([slot.used for slot in self._slots] + [bucket in self._late for bucket in self._buckets])
+        return self._transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
+
+    def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
+        """Makes `used` the same on all ranks; returns the buckets that some rank has to reduce once more."""
+        agreed = agreement().tolist()
+        for slot, is_used in zip(self._slots, agreed):
+            if is_used and not slot.used:
+                slot.used = slot.used_elsewhere = True
+        return [bucket for bucket, is_late in zip(self._buckets, agreed[len(self._slots) :]) if is_late]
+
+
+def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]:
+    """A hook on the parameter of a slot, by the slot's number.
+
+    It holds nothing that leads back to the parameter or to the engine: Python does not find such a circle, which goes through
+    torch's own list of hooks, and the model would never be freed.
+    """
+    known = weakref.ref(gradients)
+
+    def on_gradient(_parameter: torch.Tensor) -> None:
+        gradients = known()
+        if gradients is not None:
+            gradients.take(gradients.hooked[index][0])
+
+    def on_small_gradient(_parameter: torch.Tensor) -> None:
+        gradients = known()
+        if gradients is not None:
+            slot, filling = gradients.hooked[index]
+            gradients.take_small(slot, filling)
+
+    return on_small_gradient if gradients.hooked[index][0].is_small else on_gradient
+
+
+def _is_unreduced(gradient: torch.Tensor | None) -> bool:
+    if isinstance(gradient, ShardedGradient):
+        return gradient.pending is not None
+    return gradient is not None

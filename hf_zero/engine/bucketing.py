@@ -1,0 +1,510 @@
+"""Deals parameters into units and buckets, and builds the buckets."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import Bucket, BucketKey
+from ..buckets.memory import ParameterMemory, UnshardedMemory, sharded_memory
+from ..buckets.precision import (
+    GatheredDtypes,
+    Precision,
+    choose_sizes,
+    least_unit_bytes,
+    resolve_precision,
+    take_from_file,
+    take_rank_0s,
+    untrained_precision,
+    wanted_dtype,
+)
+from ..comm.groups import Groups
+from ..config import AUTO, ConfigError, ZeroConfig
+from ..kernels.base import FLOAT_DTYPES
+from ..kernels.quantise import BlockFormat
+from ..layout.slots import IN_BLOCKS, Alignment, BucketLayout, ParameterSpec, plan_buckets
+from ..offload.shards import ParameterTier, Placement
+from ..optimizer.sharded_optimizer import keeps_intact, refuse_wrapper
+from .buffers import ignored_by_ddp, ignored_parameters
+from .checks import refuse_other_engines, refuse_second_engine
+from .mesh import Mesh
+from .wire import Wire
+
+# ---- Chooses the modules that are units: unsharded before their forward, resharded after it ----
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""A container may be iterated and never called, so that its hooks would never run: what lies in it is looked at instead."""
+
+_SMALLEST_SHARE = 64
+"""By size, a unit has at least this part of the model: below it, gathers cost more than memory is won."""
+
+
+def find_unit_modules(model: nn.Module, names: Sequence[str] | str) -> list[tuple[str, nn.Module]]:
+    """(name, module) of each unit in registration order, none inside another; may be empty.
+
+    Args:
+        names: class names, as in transformers' `_no_split_modules`; `auto` finds them: what the model names there, else
+            the repeated blocks of its ModuleLists and Sequentials, else its children of some size.
+
+    Raises:
+        ConfigError: no module has a class that was named.
+    """
+    if names != AUTO:
+        found = _of_classes(model, set(names))
+        if not found:
+            known = sorted({type(module).__name__ for module in model.modules()})
+            raise ConfigError(
+                f"hf_zero config: `unit_modules` is {list(names)!r}, and {type(model).__name__} has no module of such a class. "
+                f"It has: {', '.join(known)}."
+            )
+        return found
+    return (
+        _of_classes(model, _no_split_classes(model)) or _of_classes(model, _repeated_classes(model)) or _by_size(model)
+    )
+
+
+def _no_split_classes(model: nn.Module) -> set[str]:
+    # Wrappers such as PEFT's do not repeat what the model inside them says.
+    return {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
+
+
+def _repeated_classes(model: nn.Module) -> set[str]:
+    repeated: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            blocks = [
+                child for child in module if not isinstance(child, _CONTAINERS) and any(True for _ in child.children())
+            ]
+            counts = Counter(type(child).__name__ for child in blocks)
+            repeated.update(name for name, count in counts.items() if count > 1)
+    return repeated
+
+
+def _of_classes(model: nn.Module, classes: set[str]) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if name and not inside and type(module).__name__ in classes and _numel(module) > 0:
+            found.append((name, module))
+    return found
+
+
+def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    least = _numel(model) / _SMALLEST_SHARE
+    # A container without a forward is never called, so its hooks would never run: its children are looked at instead.
+    children = [(name, child) for name, child in model.named_children() if _numel(child) >= least]
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in children:
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            found.extend((f"{name}.{inner}", module) for inner, module in _by_size(child))
+        else:
+            found.append((name, child))
+    return found
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def group_layers(
+    units: Sequence[tuple[str, nn.Module]], parameters_of: Mapping[str, Sequence[nn.Parameter]], least_bytes: int
+) -> list[list[str]]:
+    """Names of the modules of each unit: layers of a class that follow one another in a list, until they have `least_bytes`.
+
+    Args:
+        units: (name, module) of the layers, in registration order.
+        parameters_of: layer's name → what it would gather by itself.
+    """
+    groups: list[list[str]] = []
+    place, gathered_bytes = None, 0
+    for name, module in units:
+        nbytes = sum(parameter.nbytes for parameter in parameters_of[name])
+        its_place = (name.rpartition(".")[0], type(module))
+        if groups and its_place == place and gathered_bytes < least_bytes:
+            groups[-1].append(name)
+            gathered_bytes += nbytes
+        else:
+            groups.append([name])
+            place, gathered_bytes = its_place, nbytes
+    return groups
+
+
+def own_parameters(
+    model: nn.Module, units: Sequence[tuple[str, nn.Module]]
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Unit name → its (name, parameter) pairs, the root's under ""; a weight tied into another unit is the root's."""
+    owners: dict[nn.Parameter, set[str]] = {}
+    for name, module in model.named_modules():
+        unit = next((outer for outer, _ in units if name == outer or name.startswith(f"{outer}.")), "")
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(unit)
+    own: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in ("", *(name for name, _ in units))}
+    for name, parameter in model.named_parameters():
+        units_of = owners[parameter]
+        own[next(iter(units_of)) if len(units_of) == 1 else ""].append((name, parameter))
+    return own
+
+
+# ---- Which parameters of a model share a bucket: by unit, dtype and optimizer group ----
+
+_QUANTISED = (torch.int8, torch.uint8)
+"""What quantised weights are packed into."""
+
+
+def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
+    """Raises `ValueError` for a model that cannot be trained, or at stage 3 not sharded."""
+    refuse_other_engines(model)
+    refuse_second_engine(model)
+    of_jit = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    scripted = [name for name, module in of_jit if any(True for _ in module.parameters())]
+    if scripted:
+        raise ValueError(
+            f"hf_zero: {scripted[0]!r} is a module of torch.jit, whose parameters and calls Python does not see. Give the plain "
+            "module, and compile inside the layers if need be (layer.forward = torch.compile(layer.forward))."
+        )
+    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"hf_zero: {len(on_meta)} parameters are on the meta device and have no values (first: {on_meta[0]!r}). Load "
+            "the model with from_pretrained, or build it outside `torch.device('meta')`, before accelerator.prepare."
+        )
+    ignored = ignored_parameters(model)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in ignored]
+    if not trained and config.stage < 3:
+        raise ValueError(
+            "hf_zero: no parameter of the model requires a gradient, so there is nothing to train or shard."
+        )
+    strange = [(name, p.dtype) for name, p in trained if not p.dtype.is_floating_point]
+    if strange:
+        name, dtype = strange[0]
+        raise ValueError(
+            f"hf_zero: {name!r} is trained in {dtype}, and buckets hold real numbers. Keep it as "
+            "nn.Parameter(torch.view_as_real(weight)), and compute with torch.view_as_complex(self.weight) in forward."
+        )
+    if config.comm.quantises:
+        other = [
+            (name, p) for name, p in model.named_parameters() if p.is_floating_point() and p.dtype not in FLOAT_DTYPES
+        ]
+        if other:
+            raise ConfigError(
+                f"hf_zero config: `comm.weights` and `comm.gradients` quantise float32 and 16-bit parameters, and "
+                f"{other[0][0]!r} is {other[0][1].dtype}. Leave them at none, or train in float32 or bfloat16."
+            )
+    packed = [(name, p) for name, p in model.named_parameters() if not (p.dtype.is_floating_point or p in ignored)]
+    if config.stage == 3 and packed:
+        name, p = packed[0]
+        if type(p) is nn.Parameter and p.dtype not in _QUANTISED:
+            raise ValueError(
+                f"hf_zero: {name!r} is {p.dtype}, and stage 3 shards all parameters, of which only floating-point ones can be. "
+                "Make it a buffer (register_buffer), which stays whole on each rank, or train at stage 2 or below."
+            )
+        raise ValueError(
+            f"hf_zero: {name!r} is quantised ({type(p).__name__}, {p.dtype}): its scales lie beside it and belong to whole "
+            "blocks, so it cannot be sharded by element (stage 3). Train a QLoRA model with stage 2 or below, where the "
+            "quantised base stays whole on each rank, or load the base without quantisation."
+        )
+
+
+def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, tuple[int, int]]:
+    """(optimizer index, group index) of each trained parameter; (-1, -1) for one that no optimizer has.
+
+    Without those that are left to each rank (`ignored_parameters`).
+
+    Raises:
+        ValueError: an optimizer has parameters that are not the model's, or wraps another; or two have the same.
+    """
+    of_model, ignored = set(model.parameters()), ignored_parameters(model)
+    owner = {p: (-1, -1) for p in model.parameters() if p.requires_grad and p not in ignored}
+    for index, optimizer in enumerate(optimizers):
+        refuse_wrapper(optimizer)
+        for group_index, group in enumerate(optimizer.param_groups):
+            foreign = [p for p in group["params"] if p not in of_model]
+            if foreign:
+                raise ValueError(
+                    f"hf_zero: group {group_index} of {type(optimizer).__name__} holds {len(foreign)} parameters that are "
+                    f"not in the model (first: shape {tuple(foreign[0].shape)}). Build the optimizer from this model's "
+                    "parameters, after any step that replaces them (resize_token_embeddings, get_peft_model, .to(dtype)). An "
+                    "optimizer steps one model: where these are another's, give each model an optimizer of its own, or prepare "
+                    "one module that has both."
+                )
+            for p in group["params"]:
+                if p in owner and owner[p] != (-1, -1):
+                    name = next(name for name, parameter in model.named_parameters() if parameter is p)
+                    first = optimizers[owner[p][0]]
+                    raise ValueError(
+                        f"hf_zero: {name!r} is held by two optimizers, {type(first).__name__} and {type(optimizer).__name__}. "
+                        "Give each parameter to one; a tied weight is one parameter, under its first name."
+                    )
+                if p in owner:
+                    owner[p] = (index, group_index)
+    return owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Parameters that share no bucket with those of other parts.
+
+    Attributes:
+        modules: names of the layers of a unit at stage 3; the root has none.
+        parameters: (name, parameter) in registration order.
+        sharded: they are a unit of stage 3, of which a rank keeps its shard only.
+    """
+
+    modules: tuple[str, ...]
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    sharded: bool
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a unit of stage 3 that comes and goes as a whole."""
+        return bool(self.modules)
+
+
+def parts_of(
+    model: nn.Module,
+    config: ZeroConfig,
+    groups: Groups,
+    device: torch.device,
+    unshared: Collection[nn.Parameter] = (),
+) -> list[Part]:
+    """What goes into buckets, in the order in which gradients arrive: all but `ignored_parameters`.
+
+    Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
+    for each unit, frozen parameters too, the last layers first and the root last; then what `persist_below_numel` keeps whole.
+    On an accelerator what the root has behind its layers (a head) comes first, so that its gradient, which may be the largest
+    of all, does not wait for the embeddings'.
+
+    Args:
+        unshared: what no other rank has, and is not sharded: it is in a part behind that of its unit.
+    """
+    ignored = ignored_parameters(model)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in ignored]
+    if config.stage < 3 or (groups.shard_size == 1 and not config.offload.moves_params):
+        return [Part(modules=(), parameters=trained, sharded=False)]
+    units = find_unit_modules(model, config.unit_modules)
+    own = {
+        unit: [(name, p) for name, p in held if p not in ignored] for unit, held in own_parameters(model, units).items()
+    }
+    least = config.persist_below_numel
+    values = {name: [p for _, p in held] for name, held in own.items()}
+    layers = reversed(group_layers(units, values, least_unit_bytes(config, device)))
+    behind = [] if device.type == "cpu" else _behind_layers(model, own)
+    taken = {name for name, _ in behind}
+    before = [(name, parameter) for name, parameter in own[""] if name not in taken]
+    of_layers = [(names, [held for name in names for held in own[name]]) for names in layers]
+    parts = []
+    for names, held in [([], behind), *of_layers, ([], before)]:
+        shared = [(n, p) for n, p in held if p.numel() >= least and p not in unshared]
+        alone = [(n, p) for n, p in held if p in unshared and p.requires_grad]
+        parts.append(Part(modules=tuple(names), parameters=shared, sharded=True))
+        parts.append(Part(modules=(), parameters=alone, sharded=False))
+    kept = [(name, p) for name, p in trained if p.numel() < least and p not in unshared]
+    parts.append(Part(modules=(), parameters=kept, sharded=False))
+    return [part for part in parts if part.parameters]
+
+
+def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter]]]) -> list[tuple[str, nn.Parameter]]:
+    """What of the root's is registered behind all layers."""
+    place = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    last = max((place[name] for unit, held in own.items() if unit for name, _ in held), default=len(place))
+    return [(name, parameter) for name, parameter in own[""] if place[name] > last]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitKinds:
+    """Parameters of a model that is split over ranks; none of one that is not.
+
+    Attributes:
+        parts: of which a rank has a part.
+        experts: those that only `expert_shards` ranks share, and not all that take a step together.
+    """
+
+    parts: Collection[nn.Parameter] = ()
+    experts: Collection[nn.Parameter] = ()
+    expert_shards: int = 1
+
+
+class Division:
+    """How a model is divided into buckets: none mixes dtypes, optimizers, groups, or frozen and trained parameters.
+
+    It reads shapes and dtypes only, so that a model on the meta device is divided as one with values is.
+
+    Args:
+        owner: (optimizer, group) of each trained parameter.
+        device: that the model is trained on.
+        align: on which elements shards may begin.
+
+    Attributes:
+        parts: in the order in which gradients arrive.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: dict[nn.Parameter, tuple[int, int]],
+        optimizers: Sequence[torch.optim.Optimizer],
+        config: ZeroConfig,
+        groups: Groups,
+        *,
+        device: torch.device,
+        align: Alignment,
+        split: SplitKinds,
+    ):
+        self._split = split
+        self._quantises = config.comm.quantises
+        is_alone = split.expert_shards == 1 and not config.offload.moves_params
+        self.parts = parts_of(model, config, groups, device, split.experts if is_alone else ())
+        self._owner = owner
+        # Of each optimizer, whether its parameters must not be cut.
+        self._intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
+        self._sizes = choose_sizes(model, config, groups, device)
+        self._gathered = GatheredDtypes(model, config)
+        self._shards = groups.shard_size
+        self._align = align.and_also(IN_BLOCKS) if config.quantises_moments else align
+
+    def layouts_of(self, part: Part, first_index: int) -> tuple[BucketLayout, ...]:
+        """The layouts of a part's buckets, numbered from `first_index`."""
+        return plan_buckets(
+            [self._spec(name, parameter, sharded=part.sharded) for name, parameter in part.parameters],
+            bucket_numel=self._sizes.layer_numel if part.is_layer else self._sizes.numel,
+            shards=self._shards,
+            first_index=first_index,
+            align=self._align,
+        )
+
+    def _spec(self, name: str, parameter: nn.Parameter, *, sharded: bool) -> ParameterSpec:
+        """Parameters of one key may share a bucket."""
+        optimizer, group = self._owner.get(parameter, (-1, -1))
+        gathered = self._gathered.of(parameter, sharded=sharded)
+        is_expert = parameter in self._split.experts
+        is_split = self._quantises and parameter in self._split.parts
+        stays = parameter.requires_grad and self._gathered.stays(parameter)
+        key = BucketKey(
+            parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group, is_expert, is_split, stays
+        )
+        intact = optimizer >= 0 and self._intact[optimizer]
+        shards = self._split.expert_shards if is_expert else None
+        return ParameterSpec(name=name, numel=parameter.numel(), key=key, intact=intact, shards=shards)
+
+
+def precision_of(
+    config: ZeroConfig, key: BucketKey, *, weights: BlockFormat | None, adds_in_master: bool, apart: bool
+) -> Precision:
+    """The dtypes of a bucket.
+
+    Args:
+        weights: the blocks in which parameters come to every rank; None where they come as they are.
+        adds_in_master: gradients are summed over the ranks in the master dtype.
+        apart: masters live elsewhere than parameters.
+    """
+    if not key.trained:
+        return untrained_precision(key.dtype, key.gathered_dtype)
+    if key.stays:
+        # What is float32 needs no rounding by chance.
+        rounding = "nearest" if key.dtype == torch.float32 else config.rounding
+        config = replace(config, param_dtype=AUTO, rounding=rounding)
+    return resolve_precision(
+        config, key.dtype, gathered=key.gathered_dtype, apart=apart, weights=weights, adds_in_master=adds_in_master
+    )
+
+
+# ---- Moves a model's parameters into flat buckets ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketBuilder:
+    """Builds the buckets of a model, part by part.
+
+    Attributes:
+        mesh: the ranks that share parameters.
+        wire: how parameters and gradients travel.
+        device: that the model is trained on.
+        placement: of state in tiers.
+        parameter_tier: where shards of parameters live.
+        adopt: called with each bucket when it is built.
+    """
+
+    config: ZeroConfig
+    mesh: Mesh
+    wire: Wire
+    device: torch.device
+    placement: Placement
+    parameter_tier: ParameterTier
+    adopt: Callable[[Bucket], None]
+
+    def build(self, model: nn.Module, division: Division) -> tuple[list[Bucket], dict[tuple[str, ...], list[Bucket]]]:
+        """All buckets, as they are numbered and reduced, and those of each unit by its modules. Collective.
+
+        Parameters that are in none are on the device afterwards too, with rank 0's values unless a script has told DDP to
+        ignore them.
+        """
+        built: list[Bucket] = []
+        of_units: dict[tuple[str, ...], list[Bucket]] = {}
+        for part in division.parts:
+            buckets = self._build_part(part, division.layouts_of(part, first_index=len(built)))
+            built += buckets
+            if part.sharded:
+                of_units.setdefault(part.modules, []).extend(buckets)
+        taken = {slot.parameter for bucket in built for slot in bucket.slots}
+        ignored, names = ignored_parameters(model), ignored_by_ddp(model)
+        for name, parameter in model.named_parameters():
+            if parameter in ignored and name in names:
+                parameter.data = parameter.detach().to(self.device)
+            elif parameter not in taken:
+                self._start_alike(parameter)
+            if parameter not in taken:
+                take_from_file(parameter, self.device)
+        return built, of_units
+
+    def _build_part(self, part: Part, layouts: Sequence[BucketLayout]) -> list[Bucket]:
+        parameter_of = dict(part.parameters)
+        are_parameters = self._rows_are_parameters(parameter_of.values())
+        buckets = []
+        for layout in layouts:
+            parameters = [parameter_of[slot.name] for slot in layout.slots]
+            for parameter in parameters:
+                self._start_alike(parameter)
+            key = cast(BucketKey, layout.key)
+            group = self.mesh.expert_dp if key.is_expert else self.mesh.dp
+            format = self.wire.weight_format(group)
+            numel = sum(p.numel() for p in parameters)
+            tier = self.placement.next_tier(numel) if key.trained else self.placement.device_tier
+            precision = precision_of(
+                self.config,
+                key,
+                weights=None if part.sharded else format,
+                adds_in_master=self.wire.adds_in_wider(group),
+                apart=self.parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart,
+            )
+            place = (layout, precision.param, self.device, layout.shard(group.groups.shard_rank))
+            memory: ParameterMemory = (
+                sharded_memory(*place, precision.kept, tier=self.parameter_tier, rounded=format is not None)
+                if part.sharded
+                else UnshardedMemory(*place)
+            )
+            bucket = Bucket(
+                layout,
+                parameters,
+                precision,
+                memory,
+                group=group,
+                rows_are_parameters=are_parameters,
+                tier=tier,
+            )
+            self.adopt(bucket)
+            buckets.append(bucket)
+        return buckets
+
+    def _start_alike(self, parameter: nn.Parameter) -> None:
+        take_rank_0s(parameter, device=self.device, transport=self.mesh.group_of(parameter).all_transport)
+
+    def _rows_are_parameters(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether the optimizer steps on the parameters themselves: one rank, which has no master of any and moves none."""
+        if self.mesh.dp.groups.shard_size > 1 or self.config.offload.moves_params or self.placement.tier.is_apart:
+            return False
+        dtypes = {wanted_dtype(parameter) for parameter in parameters}
+        return not any(resolve_precision(self.config, dtype).has_master for dtype in dtypes)

@@ -1,0 +1,388 @@
+"""Reads and edits of whole parameters at stage 3, in and out of training."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import cast
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import Bucket, ParameterSlot
+from ..buckets.sharded import show_values
+from ..comm.ledger import Label
+from ..comm.transport import LocalTransport, Transport
+from ..device import free_bytes
+from ..optimizer.holder import StateHolder
+from .report_tables import mib
+from .schedule import Unsharding
+from .unit import Unit
+
+# ---- Backward nodes that have saved whole parameters: the parameters are gathered again when such a node runs ----
+
+_TRANSFORMED = (
+    "hf_zero: torch.func of a model at stage 3 cannot be trained through. For values, call it inside `with torch.no_grad(), "
+    "hf_zero.gathered(model):`; to train, use torch.autograd.grad(..., create_graph=True) or `stage: 2`."
+)
+
+
+def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
+    """Whether torch.func runs a forward over a unit that stays whole, which needs nothing done.
+
+    Args:
+        is_watched: inside `gathered_again`.
+        refuses: False behind a forward, which has been refused or has not.
+
+    Raises:
+        RuntimeError: it runs one that the unit would have to be gathered for, or gathered again in the backward.
+    """
+    stack = torch._C._functorch.get_interpreter_stack()
+    if not stack:
+        return False
+    is_whole = unit.holds > 0 or not unit.slots
+    if is_whole and not (is_watched and torch.is_grad_enabled()):
+        return True
+    if not torch.is_grad_enabled() and all(each.key() == torch._C._functorch.TransformType.Vmap for each in stack):
+        # What is gathered has no dimension of vmap's.
+        return False
+    if refuses:
+        raise RuntimeError(_TRANSFORMED)
+    return True
+
+
+@contextmanager
+def gathered_again(units: Sequence[Unit], gather: Callable[[Unit], None]) -> Iterator[None]:
+    """For code that computes with whole parameters outside of any forward, and whose backward comes when they are sharded.
+
+    Such as a penalty on parameters. Autograd keeps the parameter, or a view of it, and would read what stands in its place by
+    then. Layers announce their backward by themselves.
+
+    Args:
+        units: whole for now.
+        gather: makes one whole during a backward.
+    """
+    if not units or not torch.is_grad_enabled():
+        yield
+        return
+    unit_at = {memory.shown.untyped_storage().data_ptr(): unit for unit in units for memory in unit.memories.values()}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None]:
+        return tensor, unit_at.get(tensor.untyped_storage().data_ptr())
+
+    def unpack(packed: tuple[torch.Tensor, Unit | None]) -> torch.Tensor:
+        tensor, unit = packed
+        if unit is not None:
+            gather(unit)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        try:
+            yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):
+                # torch's own words, which begin a transform of torch.func.
+                raise RuntimeError(_TRANSFORMED) from error
+            raise
+
+
+# ---- Gathers sharded parameters outside of forward and backward: to read, to edit, to save ----
+
+IN_GATHERED = "wrap the call in `with hf_zero.gathered(model)` on every rank"
+"""What lets one rank read a whole model by itself, in words."""
+
+
+class _Record:
+    """Parameters as `gathered` found them, so that an edit that is not to be kept is seen and undone."""
+
+    def __init__(self):
+        self._versions: dict[ParameterSlot, int] = {}
+        self._moved: set[ParameterSlot] = set()
+        self._units: set[Unit] = set()
+        self._shards: dict[Bucket, torch.Tensor | None] = {}
+
+    def take(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            self._units.add(unit)
+            self._versions.update((slot, slot.parameter._version) for slot in unit.slots)
+            self._moved.difference_update(unit.slots)
+            self._moved.update(moved_slots(unit.slots))
+            self._shards.update((bucket, memory.snapshot()) for bucket, memory in unit.memories.items())
+
+    def renew(self, unit: Unit) -> None:
+        """Takes what the unit is now for what it was: its edits have been kept."""
+        if unit.slots and unit.slots[0] in self._versions:
+            self.take([unit])
+
+    def refuse_edits(self) -> None:
+        """Raises for an edit that has not been kept."""
+        for slot in self._versions:
+            if self._is_edited(slot):
+                raise RuntimeError(
+                    f"hf_zero: {slot.name!r} was edited inside `gathered` without writeback=True, and the edit is lost. Use "
+                    "hf_zero.gathered(..., writeback=True)."
+                )
+
+    def restore(self) -> None:
+        """Undoes edits that have not been kept."""
+        for unit in self._units:
+            edited = [slot for slot in unit.slots if self._is_edited(slot)]
+            for slot in moved_slots(edited):
+                unit.hang(slot)
+            if edited:
+                unit.forget_edits()
+        for bucket, shard in self._shards.items():
+            if shard is not None:
+                bucket.own.copy_(shard)
+
+    def _is_edited(self, slot: ParameterSlot) -> bool:
+        is_moved = slot not in self._moved and any(moved_slots([slot]))
+        return is_moved or slot.parameter._version != self._versions[slot]
+
+
+def moved_slots(slots: Iterable[ParameterSlot]) -> list[ParameterSlot]:
+    """Those whose parameter a script has given other data (`p.data = ...`, `p.set_(...)`, `vector_to_parameters`)."""
+    # An evaluation in another dtype gives whole parameters memory of their own.
+    in_buckets = (slot for slot in slots if getattr(slot.bucket.memory, "read_as", None) is None)
+    return [slot for slot in in_buckets if not slot.bucket.is_as_hung(slot)]
+
+
+def put_back(slots: Iterable[ParameterSlot], transport: Transport) -> None:
+    """Writes what parameters were given for data into their buckets, and makes them views of those again. Collective.
+
+    Raises:
+        RuntimeError: on all ranks, where some rank gave one another shape or dtype.
+    """
+    moved = moved_slots(slots)
+    faults = (_unlike(slot) for slot in moved if not _is_alike(slot))
+    fault = next(filter(None, transport.exchange(next(faults, None), "edits of parameters")), None)
+    if fault is not None:
+        raise RuntimeError(fault)
+    # Two may have been given each other's.
+    values = [slot.parameter.detach().clone() for slot in moved]
+    with torch.no_grad():
+        for slot, value in zip(moved, values):
+            slot.bucket.memory.hang(slot.parameter, slot.place)
+            slot.parameter.copy_(value)
+
+
+def _is_alike(slot: ParameterSlot) -> bool:
+    parameter, memory = slot.parameter, slot.bucket.memory
+    return (parameter.shape, parameter.dtype) == (slot.place.shape, memory.shown.dtype)
+
+
+def _unlike(slot: ParameterSlot) -> str:
+    parameter, memory = slot.parameter, slot.bucket.memory
+    given, own = f"{tuple(parameter.shape)} of {parameter.dtype}", f"{tuple(slot.place.shape)} of {memory.shown.dtype}"
+    return (
+        f"hf_zero: inside `gathered(writeback=True)` {slot.name!r} was given {given}, and is {own}. Give it values of its own "
+        "shape and dtype, as `p.copy_(values)` does."
+    )
+
+
+class GatheredParameters:
+    """Gathers units outside of forward and backward. Every method is collective.
+
+    Args:
+        unit_of: the unit of each sharded parameter, with its slot.
+        transport: between all ranks that come.
+        holder: has the masters, which follow edits.
+        timeout_s: how long ranks that come wait for those that do not.
+    """
+
+    def __init__(
+        self,
+        unit_of: Mapping[nn.Parameter, tuple[Unit, ParameterSlot]],
+        schedule: Unsharding,
+        transport: Transport,
+        holder: StateHolder,
+        device: torch.device,
+        timeout_s: float,
+    ):
+        self._unit_of = unit_of
+        self._schedule = schedule
+        self._transport = transport
+        self._holder = holder
+        self._device = device
+        self._timeout_s = timeout_s
+        self._lent: dict[nn.Parameter, torch.Tensor] | None = None
+        self._open: list[_Record] = []
+        self._watching = 0
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a `gathered` is open whose parameters are gathered again for the backward of what it computes."""
+        return self._watching > 0
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the model's own methods are to take parameters for what they are just now."""
+        return self._lent is not None
+
+    def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+        """The units of these parameters, each once, in the order of the parameters."""
+        return list(dict.fromkeys(self._unit_of[p][0] for p in parameters if p in self._unit_of))
+
+    def forwards_are_collective(self, module: nn.Module) -> bool:
+        """Whether a forward of the module gathers from other ranks."""
+        is_held = self.are_held(module.parameters())
+        return not (isinstance(self._transport, LocalTransport) or self.is_lent or is_held)
+
+    def are_held(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether `gathered` has these parameters whole already."""
+        return all(unit.holds for unit in self.units_of(parameters))
+
+    def copies(self, parameters: Iterable[nn.Parameter], purpose: str) -> Iterator[torch.Tensor]:
+        """A whole, exact copy of each parameter, a unit gathered at a time; those that are whole anyway as they are."""
+        parameters = list(parameters)
+        if not self.are_held(parameters):
+            self._transport.meet(purpose, self._timeout_s, IN_GATHERED)
+        copied: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in parameters:
+            unit = self._unit_of[parameter][0] if parameter in self._unit_of else None
+            if unit is None or unit.holds:
+                yield parameter
+                continue
+            if parameter not in copied:
+                self._schedule.unshard([unit])
+                copied.update((slot.parameter, slot.parameter.detach().clone()) for slot in unit.slots)
+                self._schedule.release([unit])
+            yield copied.pop(parameter)
+
+    def slots_with(self, parameters: Iterable[nn.Parameter]) -> list[ParameterSlot]:
+        """All slots of the units of these parameters."""
+        return [slot for unit in self.units_of(parameters) for slot in unit.slots]
+
+    def release(self, units: Iterable[Unit]) -> None:
+        """Reshards units that a forward has left whole."""
+        self._schedule.release(units)
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[nn.Parameter], *, writeback: bool) -> Iterator[None]:
+        """Whole parameters to read and, with `writeback`, to edit; what rank 0 wrote is then kept by all.
+
+        Raises:
+            MemoryError: they do not fit.
+            RuntimeError: a parameter was edited without `writeback`.
+        """
+        units = self.units_of(parameters)
+        self._transport.meet("hf_zero.gathered", self._timeout_s)
+        self._refuse_unless_they_fit(units)
+        for unit in units:
+            unit.holds += 1
+        record = _Record()
+        self._open.append(record)
+        try:
+            self._schedule.unshard(units)
+            record.take(units)
+            self._watching += (watches := bool(units) and torch.is_grad_enabled())
+            try:
+                with gathered_again(units, self._schedule.before_saved_read):
+                    yield
+            finally:
+                self._watching -= watches
+            if writeback:
+                self._keep_edits(units)
+            record.refuse_edits()
+        finally:
+            self._open.remove(record)
+            record.restore()
+            for unit in units:
+                unit.holds -= 1
+            self._schedule.release(units)
+
+    @contextmanager
+    def lend_copies(self, module: nn.Module, purpose: str, *, wanted: bool = True) -> Iterator[dict]:
+        """Gives the module's parameters whole copies in host memory as their data; yields parameter → copy.
+
+        One unit at a time is gathered. Nothing is gathered, and no rank needs to come along, when all the units are held
+        by `gathered` already, or copies are lent.
+
+        Args:
+            wanted: False takes part in the gathers without keeping copies.
+        """
+        if self._lent is not None:
+            yield self._lent
+            return
+        parameters = set(module.parameters())
+        units = self.units_of(parameters)
+        if any(not unit.holds for unit in units):
+            self._transport.meet(purpose, self._timeout_s, IN_GATHERED)
+        copies: dict[nn.Parameter, torch.Tensor] = {}
+        for unit in sorted(units, key=self._schedule.units.index):
+            self._schedule.unshard([unit])
+            if wanted:
+                for slot in unit.slots:
+                    if slot.parameter in parameters:
+                        copies[slot.parameter] = slot.parameter.detach().to("cpu", copy=True)
+            self._schedule.release([unit])
+        # A script may have given those that are whole other data, and the end of its `gathered` is still to come.
+        held = {parameter: parameter.data for parameter in copies if self._unit_of[parameter][0].holds}
+        try:
+            for parameter, copy in copies.items():
+                show_values(parameter)
+                parameter.data = copy
+            with self._lending(copies):
+                yield copies
+        finally:
+            for parameter in copies:
+                unit, slot = self._unit_of[parameter]
+                if parameter in held:
+                    parameter.data = held[parameter]
+                else:
+                    unit.hang(slot)
+
+    @contextmanager
+    def lend_names(self) -> Iterator[None]:
+        """Has the model's own methods hand out sharded parameters by name, shape and the dtype that they are saved in.
+
+        Values cannot be read. Not collective.
+        """
+        absent = [
+            (unit, slot)
+            for unit, slot in self._unit_of.values()
+            if slot.bucket.precision.casts and unit.is_sharded and not self.is_lent
+        ]
+        try:
+            for unit, slot in absent:
+                unit.memories[slot.bucket].hang_absent(slot.parameter, slot.bucket.precision.kept)
+            with nullcontext() if self.is_lent else self._lending({}):
+                yield
+        finally:
+            for unit, slot in absent:
+                unit.hang(slot)
+
+    @contextmanager
+    def _lending(self, copies: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+        self._lent = copies
+        try:
+            yield
+        finally:
+            self._lent = None
+
+    def _keep_edits(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            for bucket in unit.buckets:
+                label = Label(kind="broadcast edits", subject=bucket.name)
+                bucket.group.all_transport.broadcast(bucket.memory.shown, label)
+            unit.keep_edits()
+            for bucket in unit.buckets:
+                with self._holder.at_hand(bucket):
+                    bucket.follow_values()
+            for record in self._open:
+                record.renew(unit)
+
+    def _refuse_unless_they_fit(self, units: Iterable[Unit]) -> None:
+        needed = sum(unit.exact_bytes for unit in units if unit.is_sharded)
+        free = min(self._transport.exchange(free_bytes(self._device)))
+        if needed > free:
+            raise MemoryError(
+                f"hf_zero: whole parameters would take {mib(needed)} MiB on each rank, and {mib(free)} MiB are free. Gather "
+                "fewer at a time (hf_zero.gathered(layer)), or call the model without gathering it: each layer is then "
+                "gathered for its own forward."
+            )
+
+
+def parameters_in(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters of a module, a parameter or several, as a list."""
+    if isinstance(target, nn.Module):
+        return list(target.parameters())
+    return [cast(nn.Parameter, target)] if isinstance(target, torch.Tensor) else list(target)

@@ -1,1 +1,0 @@
-"""From the backward hook to the clipped gradient that the optimizer steps on."""

@@ -1,0 +1,265 @@
+"""Finds NaN and infinite gradients, stops or skips their step, and names the batch."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..buckets.bucket import Bucket, Row
+from ..comm.ledger import Label
+from ..comm.transport import Agreement, Transport
+from ..config import ZeroConfig
+from ..device import HostValue
+from .norm import Measured
+
+# Finding NaN and infinite gradients before a step, unless a loss scaler sees to them, and what is done about them.
+
+_log = logging.getLogger(__name__)
+
+_OVERFLOW = Label(kind="agreement on overflow", subject="the step")
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A gradient has a NaN or infinite element; the parameters have not been touched."""
+
+
+class NonFiniteCheck:
+    """Looks at each step's gradient norm.
+
+    On the host the norm is at hand. On an accelerator reading it would stop the device's queue, so with `nonfinite: stop` a
+    step's norm is read at the next step; the run still ends one step later with the same message. Until then `found_inf` holds
+    kernels back from writing. A step that is to be skipped has to be known as such before it: then the norm is read at once.
+    Gradients that a loss scaler has unscaled are its own affair: it skips the step, and the run goes on.
+
+    Args:
+        config: with `nonfinite`.
+
+    Attributes:
+        found_inf: one float32 element on the training device, 1 where the gradients that were looked at last are not finite,
+            else 0; None where nobody has looked that way, or the step is to be taken whatever they are.
+    """
+
+    def __init__(self, config: ZeroConfig, among: Agreement):
+        self._among = among
+        self._wanted = config.nonfinite != "ignore"
+        self._reads_at_once = config.nonfinite == "skip"
+        self._last: HostValue | None = None
+        self._has_looked = False
+        self._unscaled: set[torch.optim.Optimizer] = set()
+        self.found_inf: torch.Tensor | None = None
+
+    def agree(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
+        """Whether a loss scaler found a NaN or infinite gradient of this optimizer on any rank. Collective.
+
+        Args:
+            found_inf: float32 scalar, above 0 where this rank has one.
+
+        Returns:
+            1.0 or 0.0 in a float32 scalar, the same on all ranks.
+        """
+        self._unscaled.add(optimizer)
+        self.found_inf = None
+        return (self._among.agree_sum(found_inf.reshape(1), _OVERFLOW)[0] > 0).float()
+
+    def is_due(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether nobody has looked at the gradients that the optimizer is about to step with."""
+        return self._wanted and not self._has_looked and optimizer not in self._unscaled
+
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when the step is sure to come: the next one's gradients are others."""
+        self._has_looked = False
+        self._unscaled.discard(optimizer)
+
+    def forget(self) -> None:
+        """Called when a backward has changed the gradients since somebody looked."""
+        self._has_looked = False
+
+    def look(self, measured: Measured, *, at_all: bool) -> float | None:
+        """Returns the norm where it is NaN or infinite, the same on all ranks; None where it is finite.
+
+        Args:
+            at_all: these are all gradients.
+        """
+        self._has_looked = at_all
+        self.found_inf = None
+        if not self._wanted or self._unscaled:
+            return None
+        self.found_inf = measured.found_inf
+        value = HostValue(measured.norm.detach())
+        at_once = self._reads_at_once or measured.norm.device.type == "cpu"
+        last, self._last = (value, None) if at_once else (self._last, value)
+        return None if last is None or math.isfinite(last.value()) else last.value()
+
+    def refuse_unscaled(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Raises `RuntimeError` for a step by way of torch's own scaler, and over float16 parameters without any."""
+        if optimizer.__dict__.pop("found_inf", None) is not None:
+            # torch takes them away behind the step.
+            optimizer.__dict__.pop("grad_scale", None)
+            raise RuntimeError(
+                "hf_zero: this step comes from torch.amp.GradScaler, which looks at this rank's rows alone: an overflow would "
+                "skip the step on one rank and not on the others. Use hf_zero.GradScaler in its place; the calls are the same."
+            )
+        if optimizer in self._unscaled or not any(bucket.precision.param == torch.float16 for bucket in buckets):
+            return
+        raise RuntimeError(
+            "hf_zero: optimizer.step() over float16 parameters without loss scaling: most small gradients are 0 in float16. "
+            "Train through accelerate or Trainer, which scale the loss then (prepare model and optimizer in one call), or use "
+            "hf_zero.GradScaler as torch.amp.GradScaler; bfloat16 needs neither."
+        )
+
+
+class BadSteps:
+    """What is done about a step whose gradients are NaN or infinite: the run stops, or the step is skipped, by `nonfinite`.
+
+    The ranks find the same norm, and so come to the same answers.
+
+    Args:
+        speaks: whether this rank tells of skipped steps.
+
+    Attributes:
+        skipped: steps that were not taken.
+        was_skipped: whether the last step was not taken.
+        skips: whether the step that is about to be taken is to be skipped.
+        has_skipped: whether another optimizer of this engine has come to the same step, and skipped it.
+    """
+
+    def __init__(self, config: ZeroConfig, *, speaks: bool):
+        self._limit = config.nonfinite_limit if config.nonfinite == "skip" else None
+        self._speaks = speaks
+        self._in_a_row = 0
+        self.skipped = 0
+        self.was_skipped = self.skips = self.has_skipped = False
+
+    def found(self, norm: float, said: Callable[[], str]) -> None:
+        """Called when the gradients of the coming step have a norm that is not finite.
+
+        Args:
+            said: where it comes from, in sentences. Collective.
+
+        Raises:
+            NonFiniteGradientError: the run is to end.
+        """
+        if self._limit is None:
+            raise NonFiniteGradientError(
+                f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused and the "
+                f"parameters stay as they were. {said()}Usual reasons: a learning rate too high, a NaN in the data, log or "
+                "division of zero in the loss. `nonfinite: skip` in the hf_zero config leaves such steps out and goes on; to "
+                "step all the same, set `nonfinite: ignore`."
+            )
+        if self.skips:
+            # Measured again, after a clip of some of the parameters.
+            return
+        self.skips = True
+        self._in_a_row += 1
+        where = said()
+        if self._in_a_row > self._limit:
+            raise NonFiniteGradientError(
+                f"hf_zero: the gradient norm is {norm}, and {self._limit} bad steps in a row have been left out before "
+                f"(`nonfinite_limit`). {where}The model is likely to be beyond repair: resume from a checkpoint with a lower "
+                "learning rate, or without the data that brings this."
+            )
+        # The 1st, 2nd, 4th, 8th...: a run with thousands of them is not to drown in them.
+        count = self.skipped + 1
+        if self._speaks and count & (count - 1) == 0:
+            _log.warning(
+                "hf_zero: the gradient norm is %s: this step is skipped and its gradients are dropped (`nonfinite: skip`; %d so "
+                "far). %s",
+                norm,
+                count,
+                where,
+            )
+
+    def forget(self) -> None:
+        """Called behind each backward: the gradients are others."""
+        self.skips = self.has_skipped = False
+
+    def skip(self) -> None:
+        """Called in a step that is skipped, when its gradients have been dropped."""
+        self.skipped += 1
+        self.was_skipped = self.has_skipped = True
+
+    def taken(self) -> None:
+        """Called behind each step that was taken."""
+        self.was_skipped = False
+        self._in_a_row = 0
+
+
+# ---- Which micro-batches a step had, to name the one that brought a gradient that is not finite ----
+
+
+class BatchLog:
+    """Keeps the losses of a step's micro-batches, where the model returns one, without waiting for the device.
+
+    Attributes:
+        step: the number of the step that is under way, from 1.
+    """
+
+    def __init__(self, model: nn.Module, transport: Transport):
+        self._model = model
+        self._transport = transport
+        self._losses: list[torch.Tensor | None] = []
+        self.step = 1
+
+    def forward(self, outputs: object) -> None:
+        """Called behind each forward that trains."""
+        found = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
+        if found is None and isinstance(outputs, Mapping):
+            found = outputs.get("loss")
+        is_loss = isinstance(found, torch.Tensor) and found.numel() == 1
+        self._losses.append(found.detach() if is_loss and isinstance(found, torch.Tensor) else None)
+
+    def end_step(self) -> None:
+        """Called behind each step, and each that was skipped."""
+        self.step += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """The micro-batches until now are none of this step's."""
+        self._losses.clear()
+
+    def where_from(self, rows: Sequence[Row]) -> str:
+        """Where a gradient that is not finite comes from, in sentences; the same on all ranks. Collective.
+
+        Args:
+            rows: this rank's, with their gradients.
+        """
+        place_of = {name: place for place, (name, _) in enumerate(self._model.named_parameters())}
+        mine = [r.slot.name for r in rows if r.tensor.grad is not None and not torch.isfinite(r.tensor.grad).all()]
+        bad_losses = [
+            (micro + 1, loss.item())
+            for micro, loss in enumerate(self._losses)
+            if loss is not None and not torch.isfinite(loss)
+        ]
+        known = sum(loss is not None for loss in self._losses)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        everyone = self._transport.exchange((rank, mine, bad_losses, known))
+        # Backward goes from the last parameter to the first: what is wrong in a layer is wrong in all those before it.
+        names = sorted({name for _, theirs, _, _ in everyone for name in theirs}, key=lambda n: -place_of.get(n, 0))
+        return f"{_of_parameters(names)}{self._of_batches(everyone)}"
+
+    def _of_batches(self, everyone: Sequence[tuple[int, list[str], list[tuple[int, float]], int]]) -> str:
+        count = max(len(self._losses), 1)
+        step = f"It is step {self.step} since the engine was built"
+        for rank, _, bad, _ in everyone:
+            if bad:
+                micro, loss = bad[0]
+                of = f", micro-batch {micro} of {count}" if count > 1 else ""
+                return f"{step}{of} on rank {rank}: its loss is {loss}. "
+        if all(known for _, _, _, known in everyone):
+            return f"{step}; the losses that the model returned in it are finite on all ranks. "
+        return f"{step}. "
+
+
+def _of_parameters(names: Sequence[str]) -> str:
+    """
+    Args:
+        names: in the order of backward.
+    """
+    if not names:
+        return ""
+    unit, _, _ = names[0].rpartition(".")
+    more = f", and {len(names) - 1} more behind it" if len(names) > 1 else ""
+    return f"First parameters in backward: {', '.join(names[:3])} (in {unit or 'the model itself'}{more}). "

@@ -1,0 +1,147 @@
+"""The norm of sharded gradients, and what follows from it for a step."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..buckets.bucket import Bucket, Row, runs_of
+from ..comm.ledger import Label
+from ..comm.transport import Agreement
+from ..config import ZeroConfig
+from ..kernels.base import FLOAT_DTYPES, uses_kernels
+from ..kernels.statistics import COEFFICIENT, FOUND_INF, NORM, gradient_statistics, step_scalars, sums_of_squares
+
+_NORM = Label(kind="agreement on the gradient norm", subject="the step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Scalars on the training device, which the host has not read: float32, or float64 where gradients are.
+
+    Attributes:
+        norm: over all ranks.
+        coefficient: min(1, max_norm / (norm + 1e-6)), torch's clip coefficient; None where nothing is to be scaled.
+        found_inf: 1 where a gradient or the norm is NaN or infinite, else 0; None where nobody has counted.
+    """
+
+    norm: torch.Tensor
+    coefficient: torch.Tensor | None
+    found_inf: torch.Tensor | None
+
+
+class GradientNorm:
+    """Measures the gradients of a step, by a few of torch's operations for all rows together, and a few for each long one.
+
+    Args:
+        device: where the scalars go.
+        dtype: of the scalars.
+        counts: of a model that is split over ranks, whether this rank is the one on which a row's gradient counts that several
+            ranks of a copy have; None where each has its own.
+    """
+
+    def __init__(
+        self,
+        among: Agreement,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        counts: Callable[[Row], bool] | None = None,
+    ):
+        self._among = among
+        self._device = device
+        self._dtype = dtype
+        self._counts = counts
+
+    def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
+        """The norm of the whole gradient from every rank's rows, as torch.nn.utils.get_total_norm gives it under DDP.
+
+        Collective.
+
+        Args:
+            rows: of which this rank takes the gradients; ones without a gradient count nothing.
+            norm_type: p of the p-norm; inf for the largest magnitude.
+            max_norm: above which gradients are to be scaled; inf only measures.
+        """
+        return self._measure(rows if self._counts is None else list(filter(self._counts, rows)), norm_type, max_norm)
+
+    def _measure(self, rows: Sequence[Row], norm_type: float, max_norm: float) -> Measured:
+        norm = self._norm([row.tensor.grad for row in rows if row.tensor.grad is not None], norm_type).to(self._dtype)
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return Measured(norm=norm, coefficient=coefficient, found_inf=None)
+
+    def _norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The sum over ranks travels as float64."""
+        device = self._device
+        if math.isinf(norm_type):
+            largest = _each_on(device, [g for g in gradients if g.numel()], _largest)
+            mine = largest.max() if largest.numel() else torch.zeros((), dtype=torch.float64, device=device)
+            return self._among.agree_largest(mine)
+        mine = _each_on(device, gradients, partial(_sums_of_powers, norm_type=norm_type)).sum()
+        return self._among.agree_sum(mine.reshape(1), _NORM)[0].pow(1.0 / norm_type)
+
+
+class NormByKernels(GradientNorm):
+    """The 2-norm by a launch for each run of rows and two for the rest. On an accelerator the host only queues them."""
+
+    def _measure(self, rows: Sequence[Row], norm_type: float, max_norm: float) -> Measured:
+        if norm_type != 2:
+            return super()._measure(rows, norm_type, max_norm)
+        flats = [run.gradient for run in runs_of(row for row in rows if row.tensor.grad is not None)]
+        mine = torch.zeros(2, dtype=torch.float64, device=self._device)
+        # Gradients in host memory are measured there.
+        for memory in {flat.device for flat in flats}:
+            mine += gradient_statistics([flat for flat in flats if flat.device == memory]).to(self._device)
+        scalars = step_scalars(self._among.agree_sum(mine, _NORM), max_norm)
+        return Measured(
+            norm=scalars[NORM],
+            coefficient=None if math.isinf(max_norm) else scalars[COEFFICIENT],
+            found_inf=scalars[FOUND_INF],
+        )
+
+
+def choose_norm(
+    config: ZeroConfig,
+    buckets: Sequence[Bucket],
+    among: Agreement,
+    *,
+    device: torch.device,
+    counts: Callable[[Row], bool] | None,
+) -> GradientNorm:
+    """By kernels where they run and take the dtypes of all gradients. `counts`: see `GradientNorm`."""
+    dtypes = {bucket.precision.master for bucket in buckets}
+    digits = torch.float64 if torch.float64 in dtypes else torch.float32
+    by_kernels = uses_kernels(config.kernels, device) and dtypes <= set(FLOAT_DTYPES)
+    return (NormByKernels if by_kernels else GradientNorm)(among, device=device, dtype=digits, counts=counts)
+
+
+def _each_on(
+    device: torch.device, gradients: Sequence[torch.Tensor], measure: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+) -> torch.Tensor:
+    """What `measure` finds of each gradient, float64, in their order, on `device`.
+
+    Args:
+        measure: of gradients on one device, where the result is too: those in host memory are measured there.
+    """
+    memories = {gradient.device for gradient in gradients}
+    if len(memories) == 1:
+        return measure(gradients).to(device)
+    found = torch.zeros(len(gradients), dtype=torch.float64, device=device)
+    for memory in memories:
+        places = [place for place, gradient in enumerate(gradients) if gradient.device == memory]
+        found[places] = measure([gradients[place] for place in places]).to(device)
+    return found
+
+
+def _largest(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([gradient.abs().max().double() for gradient in gradients])
+
+
+def _sums_of_powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if norm_type == 2:
+        return sums_of_squares(gradients)
+    dtypes = (torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients)
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).double() for g, dtype in zip(gradients, dtypes)]
+    return torch.stack(norms).pow(norm_type)

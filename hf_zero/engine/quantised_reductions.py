@@ -1,0 +1,293 @@
+"""Reductions of gradients in int8 or int4 blocks, with error feedback."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..buckets.bucket import Bucket
+from ..buckets.rows import RESIDUAL, KindsOf, Read, StateRow
+from ..comm.groups import Groups
+from ..comm.ledger import Label
+from ..comm.quantised import all_gather_blocks, reduce_scatter_blocks
+from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
+from ..device import allocate
+from ..kernels.quantise import BlockFormat
+from ..layout.slots import Interval
+from .reductions import Reduction
+
+# ---- Error feedback: what quantised reductions have not sent of gradients, kept between steps and in checkpoints ----
+#
+# [Note: residuals] A residual is what its rank has been given to send and has not sent, in units of the averaged gradient.
+# Only the sum of all residuals ever reaches a parameter, so a run on other ranks, or on other groups of them, has to go on
+# with the same sum: each saved residual is added to one of the new run's. Two things are let go: what had been left of a
+# parameter that no rank uses in a pass, and, under a loss scale that changes, the difference once.
+
+BETWEEN = f"{RESIDUAL}between."
+"""Begins the kind of what has not been sent between shard groups; the number of the shard group follows, whose ranks have a
+part each."""
+
+OF_SUMS = f"{RESIDUAL}sums"
+"""The kind of what has not been sent of the sums over all ranks, of which each rank has a part."""
+
+
+class Residuals:
+    """Those of one collective on this rank, one a bucket.
+
+    Args:
+        kind_in: of their rows in a checkpoint, by the ranks that share a bucket.
+        interval_of: what of a bucket this rank sends.
+        takes: of a saved kind, whether they are added to by it among those ranks.
+        kept: False lets go what quantising loses.
+    """
+
+    def __init__(
+        self,
+        kind_in: Callable[[Groups], str],
+        interval_of: Callable[[Bucket], Interval],
+        takes: Callable[[str, Groups], bool],
+        *,
+        kept: bool,
+    ):
+        self._kind_in = kind_in
+        self._interval_of = interval_of
+        self._takes = takes
+        self._is_kept = kept
+        self._of: dict[Bucket, torch.Tensor] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(residual.nbytes for residual in self._of.values())
+
+    def of(self, bucket: Bucket) -> torch.Tensor | None:
+        """The bucket's, 1-D bfloat16, zeros at first; None where nothing is kept."""
+        return self._kept(bucket) if self._is_kept else None
+
+    def _kept(self, bucket: Bucket) -> torch.Tensor:
+        if bucket not in self._of:
+            self._of[bucket] = allocate(self._interval_of(bucket).numel, torch.bfloat16, bucket.device).zero_()
+        return self._of[bucket]
+
+    def rows(self) -> Iterator[StateRow]:
+        """All of them, copied: the next backward writes into them, before the step up to which a save may take its time."""
+        for bucket, residual in self._of.items():
+            kind = self._kind_in(bucket.group.groups)
+            for name, in_parameter, in_residual in self._cuts(bucket):
+                yield StateRow(
+                    kind=kind,
+                    name=name,
+                    interval=in_parameter,
+                    own_shape=None,
+                    tensor=residual[in_residual].to("cpu", copy=True),
+                )
+
+    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
+        """Replaces them by those of a checkpoint that they are to take; the arguments are `fill_rows`'s."""
+        self._of.clear()
+        for bucket in buckets if self._is_kept else ():
+            for name, in_parameter, in_residual in self._cuts(bucket):
+                for kind in (kind for kind in kinds_of(name) if self._takes(kind, bucket.group.groups)):
+                    place = self._kept(bucket)[in_residual]
+                    place.add_(read(kind, name, in_parameter).to(place.device))
+
+    def _cuts(self, bucket: Bucket) -> Iterator[tuple[str, Interval, slice]]:
+        """Name, interval of the parameter and slice of the residual, for each parameter that it has some of."""
+        interval = self._interval_of(bucket)
+        for slot in bucket.slots:
+            common = slot.interval.intersect(interval)
+            if common is not None:
+                here = common.shift(-interval.start)
+                yield slot.name, common.shift(-slot.interval.start), slice(here.start, here.stop)
+
+
+# ---- Sums of gradients that travel in blocks, inside a shard group and between shard groups ----
+
+_SAMPLED_PASSES = 100
+"""One bucket is reduced exactly as well in every so many backward passes."""
+
+
+class Route:
+    """The way of quantised gradients from every rank to those that own their sum: here a reduce-scatter, which quantises once.
+
+    Args:
+        residuals: laid out as buckets.
+
+    Attributes:
+        residuals: of each time that it quantises.
+    """
+
+    def __init__(self, format: BlockFormat, residuals: Residuals):
+        self._format = format
+        self._unsent = residuals
+        self.residuals = [residuals]
+
+    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        """As `Reduction.start`."""
+        label, group, unsent = bucket.label("reduce-scatter gradients"), bucket.group, self._unsent.of(bucket)
+        return reduce_scatter_blocks(group.transport, self._format, flat, out, unsent, group.groups.shard, label)
+
+
+class BetweenGroups(Route):
+    """A reduce-scatter inside the shard group, then of each shard over its replicate group, and an all-gather back.
+
+    All three are quantised (ZeRO++'s qgZ, Wang et al. 2023, arXiv 2306.10209, has the first two). Of a bucket with n elements
+    in R groups of S ranks, codes and scales of 2(R-1)/R x n/S elements go from a rank to other groups. What the ranks of a
+    replicate group gather they dequantise from the same codes, so that they go on alike to the last bit.
+
+    Args:
+        within: the first of the three.
+        between, of_sums: residuals of the other two, laid out as a rank's shards and as its parts of those.
+        order: that all steps between ranks of a replicate group are started in.
+    """
+
+    def __init__(
+        self,
+        format: BlockFormat,
+        *,
+        within: Route,
+        between: Residuals,
+        of_sums: Residuals,
+        order: StepsInOrder,
+    ):
+        self._format = format
+        self._within = within
+        self._between = between
+        self._of_sums = of_sums
+        self._order = order
+        self.residuals = [*within.residuals, between, of_sums]
+
+    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        transport, format, group = bucket.group.transport, self._format, bucket.group.groups.replicate
+        part = out.view(group.size, -1)[group.place]
+        scattered, gathered = (bucket.label(f"{verb} shards of gradients") for verb in ("reduce-scatter", "all-gather"))
+        finish = self._order.begin(
+            lambda: self._within.start(bucket, flat, out),
+            lambda: reduce_scatter_blocks(transport, format, out, part, self._between.of(bucket), group, scattered),
+            lambda: all_gather_blocks(transport, format, out, part, group, gathered, self._of_sums.of(bucket)),
+        )
+        return Handle(gathered, transport.ledger, finish)
+
+
+def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder, *, error_feedback: bool) -> Route:
+    """Between groups where there are several.
+
+    Args:
+        error_feedback: False lets go what quantising loses.
+    """
+
+    def of_rank(kind: str, groups: Groups) -> bool:
+        if not kind.startswith(RESIDUAL):
+            return False
+        number, rank = kind.removeprefix(RESIDUAL), groups.rank
+        # Those of several groups, where there is one now, have no other place to go on from.
+        return int(number) % groups.world_size == rank if number.isdigit() else groups.replicate.size == 1 and rank == 0
+
+    def of_group(kind: str, groups: Groups) -> bool:
+        replicate = groups.replicate
+        return kind.startswith(BETWEEN) and int(kind.removeprefix(BETWEEN)) % replicate.size == replicate.place
+
+    def part_of_shard(bucket: Bucket) -> Interval:
+        replicate = bucket.group.groups.replicate
+        numel = bucket.own_interval.numel // replicate.size
+        return Interval(0, numel).shift(bucket.own_interval.start + replicate.place * numel)
+
+    make = partial(Residuals, kept=error_feedback)
+    whole = make(lambda own: f"{RESIDUAL}{own.rank}", lambda bucket: Interval(0, bucket.layout.numel), of_rank)
+    within = Route(format, whole)
+    if groups.replicate.size == 1:
+        return within
+    return BetweenGroups(
+        format,
+        within=within,
+        between=make(lambda own: f"{BETWEEN}{own.replicate.place}", lambda bucket: bucket.own_interval, of_group),
+        of_sums=make(lambda own: OF_SUMS, part_of_shard, lambda kind, own: kind == OF_SUMS),
+        order=order,
+    )
+
+
+@dataclass(eq=False)
+class _Sampling:
+    """The samples of one group's buckets.
+
+    Attributes:
+        turn, started: the number of the bucket that is sampled next, and how many were started in this pass.
+        norms: of what was lost of the pass's sample, and of all of it.
+        squares: theirs over the group, (2,) float64, that nobody has read yet.
+        error: of the last sample that was read.
+    """
+
+    turn: int = 0
+    started: int = 0
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    squares: torch.Tensor | None = None
+    error: float | None = None
+
+
+class QuantisedReduction(Reduction):
+    """A sum of quantised gradients that samples its own error. Where one rank has all of a bucket's state, nothing is quantised.
+
+    Args:
+        exact: the same sum without loss, for the samples and for such buckets.
+    """
+
+    def __init__(self, route: Route, exact: Reduction):
+        super().__init__()
+        self._route = route
+        self._exact = exact
+        self._passes = 0
+        self._samplings = defaultdict[DataParallelGroup, _Sampling](_Sampling)
+
+    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        if bucket.group.groups.shard_size == 1:
+            return self._exact.start(bucket, flat, out)
+        sampling, transport = self._samplings[bucket.group], bucket.group.transport
+        is_sampled = self._passes % _SAMPLED_PASSES == 0 and sampling.started == sampling.turn
+        sampling.started += 1
+        if not is_sampled:
+            return self._route.start(bucket, flat, out)
+        exact = torch.empty_like(out, dtype=torch.float32)
+        sample = self._exact.start(bucket, flat.clone(), exact)
+        handle = self._route.start(bucket, flat, out)
+
+        def complete() -> None:
+            sample.finish()
+            handle.finish()
+            sampling.norms = (torch.linalg.vector_norm(out.float() - exact), torch.linalg.vector_norm(exact))
+
+        return Handle(bucket.label("reduce-scatter gradients"), transport.ledger, complete)
+
+    def end_pass(self) -> None:
+        for group, sampling in self._samplings.items():
+            if sampling.norms is not None:
+                # Not where it was taken: ranks finish reductions in orders of their own.
+                squares = torch.stack(sampling.norms).double().square()
+                label = Label(kind="agreement on the error of a sample", subject="this pass")
+                sampling.squares = group.transport.agree_sum(squares, label)
+                sampling.turn = (sampling.turn + 1) % sampling.started
+                sampling.norms = None
+            sampling.started = 0
+        self._passes += 1
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(residuals.held_bytes for residuals in self._route.residuals)
+
+    @property
+    def error(self) -> float | None:
+        for sampling in self._samplings.values():
+            if sampling.squares is not None:
+                # The host waits for the device here, and not in a backward.
+                lost, whole = sampling.squares.tolist()
+                sampling.squares, sampling.error = None, (lost / whole) ** 0.5 if whole else 0.0
+        return max((each.error for each in self._samplings.values() if each.error is not None), default=None)
+
+    def rows(self) -> Iterator[StateRow]:
+        for residuals in self._route.residuals:
+            yield from residuals.rows()
+
+    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
+        sent_in_blocks = [bucket for bucket in buckets if bucket.group.groups.shard_size > 1]
+        for residuals in self._route.residuals:
+            residuals.fill(sent_in_blocks, read, kinds_of)

@@ -1,0 +1,284 @@
+"""Reports of memory and dtypes."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import Bucket
+from ..buckets.precision import Precision
+from ..config import ZeroConfig
+from ..device import peak_bytes
+from ..layout.slots import is_in_blocks
+from ..offload.activations import Activations
+from ..offload.shards import ParameterTier
+from ..offload.tiers import Tier
+from ..optimizer.holder import StateHolder
+from ..optimizer.sharded_optimizer import ShardedOptimizer
+from ..optimizer.state_kinds import state_kinds
+from ..optimizer.state_rows import state_of
+from .outer import OuterSteps
+from .report_tables import IN_FILES, MemoryReport, MemoryRow, TrafficReport, render
+from .sharded_model import ShardedModel
+
+# ---- Bytes that this rank holds, by kind, counted from the tensors themselves ----
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where masters and optimizer state live, where shards of parameters do, who has the state between steps, what outer
+    steps keep, and what is done with what a forward saves for its backward."""
+
+    state: Tier
+    parameters: ParameterTier
+    holder: StateHolder
+    activations: Activations
+    outer: OuterSteps
+
+    def traffic(self) -> TrafficReport | None:
+        """Of what is in files, if anything is."""
+        files = self.state.files or self.parameters.files
+        if files is None:
+            return None
+        read, written = files.moved_bytes
+        return TrafficReport(
+            folder=files.folder.path,
+            held_bytes=sum(shard.file.nbytes for shard in files.shards),
+            window_bytes=self.holder.window_bytes(),
+            read_bytes_a_step=read,
+            written_bytes_a_step=written,
+        )
+
+
+def report_memory(
+    model: nn.Module,
+    buckets: Sequence[Bucket],
+    gradient_bytes: Mapping[str, int],
+    optimizers: Sequence[ShardedOptimizer],
+    sharded: ShardedModel,
+    places: Places,
+    device: torch.device,
+) -> MemoryReport:
+    """Bytes of state by kind, and what DDP holds of the same kind.
+
+    Args:
+        buckets: of trained parameters.
+        gradient_bytes: of the gradient store and of what travels, by kind.
+        places: where what is.
+    """
+    trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
+    moved = places.activations.most_bytes
+    return MemoryReport(
+        rows=(
+            *_parameter_rows(model, buckets, trained, sharded, places.parameters.name),
+            *_gradient_rows(buckets, _kept_bytes(trained, sharded), gradient_bytes),
+            *_state_rows(buckets, trained, optimizers, places.holder),
+            *(row for row in _in_memory("outer steps", buckets, places.outer.held_bytes) if row.bytes),
+            MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
+            *([MemoryRow(kind="activations, at most", bytes=moved, ddp_bytes=0, where="host memory")] if moved else []),
+        ),
+        peak_bytes=peak_bytes(device),
+        traffic=places.traffic(),
+        most_beside_bytes=places.holder.timing.most_beside_bytes(),
+        early=places.holder.timing.report(),
+        kernels=places.holder.choice.report(),
+    )
+
+
+def _parameter_rows(
+    model: nn.Module,
+    buckets: Sequence[Bucket],
+    trained: Sequence[nn.Parameter],
+    sharded: ShardedModel,
+    where: str,
+) -> list[MemoryRow]:
+    trained_bytes = _kept_bytes(trained, sharded)
+    parameter_bytes = sum(bucket.memory.lasting_bytes for bucket in buckets)
+    # Below stage 3 all are whole, and none is kept so beside others that are not.
+    small = [parameter for parameter in trained if parameter not in sharded.unit_of]
+    kept_whole = 0 if sharded.is_empty else sum(parameter.nbytes for parameter in small)
+    frozen = set(model.parameters()) - set(trained)
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    frozen_ddp = _kept_bytes(frozen, sharded) + buffer_bytes
+    frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + buffer_bytes
+    apart = MemoryRow(kind="frozen parameters", bytes=sharded.own_bytes(trained=False), ddp_bytes=0, where=where)
+    is_apart = apart.where != "device" and apart.bytes > 0
+    return [
+        MemoryRow(
+            kind="parameters", bytes=parameter_bytes - kept_whole, ddp_bytes=trained_bytes - kept_whole, where=where
+        ),
+        MemoryRow(kind="parameters kept whole", bytes=kept_whole, ddp_bytes=kept_whole),
+        MemoryRow(
+            kind="frozen parameters and buffers",
+            bytes=frozen_here + (0 if is_apart else apart.bytes),
+            ddp_bytes=frozen_ddp,
+        ),
+        *([apart] if is_apart else []),
+        *_in_tiers("fp32 master", buckets, lambda b: b.master.nbytes if b.keeps_master else 0),
+    ]
+
+
+def _kept_bytes(parameters: Iterable[nn.Parameter], sharded: ShardedModel) -> int:
+    """Bytes of whole parameters in the dtype that they are kept in, as DDP holds them."""
+    units = sharded.unit_of
+    return sum(p.numel() * units[p][1].bucket.precision.kept.itemsize if p in units else p.nbytes for p in parameters)
+
+
+def _gradient_rows(buckets: Sequence[Bucket], trained_bytes: int, held_bytes: Mapping[str, int]) -> list[MemoryRow]:
+    kept = {kind: held_bytes[kind] for kind in ("gradient residuals", "secondary shards")}
+    # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
+    where = dict.fromkeys([] if held_bytes["gradient buffers"] else ["device"])
+    where |= dict.fromkeys(b.tier.scratch_name if b.tier.is_apart else "device" for b in buckets)
+    return [
+        MemoryRow(
+            kind="gradients",
+            bytes=held_bytes["gradients"],
+            ddp_bytes=trained_bytes,
+            where=", ".join(where) or "device",
+        ),
+        *(MemoryRow(kind=kind, bytes=nbytes, ddp_bytes=0) for kind, nbytes in kept.items() if nbytes),
+        MemoryRow(kind="gradient buffers", bytes=held_bytes["gradient buffers"], ddp_bytes=trained_bytes),
+    ]
+
+
+def _state_rows(
+    buckets: Sequence[Bucket],
+    trained: Sequence[nn.Parameter],
+    optimizers: Sequence[ShardedOptimizer],
+    holder: StateHolder,
+) -> list[MemoryRow]:
+    window_bytes = holder.window_bytes()
+    own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
+    ddp_share = sum(parameter.numel() for parameter in trained) / own_numel if own_numel else 0.0
+    shown = {bucket: _state_tensors(bucket, optimizers) for bucket in buckets}
+    rows = _in_tiers(
+        "optimizer state",
+        buckets,
+        lambda bucket: holder.state_bytes(bucket, shown[bucket]),
+        lambda bucket: sum(tensor.nbytes for tensor in shown[bucket]) * ddp_share,
+    )
+    # The first buckets are those that move, if any do.
+    if window_bytes:
+        where = buckets[0].tier.scratch_name
+        rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0, where=where))
+    beside = (
+        ("copies of the state", holder.timing.copy_bytes(), "host memory"),
+        ("copies of the state", holder.timing.file_copy_bytes(), IN_FILES),
+        ("gradients of early steps", holder.timing.gradient_bytes(), "host memory"),
+    )
+    rows += [MemoryRow(kind=kind, bytes=n, ddp_bytes=0, where=where) for kind, n, where in beside if n]
+    return rows
+
+
+def _in_tiers(
+    kind: str,
+    buckets: Sequence[Bucket],
+    nbytes_of: Callable[[Bucket], int],
+    ddp_bytes_of: Callable[[Bucket], float] = lambda _: 0.0,
+) -> list[MemoryRow]:
+    """A row for each tier that holds something, and at least one."""
+    return _by_place(kind, {bucket: bucket.tier.name for bucket in buckets}, nbytes_of, ddp_bytes_of)
+
+
+def _in_memory(kind: str, buckets: Sequence[Bucket], nbytes_of: Callable[[Bucket], int]) -> list[MemoryRow]:
+    """The same for what is in memory also where the tier keeps state in files."""
+    return _by_place(kind, {bucket: bucket.tier.scratch_name for bucket in buckets}, nbytes_of, lambda _: 0.0)
+
+
+def _by_place(
+    kind: str,
+    place_of: Mapping[Bucket, str],
+    nbytes_of: Callable[[Bucket], int],
+    ddp_bytes_of: Callable[[Bucket], float],
+) -> list[MemoryRow]:
+    found: dict[str, tuple[int, float]] = {}
+    for bucket, place in place_of.items():
+        nbytes, ddp_bytes = found.get(place, (0, 0.0))
+        found[place] = (nbytes + nbytes_of(bucket), ddp_bytes + ddp_bytes_of(bucket))
+    first = next(iter(found), "device")
+    held = {name: sums for name, sums in found.items() if sums[0]} or {first: (0, 0.0)}
+    return [
+        MemoryRow(kind=kind, bytes=nbytes, ddp_bytes=round(ddp_bytes), where=name)
+        for name, (nbytes, ddp_bytes) in held.items()
+    ]
+
+
+def _state_tensors(bucket: Bucket, optimizers: Sequence[ShardedOptimizer]) -> list[torch.Tensor]:
+    """What the register has of a bucket's optimizer state, without scalars such as the step count."""
+    states = [state_of(optimizers, row).values() for row in bucket.rows]
+    return [value for state in states for value in state if torch.is_tensor(value) and value.dim() > 0]
+
+
+# ---- The table of dtypes: of parameters, gradients as they travel, masters and moments ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeRow:
+    """The dtypes of parameters that go the same way, as torch spells them, such as "float32"; "none" where there is nothing.
+
+    Attributes:
+        parameter: in forward and backward.
+        gradient: as autograd makes it.
+        reduce: in which it travels between the ranks.
+        accumulation: of a gradient that waits for further micro-batches.
+        step: of the reduced gradient, and of the tensors that the optimizer updates.
+        master: of the copy that is kept from step to step; the shard itself where stage 3 casts what it gathers.
+        moments: of the optimizer's state with one value an element, between steps.
+    """
+
+    parameter: str
+    gradient: str
+    reduce: str
+    accumulation: str
+    step: str
+    master: str
+    moments: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeReport:
+    """One row for each way that trained parameters go."""
+
+    rows: tuple[DtypeRow, ...]
+
+    def table(self) -> str:
+        return render("Dtypes", tuple(DtypeRow.__dataclass_fields__), [astuple(row) for row in self.rows])
+
+
+def dtypes_of(precision: Precision, config: ZeroConfig, moments: Iterable[torch.dtype]) -> DtypeRow:
+    """The row of one bucket.
+
+    Args:
+        moments: of the optimizer's state tensors.
+    """
+    accumulation = precision.param if config.accumulates_locally else precision.master
+    return DtypeRow(
+        parameter=_name(precision.param),
+        gradient=_name(precision.param),
+        reduce=_name(precision.reduce),
+        accumulation=_name(accumulation),
+        step=_name(precision.master),
+        master=_name(precision.master) if precision.keeps_master or precision.casts else "none",
+        moments=", ".join(sorted({_name(dtype) for dtype in moments})) or "none",
+    )
+
+
+def report_dtypes(
+    buckets: Sequence[Bucket], config: ZeroConfig, optimizers: Sequence[torch.optim.Optimizer]
+) -> DtypeReport:
+    """The dtypes of an engine's buckets. Moments are those of a trial step; "none" where an optimizer cannot be tried."""
+    rows = []
+    for bucket in buckets:
+        index, group = bucket.key.optimizer, bucket.key.group
+        optimizer = optimizers[index] if index >= 0 else None
+        tried = state_kinds(optimizer, optimizer.param_groups[group], bucket.precision.master) if optimizer else None
+        moments = {dtype for _, dtype in tried or ()}
+        if config.quantises_moments and moments:
+            moments = {torch.uint8 if is_in_blocks(slot.parameter.numel()) else torch.float32 for slot in bucket.slots}
+        rows.append(dtypes_of(bucket.precision, config, moments))
+    return DtypeReport(rows=tuple(dict.fromkeys(rows)))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,481 @@
+"""Models split by tensor or expert parallelism: local parts, copies and who shares a step."""
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..buckets.bucket import Bucket
+from ..buckets.memory import UnshardedMemory
+from ..comm.transport import Transport
+from ..config import ConfigError
+from ..layout.boxes import Box
+from ..layout.slots import Interval
+from ..optimizer.replicas import ReplicasDivergedError, checksum
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor
+
+
+# A model that tensor or expert parallelism has split over ranks: its DTensors become plain parameters of this rank's part.
+#
+# [Note: plain parameters, DTensors in forward] Buckets, tiers, kernels and stages need to know of plain tensors only, so
+# each DTensor gives its place to a plain parameter of the same name, which holds this rank's part. What splits the model
+# wants DTensors all the same: while a module's forward runs, it finds them under the names of its parameters, made of the
+# plain ones by an operation that autograd knows. Backward so takes gradients, in the layout of the parameter, to the plain
+# ones.
+
+_SUMS_GRADIENTS = "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"
+"""transformers' forward of a norm over a split axis, which hooks its parameters to sum their gradients over the ranks."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SplitParameter:
+    """This rank's part of a parameter that was a DTensor.
+
+    Attributes:
+        box: which part.
+        mesh, placements: of the DTensor.
+    """
+
+    box: Box
+    mesh: "DeviceMesh"
+    placements: tuple[Any, ...]
+
+    def as_dtensor(self, local: torch.Tensor) -> "DTensor":
+        """The whole tensor that `local` is this rank's part of; its gradient comes back to `local`."""
+        from torch.distributed.tensor import DTensor
+
+        stride = torch.empty(self.box.shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.box.shape), stride=stride
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that the tensor is split over, in the order of the mesh."""
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        ranks = self.mesh.mesh
+        # From the last: those before keep their numbers.
+        for dim in reversed(range(self.mesh.ndim)):
+            if not _splits(self.placements[dim]) and self.mesh.ndim > 1:
+                ranks = ranks.select(dim, coordinate[dim])
+        return tuple(ranks.reshape(-1).tolist())
+
+
+class SplitModel:
+    """The parameters of a model that are split over ranks. Empty for a model of which each rank has all.
+
+    Args:
+        model: its DTensors are replaced by plain parameters, as are those in the groups of `optimizers`.
+
+    Where experts are split over more ranks than the rest (`ep_size` above `tp_size`), those that hold one copy of the model
+    together are several sets of ranks, each of which computes a batch of its own.
+
+    Attributes:
+        parts: of each plain parameter that stands for a DTensor.
+        names: theirs in the model.
+        copy_ranks: that hold one copy of the model together, in the order of their parts.
+        ranks: those of them that compute a batch together with this one: all, unless experts are split over more.
+
+    Raises:
+        ConfigError: the model has DTensors and none is split, or one in a way that is not known, or over other ranks than
+            these.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
+        self._model = model
+        self._optimizers = list(optimizers)
+        self.parts: dict[nn.Parameter, SplitParameter] = {}
+        self.names: dict[nn.Parameter, str] = {}
+        self._undo: list[Callable[[], None]] = []
+        self.ranks: tuple[int, ...]
+        self.copy_ranks: tuple[int, ...]
+        self.ranks = self.copy_ranks = (dist.get_rank(),) if dist.is_initialized() else (0,)
+        found = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
+        parts = {name: _part_of(name, dtensor) for name, dtensor in found.items()}
+        if not found:
+            return
+        if not any(map(_splits, (placement for part in parts.values() for placement in part.placements))):
+            name = next(iter(found))
+            raise ConfigError(
+                f"hf_zero: the parameter {name!r} is a DTensor that is the same on all ranks of its mesh, as all of the model's "
+                "are. Load the model without a plan, or with one that splits it over ranks (tp_size, ep_size)."
+            )
+        self.copy_ranks = max((part.ranks for part in parts.values()), key=len)
+        self.ranks = _together(model, parts, self.copy_ranks)
+        self._swap({id(dtensor): self._replace(name, dtensor, parts[name]) for name, dtensor in found.items()})
+        for module in model.modules():
+            self._prepare(module)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.parts
+
+    @cached_property
+    def experts(self) -> frozenset[nn.Parameter]:
+        """The parameters that are split over more ranks than compute a batch together."""
+        return frozenset(parameter for parameter, part in self.parts.items() if self._is_expert(part))
+
+    def _is_expert(self, part: SplitParameter) -> bool:
+        return self.ranks != self.copy_ranks and len(part.ranks) == len(self.copy_ranks)
+
+    def box_of(self, parameter: torch.Tensor) -> Box:
+        """Which part of the whole parameter this rank has."""
+        part = self.parts.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        return Box.whole(parameter.shape) if part is None else part.box
+
+    def boxes(self) -> dict[str, Box]:
+        """`box_of` each of the model's parameters, by name."""
+        return {name: self.box_of(parameter) for name, parameter in self._model.named_parameters()}
+
+    def give_back(self) -> None:
+        """Puts the DTensors back, with the values that the plain parameters have now."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        dtensor_of = {}
+        for plain, part in self.parts.items():
+            if not plain.is_meta:
+                now = part.as_dtensor(plain.detach())
+                dtensor_of[id(plain)] = nn.Parameter(now, requires_grad=plain.requires_grad)
+        self._swap(dtensor_of)
+        self.parts.clear()
+        self.names.clear()
+
+    def _replace(self, name: str, dtensor: nn.Parameter, part: SplitParameter) -> nn.Parameter:
+        local = dtensor.detach().to_local()  # type: ignore[attr-defined]  # A DTensor, which nn.Parameter does not say.
+        plain = nn.Parameter(local, requires_grad=dtensor.requires_grad)
+        plain.__dict__.update(dtensor.__dict__)
+        self.parts[plain], self.names[plain] = part, name
+        return plain
+
+    def _to_dtensor(self, part: SplitParameter) -> Callable[[torch.Tensor], torch.Tensor]:
+        if not self._is_expert(part):
+            return part.as_dtensor
+        # Tokens come from several batches, whose losses are means of their own: the gradient is made the mean over them, so that
+        # it has what the gradient of any other parameter has.
+        mean = len(self.ranks) / len(self.copy_ranks)
+        return lambda value: part.as_dtensor(_ScaleGradient.apply(value, mean))
+
+    def _swap(self, others: Mapping[int, nn.Parameter]) -> None:
+        """Puts other parameters, by the `id` of what they stand for, into the model and the optimizers."""
+        for module in self._model.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in others:
+                    module._parameters[name] = others[id(parameter)]
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [others.get(id(parameter), parameter) for parameter in group["params"]]
+            for held in [each for each in optimizer.state if id(each) in others]:
+                optimizer.state[others[id(held)]] = _as_local(optimizer.state.pop(held))
+
+    def _prepare(self, module: nn.Module) -> None:
+        """Has a module's forward see DTensors, and its `state_dict` hold them."""
+        own = {name: self.parts[p] for name, p in module._parameters.items() if p in self.parts}
+        stock = module.forward
+        is_summing = getattr(stock, "__qualname__", "") == _SUMS_GRADIENTS
+        if not own and not is_summing:
+            return
+        had_own = "forward" in module.__dict__
+        convert: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            name: self._to_dtensor(part) for name, part in own.items()
+        }
+        run = stock
+        if is_summing:
+            # Its hooks would come behind the engine's own, which take gradients away.
+            nonlocals = inspect.getclosurevars(stock).nonlocals
+            mesh = inspect.getclosurevars(nonlocals["_all_reduce_grad"]).nonlocals["mesh"]
+            run, group = nonlocals["original_forward"], mesh.get_group()
+            summed = [name for name, p in module._parameters.items() if p is not None and name not in own]
+            convert |= {name: _sum_of_gradients_over(group) for name in summed}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # A read may wait for a gather, and then leaves the module with another dict.
+            held = {name: module._parameters[name] for name in convert}
+            before: Any = module.__dict__["_parameters"]
+            shown = {name: convert[name](value) for name, value in held.items() if value is not None}
+            module.__dict__["_parameters"] = {**before, **shown}
+            try:
+                return run(*args, **kwargs)
+            finally:
+                module.__dict__["_parameters"] = before
+
+        def undo() -> None:
+            if module.__dict__.get("forward") is forward:
+                if had_own:
+                    changed.forward = stock
+                else:
+                    del module.__dict__["forward"]
+
+        changed: Any = module
+        changed.forward = forward
+        self._undo.append(undo)
+        if own:
+            hook = module.register_state_dict_post_hook(_StateDictHook(own))
+            self._undo.append(hook.remove)
+
+
+class _StateDictHook:
+    """Has a module's `state_dict` hold DTensors, as the model's did, so that savers know them for parts."""
+
+    def __init__(self, own: Mapping[str, SplitParameter]):
+        self._own = own
+
+    def __call__(self, _module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+        for name, part in self._own.items():
+            value = state_dict.get(f"{prefix}{name}")
+            # With `keep_vars` parameters are asked for themselves.
+            if isinstance(value, torch.Tensor) and not (isinstance(value, nn.Parameter) or is_dtensor(value)):
+                state_dict[f"{prefix}{name}"] = part.as_dtensor(value)
+
+
+class _SumGradients(torch.autograd.Function):
+    """Returns its input; backward sums the gradient over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        summed = gradients[0].contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Returns its input; backward multiplies the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+def _sum_of_gradients_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda value: _SumGradients.apply(value, group)
+
+
+def read_part(box: Box, interval: Interval, read: Callable[[Interval], torch.Tensor]) -> torch.Tensor:
+    """Elements of a part, by what reads those of the whole tensor.
+
+    Args:
+        interval: of the part.
+    """
+    if box.is_whole:
+        return read(interval)
+    return torch.cat([read(Interval(start, start + run.numel)) for run, start in box.runs(interval)])
+
+
+def whole_tensors(
+    parts: Mapping[str, torch.Tensor], boxes: Mapping[str, Box], copy: Transport, *, wanted: bool
+) -> dict[str, torch.Tensor]:
+    """Whole tensors of the ranks' parts of them where `wanted`, and {} elsewhere. Collective; one tensor travels at a time.
+
+    Args:
+        parts: on this rank, by name; tied ones under each of theirs.
+        boxes: of the parameters, by the first of their names.
+    """
+    first_name = {id(parts[name]): name for name in reversed(list(boxes)) if name in parts}
+    found: dict[str, torch.Tensor] = {}
+    made: dict[int, torch.Tensor] = {}
+    for name, part in parts.items():
+        box = boxes.get(first_name.get(id(part), ""))
+        if box is None or box.is_whole:
+            found[name] = part
+            continue
+        if id(part) not in made:
+            everyone = copy.exchange((box, part.contiguous().view(torch.uint8).numpy()), "whole tensors")
+            made[id(part)] = _put_together(box.shape, part.dtype, everyone) if wanted else part
+        found[name] = made[id(part)]
+    return found if wanted else {}
+
+
+def _put_together(shape: tuple[int, ...], dtype: torch.dtype, everyone: Sequence[tuple[Box, Any]]) -> torch.Tensor:
+    whole = torch.empty(shape, dtype=dtype)
+    for box, values in everyone:
+        part = torch.from_numpy(values).view(dtype).view(box.local_shape)
+        for there, here in box.slices():
+            whole[there] = part[here]
+    return whole
+
+
+def _as_local(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {key: value.to_local() if is_dtensor(value) else value for key, value in state.items()}
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor."""
+    # Where nobody has imported them, which takes a second, there are none.
+    home = sys.modules.get("torch.distributed.tensor")
+    return home is not None and isinstance(value, home.DTensor)
+
+
+def _splits(placement: Any) -> bool:
+    return not placement.is_replicate()
+
+
+def _together(model: nn.Module, parts: Mapping[str, SplitParameter], copy: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of a copy that compute a batch together with this one."""
+    # Of transformers. Where nothing is said, all of them do.
+    said = getattr(getattr(model, "config", None), "distributed_config", None)
+    size = min(getattr(said, "tp_size", len(copy)), len(copy))
+    first = copy.index(dist.get_rank()) // size * size
+    together = copy[first : first + size]
+    for name, part in parts.items():
+        if len(part.ranks) > 1 and set(part.ranks) not in (set(copy), set(together)):
+            raise ConfigError(
+                f"hf_zero: {name!r} is split over ranks {list(part.ranks)}, and other parameters over ranks {list(copy)}. All "
+                "parameters that are split have to be so over the same ranks, experts apart, which may be over more: load the "
+                "model with hf_zero.parallel_config(tp_size=..., ep_size=...)."
+            )
+    return together
+
+
+def _part_of(name: str, dtensor: Any) -> SplitParameter:
+    mesh, box = dtensor.device_mesh, Box.whole(dtensor.shape)
+    coordinate = mesh.get_coordinate()
+    for dim, placement in enumerate(dtensor.placements):
+        # transformers' packed weights are in `_StridedShard`s, which in some releases of torch are no `Shard`s.
+        along = getattr(placement, "dim", None)
+        if placement.is_replicate():
+            continue
+        if along is None or placement.is_partial():
+            raise _unknown(name, dtensor, "")
+        repeats = getattr(placement, "split_factor", 1)
+        box = box.split(along % dtensor.ndim, mesh.size(dim), coordinate[dim], repeats=repeats)
+    if box.local_shape != tuple(dtensor.to_local().shape):
+        raise _unknown(name, dtensor, f", and has {tuple(dtensor.to_local().shape)} of {tuple(dtensor.shape)} here")
+    return SplitParameter(box=box, mesh=mesh, placements=tuple(dtensor.placements))
+
+
+def _unknown(name: str, dtensor: Any, more: str) -> ConfigError:
+    return ConfigError(
+        f"hf_zero: {name!r} is a DTensor of placements {tuple(dtensor.placements)}{more}. Allowed are Shard and Replicate, as "
+        "tensor and expert parallelism of transformers make them (DistributedConfig with tp_size and ep_size)."
+    )
+
+
+# Checks that the ranks of a model that is split over them work together: same batches, same values where all have them.
+
+_FORWARDS = 2
+_STEPS = 2
+
+
+class DifferentBatchesError(RuntimeError):
+    """Ranks that hold one copy of a model together were given different batches."""
+
+
+class CopyChecks:
+    """Compares, in the first forwards and steps, what the ranks of a copy have to have in common.
+
+    Args:
+        everyone: all ranks, who fail together.
+        copy: the ranks of this copy of the model.
+        buckets: of trained and of frozen parameters.
+    """
+
+    def __init__(self, split: SplitModel, everyone: Transport, copy: Transport, buckets: Sequence[Bucket]):
+        self._split = split
+        self._everyone = everyone
+        self._forwards = self._steps = 0
+        self._buckets = buckets
+        self._ranks = everyone.exchange(tuple(split.ranks), "ranks of a copy of the model")
+        place = split.ranks.index(torch.distributed.get_rank())
+        self._held_before = _held_before(copy.exchange((place, split.boxes()), "parts of the model"), place)
+
+    @property
+    def compares_batches(self) -> bool:
+        """Whether the next forward's batch is to be compared."""
+        return self._forwards < _FORWARDS
+
+    def is_first_with(self, name: str) -> bool:
+        """Whether this rank is the first of its copy that has its part of a parameter."""
+        return name not in self._held_before
+
+    def compare_batches(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Raises `DifferentBatchesError`, on all ranks, where those of a copy have different batches. Collective."""
+        self._forwards += 1
+        digests = self._everyone.exchange(_digest([*args, *kwargs.values()]), "comparison of batches")
+        for ranks in dict.fromkeys(self._ranks):
+            other = next((rank for rank in ranks if digests[rank] != digests[ranks[0]]), None)
+            if other is not None:
+                raise DifferentBatchesError(
+                    f"hf_zero: ranks {ranks[0]} and {other} hold one copy of the model together (tensor or expert parallel, "
+                    f"ranks {list(ranks)}) and were given different batches, so that what they compute is of neither. Give "
+                    "them the same: in a loop of your own, sample by engine.groups.rank of engine.groups.world_size in place "
+                    "of the process's rank; with accelerate, prepare the dataloader with ZeroPlugin(tp_size=...)."
+                )
+
+    def is_due(self, step: int, *, every: int) -> bool:
+        """Whether values are compared behind this step: the first few, and each `every`-th."""
+        return step <= _STEPS or (every > 0 and step % every == 0)
+
+    @torch.no_grad()
+    def compare_values(self, step: int) -> None:
+        """Raises `ReplicasDivergedError` where a parameter that is not split has become different ones. Collective."""
+        mine = self._checksums()
+        everyone = self._everyone.exchange(mine, "comparison of what is not split")
+        for ranks in dict.fromkeys(self._ranks):
+            for rank in ranks[1:]:
+                first, other = everyone[ranks[0]], everyone[rank]
+                for key in first.keys() & other.keys():
+                    if first[key] != other[key]:
+                        raise ReplicasDivergedError(
+                            f"hf_zero: the parameter {key[0]!r} is not split over ranks {list(ranks)}, which hold one copy of "
+                            f"the model together, and by step {step} rank {rank} has other values of it than rank {ranks[0]}. "
+                            "Their gradients were different: a layer behind it works on part of what the other ranks have and "
+                            "does not sum its gradients, or dropout was seeded otherwise. See the model's tp_plan for it."
+                        )
+
+    def _checksums(self) -> dict[tuple[str, int, int], int]:
+        """Of each run of elements that this rank has of parameters that are not split: name and interval → checksum."""
+        held: dict[tuple[str, int, int], torch.Tensor] = {}
+        for bucket in self._buckets:
+            own = None if isinstance(bucket.memory, UnshardedMemory) else bucket.memory.read_own()
+            for slot in bucket.slots:
+                if slot.parameter in self._split.parts:
+                    continue
+                if own is None:
+                    held[slot.name, 0, slot.interval.numel] = slot.view_of(bucket.flat)
+                    continue
+                common = slot.interval.intersect(bucket.own_interval)
+                if common is not None:
+                    in_own, run = common.shift(-bucket.own_interval.start), common.shift(-slot.interval.start)
+                    held[slot.name, run.start, run.stop] = own[in_own.start : in_own.stop]
+        sums = torch.stack([checksum(values) for values in held.values()]).tolist() if held else []
+        return dict(zip(held, sums, strict=True))
+
+
+def _held_before(everyone: Sequence[tuple[int, Mapping[str, Box]]], place: int) -> set[str]:
+    """Names of the parameters of which a rank with a smaller place has the same part."""
+    found = {of_rank: boxes for of_rank, boxes in everyone}
+    mine = found[place]
+    return {name for before in range(place) for name, box in found[before].items() if mine.get(name) == box}
+
+
+def _digest(values: Sequence[Any]) -> str:
+    digest = hashlib.sha256()
+    for value in values:
+        if isinstance(value, Mapping):
+            digest.update(_digest(list(value.values())).encode())
+        elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            digest.update(str((value.dtype, tuple(value.shape))).encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,268 @@
+"""Reads and writes the state of an engine: weights, optimizer state and residuals."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import Bucket
+from ..buckets.rows import KindsOf, Read, StateRow
+from ..comm.transport import DataParallelGroup
+from ..layout.boxes import Box
+from ..layout.slots import Interval
+from ..optimizer.holder import StateHolder
+from ..optimizer.row_writes import RowWrites
+from ..optimizer.sharded_optimizer import ShardedOptimizer
+from ..optimizer.state_kinds import state_itemsizes
+from ..optimizer.state_rows import fill_rows, state_rows, state_scalars
+from .assemble import Parts
+from .split_model import read_part
+
+# ---- This rank's part of the model's weights, for sharded checkpoints: each element is on exactly one rank ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnWeights:
+    """A run of one parameter's elements, `interval`, row-major, and their values: 1-D, live where they are not cast."""
+
+    parameter: nn.Parameter
+    interval: Interval
+    values: torch.Tensor
+
+
+def held_weights(buckets: Iterable[Bucket], holder: StateHolder) -> Iterator[OwnWeights]:
+    """This rank's part of every parameter that lies in a bucket, in the dtype that it is kept in.
+
+    Where parameters have been through blocks, it is their master's. Ranks of a replicate group have copies of one part.
+    """
+    for bucket in buckets:
+        if bucket.precision.weights is not None:
+            for row in bucket.rows:
+                master = holder.master_view(row).detach().reshape(-1)
+                yield OwnWeights(
+                    parameter=row.slot.parameter,
+                    interval=row.layout.in_parameter,
+                    values=master.to(bucket.precision.kept),
+                )
+            continue
+        for slot in bucket.slots:
+            common = slot.interval.intersect(bucket.own_interval)
+            if common is not None:
+                in_own = common.shift(-bucket.own_interval.start)
+                yield OwnWeights(
+                    parameter=slot.parameter,
+                    interval=common.shift(-slot.interval.start),
+                    values=bucket.memory.own_part(in_own),
+                )
+
+
+def load_weights(
+    buckets: Iterable[Bucket], holder: StateHolder, read: Callable[[nn.Parameter, Interval], torch.Tensor]
+) -> None:
+    """Replaces this rank's part of every parameter in a bucket, and its master.
+
+    Args:
+        read: (parameter, run of its elements) → their values, a 1-D host tensor.
+    """
+    for bucket in buckets:
+        with holder.at_hand(bucket) if bucket.trained else nullcontext(), torch.no_grad():
+            for slot in bucket.slots:
+                common = slot.interval.intersect(bucket.own_interval)
+                if common is not None:
+                    in_own = common.shift(-bucket.own_interval.start)
+                    values = read(slot.parameter, common.shift(-slot.interval.start))
+                    bucket.memory.write_own_part(in_own, values)
+                    if bucket.precision.has_master:
+                        bucket.master[in_own.start : in_own.stop].copy_(values)
+
+
+# ---- This rank's part of what a checkpoint saves and loads: masters, optimizer state, weights ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """What this rank writes of masters and optimizer state; nothing, unless it is filled.
+
+    Attributes:
+        scalars: parameter name → state that is one value for the whole parameter (`step`).
+        groups: each optimizer with the names of the trained parameters in each of its groups.
+    """
+
+    rows: list[StateRow] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[tuple[torch.optim.Optimizer, list[list[str]]]] = field(default_factory=list)
+
+
+class EngineState:
+    """`ZeroEngine.state`: reads and replaces what a checkpoint keeps of this rank.
+
+    Args:
+        share: sends this rank's part of some buckets' parameters to the ranks that hold them whole.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        optimizers: Sequence[ShardedOptimizer],
+        row_writes: RowWrites,
+        share: Callable[[Iterable[Bucket]], None],
+    ):
+        self._parts = parts
+        self._optimizers = optimizers
+        self._row_writes = row_writes
+        self._share = share
+
+    @cached_property
+    def _first_with(self) -> frozenset[str]:
+        """Names of the trained parameters of which this rank is the first that has its part of the state."""
+        return frozenset(slot.name for slot in self._parts.slot_of.values() if slot.bucket.group.is_first)
+
+    def _is_first_with(self, name: str) -> bool:
+        """Whether this rank is the first of its copy of the model that has its part of a parameter."""
+        return self._parts.copies is None or self._parts.copies.is_first_with(name)
+
+    # ---- masters and optimizer state ----
+
+    def rows(self) -> Iterator[StateRow]:
+        """This rank's masters and optimizer state, row by row."""
+        parts = self._parts
+        yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.holder, parts.outer.replica)
+        yield from parts.outer.rows()
+
+    def residual_rows(self) -> Iterator[StateRow]:
+        """What this rank has not sent of its gradients (error feedback), copied; rows of whole parameters."""
+        return self._parts.wire.reduction.rows()
+
+    def rows_to_save(self) -> Iterator[StateRow]:
+        """Rows that no other rank writes.
+
+        Ranks of a replicate group hold the same rows, of which the first rank writes, unless each has optimizer state of its
+        own. Residuals are of each rank's batches: their own, but for ranks that compute a batch together.
+        """
+        each_has_its_own = self._parts.mesh.dp.all_groups.outer is not None
+        own: Iterator[StateRow] = iter(())
+        if self._first_with or each_has_its_own:
+            own = (row for row in self.rows() if each_has_its_own or row.name in self._first_with)
+        yield from (row for row in chain(own, self.residual_rows()) if self._is_first_with(row.name))
+
+    def to_save(self) -> SavedState:
+        """Everything that this rank writes to a checkpoint, but for the model's weights."""
+        scalars = {name: held for name, held in self.scalars().items() if name in self._first_with}
+        return SavedState(rows=list(self.rows_to_save()), scalars=scalars, groups=self.groups())
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """Optimizer state of this rank's rows that is one value for a whole parameter (`step`), by parameter name."""
+        return state_scalars(self._optimizers, list(self._parts.row_of.values()), self._parts.holder)
+
+    def fill(self, read: Read, kinds_of: KindsOf, scalars_of: Callable[[str], dict[str, Any]]) -> None:
+        """Replaces masters, optimizer state and residuals, after parameters are loaded; arguments: see `fill_rows`."""
+        parts = self._parts
+        self.follow_edits()
+        parts.wire.reduction.fill(parts.buckets, read, kinds_of)
+        rows, replica = list(parts.row_of.values()), parts.outer.replica
+        fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.holder, replica)
+        parts.outer.fill(read, kinds_of)
+        self._row_writes.follow(parts.buckets)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → whole shape of every trained parameter, on whichever ranks it lies."""
+        return {slot.name: self.box_of(slot.parameter).shape for slot in self._parts.slot_of.values()}
+
+    def master_dtypes(self) -> dict[str, torch.dtype]:
+        """Name → dtype in which every trained parameter is stepped."""
+        return {slot.name: slot.bucket.precision.master for slot in self._parts.slot_of.values()}
+
+    def box_of(self, parameter: torch.Tensor) -> Box:
+        """Which part of a whole parameter this rank's model has: all, unless tensor or expert parallelism has split it."""
+        return self._parts.mesh.split.box_of(parameter)
+
+    def as_whole(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of the ranks' parts of a parameter, or of what has its shape. Collective over its copy."""
+        split = self._parts.mesh.split.parts.get(parameter)
+        return part if split is None else split.as_dtensor(part).full_tensor()
+
+    def boxes(self) -> dict[str, Box]:
+        """Name → part of each parameter of the model of which this rank's model has not all."""
+        split = self._parts.mesh.split
+        return {} if split.is_empty else {name: box for name, box in split.boxes().items() if not box.is_whole}
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor or expert parallelism has split the model over ranks."""
+        return not self._parts.mesh.split.is_empty
+
+    @property
+    def split_sizes(self) -> tuple[int, int]:
+        """How many ranks compute a batch together, and how many hold a copy of the model together."""
+        split = self._parts.mesh.split
+        return len(split.ranks), len(split.copy_ranks)
+
+    def group_of(self, tensor: torch.Tensor) -> DataParallelGroup:
+        """The ranks that hold the same part of a parameter; of a buffer, those that hold all of it."""
+        return self._parts.mesh.group_of(tensor)
+
+    def writes(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether this rank is the one that writes what it has whole of a parameter."""
+        return self.group_of(parameter).all_groups.rank == 0 and self._is_first_with(name)
+
+    def groups(self) -> list[tuple[torch.optim.Optimizer, list[list[str]]]]:
+        """Each optimizer with the names of the trained parameters in each of its groups, in the user's order."""
+        slot_of = self._parts.slot_of
+        return [(sharded.optimizer, sharded.group_names(slot_of)) for sharded in self._optimizers]
+
+    def itemsizes(self, optimizer: int, group: int, dtype: torch.dtype) -> tuple[int, ...] | None:
+        """Bytes an element of each kind of state that a step makes for parameters of `dtype`; None where a trial does not tell.
+
+        Args:
+            optimizer, group: by number; -1 is no optimizer, and no state.
+        """
+        if optimizer < 0:
+            return ()
+        tried = self._optimizers[optimizer].optimizer
+        return state_itemsizes(tried, tried.param_groups[group], dtype)
+
+    # ---- weights ----
+
+    def bucketed_parameters(self) -> list[nn.Parameter]:
+        """All that `own_weights` hands out parts of, on some rank."""
+        return [slot.parameter for bucket in self._parts.all_buckets for slot in bucket.slots]
+
+    def own_weights(self) -> Iterator[OwnWeights]:
+        """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
+        name_of = {slot.parameter: slot.name for bucket in self._parts.all_buckets for slot in bucket.slots}
+        mine = [bucket for bucket in self._parts.all_buckets if bucket.group.is_first]
+        for own in held_weights(mine, self._parts.holder):
+            if self._is_first_with(name_of[own.parameter]):
+                yield own
+
+    def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
+        """Replaces this rank's part of the model; `read` gives runs of whole parameters. `share_weights` has to follow."""
+        self.load_own_weights(
+            lambda parameter, interval: read_part(self.box_of(parameter), interval, partial(read, parameter))
+        )
+
+    def load_own_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
+        """The same, where `read` gives intervals of the part of a parameter that this rank's model has (`box_of`)."""
+        self._parts.parameter_gather.finish_all()
+        load_weights(self._parts.all_buckets, self._parts.holder, read)
+
+    def share_weights(self) -> None:
+        """Sends the loaded parts to ranks that hold parameters whole. Collective."""
+        parts = self._parts
+        parts.outer.start_from_masters()
+        self._share(parts.buckets)
+        self._row_writes.follow(parts.buckets)
+        parts.parameter_gather.finish_all()
+
+    def follow_edits(self) -> None:
+        """Takes values that a script wrote into parameters into their masters."""
+        # Only those: a master in a file would be read and written for nothing.
+        for bucket in (bucket for bucket in self._parts.buckets if bucket.edited_rows):
+            with self._parts.holder.at_hand(bucket):
+                bucket.follow_edits()
+        self._parts.exact.put_back()

@@ -1,1 +1,0 @@
-"""What travels between the ranks in a step: parameters, gradients, buffers."""

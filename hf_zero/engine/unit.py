@@ -1,0 +1,301 @@
+"""A unit of stage 3: a layer whose parameters are gathered and dropped together."""
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from functools import cached_property
+from operator import attrgetter
+from typing import cast
+
+import torch
+
+from ..buckets.bucket import Bucket, ParameterSlot
+from ..buckets.memory import GatheredMemory
+from ..comm.transport import Handle
+from ..disguise import look_only
+from ..optimizer.replicas import checksum
+from .wire import Gather
+
+# ---- Edits of whole parameters inside a forward, which shards cannot take in ----
+
+_PASSES = 4
+_OTHERWISE = "or behind the optimizer's step, on all ranks, inside `with hf_zero.gathered(model, writeback=True):`."
+
+
+class UnseenEdits:
+    """Compares what has been gathered with what is about to be dropped, for edits that autograd does not count.
+
+    A forward that edits its weights does so each time: the first passes tell, and the others cost nothing. On an accelerator
+    they are compared there, and the host reads before the step what has been found: see `refuse_unseen_edits`.
+
+    Attributes:
+        watches: some of the first passes are still to come.
+        compared: in passes of which nobody has read the result: parameters, and for each of them whether it differs, (n,) bool.
+    """
+
+    def __init__(self) -> None:
+        self.watches = True
+        self.compared: list[tuple[list[ParameterSlot], torch.Tensor]] = []
+        self._passes = 0
+        self._in_pass = False
+        self._slots: list[ParameterSlot] = []
+        self._gathered: torch.Tensor | None = None
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """Called when the parameters have become whole for a pass."""
+        # An evaluation in another dtype gives parameters memory of their own.
+        self._in_pass = all(cast(GatheredMemory, bucket.memory).read_as is None for bucket in buckets)
+        passing = [
+            bucket for bucket in buckets if not (cast(GatheredMemory, bucket.memory).edits_last or bucket.flat.is_meta)
+        ]
+        self._slots = [slot for bucket in passing for slot in bucket.slots]
+        self._gathered = _checksums(self._slots) if self._slots else None
+
+    def leave_to_script(self) -> None:
+        """Called when a script is given the whole parameters outside of a pass, which has rules of its own."""
+        self._in_pass = False
+
+    def refuse(self, buckets: Sequence[Bucket]) -> None:
+        """Called before they are dropped. Raises RuntimeError where one has been edited so, and the host can tell at once."""
+        if not self._in_pass:
+            return
+        self._in_pass = False
+        self._passes += 1
+        self.watches = self._passes < _PASSES
+        moved = next((slot for bucket in buckets for slot in bucket.slots if not bucket.holds(slot)), None)
+        if moved is not None:
+            raise RuntimeError(
+                f"hf_zero: a forward has given {moved.name!r} other memory (`p.data = ...`), which is lost when its layer is "
+                f"sharded again. Write into the parameter under `torch.no_grad()` (`p.copy_(...)`), {_OTHERWISE}"
+            )
+        if self._gathered is not None:
+            self.compared.append((self._slots, _checksums(self._slots).ne(self._gathered)))
+            if self._gathered.device.type == "cpu":
+                refuse_unseen_edits([self])
+
+
+def refuse_unseen_edits(units: Iterable[UnseenEdits]) -> None:
+    """Raises RuntimeError where a pass has edited a parameter. The host waits for the device once, if there was a pass."""
+    compared = []
+    for unit in units:
+        compared += unit.compared
+        unit.compared = []
+    if compared and torch.cat([differ for _, differ in compared]).any():
+        edited = next(slot for slots, differ in compared for slot, differs in zip(slots, differ.tolist()) if differs)
+        raise RuntimeError(
+            f"hf_zero: a forward has edited {edited.name!r} through `.data` or numpy, which leaves no trace, and the edit is "
+            f"lost when its layer is sharded again. Edit the parameter itself under `torch.no_grad()`, {_OTHERWISE}"
+        )
+
+
+def rounded_edit(name: str) -> RuntimeError:
+    """The error for an edit of what was gathered with fewer digits than the shards have, or is kept for the backward."""
+    return RuntimeError(
+        f"hf_zero: a forward has edited {name!r}, of which it has a copy that is rounded (`gather_dtype`, `comm.weights`) or "
+        "kept for the backward (`comm.secondary_shard`), and the edit would be lost. Leave that setting out, or edit the "
+        "parameter behind the optimizer's step, on all ranks, inside `with hf_zero.gathered(model, writeback=True):`."
+    )
+
+
+def _checksums(slots: Sequence[ParameterSlot]) -> torch.Tensor:
+    """Of each parameter, (n,) int64, n > 0."""
+    return torch.stack([checksum(slot.parameter) for slot in slots])
+
+
+# ---- Units of stage 3: parameters that are unsharded and resharded together ----
+
+_VERSION = attrgetter("_version")
+
+
+class UnitState(Enum):
+    """SHARDED: a rank has its shard. UNSHARDING: gathers are under way. UNSHARDED: parameters are whole."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+class Unit:
+    """Parameters that are unsharded at the same time: those of a layer, or a few layers, or all that are in no layer.
+
+    Attributes:
+        name: of the first layer's module; "root" for what no layer has.
+        modules: names of the layers' modules.
+        buckets: the unit's.
+        memories: theirs, which are gathered and dropped.
+        gather: what the parameters were last gathered by.
+        unseen: looks for edits that autograd does not count.
+        state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
+        is_sharded: the state is SHARDED.
+        holds: how many users keep it from being resharded.
+        followers: called after each change between whole and sharded.
+    """
+
+    def __init__(self, modules: Sequence[str], buckets: Sequence[Bucket]):
+        self.modules = tuple(modules)
+        self.name = self.modules[0] if self.modules else "root"
+        self.buckets = list(buckets)
+        self.memories = {bucket: cast(GatheredMemory, bucket.memory) for bucket in self.buckets}
+        self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self.state = UnitState.SHARDED
+        self.is_sharded = True
+        self.holds = 0
+        self.followers: list[Callable[[], None]] = []
+        self.gather: Gather | None = None
+        self._handles: list[Handle] = []
+        self._parameters = [slot.parameter for slot in self.slots]
+        self._versions = list(map(_VERSION, self._parameters))
+        self.unseen = UnseenEdits()
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {self.state.value})"
+
+    @cached_property
+    def passing_bytes(self) -> int:
+        """Bytes that being whole takes beyond the shard."""
+        return sum(memory.passing_bytes for memory in self.memories.values())
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes that being whole and exact takes beyond the shard."""
+        return sum(memory.exact_bytes for memory in self.memories.values())
+
+    def start_fetch(self) -> None:
+        """Begins to bring the shard to where it can be gathered from, where it is elsewhere."""
+        for memory in self.memories.values():
+            memory.start_fetch()
+
+    def forget_fetch(self) -> None:
+        """Gives up what was fetched and not gathered."""
+        for memory in self.memories.values():
+            memory.forget_fetch()
+
+    def start_unshard(self, gather: Gather) -> None:
+        """SHARDED → UNSHARDING: starts the all-gathers."""
+        self._leave(UnitState.SHARDED)
+        self._refuse_edits()
+        self.state, self.is_sharded = UnitState.UNSHARDING, False
+        self.gather = gather
+        for bucket, memory in self.memories.items():
+            with memory.gather(exactly=gather.is_exact):
+                self._handles.append(gather.start(bucket))
+
+    def finish_unshard(self) -> None:
+        """UNSHARDING → UNSHARDED: waits for them and makes the parameters whole."""
+        self._leave(UnitState.UNSHARDING)
+        for memory in self.memories.values():
+            memory.arrive()
+        while self._handles:
+            self._handles.pop(0).finish()
+        self.state = UnitState.UNSHARDED
+        self._hang_parameters()
+        if self.unseen.watches:
+            self.unseen.begin(self.buckets)
+
+    def reshard(self, *, keeps: bool = False) -> None:
+        """UNSHARDED → SHARDED: gives back everything but the shard, which takes in what a forward has edited in place.
+
+        Args:
+            keeps: leaves the parameters whole on this rank, to be gathered again with the others' or to be `let_go`.
+
+        Raises:
+            RuntimeError: an edit cannot be taken in.
+        """
+        self._leave(UnitState.UNSHARDED)
+        if list(map(_VERSION, self._parameters)) != self._versions:
+            self._take_in_edits()
+        elif self.unseen.watches:
+            self.unseen.refuse(self.buckets)
+        self.state, self.is_sharded = UnitState.SHARDED, True
+        if keeps:
+            for bucket, memory in self.memories.items():
+                memory.stay()
+                memory.hang_all(bucket.parameters, bucket.places)
+        else:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """SHARDED: gives back what `reshard` has kept."""
+        for memory in self.memories.values():
+            memory.drop()
+        self._hang_parameters()
+
+    def keep_edits(self) -> None:
+        """Takes what a script has written into the whole parameters into the shard."""
+        if self.state is not UnitState.UNSHARDED:
+            raise AssertionError(f"hf_zero: edits of {self!r}, which is not whole")
+        for memory in self.memories.values():
+            memory.keep_edits()
+        self.forget_edits()
+
+    def leave_to_script(self) -> None:
+        """Tells that a script outside of a pass has the whole parameters."""
+        self.unseen.leave_to_script()
+
+    def forget_edits(self) -> None:
+        """Has the whole parameters dropped with what a script has written into them."""
+        with look_only():
+            self._versions = list(map(_VERSION, self._parameters))
+
+    def count_edit(self, slot: ParameterSlot) -> None:
+        """Has autograd and the master know that the shard's part of a parameter was edited."""
+        with look_only():
+            torch.autograd.graph.increment_version(slot.parameter)
+        self.forget_edits()
+
+    def take_in(self, slot: ParameterSlot, *, written: bool) -> None:
+        """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""
+        bucket = slot.bucket
+        if written:
+            bucket.memory.take_in(slot.place, slot.interval, slot.parameter.detach())
+            # The master follows what no optimizer step has written.
+            slot.version = -1
+        self.hang(slot)
+        self._versions = list(map(_VERSION, self._parameters))
+
+    def hang(self, slot: ParameterSlot) -> None:
+        """Gives a parameter the data that it has in this state."""
+        slot.bucket.memory.hang(slot.parameter, slot.place)
+
+    def _leave(self, expected: UnitState) -> None:
+        if self.state is not expected:
+            raise AssertionError(f"hf_zero: {self!r} should be {expected.value} here; please report this")
+
+    def _hang_parameters(self) -> None:
+        for bucket, memory in self.memories.items():
+            memory.hang_all(bucket.parameters, bucket.places)
+        for follow in self.followers:
+            follow()
+
+    def _take_in_edits(self) -> None:
+        before = dict(zip(self._parameters, self._versions))
+        for bucket, memory in self.memories.items():
+            if not cast(Gather, self.gather).takes_edits or memory.is_rounded:
+                for slot in bucket.slots:
+                    if slot.parameter._version != before[slot.parameter]:
+                        raise rounded_edit(slot.name)
+        self.keep_edits()
+
+    def _refuse_edits(self) -> None:
+        for bucket, memory in self.memories.items():
+            if memory.was_written():
+                raise _lost_edit(bucket.slots[0].name)
+        with look_only():
+            unchanged = list(map(_VERSION, self._parameters)) == self._versions
+            if unchanged and all(bucket.holds_all for bucket in self.buckets):
+                return
+            for slot, version in zip(self.slots, self._versions):
+                held = slot.bucket.memory.is_view(slot.parameter, slot.place)
+                if slot.parameter._version != version or not held:
+                    raise _lost_edit(slot.name)
+
+
+def _lost_edit(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"hf_zero: {name!r} was edited in place while it was sharded, and the edit is lost. Edit it on all ranks inside "
+        "`with hf_zero.gathered(model, writeback=True):`, or before accelerator.prepare."
+    )
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,1 +1,0 @@
-"""Stage 3: modules whose parameters are gathered before their forward and dropped after it."""

@@ -1,0 +1,223 @@
+"""How gradients and parameters travel: all-gathers exact, cast, quantised or inside the node, and the choice."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..buckets.bucket import Bucket
+from ..comm.groups import Groups, RankGroup
+from ..comm.quantised import all_gather_blocks
+from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
+from ..config import ZeroConfig
+from ..device import SideQueue, side_queue
+from ..kernels.quantise import CODES, BlockFormat
+from ..layout.slots import USUAL_ALIGNMENT, Alignment
+from .quantised_reductions import QuantisedReduction, choose_route
+from .reductions import HybridReduction, Reduction, ReplicatedReduction
+
+# ---- All-gathers of a bucket's parameters: exact, cast or quantised ----
+
+_KIND = "all-gather parameters"
+
+
+class Gather:
+    """Fills a bucket's flat buffer with every rank's shard: here with parameters as the ranks have them.
+
+    Attributes:
+        is_exact: shards of another dtype than that of forward and backward are gathered as they are; else each rank casts its
+            own to that.
+        takes_edits: what is gathered is the shards' values, and no copy of it is kept: an edit of it may go into the shards.
+    """
+
+    is_exact = False
+    takes_edits = True
+
+    def __init__(self, *, is_exact: bool = False):
+        self.is_exact = is_exact
+
+    def start(self, bucket: Bucket) -> Handle:
+        """Starts filling `bucket.flat`, which has memory, from the `source` of each rank's."""
+        memory = bucket.memory
+        return bucket.group.transport.start_all_gather(memory.shown, memory.source, bucket.label(_KIND))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes kept from one gather for others."""
+        return 0
+
+    def forget(self) -> None:
+        """Called when the parameters are about to change."""
+
+
+class QuantisedGather(Gather):
+    """What blocks leave of the parameters, on every rank the same, this rank's own part too. One rank's own stay as they are.
+
+    Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
+    """
+
+    takes_edits = False
+
+    def __init__(self, format: BlockFormat):
+        super().__init__()
+        self._format = format
+
+    def start(self, bucket: Bucket) -> Handle:
+        group = bucket.group
+        if group.groups.shard_size == 1:
+            return super().start(bucket)
+        flat, own, label = bucket.flat, bucket.memory.source, bucket.label(_KIND)
+        return all_gather_blocks(group.transport, self._format, flat, own, group.groups.gather, label)
+
+
+# ---- Secondary shards: parameters that a forward gathered stay sharded inside the node for its backward ----
+#
+# ZeRO++'s hierarchical partitioning, hpZ (Wang et al. 2023, arXiv 2306.10209). On nodes of n ranks, a rank keeps 1/n of the
+# parameters from their forward to the step, and the gathers of the backward send nothing between nodes.
+
+
+class ForwardGather(Gather):
+    """Gathers from all ranks, and keeps this rank's part of the node's copy for a backward that may follow.
+
+    Args:
+        whole: gathers from all ranks.
+        node: this rank's node.
+
+    Attributes:
+        kept: of each bucket gathered since the last step, (numel / node.size,).
+    """
+
+    takes_edits = False
+
+    def __init__(self, whole: Gather, node: RankGroup):
+        super().__init__()
+        self._whole = whole
+        self.node = node
+        self.kept: dict[Bucket, torch.Tensor] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(part.nbytes for part in self.kept.values())
+
+    def start(self, bucket: Bucket) -> Handle:
+        handle = self._whole.start(bucket)
+        if not torch.is_grad_enabled():
+            return handle
+
+        def complete() -> None:
+            handle.finish()
+            self.kept[bucket] = bucket.flat.view(self.node.size, -1)[self.node.place].clone()
+
+        return Handle(bucket.label("all-gather parameters"), bucket.group.transport.ledger, complete)
+
+    def forget(self) -> None:
+        self.kept.clear()
+
+
+class BackwardGather(Gather):
+    """Gathers inside the node what `forward` has kept, and from all ranks what it has not."""
+
+    takes_edits = False
+
+    def __init__(self, forward: ForwardGather):
+        super().__init__()
+        self._forward = forward
+
+    def start(self, bucket: Bucket) -> Handle:
+        part = self._forward.kept.get(bucket)
+        if part is None:
+            return self._forward.start(bucket)
+        label = bucket.label("all-gather parameters in the node")
+        return bucket.group.transport.start_all_gather(bucket.flat, part, label, among=self._forward.node)
+
+
+# ---- What travels between the ranks and in which form, as the config asks for it ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How gradients and parameters travel, each bucket's between the ranks of its group.
+
+    Attributes:
+        reduction: of gradients, where they are sharded.
+        gather: of the parameters that forward and backward compute with.
+        forward, backward: the same for parameters that are dropped in between.
+        exact: of parameters that are looked at, edited or saved.
+        weights, gradients: the blocks in which `gather` and `reduction` send; None where they send what there is.
+        align: of shards, so that none ends inside a block.
+    """
+
+    reduction: Reduction
+    gather: Gather
+    forward: Gather
+    backward: Gather
+    exact: Gather
+    weights: BlockFormat | None = None
+    gradients: BlockFormat | None = None
+    align: Alignment = USUAL_ALIGNMENT
+
+    def weight_format(self, group: DataParallelGroup) -> BlockFormat | None:
+        """The blocks that parameters come in to each rank of a group; None where they come as they are."""
+        return self.weights if group.groups.shard_size > 1 else None
+
+    def adds_in_wider(self, group: DataParallelGroup) -> bool:
+        """Whether gradients are summed over a group in the dtype of the result, where that is wider than theirs."""
+        is_summed = group.groups.shard_size > 1
+        return is_summed and (self.gradients is not None or group.transport.adds_in_wider)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of lasting memory by kind."""
+        return {"gradient residuals": self.reduction.held_bytes, "secondary shards": self.forward.held_bytes}
+
+
+def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wire:
+    """The reductions and gathers that `config.comm` asks for. Where one rank has all the state, nothing is quantised.
+
+    Args:
+        groups: of the most ranks that a bucket is shared between.
+        device: that computes.
+    """
+    exact = Gather(is_exact=True)
+    in_passes = Gather() if config.gather_dtype == "bfloat16" else exact
+    if groups.shard_size == 1:
+        return Wire(reduction=ReplicatedReduction(), gather=exact, forward=in_passes, backward=in_passes, exact=exact)
+    weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
+    order, queue = StepsInOrder(), side_queue(device)
+    if gradients is None:
+        reduction = _exact_reduction(groups, order, queue)
+    else:
+        route = choose_route(groups, gradients, order, error_feedback=config.comm.error_feedback)
+        reduction = QuantisedReduction(route, _exact_reduction(groups, order, queue, of="a sample"))
+    gather = exact if weights is None else QuantisedGather(weights)
+    forward = backward = in_passes if weights is None else gather
+    if groups.node is not None:
+        keeping = ForwardGather(forward, groups.node)
+        forward, backward = keeping, BackwardGather(keeping)
+    align = USUAL_ALIGNMENT
+    if not weights is gradients is None:
+        # Shards of gradients are cut once more between several groups.
+        parts = 1 if gradients is None else groups.replicate.size
+        align = Alignment(shard_numel=max(align.shard_numel, config.comm.block_numel) * parts)
+    return Wire(
+        reduction=reduction,
+        gather=gather,
+        forward=forward,
+        backward=backward,
+        exact=exact,
+        weights=weights,
+        gradients=gradients,
+        align=align,
+    )
+
+
+def _exact_reduction(groups: Groups, order: StepsInOrder, queue: SideQueue, **of: str) -> Reduction:
+    """Without loss: inside the shard group, and between several of them.
+
+    Args:
+        of: what is summed, where it is not the gradients.
+    """
+    within = Reduction(**of)
+    return within if groups.replicate.size == 1 else HybridReduction(within, order, queue, **of)
+
+
+def _format(config: ZeroConfig, kind: str) -> BlockFormat | None:
+    return BlockFormat(code=CODES[kind], block_numel=config.comm.block_numel) if kind in CODES else None

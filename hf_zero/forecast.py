@@ -1,0 +1,571 @@
+"""Memory of a training run by kind and by phase, from the shapes of its model alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .config import CommConfig, ConfigError, ZeroConfig
+from .layout.slots import GRAD_BUFFERS, BucketLayout, moment_bytes, pool_numel
+
+# ---- What a planner refuses ----
+
+
+class PlanError(ConfigError):
+    """A plan that cannot be made: a model, a batch or a machine that is not understood."""
+
+
+class NothingFitsError(PlanError):
+    """Every set-up is too large.
+
+    Attributes:
+        least: the settings of the one that needs least.
+    """
+
+    def __init__(self, message: str, least: Mapping[str, Any]):
+        super().__init__(message)
+        self.least = least
+
+
+# ---- The plan printed at the start: dtypes, buckets, and the bytes of state that a rank will hold ----
+
+_RESIDUAL_BYTES = 2
+"""An element, of what a rank has not sent of its gradient: bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCost:
+    """One bucket's layout with the bytes an element takes as parameter, travelling gradient and master.
+
+    `reduced_bytes`: in the dtype in which the sum over the ranks arrives. `gradient_bytes`: in that in which it waits for a step.
+
+    `state_itemsizes`: bytes an element of each kind of optimizer state; None where it is not known beforehand. `sharded`
+    parameters are kept as a shard (stage 3); not `trained` ones have neither gradient nor state. `apart`: masters and reduced
+    gradients are in other memory. `keeps_master`: the master is there between steps, too. `in_files`: bytes a shard's element
+    has in files, of its parameters, master and state together.
+    """
+
+    layout: BucketLayout
+    param_bytes: int
+    reduce_bytes: int
+    reduced_bytes: int
+    gradient_bytes: int
+    master_bytes: int
+    has_master: bool
+    keeps_master: bool
+    state_itemsizes: tuple[int, ...] | None
+    sharded: bool = False
+    trained: bool = True
+    apart: bool = False
+    in_files: int = 0
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters that a rank keeps all the time."""
+        return (self.layout.shard_numel if self.sharded else self.layout.numel) * self.param_bytes
+
+    @property
+    def own_numel(self) -> int:
+        """Elements of the parameters themselves, without padding."""
+        return self.layout.numel - sum(gap.numel for gap in self.layout.padding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePlan:
+    """Bytes a rank holds, padding included. Gradient buffers are in passing; the rest lasts through the step.
+
+    `residuals` are what error feedback keeps of the gradients that a rank sends.
+
+    `frozen` are the parameters that take no gradients, and buffers.
+
+    `beside` are copies of state, with gradients, on which steps are taken early. `in_files` is the part of all kinds that
+    is in files, and so in no memory.
+    """
+
+    parameters: int
+    frozen: int
+    masters: int
+    gradients: int
+    residuals: int
+    gradient_buffers: int
+    optimizer: int | None
+    beside: int
+    in_files: int
+
+    @property
+    def total(self) -> int:
+        """All that lasts in memory, the host's and the device's, as far as it is known beforehand."""
+        lasts = (self.parameters, self.frozen, self.masters, self.gradients, self.residuals, self.beside)
+        return sum(lasts) + (self.optimizer or 0) - self.in_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpState:
+    """Bytes that each rank holds of the same model under DistributedDataParallel, whose gradient buckets last.
+
+    `optimizer` is None where its state is not known beforehand.
+    """
+
+    parameters: int
+    frozen: int
+    gradients: int
+    gradient_buckets: int
+    optimizer: int | None
+
+    @property
+    def total(self) -> int:
+        """As far as it is known beforehand."""
+        return self.parameters + self.frozen + self.gradients + self.gradient_buckets + (self.optimizer or 0)
+
+
+def keeps_residuals(comm: CommConfig) -> bool:
+    """Whether ranks keep what quantising loses of their gradients."""
+    return comm.gradients != "none" and comm.error_feedback
+
+
+def _residual_bytes(layout: BucketLayout, replicas: int) -> int:
+    """What error feedback keeps of a bucket: the whole, and between several shard groups also a shard and a part of it."""
+    if layout.shards == 1:
+        return 0
+    between = layout.shard_numel + layout.shard_numel // replicas if replicas > 1 else 0
+    return _RESIDUAL_BYTES * (layout.numel + between)
+
+
+def plan_ddp(costs: Sequence[BucketCost], world_size: int, frozen: int = 0) -> DdpState:
+    """The bytes of state for these buckets' parameters where nothing is sharded.
+
+    Args:
+        frozen: bytes of parameters that take no gradients, and of buffers.
+    """
+    trained = [cost for cost in costs if cost.trained]
+    parameters = sum(cost.own_numel * cost.param_bytes for cost in trained)
+    return DdpState(
+        parameters=parameters,
+        frozen=frozen,
+        gradients=parameters,
+        # A rank by itself has nothing to reduce.
+        gradient_buckets=parameters if world_size > 1 else 0,
+        optimizer=_sum_if_known([_whole_state_bytes(cost) for cost in trained]),
+    )
+
+
+def plan_states(
+    costs: Sequence[BucketCost],
+    config: ZeroConfig,
+    replicas: int = 1,
+    beside: int = 0,
+    kept_whole: int = 0,
+    *,
+    accumulates: bool = False,
+) -> StatePlan:
+    """The bytes of state for these buckets under this stage.
+
+    Above stage 0 a rank keeps the shard of gradients, and whole buckets pass through a pool (layout/slots.py). Where whole
+    gradients wait for the last micro-batch of a step, stage 1 reduces them where they are; stages 2 and 3 have them beside.
+
+    Args:
+        replicas: shard groups.
+        beside: bytes for steps out of their time.
+        kept_whole: bytes of frozen parameters and buffers that are in no bucket.
+        accumulates: a step has several micro-batches.
+    """
+    in_files = sum(cost.layout.shard_numel * cost.in_files for cost in costs)
+    frozen = kept_whole + sum(cost.parameter_bytes for cost in costs if not cost.trained)
+    costs = [cost for cost in costs if cost.trained]
+    whole = {True: 0, False: 0}
+    for cost in costs:
+        whole[cost.layout.shards == 1] += cost.layout.numel
+    waits = accumulates and config.accumulates_locally
+    passes = config.stage >= 1 and (whole[False] > 0 or any(cost.apart for cost in costs))
+    pooled = passes and not (waits and config.stage == 1)
+    gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
+    if pooled and waits:
+        gradients += sum(cost.own_numel * cost.param_bytes for cost in costs)
+    return StatePlan(
+        parameters=sum(cost.parameter_bytes for cost in costs),
+        frozen=frozen,
+        masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.keeps_master),
+        gradients=gradients,
+        residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs) if keeps_residuals(config.comm) else 0,
+        gradient_buffers=_buffer_bytes(costs, GRAD_BUFFERS) if pooled else 0,
+        optimizer=_sum_if_known([_state_bytes(cost, config) for cost in costs]),
+        beside=beside,
+        in_files=in_files,
+    )
+
+
+def _sum_if_known(parts: Sequence[int | None]) -> int | None:
+    """None where a part is not known."""
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _whole_state_bytes(cost: BucketCost) -> int | None:
+    return None if cost.state_itemsizes is None else sum(cost.state_itemsizes) * cost.own_numel
+
+
+def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int | None:
+    if cost.state_itemsizes is None:
+        return None
+    if config.quantises_moments:
+        return len(cost.state_itemsizes) * moment_bytes(cost.layout, cost.master_bytes)
+    return sum(cost.state_itemsizes) * cost.layout.shard_numel
+
+
+def _buffer_bytes(costs: Sequence[BucketCost], limit: int) -> int:
+    """Of whole gradients on their way, and of sums that do not land where they stay."""
+    whole = pool_numel([cost.layout for cost in costs], limit) * max(cost.reduce_bytes for cost in costs)
+    beside = [cost.layout.shard_numel * cost.reduced_bytes for cost in costs if cost.apart]
+    return whole + sum(sorted(beside, reverse=True)[:limit])
+
+
+def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:
+    shard = cost.layout.shard_numel * cost.gradient_bytes
+    if pooled:
+        return shard
+    # Reduced in place where it can stay so, and else copied into a shard beside the whole gradient.
+    in_place = cost.reduce_bytes == cost.reduced_bytes == cost.gradient_bytes and not cost.apart
+    return cost.layout.numel * cost.reduce_bytes + (0 if in_place else shard)
+
+
+# Forecast of the memory that a rank needs at its peak: state, gradients on their way, gathered parameters, activations.
+
+DDP = "DDP"
+"""Name of the set-up without this engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What one micro-batch holds during forward and backward, as traced.
+
+    Attributes:
+        curve: (bytes of gradients that have come so far, bytes live at most until the next one comes) in the order of backward;
+            what is live does not count those gradients. The first entry is of the forward and the start of backward.
+        saved_bytes: live when the forward has ended: what it has saved for the backward.
+        flops: of the forward and the backward, recomputation included; `forward_flops` of the forward alone.
+        tokens: elements of the micro-batch that the model reads.
+        shape: rows and length of the micro-batch, in words.
+    """
+
+    curve: tuple[tuple[int, int], ...]
+    saved_bytes: int
+    flops: int
+    forward_flops: int
+    tokens: int
+    shape: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """Live at most, where each gradient goes as soon as it is there."""
+        return self.peak_beside(0)
+
+    def peak_beside(self, gradient_bytes: int) -> int:
+        """Live at most together with gradients that gather while backward goes on, until they take `gradient_bytes`."""
+        all_bytes = max((come for come, _ in self.curve), default=0)
+        share = gradient_bytes / all_bytes if all_bytes else 0.0
+        return max((round(live + share * come) for come, live in self.curve), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passing:
+    """Bytes that a rank holds for a while beside its state.
+
+    Attributes:
+        gathered: parameters of stage 3 that are whole at a time, beyond the shards.
+        received: parts of gradients that peers have sent and that are not added up when backward ends.
+        step: temporaries of the optimizer's step.
+        window: state that passes through host memory on its way from and to files.
+        runtime: what libraries take when training begins: a context on an accelerator, thread pools and message buffers.
+        largest_parameter: of the model, as it is saved.
+        model: all parameters and buffers, as they are loaded.
+    """
+
+    gathered: int = 0
+    received: int = 0
+    step: int = 0
+    window: int = 0
+    runtime: int = 0
+    largest_parameter: int = 0
+    model: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Bytes that a rank needs with one set-up.
+
+    Attributes:
+        name: of the set-up, for tables.
+        settings: of `ZeroConfig`, which make it; {} for DDP.
+        device: kind → bytes on the training device when most is there.
+        host: kind → bytes in host memory beside an accelerator; {} where the training device is the host.
+        pinned_bytes: of host memory that is page-locked.
+        disk_bytes: in files.
+        save_bytes, load_bytes: host memory at most while a checkpoint is written, and while the model is loaded.
+        unknown: kinds whose bytes are not known beforehand, in words.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    device: Mapping[str, int]
+    host: Mapping[str, int] = field(default_factory=dict)
+    pinned_bytes: int = 0
+    disk_bytes: int = 0
+    save_bytes: int = 0
+    load_bytes: int = 0
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Of parameters, gradients, masters and optimizer state, in memory and in files."""
+        kept = (*STATE_KINDS, "gradient buffers")
+        return sum(self.device.get(kind, 0) + self.host.get(kind, 0) for kind in kept) + self.disk_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "settings": dict(self.settings),
+            "device": dict(self.device),
+            "device_bytes": self.device_bytes,
+            "host": dict(self.host),
+            "host_bytes": self.host_bytes,
+            "pinned_bytes": self.pinned_bytes,
+            "disk_bytes": self.disk_bytes,
+            "save_bytes": self.save_bytes,
+            "load_bytes": self.load_bytes,
+            "unknown": list(self.unknown),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtStart:
+    """What is said at the start of a run of a rank's memory when most is there.
+
+    Attributes:
+        batch: the shape of the micro-batch that it is for, in words; or why it is not known.
+        ours, ddp: with this engine and under DDP; None where it is not known.
+    """
+
+    batch: str
+    ours: Forecast | None = None
+    ddp: Forecast | None = None
+
+
+STATE_KINDS = ("parameters", "frozen", "gradients", "masters", "optimizer state", "residuals", "copies")
+PASSING_KINDS = ("gradient buffers", "gathered", "activations", "step", "runtime")
+KINDS = (*STATE_KINDS, *PASSING_KINDS)
+"""Kinds of memory, in the order in which tables and charts show them."""
+
+
+def forecast(
+    name: str,
+    settings: Mapping[str, Any],
+    config: ZeroConfig,
+    plan: StatePlan,
+    costs: Sequence[BucketCost],
+    passing: Passing,
+    activations: Activations | None,
+    *,
+    on_host: bool,
+    accumulates: bool = False,
+) -> Forecast:
+    """What a rank holds with a config.
+
+    Backward and step are not at the same time: the larger of what both take beside the state counts.
+
+    Args:
+        plan, costs: of its state (`plan_states`).
+        activations: None where they are not known.
+        on_host: the training device is the host.
+        accumulates: a step has several micro-batches, so that gradients are there when the last one's forward begins.
+    """
+    offload = config.offload
+    moved = _moved(plan, costs, config)
+    state = {
+        "parameters": plan.parameters,
+        "frozen": plan.frozen,
+        "gradients": plan.gradients,
+        "masters": plan.masters,
+        "optimizer state": plan.optimizer or 0,
+        "residuals": plan.residuals,
+        "copies": plan.beside,
+    }
+    in_files = {kind: min(nbytes, state[kind]) for kind, nbytes in moved["files"].items()}
+    in_host = {kind: min(nbytes, state[kind] - in_files.get(kind, 0)) for kind, nbytes in moved["host"].items()}
+    if on_host:
+        in_host = {}
+    device = {kind: nbytes - in_files.get(kind, 0) - in_host.get(kind, 0) for kind, nbytes in state.items()}
+    kept = ("masters", "optimizer state")
+    saved_in_checkpoint = sum(device[kind] + in_host.get(kind, 0) for kind in kept)
+    saved = activations.saved_bytes if activations and offload.activations == "cpu" and not on_host else 0
+    # Gradients that come during backward, and have gone before the next forward.
+    coming = device["gradients"] if not accumulates else 0
+    beside = coming + passing.received
+    in_backward = activations.peak_beside(beside) if activations else beside
+    in_step = coming + (passing.step if on_host or not offload.moves_state else 0) + (passing.window if on_host else 0)
+    device |= {
+        "gradient buffers": plan.gradient_buffers,
+        "gathered": passing.gathered,
+        "activations": max(0, in_backward - saved - coming),
+        "step": max(0, in_step - passing.gathered - max(in_backward - saved, coming)),
+        "runtime": passing.runtime,
+    }
+    host = {} if on_host else {**in_host, "step": passing.window, "activations": saved}
+    return Forecast(
+        name=name,
+        settings=settings,
+        device=_ordered(device),
+        host=_ordered(host),
+        pinned_bytes=sum(in_host.values()),
+        disk_bytes=sum(in_files.values()),
+        save_bytes=saved_in_checkpoint + passing.largest_parameter,
+        load_bytes=passing.model,
+        unknown=_unknown(plan.optimizer, activations),
+    )
+
+
+def forecast_ddp(
+    state: DdpState, passing: Passing, activations: Activations | None, *, accumulates: bool = False
+) -> Forecast:
+    """What a rank holds under DistributedDataParallel.
+
+    Args:
+        accumulates: as `forecast`'s.
+    """
+    there = state.gradients if accumulates else 0
+    traced = activations.peak_beside(state.gradients - there) if activations else 0
+    in_passes = max(there + traced, state.gradients + passing.step)
+    device = {
+        "parameters": state.parameters,
+        "frozen": state.frozen,
+        "gradients": state.gradients,
+        "optimizer state": state.optimizer or 0,
+        "gradient buffers": state.gradient_buckets,
+        "activations": max(0, in_passes - state.gradients),
+        "runtime": passing.runtime,
+    }
+    return Forecast(
+        name=DDP,
+        settings={},
+        device=_ordered(device),
+        save_bytes=state.parameters + state.frozen,
+        load_bytes=passing.model,
+        unknown=_unknown(state.optimizer, activations),
+    )
+
+
+def _moved(plan: StatePlan, costs: Sequence[BucketCost], config: ZeroConfig) -> dict[str, dict[str, int]]:
+    """Kind → bytes that are in host memory and in files, beside an accelerator or not."""
+    offload = config.offload
+    found: dict[str, dict[str, int]] = {"host": {}, "files": {}}
+    if offload.moves_state:
+        share = _share_apart(costs)
+        where = found["files" if offload.optimizer == "nvme" else "host"]
+        where["optimizer state"] = int((plan.optimizer or 0) * share)
+        where["masters"] = int(plan.masters * share)
+        # Reduced gradients are in host memory, wherever the state is.
+        reduced = sum(c.layout.shard_numel * c.gradient_bytes for c in costs if c.trained and c.apart)
+        found["host"]["gradients"] = reduced
+        found["host"]["copies"] = plan.beside
+    if offload.moves_params:
+        where = found["files" if offload.params == "nvme" else "host"]
+        where["parameters"] = sum(c.parameter_bytes for c in costs if c.trained and c.sharded)
+        where["frozen"] = sum(c.parameter_bytes for c in costs if not c.trained and c.sharded)
+    return found
+
+
+def _share_apart(costs: Sequence[BucketCost]) -> float:
+    trained = [cost for cost in costs if cost.trained]
+    moved = sum(cost.layout.numel for cost in trained if cost.apart or cost.in_files)
+    return moved / max(1, sum(cost.layout.numel for cost in trained))
+
+
+def _ordered(held: Mapping[str, int]) -> dict[str, int]:
+    return {kind: held[kind] for kind in KINDS if held.get(kind)}
+
+
+def _unknown(optimizer: int | None, activations: Activations | None) -> tuple[str, ...]:
+    found = ["optimizer state"] if optimizer is None else []
+    return (*found, *(["activations"] if activations is None else []))
+
+
+# ---- Memory that a rank may take, and whether a forecast fits, is close to it, or is too large ----
+
+FITS, CLOSE, TOO_LARGE = "fits", "close", "too large"
+"""What may be said of a set-up, see [Note: three classes]."""
+
+FORECAST_ERROR = 0.15
+"""By so much at most a forecast differs from the peak that is measured: the bound of scripts/bench/planned_peaks.py, whose cells
+lie between 5 % below the measured peak and 14 % above it."""
+
+RESERVE = {"accelerator": 0.08, "host": 0.15, "host's heap": 0.3, "activations unknown": 0.4}
+"""The part of free memory that a set-up which *fits* leaves, set by hand, by what takes it.
+
+A caching allocator rounds up and splits. On a host there are page tables and sockets of the ranks, on the same account, and a
+forecast may be 5 % low. glibc keeps freed blocks of up to 32 MiB in its heap, unless MALLOC_MMAP_THRESHOLD_ says less.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Bytes that a rank may take. None: not limited, as far as is known.
+
+    [Note: three classes]
+    A set-up *fits* if its forecast leaves the reserve of the device. It is *too large* if its forecast is above the device by
+    more than a forecast has been wrong. Between the two it is *close*: it may run, or run out of memory. What is offloaded is
+    counted, not estimated, so host memory and the disk know no *close*.
+
+    Attributes:
+        host: for each rank of a node. `disk` likewise.
+        reserve: the part of the device that a set-up which fits leaves free.
+    """
+
+    device: int
+    host: int | None = None
+    disk: int | None = None
+    reserve: float = RESERVE["accelerator"]
+
+    def fit_of(self, forecast: Forecast) -> str:
+        """FITS, CLOSE or TOO_LARGE."""
+        needed = forecast.device_bytes
+        if self._short_beside_device(forecast) or needed > self.device * (1 + FORECAST_ERROR):
+            return TOO_LARGE
+        return FITS if needed <= self.device * (1 - self.reserve) else CLOSE
+
+    def describe(self, forecast: Forecast) -> str:
+        """The class with what decides it: `close: 390 of 390 MB`."""
+        where, needed, there = self._short_beside_device(forecast) or ("", forecast.device_bytes, self.device)
+        how = f"{where}, {of(needed, there)}" if where else of(needed, there)
+        return f"{self.fit_of(forecast)}: {how if there else f'{size(needed)} of {where}, none was given'}"
+
+    def _short_beside_device(self, forecast: Forecast) -> tuple[str, int, int] | None:
+        """Where what is offloaded does not go: the place, what is needed, and what is there."""
+        needs = (("host memory", forecast.host_bytes, self.host), ("disk", forecast.disk_bytes, self.disk))
+        for where, needed, there in needs:
+            if there is not None and needed > there:
+                return where, needed, there
+        return None
+
+
+def size(nbytes: float) -> str:
+    """In words: 12.3 MB, 4.56 GB."""
+    return f"{nbytes / 1e6:.1f} MB" if nbytes < 1e9 else f"{gb(nbytes)} GB"
+
+
+def gb(nbytes: float) -> str:
+    """A number of GB."""
+    return f"{nbytes / 1e9:.2f}" if nbytes < 10e9 else f"{nbytes / 1e9:.1f}"
+
+
+def of(part: float, whole: float) -> str:
+    """In words: 390 of 410 MB."""
+    if max(part, whole) < 1e9:
+        return f"{part / 1e6:.0f} of {whole / 1e6:.0f} MB"
+    return f"{gb(part)} of {gb(whole)} GB"

@@ -1,0 +1,73 @@
+"""Whose checkpoint is this?"""
+
+from pathlib import Path
+
+from ..checkpoint.files import CheckpointError, no_folder, refuse_links
+from .dcp import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, DcpCheckpoint
+from .deepspeed import DeepSpeedCheckpoint, step_folder_of
+from .states import ForeignCheckpoint, weight_shards_of
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether a folder looks like DeepSpeed's or FSDP's; `open_foreign` says whether it is good."""
+    if not folder.is_dir():
+        return False
+    if _is_dcp(folder):
+        return True
+    return (folder / "pytorch_model_fsdp.bin").is_file() or _is_deepspeed(folder)
+
+
+def open_foreign(folder: Path) -> ForeignCheckpoint:
+    """Opens a checkpoint of DeepSpeed ZeRO or of FSDP; reads headers and metadata only. What a link leads to is not read.
+
+    Args:
+        folder: of Trainer or accelerate (`checkpoint-N`), or DeepSpeed's own, with `latest` or of one step.
+
+    Raises:
+        CheckpointError: neither of them, not whole, or of a variant that is not covered.
+    """
+    refuse_links(folder, sorted(path for path in folder.rglob("*") if path.is_symlink()))
+    try:
+        return _open(folder)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:
+        # The formats are pickles: their fields may hold anything.
+        raise CheckpointError(
+            f"hf_zero: {folder} is damaged, or of a variant that is not covered ({type(error).__name__}: {str(error)[:200]}). "
+            "Resume from another checkpoint."
+        ) from error
+
+
+def _open(folder: Path) -> ForeignCheckpoint:
+    if not folder.is_dir():
+        raise CheckpointError(f"hf_zero: {no_folder(folder)}.")
+    if (folder / "pytorch_model_fsdp.bin").is_file():
+        raise CheckpointError(
+            f"hf_zero: {folder} is of an FSDP run with state_dict_type FULL_STATE_DICT, which is not covered. Save it there with "
+            "SHARDED_STATE_DICT."
+        )
+    if _is_dcp(folder):
+        return DcpCheckpoint(folder)
+    step_folder = step_folder_of(folder)
+    if step_folder is None:
+        found = sorted(path.name for path in folder.iterdir())[:8]
+        raise CheckpointError(
+            f"hf_zero: {folder} is no checkpoint of DeepSpeed ZeRO (`latest` and `global_step…/`) or of FSDP ({MODEL_FOLDER}/ "
+            f"and {OPTIMIZER_FOLDER}/, {METADATA_NAME} of torch.distributed.checkpoint, or shard-…safetensors of "
+            f"transformers); found: {found}."
+        )
+    return DeepSpeedCheckpoint(folder, step_folder)
+
+
+def _is_dcp(folder: Path) -> bool:
+    named = (folder / MODEL_FOLDER).is_dir() or (folder / OPTIMIZER_FOLDER).is_dir()
+    return named or (folder / METADATA_NAME).is_file() or bool(weight_shards_of(folder))
+
+
+def _is_deepspeed(folder: Path) -> bool:
+    try:
+        return step_folder_of(folder) is not None
+    except CheckpointError:
+        # `latest` is there, and what it names is not: DeepSpeed's, and `open_foreign` says so.
+        return True

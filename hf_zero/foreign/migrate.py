@@ -1,0 +1,212 @@
+"""Another engine's config as one of hf_zero: every key in one of three lists, and a config that is valid."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..config.checks import ConfigError, cut, parse, read_yaml, shown
+from ..config.zero import ZeroConfig
+from .settings import OF_ACCELERATE, OF_FSDP, OF_JSON, Fate, Rule, Table, Verdict, unneeded, unsupported
+
+_MOST_BYTES = 64 * 2**10
+_MARKS_OF_ACCELERATE = {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "machine_rank"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A kind of config.
+
+    Attributes:
+        name: whose it is, in words.
+        table: its keys.
+        stage: ours, where the config says nothing of one.
+    """
+
+    name: str
+    table: Table
+    stage: int
+
+
+ACCELERATE = Source(name="accelerate", table=OF_ACCELERATE, stage=0)
+DEEPSPEED = Source(name="DeepSpeed", table=OF_JSON, stage=0)
+FSDP = Source(
+    name="FSDP", table={f"{prefix}{path}": rule for path, rule in OF_FSDP.items() for prefix in ("fsdp_", "")}, stage=3
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigratedKey:
+    """A key of the source.
+
+    Attributes:
+        key: dotted path.
+        value: as the source has it.
+        said: the setting here, why none is needed, or what to do instead.
+    """
+
+    key: str
+    value: Any
+    said: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """What becomes of another engine's config.
+
+    Attributes:
+        source: whose config it is: DeepSpeed, FSDP or accelerate.
+        config: the equal one here.
+        yaml: `config` as a file, with the settings that the source says.
+        mapped: keys with a setting here.
+        not_needed: keys that need none, and why.
+        not_supported: keys that are not supported or not known, and what to do instead.
+    """
+
+    source: str
+    config: ZeroConfig
+    yaml: str
+    mapped: tuple[MigratedKey, ...]
+    not_needed: tuple[MigratedKey, ...]
+    not_supported: tuple[MigratedKey, ...]
+
+
+def migrate(source: str | Path | Mapping[Any, Any]) -> Migration:
+    """The config here that is equal to one of DeepSpeed (JSON), accelerate (YAML) or FSDP (either).
+
+    Args:
+        source: a file, or what it holds.
+
+    Raises:
+        ConfigError: it cannot be read, or has no key of any of these.
+    """
+    where = "this mapping" if isinstance(source, Mapping) else Path(source).name
+    settings = source if isinstance(source, Mapping) else _read(Path(source))
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"hf_zero: {cut(where)} holds {shown(settings)}, not the settings of a config by name.")
+    origin = _origin(settings, where)
+    base = {"stage": _own_stage(settings, origin)}
+    lists: dict[Fate, list[MigratedKey]] = {fate: [] for fate in Fate}
+    waiting = []
+    for path, value, verdict in _keys(settings, origin.table):
+        if verdict.fate is Fate.MAPPED:
+            waiting.append((path, value, verdict))
+        else:
+            lists[verdict.fate].append(MigratedKey(key=path, value=value, said=verdict.said))
+    chosen: dict[str, Any] = {}
+    refused: dict[int, str] = {}
+    # What goes together only with another key is tried again when that has come; stages come first.
+    waiting.sort(key=lambda found: "stage" not in found[2].settings)
+    while waiting:
+        left = []
+        for path, value, verdict in waiting:
+            hindrance = _hindrance(base, chosen, verdict)
+            if hindrance is None:
+                chosen |= verdict.settings
+                lists[Fate.MAPPED].append(MigratedKey(key=path, value=value, said=verdict.said))
+            else:
+                refused[id(verdict)] = hindrance
+                left.append((path, value, verdict))
+        if len(left) == len(waiting):
+            break
+        waiting = left
+    for path, value, verdict in waiting:
+        lists[Fate.NOT_SUPPORTED].append(MigratedKey(key=path, value=value, said=refused[id(verdict)]))
+    text = _as_yaml(base | chosen)
+    return Migration(
+        source=origin.name,
+        config=_read_back(text),
+        yaml=text,
+        mapped=tuple(lists[Fate.MAPPED]),
+        not_needed=tuple(lists[Fate.NOT_NEEDED]),
+        not_supported=tuple(lists[Fate.NOT_SUPPORTED]),
+    )
+
+
+def _read(path: Path) -> Any:
+    if path.suffix != ".json":
+        return read_yaml(path)
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ConfigError(f"hf_zero: {cut(str(path))} is longer than {_MOST_BYTES // 2**10} KiB: no config.")
+        return json.loads(text.decode("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"hf_zero: {cut(str(path))} cannot be read ({error.strerror}).") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"hf_zero: {cut(str(path))} is not valid JSON: {cut(str(error))}.") from error
+
+
+def _origin(settings: Mapping[Any, Any], where: str) -> Source:
+    names = {key for key in settings if isinstance(key, str)}
+    if names & _MARKS_OF_ACCELERATE:
+        return ACCELERATE
+    found = [source for source in (DEEPSPEED, FSDP, ACCELERATE) if names & _first_names(source.table)]
+    if not found:
+        raise ConfigError(
+            f"hf_zero: {cut(where)} has no key of DeepSpeed's, FSDP's or accelerate's configs. migrate takes a DeepSpeed JSON "
+            "file, an accelerate config, or an FSDP config."
+        )
+    return max(found, key=lambda source: len(names & _first_names(source.table)))
+
+
+def _first_names(table: Table) -> set[str]:
+    return {path.partition(".")[0] for path in table}
+
+
+def _own_stage(settings: Mapping[Any, Any], origin: Source) -> int:
+    """The stage of a config that names none."""
+    section = settings.get("fsdp_config") if origin is ACCELERATE else None
+    return FSDP.stage if isinstance(section, Mapping) and section else origin.stage
+
+
+def _keys(settings: Mapping[Any, Any], table: Table, prefix: str = "") -> Iterator[tuple[str, Any, Verdict]]:
+    """Each key once: dotted path, value, and what becomes of it by itself."""
+    for key, value in settings.items():
+        path = f"{prefix}{key}"
+        # A dot in a key's own name is no way into a section.
+        is_plain = isinstance(key, str) and "." not in key
+        rule: Rule | None = table.get(path) if is_plain else None
+        is_section = is_plain and any(known.startswith(f"{path}.") for known in table)
+        if rule is not None:
+            yield path, value, rule(value, settings)
+        elif is_section and isinstance(value, Mapping) and value:
+            yield from _keys(value, table, f"{path}.")
+        elif is_section and not value:
+            yield path, value, unneeded("it says nothing")
+        elif is_section:
+            yield path, value, unsupported("it holds no settings by name; look into the file")
+        else:
+            yield path, value, unsupported("unknown: no key of this kind of config has this name")
+
+
+def _hindrance(base: Mapping[str, Any], chosen: Mapping[str, Any], verdict: Verdict) -> str | None:
+    """Why settings do not go with those that were chosen; None where they do."""
+    for name, value in verdict.settings.items():
+        if name in chosen and chosen[name] != value:
+            return f"`{name}` is {shown(chosen[name])} by another key; it has one value here"
+    try:
+        _read_back(_as_yaml({**base, **chosen, **verdict.settings}))
+    except (ConfigError, UnicodeError, yaml.YAMLError) as error:
+        return str(error).removeprefix("hf_zero config: ")
+    return None
+
+
+def _as_yaml(settings: Mapping[str, Any]) -> str:
+    nested: dict[str, Any] = {}
+    for name, value in settings.items():
+        *path, leaf = name.split(".")
+        place = nested
+        for step in path:
+            place = place.setdefault(step, {})
+        place[leaf] = value
+    return yaml.safe_dump(nested, sort_keys=False, allow_unicode=False)
+
+
+def _read_back(text: str) -> ZeroConfig:
+    text.encode("utf-8")
+    return ZeroConfig.from_dict(parse(text, "the migrated config"))

@@ -1,0 +1,285 @@
+"""Pickled files of other engines, opened so that nothing in them can run.
+
+`torch.load(weights_only=True)` makes tensors and plain values only. DeepSpeed puts a few objects of its own classes beside
+them; each stands here under its full name, with something plain that takes its place. DeepSpeed is not imported.
+
+The `.metadata` of torch.distributed.checkpoint is a bare pickle of protocol 4, which `weights_only` does not read, and
+torch's own reader would unpickle whatever it names. Here a reader of its own knows the names below and raises at any other.
+Time and memory of that reader grow with the file and with no number in it: Python's unpickler takes 16 GiB for nine bytes.
+"""
+
+import io
+import pickle
+import pickletools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.files import CheckpointError, shown
+
+
+class Unread:
+    """In the place of an object that nobody asks for: takes its state and forgets it."""
+
+    def __init__(self, *_args: object):
+        pass
+
+    def __setstate__(self, _state: object) -> None:
+        pass
+
+
+class Record:
+    """In the place of a dataclass: its fields are in `fields`, and nothing of the class itself is there.
+
+    Those of a class that pickles them without names are in `unnamed`.
+    """
+
+    fields: dict[str, Any]
+    unnamed: tuple[Any, ...] = ()
+
+    def __new__(cls, *_args: object) -> "Record":
+        # An unpickler makes objects without __init__, and those without a state it leaves so.
+        record = super().__new__(cls)
+        record.fields = {}
+        return record
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.fields = {name: value for name, value in state.items() if isinstance(name, str)}
+        elif isinstance(state, tuple):
+            self.unnamed = state
+
+
+_OF_DEEPSPEED = (
+    # (what takes its place, full name in the file)
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (Unread, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Unread, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Unread, "deepspeed.utils.tensor_fragment.fragment_address"),
+)
+
+
+def load_deepspeed_file(path: Path) -> dict[str, Any]:
+    """A `.pt` file that DeepSpeed wrote, memory-mapped: tensors are read where they are looked at.
+
+    Raises:
+        CheckpointError: missing, cut off, or with a class that is not among the known ones.
+    """
+    try:
+        with torch.serialization.safe_globals(list(_OF_DEEPSPEED)):
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"hf_zero: {path} is missing; the checkpoint is not whole. Copy the files of all ranks into one folder, or resume "
+            "from another."
+        ) from error
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"hf_zero: {path} cannot be read ({reason}): it is cut off or damaged, or holds objects of classes that hf_zero "
+            "does not know. Resume from another checkpoint."
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}, and DeepSpeed writes a dictionary.")
+    return content
+
+
+_LARGEST_METADATA_BYTES = 2**30
+
+
+_LONGEST_PATH = 4096
+_LONGEST_SHARED = 64
+
+
+def _layout_of(name: object) -> str:
+    if not isinstance(name, str):
+        raise pickle.UnpicklingError("it has a layout without a name")
+    return name
+
+
+def _joined(*parts: str) -> str:
+    if sum(map(len, parts)) > _LONGEST_PATH:
+        raise pickle.UnpicklingError(f"it has a path of more than {_LONGEST_PATH} letters")
+    return "/".join(parts)
+
+
+def _no_items() -> dict:
+    return {}
+
+
+_OF_DCP: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch.distributed.checkpoint.metadata", "Metadata"): Record,
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): Record,
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): Record,
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): Record,
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Record,
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): Record,
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"): Record,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): int,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _layout_of,
+    ("pathlib", "PosixPath"): _joined,
+    ("pathlib", "WindowsPath"): _joined,
+    ("pathlib", "PurePosixPath"): _joined,
+    ("pathlib._local", "PosixPath"): _joined,
+    ("pathlib._local", "WindowsPath"): _joined,
+    ("collections", "OrderedDict"): _no_items,
+}
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+_LITERALS = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
+}
+_SINGLE = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+
+
+def _known(module: str, name: str) -> Any:
+    if (module, name) in _OF_DCP:
+        return _OF_DCP[module, name]
+    if module == "torch" and name in _DTYPES:
+        return _DTYPES[name]
+    raise pickle.UnpicklingError(
+        f"it names {shown(f'{module}.{name}')}, which is none of the classes of a DCP checkpoint"
+    )
+
+
+def _again(value: Any) -> Any:
+    """A value that is asked for once more.
+
+    Of values in values in values, each twice, a few bytes make more than any hash or text of them ends with.
+    """
+    is_flat = isinstance(value, tuple) and len(value) <= _LONGEST_SHARED
+    if isinstance(value, list | dict | tuple) and not (
+        is_flat and not any(isinstance(v, tuple | list | dict) for v in value)
+    ):
+        raise pickle.UnpicklingError("it has one list or mapping in several places")
+    return value
+
+
+def _set_items(target: dict, items: list) -> None:
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if not isinstance(key, str | int | Record):
+            raise pickle.UnpicklingError(f"it has a key of {type(key).__name__}")
+        target[key] = value
+
+
+def _plain_values(content: bytes) -> Any:
+    """The value that a pickle makes of what `_OF_DCP` says and dtypes.
+
+    Raises:
+        Exception: of any kind, for anything else and where it is damaged.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[Any, Any] = {}
+
+    def above_the_mark() -> list[Any]:
+        place = marks.pop()
+        taken = stack[place:]
+        del stack[place:]
+        return taken
+
+    for operation, argument, _ in pickletools.genops(content):
+        match operation.name:
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "GET" | "BINGET" | "LONG_BINGET":
+                stack.append(_again(memo[argument]))
+            case name if name in _LITERALS:
+                stack.append(argument)
+            case name if name in _SINGLE:
+                stack.append(_SINGLE[name])
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE":
+                stack.append(tuple(above_the_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                count = int(name[-1])
+                stack[-count:] = [tuple(stack[-count:])]
+            case "EMPTY_LIST":
+                stack.append([])
+            case "APPEND":
+                value = stack.pop()
+                list.append(stack[-1], value)
+            case "APPENDS":
+                values = above_the_mark()
+                list.extend(stack[-1], values)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "SETITEM":
+                value, key = stack.pop(), stack.pop()
+                _set_items(stack[-1], [key, value])
+            case "SETITEMS":
+                values = above_the_mark()
+                _set_items(stack[-1], values)
+            case "STACK_GLOBAL":
+                name, module = stack.pop(), stack.pop()
+                stack.append(_known(module, name))
+            case "GLOBAL":
+                stack.append(_known(*str(argument).split(" ", 1)))
+            case "REDUCE" | "NEWOBJ":
+                arguments, make = stack.pop(), stack.pop()
+                stack.append(make(*arguments))
+            case "BUILD":
+                state, record = stack.pop(), stack[-1]
+                if not isinstance(record, Record):
+                    raise pickle.UnpicklingError("it gives a state to what has none")
+                record.__setstate__(state)
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return stack.pop()
+            case name:
+                raise pickle.UnpicklingError(f"it has {name}, which no DCP checkpoint has")
+    raise pickle.UnpicklingError("it is cut off")
+
+
+def load_dcp_metadata(path: Path) -> Record:
+    """The `.metadata` of a torch.distributed.checkpoint folder, as records of plain values.
+
+    Raises:
+        CheckpointError: missing, cut off, or with a class that is not among the known ones.
+    """
+    try:
+        if path.stat().st_size > _LARGEST_METADATA_BYTES:
+            raise CheckpointError(
+                f"hf_zero: {path} has {path.stat().st_size} bytes, and at most {_LARGEST_METADATA_BYTES} are read."
+            )
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"hf_zero: {path} cannot be read ({error}); it is written last, so the checkpoint was not finished. Resume from "
+            "another."
+        ) from error
+    try:
+        metadata = _plain_values(content)
+    except Exception as error:
+        # A damaged pickle may raise anything.
+        raise CheckpointError(
+            f"hf_zero: {path} is not a DCP checkpoint's metadata, or is damaged ({shown(error)}). Resume from another checkpoint."
+        ) from error
+    if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.fields:
+        raise CheckpointError(f"hf_zero: {path} is not a DCP checkpoint's metadata. Resume from another checkpoint.")
+    return metadata
+
+
+def load_stream(content: bytes, path: Path) -> Any:
+    """A tensor or plain value that `torch.save` wrote into a part of a file.
+
+    Raises:
+        CheckpointError: cut off or damaged.
+    """
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"hf_zero: {path} is cut off or damaged ({reason}). Resume from another checkpoint."
+        ) from error

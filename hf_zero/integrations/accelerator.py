@@ -1,0 +1,509 @@
+"""The methods of an Accelerator that know engines."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import DynamoBackend
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..buckets.precision import is_loaded, resolve_casts
+from ..checkpoint.manifest import Manifest
+from ..config import ConfigError, ZeroConfig
+from ..device import ask_for
+from ..engine.checks import refuse_other_engines
+from ..engine.engine import ZeroEngine, keep_state, take_up_state
+from ..engine.parameter_gather import is_compiled
+from ..hooks import engine_attached_to
+from ..optimizer.sharded_optimizer import engine_stepped_by, refuse_wrapper
+from .accelerator_parts import (
+    RefuseTrainingAlone,
+    add_no_sync,
+    folder_to_fill,
+    numbered_states,
+    refuse_other_split,
+    refuse_step_without_engine,
+    refuse_unless_state,
+    seat_scaler,
+    split_models_aside,
+    tell_of_skipped_steps,
+    unscale,
+)
+from .announce import RecordedAccelerator, announce, begin_in_loop, micro_batches_of, rows_of_a_step
+from .elastic import warn_of_scaled_schedule
+from .environment import RunRecord
+from .state_io import ZERO_FOLDER, load_engine, progress_of, refuse_faults, say_resumed, seal_state, write_state
+from .uneven_inputs import JoinedRanks, joined_ranks
+
+logger = get_logger(__name__)
+
+
+class ZeroAcceleratorMixin(RecordedAccelerator):
+    """The methods of an Accelerator that know engines. Engines are built when a model and its optimizers are both there.
+
+    Attributes:
+        zero_config: what engines are built with.
+        zero_cast_owner: who casts, in words.
+        zero_engines: one a model, in the order built.
+        zero_run: of a script that `hf_zero.run` runs.
+        zero_goes_on: Trainer resumes a run, whose memory was forecast when it began.
+    """
+
+    zero_config: ZeroConfig
+    zero_cast_owner: str
+    zero_engines: list[ZeroEngine]
+    zero_run: RunRecord | None = None
+    zero_goes_on: bool = False
+    _zero_joined: JoinedRanks | None = None
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    _zero_preparing: bool = False
+    _zero_with_optimizer: bool = False
+    _zero_early_optimizers: dict[torch.optim.Optimizer, RemovableHandle]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles get: no engines, and neither the models and optimizers that they train.
+
+        Those have parts of their parameters on each rank, and a copy could not train on them. A copy prepares others.
+        """
+        # Python 3.10 has no such method of object.
+        state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
+        for name in ("zero_recorder", "zero_run", "_zero_joined"):
+            state.pop(name, None)
+        mine = {id(optimizer) for engine in self.zero_engines for optimizer, _ in engine.state.groups()}
+        state["_models"] = [m for m in self._models if self._engine_for(m) is None]
+        state["_optimizers"] = [o for o in self._optimizers if id(_bare(o)) not in mine]
+        state["_schedulers"] = [s for s in self._schedulers if not any(id(_bare(o)) in mine for o in s.optimizers)]
+        return state | {"zero_engines": [], "_zero_early_optimizers": {}}
+
+    # ---- prepare ----
+
+    def _refuse_reset_state(self) -> None:
+        """Raises accelerate's own AttributeError behind `AcceleratorState._reset_state()`, which tells of that call."""
+        _ = self.distributed_type
+
+    def prepare(self, *args, device_placement=None):
+        self._refuse_reset_state()
+        self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
+        self._choose_stage(args)
+        seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
+        self._zero_preparing = True
+        try:
+            result = super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._zero_preparing = self._zero_with_optimizer = False
+        self._build_engines()
+        for model in self._models:
+            _mark_prepared(model, False)
+        return result
+
+    def _choose_stage(self, args: Iterable[Any]) -> None:
+        """Resolves `stage: auto` when a model is among what is prepared. Collective then."""
+        if self.zero_config.is_open:
+            # Here, not above: planning needs transformers, which takes seconds to import.
+            from ..planner.auto import config_for
+
+            self.zero_config = config_for(self.zero_config, self, list(args))
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
+        self._refuse_reset_state()
+        self._choose_stage([model])
+        if self.zero_config.stage == 3:
+            _refuse_compiled(self, model)
+            if engine_attached_to(model) is not None or self._is_sharded_next(model):
+                # Whole, the model may not fit the device: the engine moves this rank's shard there.
+                device_placement = False
+        if self.device.type == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters()):
+            # accelerate numbers the host's device by the rank, and `.to()` would copy the model.
+            device_placement = False
+        elif device_placement is not False:
+            # What moves comes out of the files that it still lies in.
+            for parameter in filter(is_loaded, model.parameters()):
+                ask_for(parameter.data)
+        refuse_other_engines(model)
+        settings = (self.mixed_precision, self.state.dynamo_plugin.backend)
+        _mark_prepared(model, model.__dict__.get(_PREPARED) == settings)
+        # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
+        prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        model.__dict__[_PREPARED] = settings
+        _mark_prepared(model, False)
+        original = self.unwrap_model(prepared, keep_torch_compile=False)
+        if self.zero_run is not None:
+            self.zero_run.models += 1
+        engine = engine_attached_to(original)
+        if engine is not None and engine not in self.zero_engines:
+            self.zero_engines.append(engine)
+        if engine is None and self.zero_config.stage == 3 and _is_frozen(original):
+            # Here, not in _build_engines: `prepare_model(teacher, evaluation_mode=True)` may be the only call for it.
+            self._build_engine(original, [], prepared)
+        elif engine is None and self.num_processes > 1:
+            prepared.register_forward_pre_hook(RefuseTrainingAlone(original))
+        if not self._zero_preparing:
+            self._build_engines()
+        return prepared
+
+    def _is_sharded_next(self, model: nn.Module) -> bool:
+        """Whether this call to prepare builds the engine: with an optimizer, or without one for a frozen model."""
+        return self._zero_with_optimizer or _is_frozen(model)
+
+    def _prepare_tp(self, *args):
+        # accelerate would look for the places of DTensors; the engine replaces them.
+        return args
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
+        self._refuse_reset_state()
+        # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
+        refuse_wrapper(_bare(optimizer))
+        if self._zero_preparing:
+            return super().prepare_optimizer(optimizer, device_placement=False)
+        seat_scaler(self, self._models)
+        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        self._build_engines()
+        return prepared
+
+    def _build_engines(self) -> None:
+        """An engine for each prepared model whose optimizers are prepared and not yet in one."""
+        bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
+        waiting = [o for o in map(_bare, self._optimizers) if id(o) not in bound]
+        for prepared in self._models:
+            model = self.unwrap_model(prepared, keep_torch_compile=False)
+            parameters = set(model.parameters())
+            mine = [o for o in waiting if any(p in parameters for group in o.param_groups for p in group["params"])]
+            if not mine:
+                continue
+            waiting = [o for o in waiting if o not in mine]
+            self._build_engine(model, [*self._going_on(model, mine), *mine], prepared)
+            for optimizer in self._zero_early_optimizers.keys() & mine:
+                self._zero_early_optimizers.pop(optimizer).remove()
+        for optimizer in waiting:
+            self._refuse_foreign(optimizer)
+            if optimizer not in self._zero_early_optimizers:
+                hook = optimizer.register_step_pre_hook(refuse_step_without_engine)
+                self._zero_early_optimizers[optimizer] = hook
+
+    def _going_on(self, model: nn.Module, added: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """The optimizers prepared earlier that train the model beside `added`: those of other parameters."""
+        former = engine_attached_to(model)
+        if former is None:
+            return []
+        taken = {p for optimizer in added for group in optimizer.param_groups for p in group["params"]}
+        prepared = [_bare(optimizer) for optimizer in self._optimizers]
+        return [
+            sharded.optimizer
+            for sharded in former.optimizers
+            if sharded.optimizer in prepared and not any(p in taken for group in sharded.whole_groups for p in group)
+        ]
+
+    def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
+        former = engine_attached_to(model)
+        if former is not None:
+            keep_state(former)
+            former.close()
+            self.zero_engines.remove(former)
+        config = replace(resolve_casts(self.zero_config, self.mixed_precision), report=False)
+        ddp = self.ddp_handler
+        if ddp is not None and not ddp.broadcast_buffers:
+            config = replace(config, broadcast_buffers=False)
+        # Here, not above: what it traces with takes long to import.
+        from ..planner.auto import forecast_at_start
+
+        is_forecast = bool(optimizers) and not self.zero_goes_on
+        at_start = forecast_at_start(self, model, optimizers, config) if is_forecast else None
+        try:
+            with progress_of("building", is_main=self.is_main_process) as show:
+                engine = ZeroEngine(
+                    model,
+                    optimizers,
+                    config,
+                    entry=prepared if prepared is not model else None,
+                    device=self.device if self.zero_config.stage == 3 else None,
+                    on_progress=show,
+                    find_unused_parameters=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph),
+                )
+            take_up_state(engine)
+        except Exception:
+            self._forget(prepared, optimizers)
+            raise
+        engine.transport.watch.is_left_by_others = True
+        refuse_other_split(self, engine)
+        self.zero_engines.append(engine)
+        if self.zero_run is not None and optimizers:
+            self.zero_run.engines += 1
+        add_no_sync(engine, model, prepared)
+        if engine.config.nonfinite == "skip":
+            tell_of_skipped_steps(engine, self._optimizers)
+        casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
+        accumulates = micro_batches_of(self) > 1
+        announce(engine, casts, rows_of_a_step(self), at_start, accumulates=accumulates)
+        begin_in_loop(self, engine)
+
+    def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Takes what could not be prepared out of accelerate's lists, so that a notebook can try again."""
+        self._models = [m for m in self._models if m is not prepared]
+        self._optimizers = [o for o in self._optimizers if not any(_bare(o) is refused for refused in optimizers)]
+
+    def _refuse_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._models:
+            self._forget(None, [optimizer])
+            raise ValueError(
+                f"hf_zero: {type(optimizer).__name__} holds none of the parameters of the prepared models, so it would train "
+                "nothing. Build it from the model that you prepare, after any step that replaces parameters "
+                "(resize_token_embeddings, get_peft_model), and prepare the model with it or before it."
+            )
+
+    # ---- a step ----
+
+    @contextmanager
+    def no_sync(self, model: nn.Module):
+        engine = self._engine_for(model)
+        if engine is None:
+            yield
+        else:
+            with engine.no_sync():
+                yield
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module):
+        engine = self._engine_for(model)
+        with engine.sync() if engine is not None else nullcontext():
+            yield
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float = 2):
+        parameters = _listed(parameters)
+        engine = self._engine_with(parameters)
+        if engine is None or self._clips_before_reducing(engine):
+            return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        unscale(self, engine)
+        if self._zero_joined is not None:
+            self._zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
+        return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
+
+    def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
+        parameters = _listed(parameters)
+        engine = self._engine_with(parameters)
+        if engine is None or self._clips_before_reducing(engine):
+            super().clip_grad_value_(parameters, clip_value)
+        else:
+            unscale(self, engine)
+            if self._zero_joined is not None:
+                self._zero_joined.clips(engine, "clip value", parameters, float(clip_value))
+            engine.clip_grad_value_(clip_value, parameters)
+
+    def unscale_gradients(self, optimizer=None):
+        wanted = (
+            self._optimizers if optimizer is None else optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        )
+        for engine in dict.fromkeys(engine_stepped_by(_bare(opt)) for opt in wanted):
+            if engine is not None:
+                unscale(self, engine)
+        others = [opt for opt in wanted if engine_stepped_by(_bare(opt)) is None]
+        if others:
+            super().unscale_gradients(others)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables, even_batches=None):
+        with joined_ranks(self, joinables, even_batches) as joined:
+            self._zero_joined = joined
+            try:
+                yield
+            finally:
+                self._zero_joined = None
+
+    # ---- state ----
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True):
+        engine = self._engine_for(model)
+        if engine is not None:
+            engine.finish_parameters()
+            if engine.saves_together:
+                # As with FSDP: whole tensors in host memory on the process that writes them, and none on the others.
+                each_node = self.project_configuration.save_on_each_node
+                wanted = self.is_local_main_process if each_node else self.is_main_process
+                state = engine.whole_state_dict(wanted=wanted)
+                if wanted or not engine.holds_whole_model:
+                    # accelerate's savers look for tied weights in an OrderedDict only.
+                    return OrderedDict(state)
+                # peft looks for the names on every rank: the others give what they compute with, as under DDP.
+        return super().get_state_dict(model, unwrap=unwrap)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
+        self._refuse_reset_state()
+        if not self.zero_engines:
+            return super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
+        began_s = time.perf_counter()
+        with folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final):
+            # Behind the meeting of all ranks that a save begins with.
+            for engine in self.zero_engines:
+                engine.synchronise()
+            with self._engines_optimizers_aside(), split_models_aside(self), self._lent_to_hooks():
+                super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
+            folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
+            manifests = [write_state(engine, folder) for engine, folder in zip(self.zero_engines, folders)]
+            # The first engine's manifest vouches for the whole folder, and so comes last.
+            for engine, folder, manifest in reversed(list(zip(self.zero_engines, folders, manifests))):
+                within = "" if folder is folders[0] else f"{folder.name}/"
+                seal_state(engine, root, manifest, folder=folder.name, within=within)
+        self.record_save(began_s, final)
+        return str(final)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
+        self._refuse_reset_state()
+        if input_dir is not None and self.zero_engines:
+            refuse_unless_state(Path(input_dir).expanduser())
+        for engine in self.zero_engines:
+            engine.finish_parameters()
+        folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
+        if self.zero_engines:
+            refuse_faults(self.zero_engines[0], folder, ZERO_FOLDER)
+            # accelerate would read the whole model into each device, where at stage 3 there may be no room for it.
+            load_model_func_kwargs.setdefault("map_location", "cpu")
+        manifest = Manifest.read(folder / ZERO_FOLDER) if self.zero_engines else None
+        in_rows = manifest is not None and bool(manifest.weights)
+        with self._engines_optimizers_aside(), split_models_aside(self, all_of_them=in_rows):
+            super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
+        if manifest is not None and manifest.world_size != self.num_processes:
+            # accelerate counts micro-batches, of which other ranks made up a step: the next one begins a step.
+            self.step -= self.step % self.gradient_accumulation_steps
+        for index, engine in enumerate(self.zero_engines):
+            if index == 0 and (in_rows or engine.state.is_split):
+                # Here, not above: it needs transformers' Trainer, which takes seconds to import.
+                from .file_weights import load_weights_into
+
+                load_weights_into(engine, folder)
+            load_engine(engine, _zero_folder(folder, index))
+        if self.zero_engines:
+            say_resumed(self.zero_engines[0], folder)
+            self.resume_report(folder)
+            warn_of_scaled_schedule(self, folder)
+
+    def free_memory(self, *objects):
+        for engine in self.zero_engines:
+            engine.finish_parameters()
+        self.end_report()
+        # An engine lives as long as its model and optimizer, and is found again when they are prepared again.
+        self.zero_engines = []
+        return super().free_memory(*objects)
+
+    def _newest_state(self) -> Path:
+        """Where accelerate's automatic checkpoint naming wrote last."""
+        is_automatic = self.project_configuration.automatic_checkpoint_naming
+        numbered = numbered_states(self) if is_automatic else []
+        if not numbered:
+            why = (
+                f"{self.project_dir}/checkpoints holds no checkpoint_N"
+                if is_automatic
+                else "accelerate's automatic naming, whose newest it would be, is off"
+            )
+            raise ValueError(
+                f"hf_zero: load_state() was called without a folder, and {why}. Give the folder that save_state wrote."
+            )
+        return numbered[-1]
+
+    @contextmanager
+    def _lent_to_hooks(self):
+        """Whole parameters on every rank for hooks of `register_save_state_pre_hook`, which save on one rank or on all."""
+        with ExitStack() as stack:
+            for engine in self.zero_engines if self._save_model_state_pre_hook else ():
+                stack.enter_context(engine.lent("accelerator.save_state", wanted=True))
+            yield
+
+    @contextmanager
+    def _engines_optimizers_aside(self):
+        """accelerate pickles whole optimizers on rank 0; the engines' own are saved and loaded as rows."""
+        held = self._optimizers
+        bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
+        self._optimizers = [o for o in held if id(_bare(o)) not in bound]
+        try:
+            yield
+        finally:
+            self._optimizers = held
+
+    def _engine_for(self, model: nn.Module) -> ZeroEngine | None:
+        return engine_attached_to(self.unwrap_model(model, keep_torch_compile=False))
+
+    def _engine_with(self, parameters: Iterable[nn.Parameter]) -> ZeroEngine | None:
+        found = [engine for engine in self.zero_engines if any(engine.trains(p) for p in parameters)]
+        if len(found) > 1:
+            raise ValueError(
+                "hf_zero: clip_grad_norm_ was given parameters of several models; clip each model's by itself, as each has a "
+                "gradient norm of its own."
+            )
+        if not found:
+            self._refuse_rows(parameters)
+        return found[0] if found else None
+
+    def _clips_before_reducing(self, engine: ZeroEngine) -> bool:
+        """Whether gradients are clipped while they accumulate on each rank by itself; warns where they are summed already.
+
+        Raises:
+            RuntimeError: they are scaled, and would be unscaled before all of them are there.
+        """
+        if not engine.is_accumulating:
+            return False
+        when = "gradients are clipped before the last micro-batch of a step"
+        what = "Clip them where accelerator.sync_gradients is true."
+        if self.scaler is not None:
+            raise RuntimeError(
+                f"hf_zero: {when}, and with loss scaling (float16) they can be unscaled only once. {what}"
+            )
+        if not engine.config.accumulates_locally:
+            logger.warning_once(
+                f"hf_zero: {when}. DDP would clip each rank's own; here the ranks' sum so far is clipped. {what}"
+            )
+        return engine.config.accumulates_locally
+
+    def _refuse_rows(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raises ValueError for what optimizers hold of parameters: each rank would clip by the norm of its own part."""
+        rows = {id(row.tensor) for engine in self.zero_engines for sharded in engine.optimizers for row in sharded.rows}
+        if any(id(p) in rows for p in parameters):
+            raise ValueError(
+                "hf_zero: clip_grad_norm_ was given parameters out of optimizer.param_groups, which hold this rank's part of "
+                "them, and each rank would clip by the norm of its own part. Give it model.parameters(), or some of these."
+            )
+
+
+def _listed(parameters: Iterable[nn.Parameter] | torch.Tensor) -> list[nn.Parameter]:
+    return [cast(nn.Parameter, parameters)] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _refuse_compiled(accelerator: Accelerator, model: nn.Module) -> None:
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend != DynamoBackend.NO or is_compiled(model):
+        raise ConfigError(
+            "hf_zero: stage 3 gathers parameters from hooks around each layer, which a compiled model would trace. Compile what "
+            "is inside the layers instead, `for layer in layers: layer.forward = torch.compile(layer.forward)`, and leave "
+            "torch_compile / dynamo_backend off; or use stage 2, which trains compiled models."
+        )
+
+
+_PREPARED = "_hf_zero_prepared"
+"""Attribute of a model: the precision and the compiler that it has been prepared with."""
+
+
+def _mark_prepared(model: Any, is_prepared: bool) -> None:
+    """Sets accelerate's mark, by which it takes a model as it is: with other settings, too, and then without DDP.
+
+    Under DDP it is the wrapper that has the mark. Here it would be the script's own model.
+    """
+    model._is_accelerate_prepared = is_prepared
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    return not any(p.requires_grad for p in model.parameters())
+
+
+def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The torch optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _zero_folder(location: str | Path, index: int) -> Path:
+    return Path(location) / (ZERO_FOLDER if index == 0 else f"{ZERO_FOLDER}_{index}")

@@ -1,1 +1,0 @@
-"""What an Accelerator does differently when it trains with an engine."""

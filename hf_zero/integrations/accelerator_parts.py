@@ -1,0 +1,340 @@
+"""Parts of an Accelerator with an engine: no_sync, scaler, skipped steps, states."""
+
+import re
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ..buckets.precision import wanted_dtype
+from ..checkpoint.commit import Disk, abandon, begin, commit, discard
+from ..checkpoint.files import CheckpointError, files_below, no_folder
+from ..checkpoint.manifest import MANIFEST_NAME, Manifest
+from ..config import AUTO, ConfigError
+from ..engine.engine import ZeroEngine
+from ..foreign.find import is_foreign
+from ..hooks import engine_attached_to
+from ..optimizer.loss_scale import GradScaler, scale_over_shards
+from .environment import find_in_callers
+from .state_io import ZERO_FOLDER, state_bytes
+
+# ---- `model.no_sync()` on a prepared model, for loops that were written for DistributedDataParallel ----
+
+_NAME = "no_sync"
+
+
+class NoSync:
+    """What stands on the model as `no_sync`: micro-batches inside only accumulate.
+
+    A copy or pickle of the model gets one that does nothing.
+    """
+
+    def __init__(self, engine: ZeroEngine | None = None):
+        self._engine = weakref.ref(engine) if engine is not None else lambda: None
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """As `ZeroEngine.no_sync`.
+
+        Raises:
+            NotImplementedError: accelerate's LocalSGD asks.
+        """
+        engine = self._engine()
+        if engine is None:
+            return nullcontext()
+        _refuse_local_sgd(sys._getframe(1))
+        return engine.no_sync()
+
+    def __deepcopy__(self, memo: dict) -> "NoSync":
+        return NoSync()
+
+    def __reduce__(self):
+        return NoSync, ()
+
+
+def add_no_sync(engine: ZeroEngine, *holders: nn.Module) -> None:
+    """Gives each of the modules the method, unless its class has one of its own."""
+    for holder in holders:
+        if isinstance(vars(holder).get(_NAME), NoSync) or not hasattr(holder, _NAME):
+            vars(holder)[_NAME] = NoSync(engine)
+
+
+def _refuse_local_sgd(caller: FrameType) -> None:
+    if caller.f_globals.get("__name__") != "accelerate.local_sgd":
+        return
+    asked = getattr(caller.f_locals.get("self"), "local_sgd_steps", "N")
+    raise NotImplementedError(
+        f"hf_zero: LocalSGD(local_sgd_steps={asked}) lets each rank step a whole model by itself and then averages them, "
+        f"and here the ranks share one optimizer's state. Set `comm.sync_every: {asked}` in hf_zero's config, which does the "
+        "like with groups of ranks, and leave LocalSGD out or pass it enabled=False."
+    )
+
+
+# The loss scaler in accelerate's seat: there where float16 asks for one, and with ranks that agree on an overflow.
+
+
+def seat_scaler(accelerator: Accelerator, models: Iterable[nn.Module]) -> None:
+    """Gives the accelerator a scaler where its settings, the config or the models' own dtype ask for one.
+
+    The optimizers that it prepares afterwards step by way of that scaler, and `accelerator.backward` scales the loss.
+    """
+    asked = accelerator.mixed_precision == "fp16"
+    if accelerator.scaler is None and (asked or _trains_float16(accelerator, models)):
+        handler = accelerator.scaler_handler
+        accelerator.scaler = GradScaler(accelerator.device.type, **(handler.to_kwargs() if handler else {}))
+        # On a CPU accelerate leaves fp16 out without a word.
+        accelerator.native_amp = accelerator.native_amp or asked
+    if accelerator.scaler is not None:
+        scale_over_shards(accelerator.scaler)
+
+
+def unscale(accelerator: Accelerator, engine: ZeroEngine) -> None:
+    """Unscales the gradients of an engine's optimizers, before they are clipped, if that has not been done. Collective."""
+    for sharded in engine.optimizers if accelerator.scaler is not None else ():
+        if not accelerator.scaler.has_unscaled(sharded.optimizer):
+            accelerator.scaler.unscale_(sharded.optimizer)
+
+
+def _trains_float16(accelerator: Accelerator, models: Iterable[nn.Module]) -> bool:
+    param_dtype = accelerator.zero_config.param_dtype
+    if param_dtype != AUTO:
+        return param_dtype == "float16"
+    return any(p.requires_grad and wanted_dtype(p) == torch.float16 for model in models for p in model.parameters())
+
+
+# ---- Tells accelerate, and Trainer with it, of steps that `nonfinite: skip` leaves out ----
+
+
+def tell_of_skipped_steps(engine: ZeroEngine, prepared: Iterable[AcceleratedOptimizer]) -> None:
+    """Makes `accelerator.optimizer_step_was_skipped` true behind such a step, as behind an overflow in float16.
+
+    Learning rates then stay as they are: prepared schedulers and Trainer ask for it.
+
+    Args:
+        prepared: the accelerator's optimizers; those of the engine are told.
+    """
+    mine = {id(sharded.optimizer) for sharded in engine.optimizers}
+    for accelerated in prepared:
+        # With a loss scaler accelerate finds out by itself.
+        if id(accelerated.optimizer) in mine and accelerated.scaler is None:
+            accelerated.optimizer.register_step_post_hook(_Tell(engine, accelerated))
+
+
+class _Tell:
+    """A hook behind an optimizer's step that keeps neither alive; a copy of the optimizer gets one that does nothing."""
+
+    def __init__(self, engine: ZeroEngine | None = None, accelerated: AcceleratedOptimizer | None = None):
+        self._engine = weakref.ref(engine) if engine is not None else lambda: None
+        self._accelerated = weakref.ref(accelerated) if accelerated is not None else lambda: None
+
+    def __call__(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
+        engine, accelerated = self._engine(), self._accelerated()
+        if engine is not None and accelerated is not None:
+            accelerated._is_overflow = engine.bad_steps.was_skipped
+
+    def __deepcopy__(self, memo: dict) -> "_Tell":
+        return _Tell()
+
+    def __reduce__(self):
+        return _Tell, ()
+
+
+# ---- Training without the engine in an Accelerator that has one: stopped at the first forward or step ----
+
+
+def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
+    """A hook before the steps of an optimizer that was prepared when no model was, until an engine has it."""
+    raise RuntimeError(
+        f"hf_zero: {type(optimizer).__name__} steps without the engine: it was prepared, and the model that it trains was not. "
+        "Call accelerator.prepare(model, optimizer), also in separate calls, before training."
+    )
+
+
+class RefuseTrainingAlone:
+    """A forward hook that stops a model from training on each rank by itself, while it has no engine."""
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+
+    def __call__(self, module: nn.Module, _args: tuple) -> None:
+        model = self._model()
+        if model is None or not (module.training and torch.is_grad_enabled()) or engine_attached_to(model) is not None:
+            return
+        if find_in_callers(lambda candidate: isinstance(candidate, DistributedDataParallel)) is not None:
+            # A plain Trainer or Accelerator has it now.
+            return
+        if any(p.requires_grad for p in model.parameters()):
+            raise RuntimeError(
+                f"hf_zero: {type(model).__name__} was prepared without its optimizer, so its gradients would stay on each rank. "
+                "Call accelerator.prepare(model, optimizer) (also in separate calls) before training; for inference use "
+                "torch.no_grad() or model.eval()."
+            )
+
+    def __deepcopy__(self, memo: dict) -> "RefuseTrainingAlone":
+        return RefuseTrainingAlone(nn.Module())
+
+    def __reduce__(self):
+        return RefuseTrainingAlone, (nn.Module(),)
+
+
+# ---- Models that are split over ranks, and accelerate: which batches their ranks get, and who saves them ----
+
+
+def mesh_of_batches(device_type: str, tp_size: int) -> DeviceMesh:
+    """The mesh by which accelerate's data loaders give the ranks of one copy of a model the same batches.
+
+    Raises:
+        ConfigError: `tp_size` does not divide the ranks.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if tp_size < 1 or ranks % tp_size:
+        raise ConfigError(f"hf_zero: tp_size is {tp_size}, which does not divide the {ranks} ranks of this run.")
+    return init_device_mesh(device_type, (ranks // tp_size, tp_size), mesh_dim_names=("dp_shard", "tp"))
+
+
+def refuse_other_split(accelerator: Accelerator, engine: ZeroEngine) -> None:
+    """Raises `ConfigError` for a model that is split over another number of ranks than accelerate deals batches by."""
+    ranks = engine.world_groups.world_size // engine.groups.world_size
+    dealt = getattr(accelerator.parallelism_config, "tp_size", 1)
+    if ranks != dealt:
+        engine.close()
+        raise ConfigError(
+            f"hf_zero: the model is split over {ranks} rank{'s' * (ranks > 1)} and tp_size of the plugin is {dealt}, by which "
+            f"accelerate deals batches. Give it the model's: ZeroPlugin(..., tp_size={ranks})."
+        )
+
+
+@contextmanager
+def split_models_aside(accelerator: Any, *, all_of_them: bool = False) -> Iterator[None]:
+    """accelerate saves and loads whole models; those that are split over ranks are saved and loaded as rows.
+
+    Args:
+        all_of_them: the checkpoint has the weights of others as rows too.
+    """
+    held = accelerator._models
+    aside = [engine.model for engine in accelerator.zero_engines if all_of_them or engine.state.is_split]
+    accelerator._models = [m for m in held if accelerator.unwrap_model(m, keep_torch_compile=False) not in aside]
+    try:
+        yield
+    finally:
+        accelerator._models = held
+
+
+# ---- Where `accelerator.save_state` writes: aside, and renamed when it is whole ----
+
+logger = get_logger(__name__)
+
+_NUMBERED = re.compile(r"^checkpoint_(\d+)$")
+
+
+@contextmanager
+def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None) -> Iterator[tuple[Path, Path]]:
+    """The folder that a state is to be written to, and the one that it is in afterwards. Collective.
+
+    A folder that holds something else than a former state is filled in place. There the manifest, written last, tells a whole
+    state from a part of one.
+
+    Raises:
+        ValueError: no folder is given, or a file's name; accelerate's automatic naming comes to a folder that is there.
+        CommunicationError: a rank does not come.
+    """
+    with engine.transport.watch.saving(), _folder_to_fill(accelerator, engine, output_dir) as folders:
+        yield folders
+
+
+@contextmanager
+def _folder_to_fill(
+    accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
+) -> Iterator[tuple[Path, Path]]:
+    engine.world.meet("accelerator.save_state", engine.config.comm.limit_s)
+    naming = accelerator.project_configuration
+    is_automatic = naming.automatic_checkpoint_naming
+    if is_automatic:
+        final = _states_of(accelerator) / f"checkpoint_{naming.iteration}"
+    elif output_dir is not None:
+        final = Path(output_dir).expanduser()
+        # A link stays one: what it leads to, perhaps on another disk, is replaced.
+        final = final.resolve() if final.is_symlink() else final
+    else:
+        raise ValueError(
+            "hf_zero: save_state() was called without a folder, and accelerate's automatic naming is off. Give the folder, or "
+            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to the Accelerator."
+        )
+    exchange = engine.world.exchange
+    asked = list(dict.fromkeys(exchange(str(final), "save_state")))
+    if len(asked) > 1:
+        raise ValueError(
+            f"hf_zero: the ranks save their state to different folders: {', '.join(asked[:4])}. Each rank's part belongs to one "
+            "folder: give save_state the same one on every rank."
+        )
+    if is_automatic and exchange(final.exists())[0]:
+        raise ValueError(
+            f"hf_zero: {final} is there already. Set accelerator.project_configuration.iteration to the number to go on with."
+        )
+    if exchange(final.exists() and not final.is_dir())[0]:
+        raise ValueError(f"hf_zero: {final} is a file, and a state is a folder. Give save_state another name.")
+    if exchange(_holds_something_else(final))[0]:
+        yield final, final
+        return
+    disk = Disk.shared(engine.world_groups.rank, engine.world_groups.world_size)
+    temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
+    naming.automatic_checkpoint_naming = False
+    try:
+        yield temporary, final
+        commit(temporary, final, disk=disk, exchange=exchange)
+    except BaseException:
+        abandon(temporary, disk=disk)
+        raise
+    finally:
+        naming.automatic_checkpoint_naming = is_automatic
+    if is_automatic and naming.total_limit is not None and disk.leads:
+        # The new one is there before an old one goes.
+        for old in numbered_states(accelerator)[: -naming.total_limit]:
+            discard(old)
+
+
+def numbered_states(accelerator: Accelerator) -> list[Path]:
+    """What accelerate's automatic naming has written, the newest last."""
+    found = [path for path in _states_of(accelerator).glob("checkpoint_*") if _NUMBERED.match(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
+
+
+def _holds_something_else(folder: Path) -> bool:
+    names = set(files_below(folder))
+    try:
+        vouched = {*Manifest.read(folder / ZERO_FOLDER).files, f"{ZERO_FOLDER}/{MANIFEST_NAME}"}
+    except CheckpointError:
+        vouched = set()
+    return not names <= vouched
+
+
+def _states_of(accelerator: Accelerator) -> Path:
+    return Path(accelerator.project_dir) / "checkpoints"
+
+
+def refuse_unless_state(folder: Path) -> None:
+    """Raises `ValueError` for a folder that no `save_state` with the engine has written."""
+    if not (folder / ZERO_FOLDER).is_dir() and is_foreign(folder):
+        raise ValueError(
+            f"hf_zero: {folder} is a checkpoint of DeepSpeed or FSDP; make one of it with `hf-zero convert {folder} OUT` and "
+            "give OUT."
+        )
+    if not (folder / ZERO_FOLDER).is_dir():
+        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else no_folder(folder)
+        inside = [path for path in sorted(folder.glob("*")) if (path / ZERO_FOLDER).is_dir()]
+        raise ValueError(
+            f"hf_zero: {folder} is not a state saved with hf_zero: it has no {ZERO_FOLDER}/ folder ({found}). Give a folder "
+            "that accelerator.save_state wrote in a run with the plugin"
+            + (f"; {inside[-1].name} is inside: load_state({str(inside[-1])!r})." if inside else ".")
+        )

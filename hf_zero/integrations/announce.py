@@ -1,0 +1,550 @@
+"""The table at the start of training and the figures at its end."""
+
+import atexit
+import logging
+import os
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+from ..buckets.bucket import Bucket
+from ..buckets.memory import GatheredMemory
+from ..comm.arrivals import CommunicationError, RankProcesses
+from ..comm.groups import keeps_launch_order
+from ..comm.watch import LastWords
+from ..config import ConfigError, ZeroConfig
+from ..device import in_units
+from ..engine.engine import ZeroEngine
+from ..engine.outer import anchor_numel
+from ..engine.report_tables import IN_FILES, render
+from ..forecast import FORECAST_ERROR, AtStart, BucketCost, DdpState, Forecast, StatePlan, plan_ddp, plan_states
+from ..offload.host_memory import available_host_bytes
+from ..report.recorder import RunRecorder, in_one_line
+from .environment import find_in_callers
+
+# ---- How many rows a step takes on all ranks together, which changes with the number of ranks ----
+
+
+def rows_of_a_step(accelerator: Accelerator) -> str | None:
+    """Rows of an optimizer step over ranks and micro-batches, in words; None where no prepared data loader tells."""
+    loader = next(iter(accelerator._dataloaders), None)
+    sampler = getattr(loader, "batch_sampler", None)
+    rows = getattr(sampler, "batch_size", None)
+    if not isinstance(rows, int):
+        return None
+    # The ranks of one copy of a model have the same rows.
+    copies = accelerator.num_processes // getattr(accelerator.parallelism_config, "tp_size", 1)
+    ranks, micro_batches = copies, micro_batches_of(accelerator)
+    if getattr(sampler, "split_batches", False):
+        rows //= ranks
+    factors = [f"{rows} a rank"]
+    factors += [f"{micro_batches} micro-batches"] if micro_batches > 1 else []
+    if ranks == 1:
+        return f"{' x '.join(factors)} on one rank; N ranks take N times as many"
+    return f"{' x '.join([*factors, f'{ranks} ranks'])} = {rows * micro_batches * ranks}"
+
+
+def micro_batches_of(accelerator: Accelerator) -> int:
+    """Micro-batches of an optimizer step, by accelerate's word or Trainer's."""
+    if "transformers.trainer" in sys.modules:
+        from transformers import Trainer
+
+        trainer = find_in_callers(lambda candidate: isinstance(candidate, Trainer))
+        if trainer is not None:
+            # Trainer tells accelerate nothing of accumulation, and counts micro-batches by itself.
+            return trainer.args.gradient_accumulation_steps
+    return accelerator.gradient_accumulation_steps
+
+
+# ---- A clean end of the process: nothing in flight, then the process group goes ----
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 30.0
+
+
+def end_cleanly(accelerator: Accelerator) -> None:
+    """Registers what this Accelerator's process does before it exits, and where it tells of an error.
+
+    gloo's threads abort a process that exits while they have work, with "terminate called without an active exception".
+    After an error nothing is waited for: the peers may be gone, and the error is what should be seen.
+    """
+    if dist.is_initialized():
+        processes = RankProcesses()
+        processes.register()
+        atexit.register(_leave, weakref.ref(accelerator), processes)
+        LastWords.installed().follow(accelerator)
+
+
+def _leave(reference: weakref.ref, processes: RankProcesses) -> None:
+    accelerator = reference()
+    if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
+        return
+    leave(accelerator.zero_engines if accelerator is not None else [], processes)
+    dist.destroy_process_group()
+
+
+def leave(engines: Sequence[ZeroEngine], processes: RankProcesses | None = None) -> None:
+    """Before the process group goes: ends what is under way, and waits for ranks that are still reading."""
+    try:
+        for engine in engines:
+            engine.finish_parameters()
+    except CommunicationError as error:
+        logger.warning(f"{error} This rank had come to its end.")
+    # A peer that is still reading would see this end as a failure. One that waits for this rank is to see it.
+    watches = [engine.transport.watch for engine in engines]
+    at_work = [] if watches or processes is None else processes.leave(_PATIENCE_S)
+    for watch in watches:
+        at_work = watch.leave(_PATIENCE_S / len(watches))
+    if at_work:
+        logger.warning(
+            f"hf_zero: rank {dist.get_rank()} has come to the end of its script and ends now, while ranks {at_work} are still at "
+            "work. What they have yet to do together with it fails."
+        )
+
+
+# ---- The plan that rank 0 prints when an engine is built ----
+
+
+def state_plan(engine: ZeroEngine, *, accumulates: bool = False) -> StatePlan:
+    """The bytes of state that each rank of this engine will hold. `accumulates`: a step has several micro-batches."""
+    kept_whole = _frozen_bytes(engine, engine.sharded.unit_of)
+    return _plan_of(engine, _all_buckets(engine), kept_whole, accumulates=accumulates)
+
+
+def ddp_state(engine: ZeroEngine) -> DdpState:
+    """The bytes of state that each rank would hold under DDP."""
+    costs = _costs(engine, _all_buckets(engine))
+    return plan_ddp(costs, engine.groups.world_size, _frozen_bytes(engine))
+
+
+def _split_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    if not engine.state.is_split:
+        return []
+    together, in_all = engine.state.split_sizes
+    copies = engine.world_groups.world_size // in_all
+    of_copies = f"{copies} {'copy' if copies == 1 else 'copies'}"
+    if together == in_all:
+        return [("model", f"split over {in_all} ranks; {of_copies}")]
+    layers = "" if together == 1 else f"split over {together} ranks, "
+    return [
+        ("model", f"{layers}experts over {in_all} ranks; {of_copies} of the experts, over which their state is sharded")
+    ]
+
+
+def announce(
+    engine: ZeroEngine,
+    cast_owner: str,
+    rows_of_a_step: str | None = None,
+    at_start: AtStart | None = None,
+    *,
+    accumulates: bool = False,
+) -> None:
+    """Prints stage, dtypes, buckets and expected bytes a rank to stderr, on rank 0 only.
+
+    Args:
+        cast_owner: who casts to a lower precision, in words.
+        rows_of_a_step: on all ranks together, in words, where it is known.
+        at_start: activations and the peak; None leaves them out.
+        accumulates: a step has several micro-batches.
+    """
+    if engine.world_groups.rank != 0:
+        return
+    plan, config = state_plan(engine, accumulates=accumulates), engine.config
+    largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)
+    accumulation = "local" if config.accumulates_locally else "sharded"
+    rows = [
+        ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
+        *_split_rows(engine),
+        *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
+        ("transport", f"{engine.groups.backend}, {engine.transport.name}{_hindrances(engine)}"),
+        *_quantised_rows(engine, plan),
+        *_outer_rows(engine),
+        ("dtypes", _dtypes(engine)),
+        ("who casts", _casts(engine, cast_owner)),
+        (
+            "buckets",
+            f"{len(engine.buckets)}, largest {in_units(largest)}, {_padding(engine)}; accumulation {accumulation}",
+        ),
+        *_unit_rows(engine),
+        *_kernel_rows(engine),
+        *_offload_rows(engine),
+    ]
+    state = [*_state_rows(engine, plan, ddp_state(engine)), *_peak_rows(at_start)]
+    tables = [
+        render("hf_zero plan", ("what", "for each rank"), rows),
+        render("hf_zero plan: bytes", ("state", "a rank holds", "DDP would hold"), state),
+    ]
+    print("".join(tables), file=sys.stderr, flush=True)
+
+
+def _hindrances(engine: ZeroEngine) -> str:
+    """Why collectives overlap less than the settings ask for."""
+    if engine.groups.backend != "nccl":
+        return ""
+    found = ""
+    if engine.config.stage > 0 and not keeps_launch_order():
+        found += "; one communicator: NCCL ran before hf_zero was imported, or NCCL_LAUNCH_ORDER_IMPLICIT is not 1"
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        found += "; CUDA_DEVICE_MAX_CONNECTIONS=1 has collectives wait for kernels: unset the variable"
+    return found
+
+
+def _plan_of(
+    engine: ZeroEngine, buckets: Sequence[Bucket], kept_whole: int = 0, *, accumulates: bool = False
+) -> StatePlan:
+    costs, beside = _costs(engine, buckets), engine.memory_report().most_beside_bytes
+    replicas = engine.groups.replicate.size
+    return plan_states(costs, engine.config, replicas, beside, kept_whole, accumulates=accumulates)
+
+
+def _all_buckets(engine: ZeroEngine) -> list[Bucket]:
+    """Those of frozen parameters too, which stage 3 has."""
+    frozen = [bucket for unit in engine.sharded.schedule.units for bucket in unit.buckets if not bucket.trained]
+    return [*engine.buckets, *frozen]
+
+
+def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> int:
+    """Of parameters that take no gradients, and of buffers, each whole."""
+    trained = {slot.parameter for bucket in engine.buckets for slot in bucket.slots}
+    frozen = [p for p in engine.model.parameters() if p not in trained and p not in without]
+    return sum(tensor.nbytes for tensor in (*frozen, *engine.model.buffers()))
+
+
+def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tuple[str, str, str]]:
+    """What each kind of state takes here, and what it takes under DDP."""
+    optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.state.groups()) or "none"
+    in_blocks = ", 8-bit moments" if engine.config.quantises_moments else ""
+    passing = f"at most {in_units(plan.gradient_buffers)}, in passing" if plan.gradient_buffers else "none"
+    told_later, known = "told after the first step", "" if plan.optimizer is not None else "at least "
+    ours = {
+        "masters": plan.masters,
+        "gradient residuals": plan.residuals,
+        "copies for early steps": plan.beside,
+    }
+    only_ours = [(kind, in_units(held), "") for kind, held in ours.items() if held]
+    frozen = [("frozen parameters and buffers", in_units(plan.frozen), in_units(ddp.frozen))] if ddp.frozen else []
+    return [
+        ("parameters", in_units(plan.parameters), in_units(ddp.parameters)),
+        *frozen,
+        ("gradients", in_units(plan.gradients), in_units(ddp.gradients)),
+        ("gradient buckets", passing, in_units(ddp.gradient_buckets)),
+        (
+            f"optimizer state ({optimizers}{in_blocks})",
+            told_later if plan.optimizer is None else in_units(plan.optimizer),
+            told_later if ddp.optimizer is None else in_units(ddp.optimizer),
+        ),
+        *only_ours,
+        ("all that lasts", f"{known}{in_units(plan.total)}{_not_in_memory(engine)}", f"{known}{in_units(ddp.total)}"),
+    ]
+
+
+def _peak_rows(at_start: AtStart | None) -> list[tuple[str, str, str]]:
+    """What a step takes beside it."""
+    if at_start is None:
+        return []
+    if at_start.ours is None or at_start.ddp is None:
+        return [("activations", f"not known: {at_start.batch}", "")]
+    ours, ddp = at_start.ours, at_start.ddp
+    of_batch = [in_units(each.device.get("activations", 0)) for each in (ours, ddp)]
+    return [
+        (f"activations (first rows, {at_start.batch})", of_batch[0], of_batch[1]),
+        (f"peak of a step, to {FORECAST_ERROR:.0%}", _peak(ours), _peak(ddp)),
+    ]
+
+
+def _peak(forecast: Forecast) -> str:
+    known = f"not counting {', '.join(forecast.unknown)}: " if forecast.unknown else ""
+    beside = f" and {in_units(forecast.host_bytes)} in host memory" if forecast.host_bytes else ""
+    return f"{known}{in_units(forecast.device_bytes)}{beside}"
+
+
+def _dtypes(engine: ZeroEngine) -> str:
+    """Of parameters, of gradients as they travel and as they are added, of the step, and of masters kept from step to step."""
+    precisions = [bucket.precision for bucket in engine.buckets]
+    masters = [b.precision.master if b.keeps_master or b.precision.casts else None for b in engine.buckets]
+    kinds: dict[str, list] = {
+        "param": [precision.param for precision in precisions],
+        "reduce": [precision.reduce for precision in precisions],
+        # NCCL adds 16-bit gradients in 16 bits, gloo in float32.
+        "add": [precision.reduced for precision in precisions],
+        "step": [precision.master for precision in precisions],
+        "master": masters,
+    }
+    return ", ".join(
+        f"{kind} {'/'.join(sorted({str(dtype).removeprefix('torch.').lower() for dtype in found})) or 'none'}"
+        for kind, found in kinds.items()
+    )
+
+
+def _casts(engine: ZeroEngine, cast_owner: str) -> str:
+    """Who casts: what is gathered comes to forward and backward in its dtype already."""
+    gathered = {str(b.precision.param).removeprefix("torch.") for b in _all_buckets(engine) if b.precision.casts}
+    return "; ".join([*(f"the engine, gathered parameters to {dtype}" for dtype in sorted(gathered)), cast_owner])
+
+
+def _padding(engine: ZeroEngine) -> str:
+    layouts = [bucket.layout for bucket in engine.buckets]
+    gaps = sum(gap.numel for layout in layouts for gap in layout.padding)
+    share = gaps / max(1, sum(layout.numel for layout in layouts))
+    return f"{share:.1%} padding" + (" (parameters are not cut)" if any(layout.intact for layout in layouts) else "")
+
+
+def _kernel_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    kernels = engine.memory_report().kernels
+    if kernels is None or not kernels.all_buckets:
+        return []
+    why = f"; not all: {'; '.join(kernels.hindrances)}" if kernels.hindrances else ""
+    return [("kernels", f"step {kernels.buckets} of {kernels.all_buckets} buckets{why}")]
+
+
+def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    """What is held elsewhere than on the training device."""
+    offload, traffic = engine.config.offload, engine.memory_report().traffic
+    rows: list[tuple[str, str]] = []
+    in_files = f" in files: {in_units(traffic.held_bytes)} a rank in {traffic.folder}" if traffic else ""
+    if offload.moves_params:
+        plan = _plan_of(engine, _all_buckets(engine))
+        where = f", with all{in_files}" if offload.params == "nvme" else f" in {engine.parameter_tier.name}"
+        rows.append(("offload.params", f"{in_units(plan.parameters + plan.frozen)} a rank{where}"))
+    moved = [bucket for bucket in engine.buckets if bucket.tier is engine.tier]
+    if not offload.moves_state or not moved:
+        return rows
+    share = sum(bucket.layout.numel for bucket in moved) / sum(bucket.layout.numel for bucket in engine.buckets)
+    stays = "" if share == 1 else f"; {1 - share:.0%} of the state stays on the training device"
+    if traffic is not None and offload.optimizer == "nvme":
+        what = (
+            f"optimizer state and separate masters{in_files}; at most {in_units(traffic.window_bytes)} of it in memory, during "
+            "the step"
+        )
+    else:
+        plan = _plan_of(engine, moved)
+        moved_bytes = (
+            (plan.optimizer or 0) + plan.masters + sum(b.layout.shard_numel * b.master.itemsize for b in moved)
+        )
+        what = (
+            f"optimizer state, masters and reduced gradients in {engine.tier.name}: {in_units(moved_bytes)} a rank, of "
+            f"{in_units(available_host_bytes())} that this host has left; the step runs there"
+        )
+    return [*rows, ("offload.optimizer", what + stays), *_early_rows(engine)]
+
+
+def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    report, offload = engine.memory_report(), engine.config.offload
+    early, in_memory = report.early, f"in host memory: {in_units(report.most_beside_bytes)} a rank"
+    if early is None:
+        return []
+    where = "in files" if offload.optimizer == "nvme" else in_memory
+    most = f"{early.buckets} of {early.all_buckets} buckets are stepped during backward, on copies {where}"
+    return [("early steps", most + (f"; not all, since {early.hindrance}" if early.hindrance else ""))]
+
+
+def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
+    """What travels in blocks."""
+    comm = engine.config.comm
+    if not comm.quantises or engine.groups.shard_size == 1:
+        return []
+    kept = f", {in_units(plan.residuals)} of residuals" if plan.residuals else ""
+    travels = f"gradients {comm.gradients}{kept}; weights {comm.weights}; blocks of {comm.block_numel}"
+    return [("quantised", travels)]
+
+
+def _outer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    """What only outer steps bring together."""
+    comm, outer = engine.config.comm, engine.groups.outer
+    if outer is None:
+        return []
+    sizes = ((anchor_numel(b.layout.shard_numel, outer, comm.outer), b.master.itemsize) for b in engine.buckets)
+    held = sum(numel * itemsize for numel, itemsize in sizes)
+    travels = (
+        f"every {comm.sync_every} steps between {outer.size} groups of {engine.groups.shard_size} ranks: not exact"
+    )
+    return [("outer steps", f"{travels}; {in_units(held)} beside the masters")]
+
+
+def _not_in_memory(engine: ZeroEngine) -> str:
+    traffic = engine.memory_report().traffic
+    return "" if traffic is None else f" in memory, {in_units(traffic.held_bytes)} in files"
+
+
+def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    """How parameters are gathered, at stage 3."""
+    schedule = engine.sharded.schedule
+    root, *layers = schedule.units
+    if engine.sharded.is_empty:
+        return []
+    classes = Counter(type(engine.model.get_submodule(name)).__name__ for layer in layers for name in layer.modules)
+    named = ", ".join(f"{count} {name}" for name, count in classes.items()) or "no layers"
+    if classes.total() > len(layers):
+        named += f" in {len(layers)} of `unit_bytes`"
+    largest = max((layer.passing_bytes for layer in layers), default=0)
+    ahead = min(engine.config.prefetch_units, max(len(layers) - 1, 0))
+    if schedule.reshards_after_forward:
+        most = root.passing_bytes + (1 + ahead) * largest
+        policy = f"{ahead} ahead, dropped after forward; at most {in_units(most)} gathered"
+    else:
+        most = sum(unit.passing_bytes for unit in schedule.units)
+        policy = f"kept until the step: {in_units(most)} gathered"
+    return [("units", f"{named} and the root"), ("gathering", policy)]
+
+
+def _costs(engine: ZeroEngine, buckets: Sequence[Bucket]) -> list[BucketCost]:
+    tried = {key: engine.state.itemsizes(*key) for key in {_tried_with(bucket) for bucket in buckets}}
+    return [_cost(engine, bucket, tried[_tried_with(bucket)]) for bucket in buckets]
+
+
+def _tried_with(bucket: Bucket) -> tuple[int, int, torch.dtype]:
+    """On what it depends what an optimizer keeps for an element."""
+    return bucket.key.optimizer, bucket.key.group, bucket.precision.master
+
+
+def _cost(engine: ZeroEngine, bucket: Bucket, itemsizes: tuple[int, ...] | None) -> BucketCost:
+    precision = bucket.precision
+    return BucketCost(
+        layout=bucket.layout,
+        param_bytes=precision.kept.itemsize,
+        reduce_bytes=precision.reduce.itemsize,
+        reduced_bytes=precision.reduced.itemsize,
+        gradient_bytes=bucket.gradient_dtype.itemsize,
+        master_bytes=precision.master.itemsize,
+        has_master=precision.has_master,
+        keeps_master=bucket.keeps_master,
+        state_itemsizes=itemsizes,
+        sharded=isinstance(bucket.memory, GatheredMemory),
+        trained=bucket.trained,
+        apart=bucket.tier.is_apart,
+        in_files=_bytes_in_files(engine, bucket, sum(itemsizes or ())),
+    )
+
+
+def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_bytes: int) -> int:
+    """What an element of the bucket's shard has in files."""
+    precision, params = (
+        bucket.precision,
+        engine.parameter_tier.name == IN_FILES and isinstance(bucket.memory, GatheredMemory),
+    )
+    state = state_bytes if bucket.tier.name == IN_FILES else 0
+    separate = bucket.is_away and bucket.keeps_master
+    return params * precision.kept.itemsize + state + separate * precision.master.itemsize
+
+
+# `report: true` behind accelerate's and Trainer's doors: which folder the log is in, when it begins, and when it ends.
+
+if TYPE_CHECKING:
+    # Mixed into Accelerator's subclasses: a type checker takes their methods for inherited.
+    from accelerate import Accelerator as _AcceleratorBase
+else:
+    _AcceleratorBase = object
+
+
+class RecordedAccelerator(_AcceleratorBase):
+    """The part of an Accelerator that keeps the log of a run.
+
+    Attributes:
+        zero_recorder: of the run that goes on, on rank 0 and with `report` only.
+    """
+
+    zero_config: ZeroConfig
+    zero_recorder: RunRecorder | None = None
+
+    def begin_report(self, engine: ZeroEngine, run_folder: str | Path | None, step: int = 0) -> None:
+        """Starts the log of a run, where the settings ask for one and none is open.
+
+        Args:
+            run_folder: where the run's files go; None is not known.
+            step: that the run goes on from.
+
+        Raises:
+            ConfigError: on all ranks, where the settings name no folder and neither does the run.
+        """
+        asked = self.zero_config.report
+        folder = asked if isinstance(asked, str) else run_folder
+        if not asked or (self.zero_recorder is not None and self.zero_recorder.is_open):
+            return
+        if folder is None:
+            raise ConfigError(
+                "hf_zero config: `report: true` writes to the run's folder, and this Accelerator has none. Build it with "
+                "`project_dir=...` (or a ProjectConfiguration with `logging_dir`), or name a folder: `report: runs/first`."
+            )
+        if engine.groups.rank == 0:
+            accumulates = micro_batches_of(self) > 1
+            self.zero_recorder = recorder = RunRecorder(engine, folder, step=step, plan=_planned(engine, accumulates))
+            # A script need not call end_training.
+            weakref.finalize(self, _end_at_exit, recorder)
+
+    def end_report(self, how: str = "finished") -> None:
+        """Ends the log and writes the page, if there is a log."""
+        recorder, self.zero_recorder = self.zero_recorder, None
+        if recorder is not None:
+            recorder.end(how)
+
+    def record_save(self, began_s: float, folder: Path) -> None:
+        """Notes that a save, begun at that moment of `time.perf_counter`, has held training up."""
+        if self.zero_recorder is not None:
+            self.zero_recorder.stall(time.perf_counter() - began_s, "save", folder)
+
+    def resume_report(self, folder: Path) -> None:
+        """Steps are counted on from those of a state that this log tells of."""
+        if self.zero_recorder is not None:
+            self.zero_recorder.go_on_from(folder)
+
+    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+        recorder = self.zero_recorder
+        if recorder is not None:
+            recorder.log(values, step)
+            values = values | recorder.figures()
+        super().log(values, step=step, log_kwargs=log_kwargs or {})
+
+    def end_training(self) -> None:
+        self.end_report()
+        if dist.is_initialized():
+            leave(self.zero_engines)
+        super().end_training()
+
+
+def begin_in_loop(accelerator: RecordedAccelerator, engine: ZeroEngine) -> None:
+    """Starts the log of a script's own loop. Trainer's begins when Trainer knows the step that it goes on from."""
+    if not (accelerator.zero_config.report and engine.optimizers) or _trainer() is not None:
+        return
+    accelerator.begin_report(engine, accelerator.logging_dir or accelerator.project_dir)
+
+
+def _trainer() -> Any:
+    if "transformers.trainer" not in sys.modules:
+        return None
+    from transformers import Trainer
+
+    return find_in_callers(lambda candidate: isinstance(candidate, Trainer))
+
+
+def _planned(engine: ZeroEngine, accumulates: bool) -> dict[str, dict[str, int]]:
+    """Bytes a rank by kind, as the plan says."""
+    plan, ddp = state_plan(engine, accumulates=accumulates), ddp_state(engine)
+    ours = {
+        "parameters": plan.parameters,
+        "frozen": plan.frozen,
+        "masters": plan.masters,
+        "gradients": plan.gradients,
+        "residuals": plan.residuals,
+        "gradient buffers": plan.gradient_buffers,
+        "optimizer state": plan.optimizer,
+        "copies for early steps": plan.beside,
+    }
+    return {
+        "plan": {kind: nbytes for kind, nbytes in ours.items() if nbytes is not None},
+        "ddp": {"total": ddp.total},
+    }
+
+
+def _end_at_exit(recorder: RunRecorder) -> None:
+    error = getattr(sys, "last_value", None)
+    recorder.end("finished" if error is None else in_one_line(error))

@@ -1,0 +1,406 @@
+"""Facts of a run, and the model card made of them."""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from ..checkpoint.files import CheckpointError, read_mapping, refuse_links, shown
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.structure import RUN_FIELDS, RUN_NAME, STATE_NAME, read_history, read_run
+from ..config import ZeroConfig
+from ..hooks import engine_attached_to
+from ..report.run_files import is_finite, is_step
+from .saved_weights import saved_tensors
+from .state_io import ZERO_FOLDER
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+# What is known of a training run, for its model card: read from the JSON that lies in its folder, never from a pickle.
+#
+# A fact that no file has is absent here, and so from the card.
+
+_ARGUMENTS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "optim",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "bf16",
+    "fp16",
+    "gradient_checkpointing",
+    "seed",
+)
+_SPEED = {
+    "train_runtime": "training, s",
+    "train_samples_per_second": "samples a second",
+    "train_steps_per_second": "steps a second",
+}
+_OF_THE_STATE = ("global_step", "log_history")
+"""Of a Trainer's state, what a card tells."""
+
+_PROGRESS = ("steps trained", "epochs trained")
+
+_LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """A run's facts as a card shows them. An empty mapping or None is what nobody knows.
+
+    Attributes:
+        losses, eval_losses: (step, value) in the order of logging; those only that can be drawn.
+    """
+
+    base_model: str | None
+    model: dict[str, Any]
+    data: dict[str, Any]
+    metrics: dict[str, Any]
+    hyperparameters: dict[str, Any]
+    zero: dict[str, Any]
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    measured: dict[str, Any]
+    losses: tuple[tuple[int, float], ...]
+    eval_losses: tuple[tuple[int, float], ...]
+
+
+def card_facts(folder: Path, history: Sequence[Mapping[str, Any]] | None = None) -> CardFacts:
+    """What the files of a checkpoint or model folder tell.
+
+    Args:
+        history: a Trainer's `state.log_history`, where it is newer than the folder's; None reads the folder's.
+
+    Raises:
+        CheckpointError: a file that is there cannot be read.
+    """
+    refuse_links(folder, [folder / name for name in (RUN_NAME, STATE_NAME, "config.json")])
+    run, state = read_run(folder), _read(folder / STATE_NAME)
+    if not state:
+        # A folder made of a checkpoint has what `carry_run` took along.
+        state = {name: run[name] for name in _OF_THE_STATE if name in run}
+    if history is None:
+        history = read_history(folder)
+    manifest = Manifest.read(folder / ZERO_FOLDER) if (folder / ZERO_FOLDER).is_dir() else None
+    arguments, zero, data, hardware, versions = (dict(run.get(field, {})) for field in RUN_FIELDS)
+    if manifest is not None:
+        zero = {"stage": manifest.stage, "ranks": manifest.world_size} | zero
+        arguments = arguments or _of_optimizers(manifest)
+    base_model = run.get("base_model")
+    return CardFacts(
+        base_model=base_model if _is_repo_id(base_model) else None,
+        model=_model(folder),
+        data=data,
+        metrics=_metrics(history),
+        hyperparameters=arguments | _progress(state, history),
+        zero=zero,
+        hardware=hardware,
+        versions=versions or (manifest.versions if manifest is not None else {}),
+        measured=_measured(history),
+        losses=_series(history, "loss"),
+        eval_losses=_series(history, "eval_loss"),
+    )
+
+
+def carry_run(checkpoint: Path, out: Path) -> None:
+    """Writes to a model folder what the card of the checkpoint that it is made of would tell: settings, set-up and losses.
+
+    Raises:
+        CheckpointError: a file of the checkpoint cannot be read.
+    """
+    state = _read(checkpoint / STATE_NAME)
+    facts = card_facts(checkpoint)
+    run = {
+        "base_model": facts.base_model,
+        "arguments": {name: value for name, value in facts.hyperparameters.items() if name not in _PROGRESS},
+        **{name: getattr(facts, name) for name in ("zero", "data", "hardware", "versions")},
+        **{name: state[name] for name in _OF_THE_STATE if name in state},
+    }
+    if any(run.values()):
+        (out / RUN_NAME).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+
+
+def write_run(trainer: "Trainer", folder: Path) -> None:
+    """Writes what no other file of a Trainer's folder tells, so that a card can be made of the folder alone."""
+    args = trainer.args
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    engine = engine_attached_to(model)
+    base_model = getattr(getattr(model, "config", None), "_name_or_path", None)
+    run = {
+        "base_model": base_model if _is_repo_id(base_model) and not Path(base_model).exists() else None,
+        "arguments": {name: getattr(args, name) for name in _ARGUMENTS if _was_said(getattr(args, name, None))},
+        "zero": {} if engine is None else _settings(engine.config) | {"ranks": args.world_size},
+        "data": _data(trainer),
+        "hardware": _hardware(args.world_size),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+    (folder / RUN_NAME).write_text(json.dumps(run, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _was_said(value: object) -> bool:
+    """Whether an argument does anything: switches that are off and `max_steps=-1` do not."""
+    return value is not None and value is not False and value != -1
+
+
+def _settings(config: ZeroConfig) -> dict[str, Any]:
+    """The stage, and the settings that are not at their defaults, under dotted names."""
+    usual = _flat(ZeroConfig().to_dict())
+    return {"stage": config.stage} | {
+        name: value for name, value in _flat(config.to_dict()).items() if value != usual[name]
+    }
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _data(trainer: "Trainer") -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for what, dataset in (("training", trainer.train_dataset), ("evaluation", trainer.eval_dataset)):
+        if hasattr(dataset, "__len__") and not isinstance(dataset, Mapping):
+            data[f"{what} rows"] = len(dataset)
+    builder = getattr(trainer.train_dataset, "builder_name", None)
+    # A builder named after a file format says nothing about the data.
+    if builder and builder not in ("generator", "json", "csv", "text", "parquet", "arrow", "pandas"):
+        data = {"dataset": getattr(trainer.train_dataset.info, "dataset_name", None) or builder, **data}
+    return data
+
+
+def _hardware(world_size: int) -> dict[str, Any]:
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return {
+            "devices": f"{world_size} x {device.name}",
+            "memory of a device, GiB": round(device.total_memory / 2**30, 1),
+        }
+    return {"devices": f"CPU ({platform.machine()}), {world_size} ranks", "cores of the machine": os.cpu_count()}
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    """Looked up once, since that takes 20 ms of every save."""
+    return {library: importlib.metadata.version(library) for library in _LIBRARIES}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_mapping(path) if path.is_file() else {}
+
+
+def _is_repo_id(name: object) -> TypeGuard[str]:
+    if not isinstance(name, str) or not name:
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _model(folder: Path) -> dict[str, Any]:
+    config = _read(folder / "config.json")
+    model: dict[str, Any] = {}
+    if config.get("architectures"):
+        named = config["architectures"]
+        model["architecture"] = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
+    if (folder / "adapter_config.json").is_file():
+        return model
+    tensors = saved_tensors(folder)
+    model["parameters"] = sum(math.prod(tensor.shape) for tensor in tensors)
+    model["saved as"] = ", ".join(sorted({tensor.dtype for tensor in tensors}))
+    return model
+
+
+def _of_optimizers(manifest: Manifest) -> dict[str, Any]:
+    """Settings that all groups of a lone optimizer share; a scheduler has moved the learning rate, so it is left out."""
+    if len(manifest.optimizers) != 1:
+        return {}
+    optimizer = manifest.optimizers[0]
+    if not optimizer["groups"]:
+        return {"optim": optimizer["class"]}
+    first, *others = [group["settings"] for group in optimizer["groups"]]
+    shared = {
+        name: first[name]
+        for name in ("betas", "eps", "momentum", "weight_decay")
+        if name in first and all(other.get(name) == first[name] for other in others)
+    }
+    started = {"learning_rate": first["initial_lr"]} if "initial_lr" in first else {}
+    return {"optim": optimizer["class"], **started, **shared}
+
+
+def _progress(state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    last = history[-1] if history else {}
+    reached = (last.get("step", state.get("global_step")), last.get("epoch"))
+    return {name: value for name, value in zip(_PROGRESS, reached) if value is not None}
+
+
+def _metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The last evaluation, and the last training loss."""
+    metrics: dict[str, Any] = {}
+    for entry in reversed(history):
+        if "loss" in entry:
+            metrics = {"training loss, last logged": entry["loss"]}
+            break
+    for entry in reversed(history):
+        evaluated = {name: value for name, value in entry.items() if name.startswith("eval_")}
+        if evaluated:
+            timing = ("_runtime", "_per_second", "_preparation_time")
+            return metrics | {name: value for name, value in evaluated.items() if not name.endswith(timing)}
+    return metrics
+
+
+def _measured(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    measured: dict[str, Any] = {}
+    peaks = [entry["zero/peak_mib"] for entry in history if "zero/peak_mib" in entry]
+    if peaks:
+        measured["peak memory of the first rank, MiB"] = max(peaks)
+    for entry in history:
+        measured |= {said: entry[name] for name, said in _SPEED.items() if name in entry}
+    return measured
+
+
+def _series(history: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
+    found = [(entry.get("step"), entry[name]) for entry in history if name in entry]
+    return tuple((step, float(value)) for step, value in found if is_step(step) and is_finite(value))
+
+
+# ---- A model card of a training run: README.md, and the losses as a picture beside it ----
+
+CARD_NAME = "README.md"
+PLOT_NAME = "loss.png"
+TEMPLATE = Path(__file__).with_name("card_template.md")
+
+OURS = "<!-- Made by hf_zero from the files of the run. A later push makes it anew unless this line is gone. -->"
+
+_SECTIONS = (
+    ("model", "Model"),
+    ("data", "Data"),
+    ("metrics", "Metrics"),
+    ("hyperparameters", "Hyper-parameters"),
+    ("zero", "ZeRO set-up"),
+    ("hardware", "Hardware"),
+    ("measured", "Measured"),
+    ("versions", "Versions"),
+)
+_LOSSES_SHOWN = 10
+_LONGEST_CELL = 1000
+_LARGEST_CARD = 2**24
+"""Characters; of a longer file the beginning tells."""
+
+
+def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[str, Any] | None = None) -> bool:
+    """Writes the card to a folder, unless one lies there that we have not made. Returns whether it wrote.
+
+    Without matplotlib, which the extra `hf-zero[card]` brings, there is no picture, and the card says so.
+
+    Args:
+        name: the card's heading.
+        metadata: further fields of the card's front matter, such as language, license, tags, datasets, base_model.
+    """
+    path = folder / CARD_NAME
+    refuse_links(folder, [path, folder / PLOT_NAME])
+    for written in (path, folder / PLOT_NAME):
+        if written.exists() and not written.is_file():
+            raise CheckpointError(
+                f"hf_zero: {written} is no plain file, so no card can be written there. Take it away."
+            )
+    if path.is_file() and not is_our_card(path):
+        return False
+    drawn = bool(facts.losses) and find_spec("matplotlib") is not None
+    if drawn:
+        _draw(facts, folder / PLOT_NAME)
+    path.write_text(render(facts, name=name, metadata=metadata or {}, drawn=drawn), encoding="utf-8")
+    return True
+
+
+def is_our_card(path: Path) -> bool:
+    """Whether a README.md is one of these, with the line that says so still in it."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return OURS in file.read(_LARGEST_CARD)
+
+
+def render(facts: CardFacts, *, name: str, metadata: Mapping[str, Any], drawn: bool) -> str:
+    """The card's text.
+
+    Args:
+        drawn: whether the picture of the losses lies beside it.
+    """
+    fields = {"library_name": "transformers", "base_model": facts.base_model, **metadata}
+    fields["tags"] = list(dict.fromkeys([*(fields.get("tags") or ()), "hf-zero"]))
+    card = ModelCard.from_template(
+        ModelCardData(**fields),
+        template_path=str(TEMPLATE),
+        ours=OURS,
+        title=_cell(name),
+        parent=fields["base_model"] and _cell(fields["base_model"]),
+        sections=[(title, _rows(getattr(facts, field))) for field, title in _SECTIONS],
+        losses=_thinned(facts.losses),
+        plot=PLOT_NAME if drawn else None,
+    )
+    return str(card).rstrip() + "\n"
+
+
+def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(_cell(name), _cell(value)) for name, value in values.items() if value is not None and value != ""]
+
+
+def _cell(value: object) -> str:
+    """A value in a table's cell: whatever it holds, it stays one cell, no markup, and nothing that a terminal obeys."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    text = shown(" ".join(str(value).split()), _LONGEST_CELL).replace("&", "&amp;").replace("<", "&lt;")
+    return text.replace("|", "\\|").replace("[", "\\[").replace("`", "\\`")
+
+
+def _thinned(losses: tuple[tuple[int, float], ...]) -> list[tuple[int, str]]:
+    """At most ten of them, the first and the last among them."""
+    if len(losses) > _LOSSES_SHOWN:
+        last = len(losses) - 1
+        losses = tuple(losses[round(n * last / (_LOSSES_SHOWN - 1))] for n in range(_LOSSES_SHOWN))
+    return [(step, f"{loss:.4f}" if abs(loss) < 1e6 else _cell(loss)) for step, loss in losses]
+
+
+def _draw(facts: CardFacts, path: Path) -> None:
+    # Without pyplot, which keeps figures and a backend for the whole process.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*zip(*facts.losses), label="training")
+    if facts.eval_losses:
+        axes.plot(*zip(*facts.eval_losses), marker="o", label="evaluation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=100, metadata={"Software": None})

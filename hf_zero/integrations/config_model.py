@@ -1,0 +1,270 @@
+"""What a folder's config.json says that the weights should be: names, shapes, ties. Found without trusting the file.
+
+A config may ask for a million layers, for a class that is no model, or for code and weights of somebody else. So the model is
+made in a process of its own, on the meta device, offline, with a limit on tensors, memory and time; only classes of
+transformers that are models are ever called.
+"""
+
+import gc
+import multiprocessing
+import os
+import re
+import resource
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import huggingface_hub.constants
+import torch
+from torch import nn
+
+from ..checkpoint.files import CheckpointError, read_mapping, refuse_links
+from .reasons import reason
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+CONFIG_NAME = "config.json"
+
+TIME_LIMIT_S = 60.0
+"""For making a model of nothing but shapes; the largest take a few seconds."""
+
+_MOST_BYTES = 4 * 2**30
+"""That making it may take beside what this process has."""
+
+_MANY = 2000
+"""Tensors or modules that a model may have above what its weights let expect."""
+
+_MODULES_A_TENSOR = 20
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedTensor:
+    """A tensor that the config's model saves.
+
+    Attributes:
+        shape: its whole shape.
+        is_floating: whether its values are floating-point numbers.
+        names: all names of the tensor that it is tied to, its own among them.
+    """
+
+    shape: tuple[int, ...]
+    is_floating: bool
+    names: frozenset[str]
+
+
+def expected_tensors(folder: Path, saved: int, *, as_in_files: bool = True) -> dict[str, ExpectedTensor]:
+    """Name → tensor of what the model of a folder's config saves.
+
+    Args:
+        saved: how many tensors the folder has; a config of a model with many more is refused before that is made.
+        as_in_files: named and split as `save_pretrained` does it; otherwise as the model does.
+
+    Raises:
+        CheckpointError: the config cannot be read, names no model class of transformers, or asks for too much.
+    """
+    return _in_a_child(folder, partial(_expected, folder, saved, as_in_files))
+
+
+def is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
+    """Whether `from_pretrained` finds each tensor of the config's model among those that are saved, whatever else is there.
+
+    Old names, those without the model's prefix and tensors that many models leave out are transformers' own matter.
+
+    Args:
+        saved: shape and dtype by name.
+
+    Raises:
+        CheckpointError: as of `expected_tensors`.
+    """
+    return _in_a_child(folder, partial(_is_taken, folder, saved))
+
+
+def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
+    """What `find` returns in a process of its own, which has limits."""
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    # Not by multiprocessing, whose own processes may be forbidden to have any.
+    child = os.fork()
+    if child == 0:
+        try:
+            _tell(folder, find, sending)
+        finally:
+            os._exit(0)
+    sending.close()
+    path = folder / CONFIG_NAME
+    try:
+        if not receiving.poll(TIME_LIMIT_S):
+            raise CheckpointError(
+                f"hf_zero: {path}: its model could not be made within {TIME_LIMIT_S:g} s, without its weights. The config asks "
+                "for more than a model of these weights has; take the config that belongs to them."
+            )
+        answer = receiving.recv()
+    except EOFError:
+        answer = f"hf_zero: {path}: making its model ended the process that tried it. Take the config of these weights."
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        receiving.close()
+    if isinstance(answer, str):
+        raise CheckpointError(answer)
+    return answer
+
+
+def read_config(folder: Path) -> "PretrainedConfig":
+    """A folder's config, by transformers' own classes only.
+
+    Raises:
+        CheckpointError: it cannot be read, or is none that transformers knows.
+    """
+    from transformers import AutoConfig
+
+    path = folder / CONFIG_NAME
+    refuse_links(folder, [path])
+    read_mapping(path)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        # A config may name an attention of somebody else's repository.
+        config._attn_implementation = "eager"
+    except Exception as error:
+        # Which one depends on the class that the file names and on what that makes of the values.
+        raise CheckpointError(f"hf_zero: {path} cannot be read ({reason(error)}).") from error
+    return config
+
+
+def model_class(config: "PretrainedConfig", folder: Path) -> type["PreTrainedModel"]:
+    """The class that a config names. Raises `CheckpointError` unless it is a model of transformers."""
+    import transformers
+    from transformers import PreTrainedModel
+
+    named = config.architectures
+    name = named[0] if isinstance(named, list) and named else None
+    found = None
+    if isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w{0,199}", name) is not None:
+        found = getattr(transformers, name, None)
+    if found is None:
+        raise CheckpointError(
+            f"hf_zero: {folder / CONFIG_NAME} names the architecture {str(named)[:200]}, which transformers has not."
+        )
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise CheckpointError(
+            f"hf_zero: {folder / CONFIG_NAME} names the architecture {name}, which is no model (a subclass of PreTrainedModel)."
+        )
+    return found
+
+
+def meta_model(folder: Path, saved: int) -> "PreTrainedModel":
+    """The model of a folder's config on the meta device. Raises `CheckpointError` as `expected_tensors` does."""
+    config = read_config(folder)
+    kind = model_class(config, folder)
+    try:
+        with torch.device("meta"), _at_most(saved, folder):
+            model = kind(config)
+        model.tie_weights()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"hf_zero: {folder / CONFIG_NAME}: its model, {kind.__name__}, cannot be made ({reason(error)})."
+        ) from error
+    return model
+
+
+@contextmanager
+def _at_most(saved: int, folder: Path) -> Iterator[None]:
+    """Refuses a model with far more tensors, or modules, than are saved, as soon as it has them."""
+    counts = {"tensors": 0, "modules": 0}
+    most = {"tensors": 4 * saved + _MANY, "modules": _MODULES_A_TENSOR * saved + _MANY}
+
+    def count(what: str) -> None:
+        counts[what] += 1
+        if counts[what] > most[what]:
+            raise CheckpointError(
+                f"hf_zero: {folder / CONFIG_NAME} is of a model with more than {most[what]} {what}, and the folder has {saved} "
+                "tensors. Take the config that belongs to the weights."
+            )
+
+    hooks = nn.modules.module
+    handles = [
+        hooks.register_module_parameter_registration_hook(lambda module, name, value: count("tensors")),
+        hooks.register_module_module_registration_hook(lambda module, name, value: count("modules")),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tell(folder: Path, find: Callable[[], object], sending: Connection) -> None:
+    """Sends what is found, or why nothing is. In a process of its own."""
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    torch.set_num_threads(1)
+    # A dictionary that grows without end is to reach the memory limit before the time limit.
+    gc.disable()
+    _limit_memory()
+    try:
+        answer = find()
+    except CheckpointError as error:
+        answer = str(error)
+    except Exception as error:
+        answer = f"hf_zero: {folder / CONFIG_NAME}: its model cannot be made ({reason(error)})."
+    sending.send(answer)
+
+
+def _expected(folder: Path, saved: int, as_in_files: bool) -> dict[str, ExpectedTensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = meta_model(folder, saved)
+    state = model.state_dict(keep_vars=True)
+    if as_in_files:
+        # A layer's experts are one tensor in the model and many in its files.
+        state = revert_weight_conversion(model, state)
+    names_of: dict[int, set[str]] = {}
+    for name, value in state.items():
+        names_of.setdefault(id(value), set()).add(name)
+    return {
+        name: ExpectedTensor(
+            shape=tuple(value.shape),
+            is_floating=value.is_floating_point(),
+            names=frozenset(names_of[id(value)]),
+        )
+        for name, value in state.items()
+    }
+
+
+def _is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
+    import transformers
+
+    config = read_config(folder)
+    kind = model_class(config, folder)
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in saved.items()}
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    with _at_most(len(saved), folder):
+        _, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    return not (found["missing_keys"] or found["mismatched_keys"] or found["error_msgs"])
+
+
+def _limit_memory() -> None:
+    """Lets this process take so much more than it has; where the system does not say how much that is, the time limit stays."""
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        pages = int(statm.read_text().split()[0])
+        most = pages * resource.getpagesize() + _MOST_BYTES
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

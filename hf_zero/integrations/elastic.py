@@ -1,0 +1,220 @@
+"""Runs that go on with another number of ranks: global batch, data position, last good state."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+
+from ..checkpoint.files import CheckpointError, shown
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.structure import POSITION_NAME, read_position
+from ..comm.transport import Value
+from .state_io import ZERO_FOLDER
+from .verify import checkpoint_faults
+
+# ---- A trap of torchrun: workers that are started again meet in the store of those before them ----
+
+
+def trap_of_agents_store(environment: Mapping[str, str] = os.environ) -> str | None:
+    """What to set where workers that are started again would fail or hang; None where nothing is wrong.
+
+    torch 2.13's agents keep one store for all starts. Workers may find there the addresses of those that were before them; and
+    where the first node is lost, the others look for the store at its old address.
+
+    Args:
+        environment: of a worker.
+    """
+    is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_restarted = int(environment.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
+    if not (is_shared and is_restarted):
+        return None
+    return (
+        "hf_zero: torchrun's workers meet in a store that outlives them. Those that are started again find the addresses of the "
+        "earlier ones in it, or look for it on a node that is lost, and fail or hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+        "for torchrun, on each node."
+    )
+
+
+# ---- Small values between the ranks, before there is an engine ----
+
+
+def exchange_between_ranks(value: Value) -> list[Value]:
+    """Every rank's picklable value in rank order. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# ---- Where training stands in its data, saved with a checkpoint so that other numbers of ranks go on from there ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPosition:
+    """What was trained on before a checkpoint.
+
+    Attributes:
+        global_rows: of an optimizer step, as the run was begun with.
+        epoch: passes over the data that are complete.
+        rows: of the pass that is not.
+    """
+
+    global_rows: int
+    epoch: int
+    rows: int
+
+    def write(self, folder: Path) -> None:
+        (folder / POSITION_NAME).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "DataPosition | None":
+        """That of a checkpoint; None where it has none.
+
+        Raises:
+            CheckpointError: the file holds something else.
+        """
+        content = read_position(folder)
+        return None if content is None else cls(**content)
+
+
+# ---- The rows that all ranks together take in an optimizer step, kept when their number changes ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """How the rows of an optimizer step are dealt out.
+
+    Attributes:
+        rows: of a micro-batch on a rank.
+        accumulation: micro-batches of a step.
+        world_size: ranks that take different rows.
+    """
+
+    rows: int
+    accumulation: int
+    world_size: int
+
+    @property
+    def rows_of_a_round(self) -> int:
+        """Rows of one micro-batch on each rank."""
+        return self.rows * self.world_size
+
+    @property
+    def global_rows(self) -> int:
+        return self.rows_of_a_round * self.accumulation
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows x {self.accumulation} micro-batches x {self.world_size} ranks = {self.global_rows}"
+
+
+def same_global_batch(global_rows: int, *, rows: int, world_size: int) -> Batch:
+    """The dealing of `global_rows` to ranks that take at most `rows` in a micro-batch.
+
+    It has exactly `global_rows` wherever their number can be divided by `world_size`, with the largest micro-batch that does;
+    elsewhere it has fewer than `world_size * accumulation` rows less.
+
+    Raises:
+        ValueError: there are more ranks than rows.
+    """
+    a_rank = global_rows // world_size
+    if a_rank == 0:
+        raise ValueError(
+            f"hf_zero: a step of {global_rows} rows cannot be dealt to {world_size} ranks. Start at most {global_rows} ranks, or "
+            "train with a larger batch from the beginning."
+        )
+    if global_rows % world_size == 0:
+        micro = next(each for each in range(min(rows, a_rank), 0, -1) if a_rank % each == 0)
+        return Batch(rows=micro, accumulation=a_rank // micro, world_size=world_size)
+    accumulation = -(-a_rank // rows)
+    return Batch(rows=a_rank // accumulation, accumulation=accumulation, world_size=world_size)
+
+
+# ---- Which state an accelerate loop goes on from after a restart: the newest that is good ----
+
+logger = get_logger(__name__)
+
+_NUMBERED = re.compile(r"^(?!\.).*[-_](\d+)$")
+
+
+def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) -> str | None:
+    """The newest state in `folder` that is whole and undamaged, for `load_state`; None where there is none yet. Collective.
+
+    Newest is the highest number at the end of a name, such as `step_100` or accelerate's `checkpoint_3`. With accelerate's
+    automatic naming, the next save has a number of its own.
+
+    Args:
+        folder: in which `save_state` has made folders; by default that of automatic naming, `project_dir/checkpoints`.
+
+    Raises:
+        ValueError: on every rank: there are states and none is good, each with its faults; or no folder is known.
+    """
+    naming = accelerator.project_configuration
+    if folder is None and accelerator.project_dir is None:
+        raise ValueError(
+            "hf_zero: last_good_state was called without a folder, and the Accelerator has no project_dir. Give the folder that "
+            "save_state makes its folders in."
+        )
+    parent = Path(accelerator.project_dir, "checkpoints") if folder is None else Path(folder).expanduser()
+    names = {path.name for path in parent.glob("*") if path.is_dir() and _NUMBERED.match(path.name)}
+    everyones = {name for theirs in exchange_between_ranks(names) for name in theirs}
+    newest_first = sorted(everyones, key=_number, reverse=True)
+    if folder is None and naming.automatic_checkpoint_naming:
+        # A damaged one keeps its number, too: its name is not free.
+        naming.iteration = max((_number(name) + 1 for name in newest_first), default=0)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    passed: list[str] = []
+    for path in (parent / name for name in newest_first):
+        reports = exchange_between_ranks(_faults(path, rank=rank, world_size=world_size))
+        faults = list(dict.fromkeys(fault for theirs in reports for fault in theirs))
+        if not faults:
+            if passed:
+                logger.warning(
+                    f"hf_zero: going on from {path}. Passed over: {'; '.join(passed)}", main_process_only=True
+                )
+            return str(path)
+        passed.append(f"{path.name}: {shown(', '.join(faults[:3]), 2000)}")
+    if passed:
+        raise ValueError(
+            f"hf_zero: no state in {parent} is good: {'; '.join(passed)}. Nothing was trained: mend or move them, or give the "
+            "run another folder."
+        )
+    return None
+
+
+def warn_of_scaled_schedule(accelerator: Accelerator, folder: Path) -> None:
+    """Names a trap of accelerate, which steps a schedule once for each process: on other ranks, a saved one is elsewhere."""
+    saved, now = _ranks_of(folder), accelerator.num_processes
+    scaled = [s for s in accelerator._schedulers if s.step_with_optimizer and not s.split_batches]
+    if saved not in (None, now) and scaled:
+        logger.warning(
+            f"hf_zero: accelerate has stepped the learning rate's schedule {saved} times a step, once for each process, and now "
+            f"does {now} times: it goes on at another place of the schedule than it had come to. Make the Accelerator with "
+            "step_scheduler_with_optimizer=False, and call scheduler.step() where accelerator.sync_gradients.",
+            main_process_only=True,
+        )
+
+
+def _ranks_of(folder: Path) -> int | None:
+    try:
+        return Manifest.read(folder / ZERO_FOLDER).world_size
+    except CheckpointError:
+        return None
+
+
+def _number(name: str) -> int:
+    found = _NUMBERED.match(name)
+    return int(found[1]) if found else -1
+
+
+def _faults(path: Path, *, rank: int, world_size: int) -> list[str]:
+    if path.is_dir() and not (path / ZERO_FOLDER).is_dir():
+        return [f"it has no {ZERO_FOLDER}/ folder"]
+    return checkpoint_faults(path, ZERO_FOLDER, rank=rank, world_size=world_size)

@@ -1,1 +1,0 @@
-"""Runs that go on, on other ranks, after a launcher has restarted them."""

@@ -1,0 +1,227 @@
+"""What the environment says before training: variables, launchers, the first step."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DDPCommunicationHookType, DistributedType
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..config import ConfigError, ZeroConfig
+from ..config.zero import differences
+
+# ---- Finding the object under construction that a hook of accelerate or transformers does not pass ----
+
+
+def find_in_callers(wanted: Callable[[Any], bool], *, depth: int = 12) -> Any | None:
+    """The nearest `self` among the callers' frames for which `wanted` is true, or None within `depth` frames."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(depth):
+        if frame is None:
+            return None
+        candidate = frame.f_locals.get("self")
+        if candidate is not None and wanted(candidate):
+            return candidate
+        frame = frame.f_back
+    return None
+
+
+# ---- Optimizer steps without the engine that was asked for: found at the first of them, when all has been set up ----
+#
+# torch calls a hook before the step of any optimizer. Nothing else tells that accelerate has left a plugin aside, or that a
+# script has read HF_ZERO_CONFIG nowhere.
+
+CONFIG_VARIABLE = "HF_ZERO_CONFIG"
+
+
+class StepWatch:
+    """Calls `judge` before each step that an optimizer takes, until it is closed or `judge` is done.
+
+    Args:
+        judge: is given the optimizer and the engine that steps it, or None; returns True when it has seen enough.
+    """
+
+    def __init__(self, judge: Callable[[torch.optim.Optimizer, object | None], bool]):
+        self._judge = judge
+        self._is_done = False
+        self._handle = register_optimizer_step_pre_hook(self._look)
+
+    def close(self) -> None:
+        self._is_done = True
+        self._handle.remove()
+
+    def _look(self, optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
+        # The hook stays when it is done: torch goes through its hooks at this moment.
+        if not self._is_done:
+            # Here, not above: what imports hf_zero need not import the engine.
+            from ..optimizer.sharded_optimizer import engine_stepped_by
+
+            # What raises has said it; a notebook may go on.
+            self._is_done = True
+            self._is_done = self._judge(optimizer, engine_stepped_by(optimizer))
+
+
+def watch_for_the_variable() -> None:
+    """Says once, on rank 0, that HF_ZERO_CONFIG is set and an optimizer steps without an engine all the same."""
+    asked = os.environ[CONFIG_VARIABLE]
+
+    def judge(optimizer: torch.optim.Optimizer, engine: object | None) -> bool:
+        if engine is None and os.environ.get("RANK", "0") == "0":
+            print(
+                f"hf_zero: {CONFIG_VARIABLE} is {asked!r}, and {type(optimizer).__name__} steps without the engine: nothing is "
+                "sharded. The variable is what ZeroPlugin() and ZeroCallback() without arguments read. Give "
+                "one of these to the Accelerator or the Trainer, or say `--zero`; or unset the variable.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return True
+
+    StepWatch(judge)
+
+
+# ---- What a run of an unmodified script asks for, and what comes of it ----
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """Shared by all Accelerators of a run.
+
+    Attributes:
+        config: what `hf_zero.run --zero` was given.
+        accelerators: how many were built.
+        engines: how many were built.
+        models: prepared, with and without an optimizer.
+    """
+
+    config: ZeroConfig
+    accelerators: int = 0
+    engines: int = 0
+    models: int = 0
+
+    def refuse_other(self, config: ZeroConfig) -> None:
+        """Raises `ConfigError` where the script asks for hf_zero by itself, with other settings than the run."""
+        if config != self.config:
+            raise ConfigError(
+                "hf_zero: two configs for one run: `--zero` of hf_zero.run, and the script's own (its --zero, ZeroPlugin "
+                f"or ZeroCallback), have {'; '.join(differences(self.config, config))}. Give one of them, or the "
+                "same to both."
+            )
+
+
+# ---- What the launcher set up, held against what was asked for: found at the start, said in one paragraph ----
+
+_SWITCHES = {
+    "ACCELERATE_USE_FSDP": ("FSDP", "--use_fsdp", "--fsdp or an fsdp_plugin"),
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "--use_deepspeed", "--deepspeed or a deepspeed_plugin"),
+    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "--use_megatron_lm", "a megatron_lm_plugin"),
+}
+_SPLITS = ("DP_SHARD", "CP", "SP")
+"""What hf_zero cannot be combined with; tensor parallelism can, and is told to the plugin."""
+_YES = ("1", "true", "t", "yes", "y", "on")
+
+
+def refuse_engines_of_the_launch() -> None:
+    """Raises `ConfigError` where the launch, or an argument that accelerate has seen, asks for another engine.
+
+    accelerate notes plugins that it is given in the same variables; on a CPU that is all it does with them.
+    """
+    for variable, (engine, flag, argument) in _SWITCHES.items():
+        value = os.environ.get(variable, "")
+        if value.lower() in _YES:
+            raise ConfigError(
+                f"hf_zero: {engine} is asked for as well: {variable} is {value!r}, which `accelerate launch {flag}`, its config "
+                f"file, {argument} set. Two engines cannot own one model. Leave that out (and unset {variable}), or do without "
+                "hf_zero."
+            )
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _YES:
+        for split in (*_SPLITS, "TP"):
+            _refuse_split(f"PARALLELISM_CONFIG_{split}_SIZE", os.environ.get(f"PARALLELISM_CONFIG_{split}_SIZE", "1"))
+
+
+def refuse_split_models(parallelism: ParallelismConfig) -> None:
+    """Raises `ConfigError` for accelerate's own way to split a model or its batches over ranks."""
+    for split in _SPLITS:
+        _refuse_split(f"ParallelismConfig.{split.lower()}_size", str(getattr(parallelism, f"{split.lower()}_size", 1)))
+
+
+def _refuse_split(name: str, value: str) -> None:
+    if value not in ("", "1", "None"):
+        raise ConfigError(
+            f"hf_zero: {name} is {value}: accelerate is to split the model or its batches over ranks in a way of its own. Two "
+            "engines cannot own one model. Leave it at 1; `comm.shard_group_size` is how many ranks share one copy of the state, "
+            "and ZeroPlugin(tp_size=...) is of models that tensor parallelism has split."
+        )
+
+
+def _refuse_comm_hooks(accelerator: Accelerator) -> None:
+    """Raises `ConfigError` for a hook that would have DDP send gradients in another form."""
+    asked = accelerator.ddp_handler
+    for field in ("comm_hook", "comm_wrapper") if asked is not None else ():
+        hook = DDPCommunicationHookType(getattr(asked, field))
+        if hook is not DDPCommunicationHookType.NO:
+            raise ConfigError(
+                f"hf_zero: DistributedDataParallelKwargs has {field}={hook.value}, a hook of DDP, and hf_zero reduces gradients "
+                "in place of DDP. Leave it out. `reduce_dtype: bfloat16` or float16 sends gradients in 16 bits, and "
+                "`comm.gradients: int8` in 8."
+            )
+
+
+def check_environment(accelerator: Accelerator) -> None:
+    """Raises `ConfigError` for a launch that contradicts the engine: another sharder, or fewer ranks than were asked for.
+
+    So do hooks of DDP's.
+    """
+    refuse_engines_of_the_launch()
+    _refuse_comm_hooks(accelerator)
+    if accelerator.parallelism_config is not None:
+        refuse_split_models(accelerator.parallelism_config)
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
+        raise ConfigError(
+            f"hf_zero: accelerate runs with distributed_type={kind.value}, which shards by itself. Two engines cannot own one "
+            "model. Launch without --use_fsdp, --use_deepspeed, --use_megatron_lm and their plugins, or do without hf_zero."
+        )
+    asked = _ranks_asked_for()
+    if asked is not None and asked != accelerator.num_processes:
+        raise ConfigError(
+            f"hf_zero: {asked} processes were asked for, and accelerate counts {accelerator.num_processes} in each of them, so "
+            "data and state would not be split. `accelerate launch --cpu --num_processes N` starts a single process, and ranks "
+            "on a machine without a GPU find each other only with ACCELERATE_USE_CPU=true. For N ranks on CPU: "
+            "`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N --num_machines 1 script.py` or "
+            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node N script.py`."
+        )
+
+
+def _ranks_asked_for() -> int | None:
+    """The world size that the launcher set or was asked for on its command line; None where there is no sign of one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    if os.environ.get("WORLD_SIZE", "").isdigit():
+        return int(os.environ["WORLD_SIZE"])
+    launcher = psutil.Process().parent()
+    try:
+        words = launcher.cmdline() if launcher is not None else []
+    except (psutil.AccessDenied, psutil.NoSuchProcess):
+        # A launcher that may not be looked at, or that ended: no sign.
+        return None
+    return _processes_on(words)
+
+
+def _processes_on(words: list[str]) -> int | None:
+    """N of `accelerate launch … --num_processes N …`, or None."""
+    if "launch" not in words or not any("accelerate" in word for word in words[: words.index("launch")]):
+        return None
+    for place, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag in ("--num_processes", "--num-processes"):
+            value = value or (words[place + 1] if place + 1 < len(words) else "")
+            return int(value) if value.isdigit() else None
+    return None

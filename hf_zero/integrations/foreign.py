@@ -1,0 +1,230 @@
+"""Checkpoints of DeepSpeed ZeRO and FSDP, taken into an engine or made into one of ours."""
+
+import inspect
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..checkpoint.commit import Disk, abandon, begin, commit, seal
+from ..checkpoint.files import CheckpointError, Progress, refuse_links, untold
+from ..checkpoint.structure import plain_settings
+from ..checkpoint.writer import plan_rows, write_pieces
+from ..engine.state import EngineState
+from ..foreign.find import open_foreign
+from ..foreign.states import MASTER, ForeignCheckpoint
+from ..layout.slots import Interval
+from .config_model import CONFIG_NAME, expected_tensors, meta_model
+from .state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
+
+_OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
+"""Settings that say how a step is computed and not what; those of the run that goes on stay."""
+_NOT_COPIED = (".safetensors", ".bin", ".index.json", ".distcp")
+_OF_THE_ENGINE = ("latest", "zero_to_fp32.py", "zero_to_torch.py", ".metadata")
+
+
+@contextmanager
+def open_saved_by_others(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
+    """The masters and optimizer state of a DeepSpeed or FSDP checkpoint, for `load_state`.
+
+    Parameters that are trained in fp32 are loaded beforehand, by `load_foreign_weights`.
+
+    Raises:
+        CheckpointError: damaged, not covered, of another model, or with other groups of parameters.
+    """
+    foreign = open_foreign(folder)
+    foreign.check_names(state.shapes())
+    optimizers = state.groups()
+    if len(optimizers) != 1:
+        raise CheckpointError(
+            f"hf_zero: {folder} is of one optimizer, and this run has {len(optimizers)}. Resume with one optimizer."
+        )
+    [(optimizer, group_names)] = optimizers
+    here = [(group, set(names)) for group, names in zip(optimizer.param_groups, group_names) if names]
+    if [names for _, names in here] != [set(group.names) for group in foreign.groups]:
+        raise CheckpointError(
+            f"hf_zero: {folder} ({foreign.origin}) has groups of {[len(group.names) for group in foreign.groups]} parameters, "
+            f"and {type(optimizer).__name__} has groups of {[len(names) for _, names in here]}, or other parameters in them. "
+            "Resume with the weight-decay and group settings that the checkpoint was made with."
+        )
+    settings = []
+    for (group, _), saved in zip(here, foreign.groups):
+        _refuse_other_optimizer(type(optimizer).__name__, group, saved.settings, folder)
+        taken = {k: v for k, v in saved.settings.items() if k in group and k not in _OF_THE_MACHINE}
+        for name in [name for name in saved.names if len(foreign.shapes[name]) == 2][:1]:
+            found = {*foreign.kinds_of(name), *foreign.scalars_of(name)} - {MASTER}
+            refuse_other_state(folder, optimizer, group, taken, found)
+        settings.append((group, taken))
+    yield SavedOptimizers(
+        settings=settings,
+        read=foreign.read,
+        read_part=foreign.read_part,
+        kinds_of=foreign.kinds_of,
+        scalars_of=foreign.scalars_of,
+        origin=foreign.origin,
+    )
+
+
+def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:
+    """Neither format names the optimizer's class, so its settings have to tell: Adam has betas, SGD has momentum."""
+    for key in ("betas", "momentum"):
+        if key in saved and key not in group:
+            raise CheckpointError(
+                f"hf_zero: {folder} was made with an optimizer that has {key}, and {kind} has none. Resume with the same "
+                "optimizer."
+            )
+
+
+def load_foreign_weights(model: nn.Module, folder: Path) -> Any:
+    """Loads every weight of a DeepSpeed or FSDP checkpoint into a model; returns what `load_state_dict` returns.
+
+    Trained ones come from the optimizer's own values, fp32 where the run was mixed, so that nothing is lost by rounding.
+    The whole model is held in host memory meanwhile.
+
+    Raises:
+        CheckpointError: damaged, not covered, or of another model.
+    """
+    foreign = open_foreign(folder)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, shape in foreign.shapes.items():
+        if shapes.get(name) != shape:
+            raise CheckpointError(
+                f"hf_zero: {folder} ({foreign.origin}) is of another model: {name!r} has shape {shape} there, and the model has "
+                f"{shapes.get(name, 'no such parameter')}. Resume with the model that the checkpoint was made with."
+            )
+    return model.load_state_dict(dict(foreign.weights()), strict=False)
+
+
+def convert(
+    source: Path, out: Path, *, config_folder: Path | None, optimizer: str, on_progress: Progress = untold
+) -> str:
+    """Makes one of our checkpoint folders of a DeepSpeed or FSDP one; returns in words what it was.
+
+    The folder holds the weights as `from_pretrained` reads them, in the precision of the masters, masters and optimizer state
+    in `zero/`, and the other files of the source (scheduler, random states, trainer state, tokenizer). All of it is held in host
+    memory meanwhile: three times the weights in fp32.
+
+    Args:
+        out: new or empty; appears when it is whole.
+        config_folder: with the model's config.json; None is the source.
+        optimizer: class name, which neither format records.
+        on_progress: called with bytes of state read and written, and both in all.
+
+    Raises:
+        CheckpointError: damaged, not covered, or not of the config's model.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"hf_zero: {out} is not an empty folder; give one that is new or empty.")
+    foreign = open_foreign(source)
+    model = _with_weights(foreign, config_folder or source)
+    moved = _Moved(foreign, on_progress)
+    rows = []
+    for kind, name, interval in moved.rows:
+        values = foreign.read(kind, name, interval)
+        # Beside fp32 masters, in which parameters of 16 bits are stepped here, state is fp32 too.
+        rows.append((kind, name, interval, values if kind == MASTER or values.itemsize != 2 else values.float()))
+        moved.by(rows[-1][-1].nbytes)
+    needed_bytes = sum(tensor.nbytes for *_, tensor in rows) * 2
+    disk = Disk.shared()
+    temporary = begin(out, needed_bytes=needed_bytes, disk=disk, exchange=_alone)
+    try:
+        model.save_pretrained(temporary)
+        _copy_the_rest(source, temporary)
+        manifest, pieces = plan_rows(
+            temporary / ZERO_FOLDER,
+            rank=0,
+            world_size=1,
+            stage=0,
+            rows=rows,
+            shapes=foreign.shapes,
+            scalars={name: foreign.scalars_of(name) for name in foreign.shapes},
+            optimizers=lambda: [{"class": optimizer, "groups": _groups_of(foreign, optimizer)}],
+            exchange=_alone,
+        )
+        write_pieces(pieces, temporary / ZERO_FOLDER, _alone, moved.by)
+        seal(temporary, manifest, folder=ZERO_FOLDER, within="", disk=disk, exchange=_alone)
+        commit(temporary, out, disk=disk, exchange=_alone)
+    except BaseException:
+        abandon(temporary, disk=disk)
+        raise
+    return foreign.origin
+
+
+class _Moved:
+    """Tells how much of a checkpoint's optimizer state has been read and written: each row is both, in fp32."""
+
+    def __init__(self, foreign: ForeignCheckpoint, on_progress: Progress):
+        self.rows = [
+            (kind, name, Interval(0, torch.Size(shape).numel()))
+            for name, shape in foreign.shapes.items()
+            for kind in foreign.kinds_of(name)
+        ]
+        self._total = 2 * sum(4 * interval.numel for *_, interval in self.rows)
+        self._done = 0
+        self._on_progress = on_progress
+
+    def by(self, nbytes: int) -> None:
+        self._done = min(self._done + nbytes, self._total)
+        self._on_progress(self._done, self._total)
+
+
+def _alone(value: object) -> list:
+    return [value]
+
+
+def _groups_of(foreign: ForeignCheckpoint, optimizer: str) -> list[dict[str, Any]]:
+    """The groups with the settings that torch's optimizer of this name has: a fused one of DeepSpeed has some of its own."""
+    kind = getattr(torch.optim, optimizer, None)
+    known = {"initial_lr", *inspect.signature(kind).parameters} if isinstance(kind, type) else None
+    return [
+        {
+            "settings": {
+                name: value
+                for name, value in plain_settings(group.settings).items()
+                if name not in _OF_THE_MACHINE and (known is None or name in known)
+            },
+            "parameters": list(group.names),
+        }
+        for group in foreign.groups
+    ]
+
+
+def _with_weights(foreign: ForeignCheckpoint, config_folder: Path) -> PreTrainedModel:
+    """The config's model with the checkpoint's weights."""
+    if not (config_folder / CONFIG_NAME).is_file():
+        raise CheckpointError(f"hf_zero: {config_folder} has no {CONFIG_NAME}; name the model's folder with --config.")
+    weights = dict(foreign.weights())
+    # In a process of its own first: what a config asks for may have no end.
+    expected_tensors(config_folder, len(weights))
+    model = meta_model(config_folder, len(weights))
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for name, value in weights.items():
+        if shapes.get(name) != tuple(value.shape):
+            raise CheckpointError(
+                f"hf_zero: {foreign.folder} ({foreign.origin}): {name!r} has shape {tuple(value.shape)}, and the config's "
+                f"model has {shapes.get(name, 'no such tensor')}. Either a file of the checkpoint is missing, or this is not the "
+                "model's own config: name its folder with --config."
+            )
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    missing = [name for name, value in model.state_dict().items() if value.is_meta]
+    if missing:
+        raise CheckpointError(
+            f"hf_zero: {foreign.folder} ({foreign.origin}) has no {missing[0]!r}, which the config's model has ({len(missing)} "
+            "such tensors): frozen parameters were left out, or it is another model."
+        )
+    return model
+
+
+def _copy_the_rest(source: Path, out: Path) -> None:
+    paths = sorted(source.iterdir())
+    refuse_links(source, paths)
+    for path in paths:
+        of_weights = path.name.endswith(_NOT_COPIED) and path.name not in ("training_args.bin", "scheduler.bin")
+        if path.is_file() and not of_weights and path.name not in _OF_THE_ENGINE and not (out / path.name).exists():
+            shutil.copy2(path, out / path.name)

@@ -1,0 +1,536 @@
+"""Pushes models and checkpoints to the Hub, also while training goes on."""
+
+import fnmatch
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub import CommitInfo, HfApi, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+from transformers import Trainer, logging
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import HubStrategy, SaveStrategy
+from transformers.utils import PushInProgress
+
+from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, untold
+from ..checkpoint.manifest import Manifest
+from ..foreign.states import weight_shards_of
+from .card import CARD_NAME, PLOT_NAME, card_facts, is_our_card, write_card
+from .reasons import HubError
+from .saved_weights import has_row_weights, is_checkpoint_of_ours
+from .state_io import ZERO_FOLDER
+from .weights import consolidate, folder_faults, is_of_the_run
+
+# ---- Model folders to the Hugging Face Hub: uploaded, and then what lies there is compared with what lies here ----
+
+Answer = TypeVar("Answer")
+
+WAITS_S = (1.0, 2.0, 4.0)
+"""Between attempts at a call that failed for a reason that may pass."""
+
+WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
+"""Files that from_pretrained would read beside or in place of new ones, so that older ones must not outlive a push."""
+
+EVERYTHING = ("*",)
+
+_PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
+_TOKEN = re.compile(r"\b(hf|api)_[A-Za-z0-9_]{16,}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """Where a push goes.
+
+    Attributes:
+        repo_id: such as "me/my-model"; "my-model" is one of the account that the token belongs to.
+        revision: a branch, made when it is not there; None is main.
+        private: of a repository that is new; None is the account's default.
+        token: None is the one of `hf auth login` or HF_TOKEN.
+        path_in_repo: a folder of the repository; "" is its root.
+    """
+
+    repo_id: str
+    revision: str | None = None
+    private: bool | None = None
+    token: str | None = field(default=None, repr=False)
+    path_in_repo: str = ""
+
+
+def push_folder(
+    folder: Path, to: Destination, *, api: HfApi, message: str | None, mirrored: tuple[str, ...] = WEIGHTS
+) -> CommitInfo:
+    """Uploads all files of a folder as a commit, compares them with what the Hub then has, and returns the commit.
+
+    Files that the Hub has already, such as those of a push that was cut off, do not travel again. A call that fails for a
+    reason that may pass is tried again. A card of ours does not replace one that somebody wrote in the repository.
+
+    Args:
+        mirrored: patterns of files below `path_in_repo` that go from the repository when the folder has none of that
+            name. Patterns of weights count only for a folder that has weights.
+
+    Raises:
+        HubError: nothing could be uploaded, or what the Hub has differs.
+    """
+    token = checked_token(to)
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    if mirrored == WEIGHTS and not _matching(files, WEIGHTS):
+        mirrored = ()
+    with _told_plainly(to, token, "this push has committed nothing to"):
+        if "/" not in to.repo_id:
+            # The Hub's client makes such a repository too, and then finds it under its whole name only.
+            owner = _patiently(lambda: api.whoami(token=token))["name"]
+            to = replace(to, repo_id=f"{owner}/{to.repo_id}")
+        _patiently(lambda: api.create_repo(to.repo_id, token=token, private=to.private, exist_ok=True))
+        branch = to.revision
+        if branch is not None and not branch.startswith("refs/"):
+            _patiently(lambda: api.create_branch(to.repo_id, branch=branch, token=token, exist_ok=True))
+        if _somebodys_card_is_there(to, files, api, token):
+            files = {name: path for name, path in files.items() if name not in (CARD_NAME, PLOT_NAME)}
+        commit = _patiently(
+            lambda: api.upload_folder(
+                repo_id=to.repo_id,
+                folder_path=folder,
+                path_in_repo=to.path_in_repo or None,
+                commit_message=message,
+                token=token,
+                revision=to.revision,
+                ignore_patterns=[name for name in (CARD_NAME, PLOT_NAME) if name not in files],
+                delete_patterns=list(mirrored) or None,
+            )
+        )
+    with _told_plainly(
+        to, token, f"the files are committed ({commit.oid[:10]}) and could not be compared with those of"
+    ):
+        faults = _patiently(lambda: _remote_faults(files, to, mirrored, api, token, commit.oid))
+    if faults:
+        raise HubError(
+            f"hf_zero: {to.repo_id} at {commit.oid[:10]} is not what was pushed: {'; '.join(faults[:5])}. Push again; if it "
+            "stays so, the files do not arrive as they were sent."
+        )
+    return commit
+
+
+@contextmanager
+def _told_plainly(to: Destination, token: str, where: str) -> Iterator[None]:
+    """The library's errors carry requests, and a server's words; ours says what matters, and nothing secret."""
+    try:
+        yield
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        raise HubError(_without_tokens(f"hf_zero: {where} {to.repo_id}: {_reason(error)}.", token)) from None
+
+
+def make_repo(to: Destination, make: Callable[[], Answer]) -> Answer:
+    """What `make` returns that makes the repository by the Hub's client, tried again where that may help.
+
+    Raises:
+        HubError: it could not be made.
+    """
+    with _told_plainly(to, checked_token(to), "there is no place for pushes in"):
+        return _patiently(make)
+
+
+def checked_token(to: Destination) -> str:
+    """The token to use. Raises `HubError` for what can be known without asking the Hub."""
+    try:
+        validate_repo_id(to.repo_id)
+    except HFValidationError as error:
+        raise HubError(
+            f"hf_zero: {_without_tokens(repr(to.repo_id), to.token)} is no repository's name "
+            f"({_without_tokens(_one_line(error), to.token)}). Give one such as me/my-model."
+        ) from None
+    token = to.token or get_token()
+    if token is None:
+        raise HubError(
+            f"hf_zero: no token to write to {to.repo_id} with. Say `hf auth login`, or set HF_TOKEN to a token that may write."
+        )
+    return token
+
+
+def _patiently(call: Callable[[], Answer]) -> Answer:
+    for wait_s in WAITS_S:
+        try:
+            return call()
+        except (HTTPError, LocalEntryNotFoundError, json.JSONDecodeError) as error:
+            if not _may_pass(error):
+                raise
+        time.sleep(wait_s)
+    return call()
+
+
+def _may_pass(error: Exception) -> bool:
+    """A connection that broke, a server that is busy, or an error page where JSON was due; not a refusal."""
+    if isinstance(error, HfHubHTTPError):
+        return error.response is not None and error.response.status_code in _PASSING_STATUS
+    return True
+
+
+def _somebodys_card_is_there(to: Destination, files: dict[str, Path], api: HfApi, token: str) -> bool:
+    if CARD_NAME not in files or to.path_in_repo or not is_our_card(files[CARD_NAME]):
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            there = _patiently(
+                lambda: api.hf_hub_download(to.repo_id, CARD_NAME, revision=to.revision, local_dir=folder, token=token)
+            )
+        except (RemoteEntryNotFoundError, RevisionNotFoundError):
+            return False
+        return not is_our_card(Path(there))
+
+
+def _remote_faults(
+    files: dict[str, Path], to: Destination, mirrored: tuple[str, ...], api: HfApi, token: str, revision: str
+) -> list[str]:
+    """How the files of a commit differ from those here, in words."""
+    info = api.model_info(to.repo_id, revision=revision, files_metadata=True, token=token)
+    prefix = f"{to.path_in_repo}/" if to.path_in_repo else ""
+    there = {
+        sibling.rfilename.removeprefix(prefix): sibling
+        for sibling in info.siblings or ()
+        if sibling.rfilename.startswith(prefix)
+    }
+    faults = []
+    for name, path in files.items():
+        if name not in there:
+            faults.append(f"{name} is missing")
+            continue
+        size, held = path.stat().st_size, there[name]
+        if held.size != size:
+            faults.append(f"{name} has {held.size} bytes there and {size} here")
+        elif held.lfs is not None and held.lfs.sha256 != file_digest(path, hashlib.sha256()):
+            faults.append(f"{name} has another sha256 there")
+        elif held.lfs is None and held.blob_id != file_digest(path, hashlib.sha1(b"blob %d\0" % size)):
+            faults.append(f"{name} has other contents there")
+    left = [name for name in _matching(there, mirrored) if name not in files and name != ".gitattributes"]
+    return faults + [f"{name} is there and was not pushed" for name in left]
+
+
+def file_digest(path: Path, digest) -> str:
+    """The hexadecimal digest of a file, from a `hashlib` object that may have taken a header already."""
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _reason(error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set; unset it to push"
+    if status == 401 and not isinstance(error, RepositoryNotFoundError):
+        return "the Hub does not accept the token; say `hf auth login` again, or set HF_TOKEN"
+    if status in (401, 403, 404):
+        said = getattr(error, "server_message", None) or error
+        return f"the Hub refuses ({status}: {_one_line(said)}); check the name, and that the token may write there"
+    cause = f" ({_one_line(error.__cause__)})" if error.__cause__ is not None else ""
+    return f"{_one_line(error) or type(error).__name__}{cause}. Push again: files that arrived do not travel again"
+
+
+def _one_line(said: object) -> str:
+    return " ".join(str(said).split())[:400].rstrip(".")
+
+
+def _without_tokens(text: str, token: str | None) -> str:
+    if token:
+        text = text.replace(token, "<token>")
+    return _TOKEN.sub("<token>", text)
+
+
+# What goes to the Hub: the model of a checkpoint or folder, whole, checked, with a card, and nothing of the run.
+
+
+def push_model(
+    source: Path,
+    to: Destination,
+    *,
+    api: HfApi,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    on_check: Progress = untold,
+    on_progress: Progress = untold,
+) -> CommitInfo:
+    """Pushes the model of a checkpoint, or a model folder.
+
+    The weights of a checkpoint are written anew, as `consolidate` does, and so are a model folder's where `dtype` is given;
+    otherwise a folder's files go as they are. All of it is checked before a byte is sent. The folder's own README.md is the
+    card, where it has one.
+
+    Args:
+        on_check, on_progress: called with bytes checked, and bytes of weights written, and bytes in all.
+
+    Raises:
+        CheckpointError: there is no model, or it has faults; nothing was sent then.
+        HubError: it did not arrive.
+    """
+    if not source.is_dir():
+        raise CheckpointError(f"hf_zero: {no_folder(source)}.")
+    checked_token(to)
+    refuse_faults(source, on_progress=on_check)
+    with staging_folder(source.resolve().parent) as staged:
+        of_a_run = is_checkpoint_of_ours(source) or (source / "trainer_state.json").is_file()
+        of_a_run |= bool(weight_shards_of(source))
+        if (of_a_run or dtype is not None) and not (source / "adapter_config.json").is_file():
+            consolidate(source, staged, dtype=dtype, max_shard_bytes=max_shard_bytes, on_progress=on_progress)
+        else:
+            stage_model(source, staged)
+        refuse_faults(staged, of=source)
+        if not (staged / "README.md").is_file():
+            write_card(staged, card_facts(source), name=to.repo_id.rpartition("/")[2])
+        return push_folder(staged, to, api=api, message="Upload model with hf_zero")
+
+
+def refuse_faults(folder: Path, *, of: Path | None = None, on_progress: Progress = untold) -> None:
+    """Raises `CheckpointError` unless the folder holds a good checkpoint or model. `of` is what the folder was made of."""
+    faults = folder_faults(folder, on_progress)
+    if faults:
+        raise CheckpointError(f"hf_zero: {of or folder} is not good, and nothing was pushed: {'; '.join(faults[:3])}.")
+
+
+def stage_model(source: Path, out: Path) -> None:
+    """Puts the model's files of a checkpoint or an output folder into `out`: nothing of the run, no other checkpoint.
+
+    Weights of a checkpoint never change once they are written, so they are linked, not copied, where the disk can.
+    """
+    for path in sorted(source.rglob("*")):
+        parts = path.relative_to(source).parts
+        hidden = any(part.startswith(".") for part in parts)
+        of_the_run = parts[0] == ZERO_FOLDER or parts[0].startswith(("checkpoint-", "_")) or is_of_the_run(path.name)
+        if path.is_file() and not hidden and not of_the_run:
+            refuse_links(source, [path])
+            _place(path, out.joinpath(*parts))
+
+
+def stage_checkpoint(checkpoint: Path, out: Path) -> None:
+    """Puts a checkpoint of ours into `out` so that it can be resumed from, but for the pickled training arguments.
+
+    Those may hold `hub_token`, and resuming does not read them; the manifest is written anew without them.
+    """
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.name != TRAINING_ARGS_NAME:
+            refuse_links(checkpoint, [path])
+            _place(path, out / path.relative_to(checkpoint))
+    manifest = Manifest.read(checkpoint / ZERO_FOLDER)
+    files = {name: record for name, record in manifest.files.items() if Path(name).name != TRAINING_ARGS_NAME}
+    manifest.with_files(files).write(out / ZERO_FOLDER)
+
+
+def _place(path: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        try:
+            os.link(path.resolve(), target)
+            return
+        except OSError:
+            # A file system without links, or a folder on another one.
+            target.unlink(missing_ok=True)
+    shutil.copy2(path, target)
+
+
+@contextmanager
+def staging_folder(beside: Path) -> Iterator[Path]:
+    """A folder that is gone afterwards, on the disk of `beside` where that can be written to."""
+    parent = beside if os.access(beside, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".tmp-push-", dir=parent) as folder:
+        yield Path(folder)
+
+
+# Trainer's `push_to_hub` with an engine: the model as it is in the checkpoint, in the background, compared afterwards.
+
+logger = logging.get_logger(__name__)
+
+_STAGED_PREFIX = ".tmp-checkpoint-push-"
+"""Of folders that a killed run leaves; with the leftovers of saves, the next resume clears them away."""
+
+
+def make_trainer_repo(trainer: Trainer, token: str | None, make: Callable[[], None]) -> None:
+    """Has Trainer make its repository by `make`. Raises `HubError` in one line where it cannot."""
+    args = trainer.args
+    name = args.hub_model_id or Path(args.output_dir).absolute().name
+    make_repo(Destination(repo_id=name, token=token or args.hub_token), make)
+
+
+def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
+    """Starts to push a finished checkpoint's model, and by `hub_strategy` the checkpoint too. On the first rank only.
+
+    As Trainer does, it passes when the push before is not done and `hub_always_push` is not set. A push that fails is an
+    error in the log, and training goes on.
+    """
+    args, running = trainer.args, trainer.push_in_progress
+    if args.hub_strategy == HubStrategy.END or (
+        running is not None and not running.is_done() and not args.hub_always_push
+    ):
+        return
+    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
+    step = args.save_strategy == SaveStrategy.STEPS
+    reached = f"step {trainer.state.global_step}" if step else f"epoch {int(trainer.state.epoch)}"
+    try:
+        jobs = _start_jobs(trainer, checkpoint, f"Training in progress, {reached}")
+    except (OSError, CheckpointError) as error:
+        # This rank alone pushes: an exception here would leave the others waiting for it.
+        logger.error(f"hf_zero: {checkpoint} could not be made ready for the Hub ({error}). Training is not affected.")
+        return
+    if running is None or running.is_done():
+        trainer.push_in_progress = PushInProgress(jobs)
+    else:
+        running.jobs.extend(jobs)
+
+
+def _start_jobs(trainer: Trainer, checkpoint: Path, message: str) -> list[Future]:
+    strategy = trainer.args.hub_strategy
+    with ExitStack() as unless_started:
+        model = _model_staged(trainer, checkpoint)
+        unless_started.callback(model.cleanup)
+        staged: list[tuple[tempfile.TemporaryDirectory, Destination, str, tuple[str, ...]]] = []
+        staged.append((model, _destination(trainer), message, WEIGHTS))
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+            whole = _staged(trainer, lambda out: stage_checkpoint(checkpoint, out))
+            staged.append((whole, _destination(trainer, path_in_repo=path), f"{message}, checkpoint", EVERYTHING))
+        unless_started.pop_all()
+    return [_started(trainer, *each) for each in staged]
+
+
+def push_output(
+    trainer: Trainer, *, message: str | None, blocking: bool, token: str | None, revision: str | None
+) -> CommitInfo | Future:
+    """Pushes the model that was saved to `output_dir`. On the first rank only.
+
+    Raises:
+        HubError: when `blocking`; otherwise the future has it, and the log.
+    """
+    output_dir = Path(trainer.args.output_dir)
+    trainer._finish_current_push()
+    to = _destination(trainer, token=token, revision=revision)
+    staged = _staged(trainer, lambda out: stage_model(output_dir, out))
+    if blocking:
+        return _push(staged, to, trainer_api(trainer), message, WEIGHTS)
+    return _started(trainer, staged, to, message, WEIGHTS)
+
+
+def write_trainer_card(trainer: Trainer, folder: Path, *, facts_of: Path, **said: Any) -> None:
+    """The card of a Trainer's model, with what `push_to_hub` and `create_model_card` were told.
+
+    Args:
+        said: language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, as Trainer names them.
+    """
+    name = (
+        said.get("model_name")
+        or (trainer.hub_model_id or str(Path(trainer.args.output_dir).absolute())).rpartition("/")[2]
+    )
+    tags = [*_listed(said.get("tags")), *_listed(getattr(trainer.model, "model_tags", None)), "generated_from_trainer"]
+    metadata = {
+        "language": said.get("language"),
+        "license": said.get("license"),
+        "tags": list(dict.fromkeys(tags)),
+        "datasets": _listed(said.get("dataset_tags")) or None,
+        "pipeline_tag": next(iter(_listed(said.get("tasks"))), None),
+        "base_model": said.get("finetuned_from"),
+    }
+    facts = card_facts(facts_of, trainer.state.log_history)
+    if said.get("dataset"):
+        facts.data["dataset"] = ", ".join(_listed(said["dataset"]))
+    write_card(folder, facts, name=name, metadata={key: value for key, value in metadata.items() if value})
+
+
+def trainer_api(trainer: Trainer) -> HfApi:
+    """One client for all of a trainer's pushes, so that those in the background go one after the other."""
+    if not hasattr(trainer, "_hf_zero_hub_api"):
+        trainer._hf_zero_hub_api = HfApi(library_name="hf_zero")
+    return trainer._hf_zero_hub_api
+
+
+def _destination(
+    trainer: Trainer, *, token: str | None = None, revision: str | None = None, path_in_repo: str = ""
+) -> Destination:
+    args = trainer.args
+    return Destination(
+        repo_id=trainer.hub_model_id,
+        revision=revision or args.hub_revision,
+        private=args.hub_private_repo,
+        token=token or args.hub_token,
+        path_in_repo=path_in_repo,
+    )
+
+
+def _model_staged(trainer: Trainer, checkpoint: Path) -> tempfile.TemporaryDirectory:
+    own_card = Path(trainer.args.output_dir, CARD_NAME)
+
+    def fill(out: Path) -> None:
+        if has_row_weights(checkpoint):
+            consolidate(checkpoint, out)
+        else:
+            stage_model(checkpoint, out)
+        if own_card.is_file():
+            (out / CARD_NAME).write_bytes(own_card.read_bytes())
+        write_trainer_card(trainer, out, facts_of=checkpoint)
+
+    return _staged(trainer, fill)
+
+
+def _staged(trainer: Trainer, fill: Callable[[Path], None]) -> tempfile.TemporaryDirectory:
+    """A folder filled now, since a rotation or the next save may take or change its files while they are pushed."""
+    folder = tempfile.TemporaryDirectory(prefix=_STAGED_PREFIX, dir=trainer.args.output_dir)
+    try:
+        fill(Path(folder.name))
+    except BaseException:
+        folder.cleanup()
+        raise
+    return folder
+
+
+def _started(
+    trainer: Trainer,
+    staged: tempfile.TemporaryDirectory,
+    to: Destination,
+    message: str | None,
+    mirrored: tuple[str, ...],
+) -> Future:
+    api = trainer_api(trainer)
+    job = api.run_as_future(_push, staged, to, api, message, mirrored)
+    job.add_done_callback(_tell_failure)
+    return job
+
+
+def _push(
+    staged: tempfile.TemporaryDirectory, to: Destination, api: HfApi, message: str | None, mirrored: tuple[str, ...]
+) -> CommitInfo:
+    with staged as folder:
+        return push_folder(Path(folder), to, api=api, message=message, mirrored=mirrored)
+
+
+def _tell_failure(job: Future) -> None:
+    error = None if job.cancelled() else job.exception()
+    if isinstance(error, HubError):
+        logger.error(f"{error} Training is not affected.")
+    elif error is not None:
+        logger.error(f"hf_zero: a push to the Hub ended with {type(error).__name__}. Training is not affected.")
+
+
+def _listed(value: Iterable[str] | str | None) -> list[str]:
+    if not value:
+        return []
+    return [value] if isinstance(value, str) else list(value)

@@ -1,1 +1,0 @@
-"""Model folders with a model card, pushed to the Hub."""

@@ -1,0 +1,145 @@
+"""`hf-zero run`: its command line, and the launch of its ranks."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..config import ConfigError, ZeroConfig
+from ..config.checks import shown
+
+# ---- The words behind `-m hf_zero.run`: which config, which script, and the script's own arguments ----
+
+CONFIG_VARIABLE = "HF_ZERO_CONFIG"
+HOW_TO = "accelerate launch ... -m hf_zero.run --zero 2 script.py --its-own arguments"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCall:
+    """A script to run, as it would be called without hf_zero.
+
+    Attributes:
+        config: what `--zero` says, or else HF_ZERO_CONFIG.
+        script: path of a Python file, or name of a module.
+        is_module: whether `script` is the name of a module, as behind `python -m`.
+        arguments: the script's own.
+    """
+
+    config: ZeroConfig
+    script: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+
+def script_call(words: Sequence[str]) -> ScriptCall:
+    """What a command line asks for.
+
+    Raises:
+        ConfigError: there is no config, it is not valid, or there is no such script.
+    """
+    parser = argparse.ArgumentParser(
+        prog="hf_zero.run",
+        usage=HOW_TO.replace("script.py", "[script.py | -m module]"),
+        description="Trains an unmodified script with hf_zero.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--zero", metavar="X", help="A stage (0, 1, 2, 3, auto), a YAML file, or settings such as stage=2,..."
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="The script is the name of a module.")
+    parser.add_argument("script", help="A Python file, or a module's name behind -m.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's own arguments.")
+    said = parser.parse_args(list(words))
+    if not said.module:
+        _refuse_missing(said.script)
+    return ScriptCall(
+        config=_config(said.zero), script=said.script, is_module=said.module, arguments=tuple(said.arguments)
+    )
+
+
+def _config(said: str | None) -> ZeroConfig:
+    if said is not None:
+        return ZeroConfig.of(said, "--zero")
+    inherited = os.environ.get(CONFIG_VARIABLE)
+    if not inherited:
+        raise ConfigError(
+            "hf_zero: no config was given. Say it before the script: `--zero 2 script.py --its-own arguments`, or set "
+            f"{CONFIG_VARIABLE}. --zero takes a stage (0, 1, 2, 3, auto), a YAML file, or settings such as "
+            "stage=2,grad_accumulation=local."
+        )
+    return ZeroConfig.of(inherited, CONFIG_VARIABLE)
+
+
+def _refuse_missing(script: str) -> None:
+    if not Path(script).exists():
+        raise ConfigError(
+            f"hf_zero: there is no script {shown(script)} in {Path.cwd()}. hf_zero.run takes the path of a Python file, or "
+            "`-m` and a module's name."
+        )
+
+
+# ---- The `accelerate launch` command that starts the ranks of an unmodified script on this machine ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A process to start.
+
+    Attributes:
+        command: its words.
+        environment: variables to set beside those that there are.
+    """
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def launch_of(
+    words: Sequence[str],
+    *,
+    processes: int | None = None,
+    cpu: bool = False,
+    mixed_precision: str | None = None,
+    port: int | None = None,
+    module: str = "hf_zero.run",
+    options: Sequence[str] = (),
+) -> Launch:
+    """How to start a script with the engine, on the GPUs of this machine or on its CPU.
+
+    Args:
+        words: what follows `-m hf_zero.run`: `--zero 2 script.py --its-own arguments`.
+        processes: how many ranks; by default one for each GPU, or one on a CPU.
+        cpu: do without the GPUs that there are.
+        mixed_precision: `no`, `fp16` or `bf16`; by default what accelerate's own config file says.
+        port: where the ranks meet; by default accelerate's.
+        module: what each rank runs, with its own `options` before the words.
+
+    Raises:
+        ConfigError: the words are not valid, or there are fewer GPUs than ranks.
+    """
+    script_call(words)
+    # A driver that is too old for this torch still counts its GPUs.
+    gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+    ranks = processes if processes is not None else max(gpus, 1)
+    allowed = (
+        f"1 to {gpus}, as this machine has {gpus} GPUs, or any number with --cpu" if gpus else "a number from 1 on"
+    )
+    if ranks < 1 or (gpus and ranks > gpus):
+        raise ConfigError(f"hf_zero: --num-processes is {ranks}. It takes {allowed}.")
+    flags = ["--num_processes", str(ranks), "--num_machines", "1"]
+    if ranks > 1:
+        # On a CPU too: accelerate starts a single process by `--cpu`.
+        flags.append("--multi_gpu")
+    if mixed_precision is not None:
+        flags += ["--mixed_precision", mixed_precision]
+    if port is not None:
+        flags += ["--main_process_port", str(port)]
+    # As a module, so that it is the accelerate of this Python.
+    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    # Without it, each rank on a CPU believes that it is alone.
+    environment = {} if gpus else {"ACCELERATE_USE_CPU": "true"}
+    return Launch(command=(*accelerate, *flags, "-m", module, *options, *words), environment=environment)

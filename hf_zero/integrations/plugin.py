@@ -1,0 +1,178 @@
+"""`ZeroPlugin`: installs the engine in an Accelerator."""
+
+import os
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..buckets.precision import check_cast_owner
+from ..comm.watch import LastWords
+from ..config import ConfigError, ConfigLike, ZeroConfig
+from ..config.checks import cut, shown
+from ..disguise import mix_in
+from .accelerator import ZeroAcceleratorMixin
+from .accelerator_parts import mesh_of_batches
+from .announce import end_cleanly
+from .environment import CONFIG_VARIABLE, RunRecord, StepWatch, check_environment, refuse_engines_of_the_launch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..config.parts import ZeroSettings
+
+
+# ---- A plugin that accelerate left aside: the run stops at its first step, and does not train without the engine ----
+#
+# The Accelerators of a process share one state, that of the first. A `parallelism_config` that a later one is given is
+# dropped without a call, so the plugin learns of it from the steps of optimizers.
+
+
+def watch_for_steps_without(plugin: ParallelismConfig, config: ZeroConfig) -> StepWatch:
+    """Raises `ConfigError` in the first step that is taken without the plugin's engine beside an Accelerator.
+
+    Args:
+        plugin: closes the watch when it is installed. Until an Accelerator exists it may go unused and be forgotten.
+    """
+    came_second = bool(AcceleratorState._shared_state)
+    reference = weakref.ref(plugin)
+
+    def judge(optimizer: torch.optim.Optimizer, engine: object | None) -> bool:
+        if reference() is None and not came_second:
+            return True
+        if not AcceleratorState._shared_state:
+            return False
+        first = getattr(AcceleratorState._shared_state.get("parallelism_config"), "config", None)
+        is_without = engine is None and first is None
+        is_anothers = came_second and first is not None and first != config
+        if is_without or is_anothers:
+            raise ConfigError(
+                f"hf_zero: {type(optimizer).__name__} steps, and a ZeroPlugin for stage {config.stage} was installed nowhere: "
+                f"accelerate takes what the first Accelerator of a process was given ({_named(first)}) for all of them, and "
+                "ignores the plugin of a later one. Call plugin.attach(accelerator) before accelerator.prepare, or "
+                "pass ZeroCallback to the Trainer; or give the plugin to the first."
+            )
+        # An equal plugin does as well.
+        return came_second and first == config
+
+    return StepWatch(judge)
+
+
+def _named(first: ZeroConfig | None) -> str:
+    return "no plugin" if first is None else f"a plugin for stage {first.stage}"
+
+
+# ---- The accelerate door: a plugin object for `Accelerator(parallelism_config=…)` ----
+#
+# accelerate hands any truthy `parallelism_config` its Accelerator, in `_validate_accelerator`, before models exist. There the
+# plugin turns that very instance into one whose methods know the engine; nothing in accelerate is patched.
+
+
+class ZeroPlugin(ParallelismConfig):
+    """Installs hf_zero in an Accelerator: `Accelerator(parallelism_config=ZeroPlugin(stage=2))`.
+
+    Args:
+        config: stage number, YAML path, flag text, mapping or ZeroConfig. Without it and without settings, what the
+            environment variable HF_ZERO_CONFIG holds (a YAML path, a stage or flag text), or else all defaults.
+        tp_size: ranks that hold one copy of the model together, where it was loaded so; Trainer takes it from the model.
+        settings: fields of ZeroConfig by name, in place of `config`.
+    """
+
+    _watch: StepWatch | None = None
+
+    def __init__(self, config: ConfigLike = None, *, tp_size: int = 1, **settings: "Unpack[ZeroSettings]"):
+        LastWords.installed()
+        if config is not None and settings:
+            raise ConfigError(
+                f"hf_zero: ZeroPlugin got a config ({shown(config)}) and the settings {cut(', '.join(settings))}; give one "
+                "of the two."
+            )
+        refuse_engines_of_the_launch()
+        if settings:
+            self.config = ZeroConfig.from_dict(settings)
+        elif config is None:
+            # An empty variable is one that is not set.
+            self.config = ZeroConfig.of(os.environ.get(CONFIG_VARIABLE) or None, CONFIG_VARIABLE)
+        else:
+            self.config = ZeroConfig.of(config)
+        super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=tp_size, cp_size=1, sp_size=1)
+        self._watch = watch_for_steps_without(self, self.config)
+
+    def attach(self, accelerator: Accelerator) -> Accelerator:
+        """Installs the engine's methods in an existing Accelerator, before it prepares anything; returns it."""
+        if accelerator._models or accelerator._optimizers:
+            raise ConfigError(
+                "hf_zero: plugin.attach(accelerator) came after accelerator.prepare; attach first, then prepare."
+            )
+        self._install(accelerator)
+        return accelerator
+
+    def install_for_run(self, accelerator: Accelerator, record: RunRecord) -> None:
+        """Installs the engine's methods in an Accelerator that a script under `hf_zero.run` has built.
+
+        Raises:
+            ConfigError: the script has installed hf_zero by itself, with other settings.
+        """
+        record.accelerators += 1
+        accelerator.zero_run = record
+        if isinstance(accelerator, ZeroAcceleratorMixin):
+            record.refuse_other(accelerator.zero_config)
+        else:
+            self._validate_accelerator(accelerator)
+
+    def stand_aside(self) -> None:
+        """Lets steps go on without this plugin, where the engine is there by another door."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or one in a file of training arguments, need not be installed.
+        return {name: value for name, value in self.__dict__.items() if name != "_watch"}
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings, for TrainingArguments.to_dict and trackers."""
+        return self.config.to_dict()
+
+    def __repr__(self) -> str:
+        said = self.config.changes() | ({} if self.tp_size == 1 else {"tp_size": self.tp_size})
+        return f"ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in said.items())})"
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """What accelerate deals batches by: none, unless the model is split. The engine makes its own groups."""
+        if self.tp_size == 1:
+            return None
+        return mesh_of_batches(device_type or "cpu", self.tp_size)
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        self._install(accelerator)
+        if "transformers.trainer" in sys.modules:
+            # Here, not above: a plain loop does without transformers, which takes seconds to import.
+            from .trainer import install_in_trainer, trainer_under_construction
+
+            trainer = trainer_under_construction()
+            if trainer is not None:
+                install_in_trainer(trainer)
+                own = trainer.args.parallelism_config
+                if isinstance(own, ZeroPlugin) and own is not self:
+                    # accelerate goes by the plugin of the process's first Accelerator.
+                    own._install(accelerator)
+
+    def _install(self, accelerator: Accelerator) -> None:
+        check_environment(accelerator)
+        run: RunRecord | None = getattr(accelerator, "zero_run", None)
+        if run is not None:
+            run.refuse_other(self.config)
+        self.stand_aside()
+        if not isinstance(accelerator, ZeroAcceleratorMixin):
+            mix_in(accelerator, ZeroAcceleratorMixin)
+            end_cleanly(accelerator)
+        accelerator.zero_config = self.config
+        accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
+        accelerator.zero_engines = []
+        accelerator._zero_early_optimizers = {}

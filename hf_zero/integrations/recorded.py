@@ -1,0 +1,164 @@
+"""Runs an unchanged script twice, with and without the engine, for `hf-zero parity`."""
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from ..diagnose.parity import Recorder, is_split, seed_everything
+from ..diagnose.parity_report import ParityError, ParityReport, Recording, compare, repeats
+from .accelerator import ZeroAcceleratorMixin
+from .launcher import CONFIG_VARIABLE, launch_of, script_call
+from .seams import replaced
+from .unmodified import run_as_main, run_script
+
+# ---- A training script, as it is, run without and with the engine, and compared ----
+
+MODULE = "hf_zero.integrations.recorded"
+
+
+def parity_of_script(
+    words: Sequence[str],
+    *,
+    steps: int = 3,
+    tolerance: float | None = None,
+    seed: int = 0,
+    processes: int | None = None,
+    cpu: bool = False,
+    mixed_precision: str | None = None,
+    port: int | None = None,
+) -> ParityReport:
+    """Runs a script that knows nothing of hf_zero twice under accelerate's launcher, and compares its first steps.
+
+    Both runs end behind these steps. They write every gradient and parameter to a temporary folder: 8 bytes a float32 parameter
+    for each step and run.
+
+    Args:
+        words: what follows `-m hf_zero.run`: `--zero 2 script.py --its-own arguments`.
+        steps: optimizer steps, those of all optimizers counted.
+        tolerance, seed: see `hf_zero.parity`; scripts that seed by themselves have their own.
+        processes, cpu, mixed_precision, port: see `launch_of`.
+
+    Raises:
+        ParityError: a run failed, or the two cannot be compared.
+    """
+
+    def run(name: str, *options: str) -> Recording:
+        folder = Path(root, name)
+        folder.mkdir()
+        launch = launch_of(
+            words,
+            processes=processes,
+            cpu=cpu,
+            mixed_precision=mixed_precision,
+            port=port,
+            module=MODULE,
+            options=("--record", str(folder), "--steps", str(steps), "--seed", str(seed), *options),
+        )
+        environment = os.environ | launch.environment
+        # stdout is the report's.
+        status = subprocess.run(launch.command, env=environment, stdout=sys.stderr.fileno()).returncode
+        if status:
+            which = "without" if "--stock" in options else "with"
+            raise ParityError(
+                f"hf_zero parity: the run {which} the engine ended with status {status}; what it said stands above."
+            )
+        return Recording(folder)
+
+    with tempfile.TemporaryDirectory(prefix="hf-zero-parity-") as root:
+        stock, engine = run("stock", "--stock"), run("engine")
+        report = compare(stock, engine, tolerance)
+        if report.passed or report.reasons:
+            return report
+        return dataclasses.replace(report, repeats=repeats(stock, run("again", "--stock")))
+
+
+def words_of(script: Sequence[str], zero: str | None, *, is_module: bool) -> list[str]:
+    """What `parity_of_script` takes, of the parts of a command line; without `zero`, HF_ZERO_CONFIG says it."""
+    said = zero if zero is not None else os.environ.get(CONFIG_VARIABLE)
+    return [*(("--zero", said) if said else ()), *(("-m",) if is_module else ()), *script]
+
+
+# Runs a training script with or without the engine and records its first steps: what each rank of `hf-zero parity` runs.
+
+
+def main(words: list[str] | None = None) -> None:
+    """`--record FOLDER --steps 3 --seed 0 [--stock]`, and then what `hf_zero.run` takes."""
+    parser = argparse.ArgumentParser(prog="hf_zero.integrations.recorded", allow_abbrev=False)
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stock", action="store_true")
+    said, rest = parser.parse_known_args(sys.argv[1:] if words is None else words)
+    call = script_call(rest)
+    seed_everything(said.seed)
+    with recording(said.record, said.steps):
+        if said.stock:
+            run_as_main(call)
+        else:
+            run_script(call)
+
+
+@contextmanager
+def recording(folder: Path, steps: int) -> Iterator[None]:
+    """Records the first steps of all optimizers that accelerate prepares; ends the script behind them by SystemExit."""
+    accelerators: list[Accelerator] = []
+
+    def models() -> list[nn.Module]:
+        prepared = [(a, model) for a in accelerators for model in a._models]
+        found = list(dict.fromkeys(a.unwrap_model(model, keep_torch_compile=False) for a, model in prepared))
+        for model in filter(is_split, found):
+            raise ParityError(
+                f"hf_zero parity: {type(model).__name__} is split over ranks (tensor or expert parallel), and a script is "
+                "compared with DDP, which holds whole models. Call hf_zero.parity(model, batches, config) in a script under "
+                "torchrun: it compares with a plain all-reduce over the copies."
+            )
+        return found
+
+    def end() -> None:
+        raise SystemExit(0)
+
+    recorder = Recorder(folder, steps, models, end)
+    prepare = Accelerator.prepare_optimizer
+
+    def prepare_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(accelerator, optimizer, *args, **kwargs)
+        if accelerator not in accelerators:
+            accelerators.append(accelerator)
+        recorder.watch(prepared.optimizer)
+        return prepared
+
+    with ExitStack() as entered:
+        entered.enter_context(replaced(Accelerator, "prepare_optimizer", prepare_optimizer))
+        for kind in (Accelerator, ZeroAcceleratorMixin):
+            entered.enter_context(replaced(kind, "clip_grad_norm_", _recorded_clip(kind, recorder)))
+        entered.enter_context(recorder.watching_backward())
+        try:
+            yield
+        finally:
+            recorder.close()
+
+
+def _recorded_clip(kind: type, recorder: Recorder) -> Any:
+    clip = vars(kind)["clip_grad_norm_"]
+
+    def clip_grad_norm_(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        norm = clip(accelerator, *args, **kwargs)
+        recorder.norm(norm)
+        return norm
+
+    return clip_grad_norm_
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Finds the checkpoint to resume from, and what in it is whole."""
+
+import dataclasses
+import fnmatch
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from zipfile import is_zipfile
+
+import torch
+from transformers import Trainer, logging
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_pt_utils import safe_globals
+from transformers.trainer_utils import SaveStrategy
+
+from ..checkpoint.commit import clear_leftovers, disk_with, find_disk, held_alone, on_all_ranks
+from ..checkpoint.files import CheckpointError, Progress, read_mapping, shown
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.structure import STATE_NAME, read_position
+from ..checkpoint.writer import row_file
+from .elastic import exchange_between_ranks, trap_of_agents_store
+from .state_io import ZERO_FOLDER, progress_of
+from .verify import Candidate, checkpoint_faults, find_good, in_words, newest_first
+
+# What is wrong with the files of a checkpoint that transformers and torch read as a Trainer resumes, beside weights and rows.
+
+_NUMBER = (int, float)
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "global_step": int,
+    "epoch": (*_NUMBER, type(None)),
+    "max_steps": int,
+    "num_train_epochs": _NUMBER,
+    "logging_steps": _NUMBER,
+    "eval_steps": _NUMBER,
+    "save_steps": _NUMBER,
+    "train_batch_size": int,
+    "num_input_tokens_seen": _NUMBER,
+    "total_flos": _NUMBER,
+    "best_metric": (*_NUMBER, type(None)),
+    "best_global_step": (int, type(None)),
+    "best_model_checkpoint": (str, type(None)),
+    "trial_name": (str, type(None)),
+    "stateful_callbacks": (dict, type(None)),
+    "log_history": (list, type(None)),
+}
+"""Fields of a Trainer's state, and what they may be."""
+_NEEDED = ("train_batch_size",)
+"""Fields that a Trainer calculates with as it resumes, and that are None where its file lacks them."""
+
+_PICKLED: dict[str, tuple[str, ...]] = {
+    "scheduler.pt": (),
+    "scaler.pt": (),
+    "optimizer.pt": (),
+    "rng_state*.pth": ("python", "numpy", "cpu"),
+}
+"""Names of files that `torch.load` reads, and what the mapping in each has at least."""
+
+
+def resume_faults(checkpoint: Path) -> list[str]:
+    """What a Trainer could not go on with in a checkpoint: its own state, its place in the data, and what `torch.load` reads."""
+    faults = state_faults(checkpoint)
+    try:
+        read_position(checkpoint)
+    except CheckpointError as error:
+        faults.append(in_words(error))
+    for path in sorted(checkpoint.iterdir()):
+        wanted = next((keys for name, keys in _PICKLED.items() if fnmatch.fnmatchcase(path.name, name)), None)
+        if wanted is not None and not _is_loaded(path, wanted):
+            faults.append(f"{path.name} is cut off or damaged, or holds what no Trainer writes there")
+    return faults
+
+
+def _is_loaded(path: Path, wanted: tuple[str, ...]) -> bool:
+    try:
+        with safe_globals():
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except Exception:
+        # Of a pickle that is none, each reader has errors of its own.
+        return False
+    return isinstance(content, dict) and all(name in content for name in wanted)
+
+
+def state_faults(checkpoint: Path) -> list[str]:
+    """What a Trainer could not go on with in its own state of a checkpoint."""
+    path = checkpoint / STATE_NAME
+    if not path.is_file():
+        return [f"{STATE_NAME} is missing, so it is no checkpoint of a Trainer"]
+    try:
+        content = read_mapping(path)
+    except CheckpointError as error:
+        return [in_words(error)]
+    known = {field.name for field in dataclasses.fields(TrainerState)}
+    faults = [f"{STATE_NAME} has {name!r}, which Trainer does not know" for name in content if name not in known]
+    faults += [f"{STATE_NAME} lacks {name}, which every Trainer writes" for name in _NEEDED if name not in content]
+    for name, kinds in _KINDS.items():
+        value = content.get(name)
+        if name in content and (not isinstance(value, kinds) or (type(value) is int and not 0 <= value < 2**63)):
+            faults.append(f"{name} in {STATE_NAME} is {shown(repr(value), 80)}, which no Trainer writes")
+    return faults
+
+
+# ---- Which checkpoint a Trainer resumes from: the one asked for, or the newest that is good ----
+
+logger = logging.get_logger(__name__)
+
+LAST_GOOD = "last-good"
+
+_THEN = (
+    "Nothing was trained. Make the folder writable and free some room, or give another output_dir; a run with save_strategy='no' "
+    "that starts afresh needs none."
+)
+_LONGEST = 2000
+
+
+def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on: bool = False) -> str | None:
+    """The folder to resume from: the one asked for, or for True and "last-good" the newest good one. Collective.
+
+    Args:
+        goes_on: the newest good one of output_dir comes before the one asked for, and none is needed (`checkpoint.resume: auto`).
+
+    Raises:
+        ValueError: the folder asked for has faults; or for True, there is no good one; or with `goes_on`, there are some and none
+            is good. Lists each with its faults.
+    """
+    output_dir, rank = Path(trainer.args.output_dir), trainer.args.process_index
+    trap = trap_of_agents_store() if goes_on else None
+    if trap is not None and rank == 0:
+        logger.warning(trap)
+    if goes_on and asked is not False:
+        found, passed = _newest_good(trainer, output_dir)
+        if found is None and passed:
+            raise ValueError(
+                f"hf_zero: `checkpoint.resume: auto` finds no good checkpoint in {output_dir}: {_in_words(passed)}. Nothing was "
+                "trained: mend or move them, or give the run another output_dir."
+            )
+        if found is not None or asked is True or asked is None:
+            return found
+    if asked is None or asked is False:
+        _warn_of_beginning_again(output_dir, rank)
+        return None
+    if asked is not True and asked != LAST_GOOD:
+        _refuse_faulty(trainer, Path(asked), output_dir)
+        return str(asked)
+    found, passed = _newest_good(trainer, output_dir)
+    said = _in_words(passed)
+    if found is None and asked is True:
+        raise ValueError(f"No valid checkpoint found in output directory ({output_dir}){': ' if said else ''}{said}")
+    if rank == 0 and found is None:
+        logger.warning(f"hf_zero: no good checkpoint in {output_dir} ({said or 'it holds none'}); starting afresh.")
+    return found
+
+
+def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
+    disk = disk_with(asked, trainer.args.process_index, exchange_between_ranks)
+    with _checking(trainer) as show:
+        mine = checkpoint_faults(asked, ZERO_FOLDER, rank=disk.place, world_size=len(disk.ranks), on_progress=show)
+    mine = checkpoints_inside(asked) or mine or resume_faults(asked)
+    faults = dict.fromkeys(fault for theirs in exchange_between_ranks(mine) for fault in theirs)
+    if faults:
+        there = ", ".join(sorted(path.name for path in output_dir.glob("checkpoint-*"))) or "none"
+        raise ValueError(
+            f"hf_zero: cannot resume from {str(asked)!r}: {shown('; '.join(faults), _LONGEST)}. Checkpoints in "
+            f"{str(output_dir)!r}: {there}. Pass one of those, or resume_from_checkpoint={LAST_GOOD!r} for the "
+            "newest good one."
+        )
+
+
+def _newest_good(trainer: Trainer, output_dir: Path) -> tuple[str | None, list[Candidate]]:
+    """The newest good checkpoint of a folder, and the newer ones with their faults. Collective."""
+    rank = trainer.args.process_index
+    disk = find_disk(output_dir, rank, exchange_between_ranks, then=_THEN)
+    on_all_ranks(
+        exchange_between_ranks,
+        lambda: clear_leftovers(output_dir) if disk.leads else None,
+        doing=f"clear {output_dir} of what killed runs left",
+        then=_THEN,
+    )
+    with _checking(trainer) as show:
+        found, passed = find_good(
+            output_dir,
+            ZERO_FOLDER,
+            disk=disk,
+            exchange=exchange_between_ranks,
+            further_faults=lambda path: (
+                resume_faults(path) or parts_elsewhere(path / ZERO_FOLDER, rank, disk.world_size)
+            ),
+            on_progress=show,
+        )
+    if rank == 0 and found is not None and passed:
+        logger.warning(f"hf_zero: resuming from {found}. Passed over: {_in_words(passed)}")
+    return None if found is None else str(found), passed
+
+
+def parts_elsewhere(folder: Path, rank: int, world_size: int) -> list[str]:
+    """The fault of a checkpoint on disks of several hosts whose part for this rank is not on this host's."""
+    if not folder.is_dir():
+        return []
+    manifest = Manifest.read(folder)
+    own = row_file(rank, world_size)
+    if not manifest.elsewhere or (manifest.world_size == world_size and own not in manifest.elsewhere):
+        return []
+    return [
+        f"each host has a part of it, of {manifest.world_size} ranks, and rank {rank} of {world_size} has not its own here "
+        "(an output_dir that all hosts share has no such parts)"
+    ]
+
+
+def _warn_of_beginning_again(output_dir: Path, rank: int) -> None:
+    """Names the trap of a launcher that restarts a run which does not resume."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    if restarts and rank == 0 and any(newest_first(output_dir)):
+        logger.warning(
+            f"hf_zero: the launcher has restarted this run ({restarts} times), and training begins again at step 0 beside the "
+            f"checkpoints in {output_dir}. Set `checkpoint.resume: auto` to go on from the newest good one."
+        )
+
+
+def _checking(trainer: Trainer) -> AbstractContextManager[Progress]:
+    return progress_of(
+        "checking the checkpoint", is_main=trainer.args.process_index == 0 and not trainer.args.disable_tqdm
+    )
+
+
+def _in_words(passed: list[Candidate]) -> str:
+    return "; ".join(f"{each.path.name}: {shown(', '.join(each.faults[:3]), _LONGEST)}" for each in passed)
+
+
+@contextmanager
+def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = False) -> Iterator[None]:
+    """Keeps other runs out of a Trainer's output_dir, where it is to write or to clear checkpoints there. Collective.
+
+    Raises:
+        CheckpointError: on every rank: another run has the folder, or it cannot be written to.
+    """
+    args = trainer.args
+    if args.save_strategy == SaveStrategy.NO and resume is not True and resume != LAST_GOOD and not goes_on:
+        yield
+        return
+    output_dir = Path(args.output_dir)
+    disk = find_disk(output_dir, args.process_index, exchange_between_ranks, then=_THEN)
+    with held_alone(output_dir, disk=disk, exchange=exchange_between_ranks):
+        yield
+
+
+def checkpoints_inside(folder: Path) -> list[str]:
+    """The fault of a folder that is no checkpoint and has some: it names the newest."""
+    if (folder / ZERO_FOLDER).is_dir() or (folder / STATE_NAME).is_file() or not folder.is_dir():
+        return []
+    inside = next(newest_first(folder), None)
+    return (
+        [] if inside is None else [f"it is a folder of checkpoints; {inside.name} is inside, so give {str(inside)!r}"]
+    )

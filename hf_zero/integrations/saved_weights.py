@@ -1,0 +1,470 @@
+"""Reads saved weights of any layout, row by row."""
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
+from safetensors import safe_open
+from torch.overrides import TorchFunctionMode
+
+from ..buckets.rows import MASTER
+from ..checkpoint.commit import on_all_ranks
+from ..checkpoint.files import CheckpointError, is_inside, no_folder, read_mapping, refuse_links
+from ..checkpoint.manifest import WEIGHTS, Manifest
+from ..checkpoint.pieces import dtype_name, dtype_named
+from ..checkpoint.reader import CheckpointReader
+from ..comm.ledger import Label
+from ..engine.engine import ZeroEngine
+from ..engine.split_model import read_part
+from ..foreign.find import is_foreign, open_foreign
+from ..foreign.states import WeightShards, weight_shards_of
+from ..layout.boxes import Box
+from ..layout.slots import Interval
+from .config_model import expected_tensors, meta_model
+from .state_io import ZERO_FOLDER, progress_bar
+from .verify import newest_first
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+# ---- Which block of a model's tensor each tensor of a weights file is, where files have a tensor for each expert ----
+#
+# transformers puts such tensors together when it loads a model, and takes them apart when it saves one. Here it takes apart
+# tensors whose memory is never touched: where a piece begins in that memory, and its strides, tell which block of the whole
+# it is.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileBlock:
+    """One tensor of a file: a block of a tensor of the model.
+
+    Attributes:
+        name: of the model's tensor.
+        offsets, sizes: of the block in it.
+        shape: in the file, which leaves out dimensions of one element.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class _WithoutCopies(TorchFunctionMode):
+    """Leaves views as they are where transformers would copy them into memory of their own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.contiguous, torch.Tensor.clone):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def blocks_in_files(
+    model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]], *, then: str
+) -> dict[str, FileBlock]:
+    """Name in a file → what it has of the model.
+
+    Args:
+        shapes: of the model's whole tensors, by name.
+        then: what to do where that cannot be said; ends the error.
+
+    Raises:
+        CheckpointError: transformers computes a file's tensors from the model's, beyond taking blocks of them.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # Memory that is never touched is never given.
+    untouched = {name: torch.empty(shape, dtype=torch.uint8) for name, shape in shapes.items()}
+    name_of = {tensor.untyped_storage().data_ptr(): name for name, tensor in untouched.items() if tensor.numel()}
+    with _WithoutCopies():
+        saved = revert_weight_conversion(model, dict(untouched))
+    found = {}
+    for file_name, view in saved.items():
+        name = name_of.get(view.untyped_storage().data_ptr())
+        block = None if name is None else _block_of(view, shapes[name])
+        if name is None or block is None:
+            raise CheckpointError(
+                f"hf_zero: the tensor {file_name!r} of a weights file is no block of one of the model's tensors: transformers "
+                f"computes {type(model).__name__}'s from it. {then}"
+            )
+        found[file_name] = FileBlock(name=name, offsets=block[0], sizes=block[1], shape=tuple(view.shape))
+    return found
+
+
+def unloaded(model: "PreTrainedModel") -> "PreTrainedModel":
+    """A model of the same class and config that has been loaded from nowhere, without values."""
+    with torch.device("meta"):
+        return type(model)(copy.deepcopy(model.config))
+
+
+def _block_of(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(offsets, sizes) in a contiguous tensor of `shape`; None for a view that is no block of it."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    left = int(view.storage_offset())
+    offsets, sizes = [], [1] * len(shape)
+    for stride in strides:
+        offset, left = divmod(left, stride)
+        offsets.append(offset)
+    dim = -1
+    for size, stride in zip(view.shape, view.stride()):
+        if size == 1:
+            continue
+        dim = next((d for d in range(dim + 1, len(shape)) if strides[d] == stride and shape[d] >= size), len(shape))
+        if dim == len(shape) or offsets[dim] + size > shape[dim]:
+            return None
+        sizes[dim] = size
+    return tuple(offsets), tuple(sizes)
+
+
+# ---- Weights that lie in rows, not in files for `from_pretrained`: back into a model that trains ----
+
+_THEN = "Nothing was trained; resume from another checkpoint."
+
+
+def has_row_weights(checkpoint: Path) -> bool:
+    """Whether a checkpoint of ours is of layout `sharded`."""
+    return (checkpoint / ZERO_FOLDER).is_dir() and bool(Manifest.read(checkpoint / ZERO_FOLDER).weights)
+
+
+def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
+    """Replaces the model's values by those of a checkpoint of layout `sharded`. Collective.
+
+    Every rank reads its own part; what lies in no bucket (buffers, and below stage 3 frozen parameters) rank 0 reads for all.
+
+    Raises:
+        CheckpointError: on every rank: damaged, of another model, or with files that a rank's disk does not have.
+    """
+    from .placed_weights import saved_tensors_of
+
+    tensors = saved_tensors_of(engine.model)
+    bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
+
+    def load_own() -> list[str]:
+        with CheckpointReader(checkpoint / ZERO_FOLDER) as reader:
+            saved = {name: weight.shape for name, weight in reader.manifest.weights.items()}
+            name_of = names_in(
+                saved, tensors, {n: engine.state.box_of(t).shape for n, t in tensors.items()}, checkpoint
+            )
+            with progress_bar("reading weights", is_main=engine.world_groups.rank == 0) as show:
+
+                def read(parameter: torch.Tensor, interval: Interval) -> torch.Tensor:
+                    values = reader.read(WEIGHTS, name_of[id(parameter)], interval)
+                    show(values.nbytes)
+                    return values
+
+                engine.state.load_weights(read)
+            others = [name for name in reader.manifest.weights if id(tensors[name]) not in bucketed]
+            for name in others:
+                if engine.state.group_of(tensors[name]).all_groups.rank > 0:
+                    continue
+                box = engine.state.box_of(tensors[name])
+                values = read_part(box, Interval(0, box.numel), partial(reader.read, WEIGHTS, name))
+                tensors[name].detach().copy_(values.view(tensors[name].shape))
+            return others
+
+    others = on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
+    engine.state.share_weights()
+    for name in others:
+        transport = engine.state.group_of(tensors[name]).all_transport
+        transport.broadcast(tensors[name].detach(), Label(kind="broadcast loaded", subject=name))
+
+
+def names_in(
+    saved: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    checkpoint: Path,
+) -> dict[int, str]:
+    """id of a tensor of the model → its name in the checkpoint.
+
+    Args:
+        saved: shapes there.
+        shapes: of the model's whole tensors.
+    """
+    name_of = {id(tensors[name]): name for name in saved if name in tensors}
+    strange = [name for name, shape in saved.items() if name not in tensors or shapes[name] != shape]
+    missing = [name for name, tensor in tensors.items() if id(tensor) not in name_of]
+    if strange or missing:
+        name = (strange or missing)[0]
+        here = shapes.get(name, "no such tensor")
+        raise CheckpointError(
+            f"{checkpoint} is of another model: {name!r} has shape {saved.get(name, 'none')} there, and the model has {here}. "
+            "Resume with the model config that the checkpoint was made with"
+        )
+    return name_of
+
+
+# ---- The weights that a folder holds, whoever saved it: which tensor lies in which file, and what is in it ----
+
+ADAPTER_SAFE_WEIGHTS_NAME = "adapter_model.safetensors"
+"""peft's. transformers has it, too, and takes half a second to say so."""
+
+_ROOT = "model"
+"""Under which weights of one file a rank are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor in a weights file: its name, file, shape, dtype as safetensors spells it ("F32"), and size in bytes."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+    @classmethod
+    def packed(cls, name: str, file: str, shape: tuple[int, ...], dtype: str) -> "SavedTensor":
+        """One whose elements take as many bytes as their dtype."""
+        return cls(
+            name=name, file=file, shape=shape, dtype=dtype, nbytes=math.prod(shape) * dtype_named(dtype).itemsize
+        )
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the safetensors files that hold a folder's model, in order.
+
+    Raises:
+        CheckpointError: there are none, or the index names files that are missing or outside of the folder.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"hf_zero: {no_folder(folder)}.")
+    index = folder / SAFETENSORS_INDEX_FILE
+    if index.is_file():
+        refuse_links(folder, [index])
+        weight_map = read_mapping(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"hf_zero: {index} is damaged: its weight_map is no mapping from tensors to files.")
+        names = sorted(set(weight_map.values()))
+        bad = [n for n in names if not is_inside(n) or Path(n).name != n or not (folder / n).is_file()]
+        if bad:
+            raise CheckpointError(f"hf_zero: {index} names {bad[0][:200]!r}, which is not a file of {folder}.")
+        return names
+    for name in (SAFETENSORS_SINGLE_FILE, ADAPTER_SAFE_WEIGHTS_NAME):
+        if (folder / name).is_file():
+            return [name]
+    newest = next(newest_first(folder), None)
+    inside = "" if newest is None else f"; {newest.name} is inside, so give {newest}"
+    raise CheckpointError(
+        f"hf_zero: {folder} holds no {SAFETENSORS_SINGLE_FILE} and no {SAFETENSORS_INDEX_FILE}{inside}."
+    )
+
+
+def saved_tensors(folder: Path) -> list[SavedTensor]:
+    """Everything that a folder holds of a model, by headers and manifest alone."""
+    with open_weights(folder) as weights:
+        return weights.tensors
+
+
+class Weights(ABC):
+    """A folder's model, a tensor at a time. A context manager.
+
+    Attributes:
+        tensors: all that it has.
+        as_in_files: whether they are named and split as `save_pretrained` does it; otherwise as the model's own parameters.
+    """
+
+    tensors: list[SavedTensor]
+    as_in_files = True
+
+    @abstractmethod
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        """Its values, in its shape, in host memory or mapped from a file."""
+
+    def __enter__(self) -> "Weights":
+        return self
+
+    @abstractmethod
+    def __exit__(self, *error: object) -> None: ...
+
+
+class FileWeights(Weights):
+    """In files that `from_pretrained` reads."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self.tensors = []
+        for file in weight_files(folder):
+            refuse_links(folder, [folder / file])
+            try:
+                opened = self._files[file] = self._stack.enter_context(safe_open(folder / file, framework="pt"))
+                for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    view = opened.get_slice(name)
+                    shape = tuple(view.get_shape())
+                    nbytes = opened.get_tensor(name).nbytes
+                    self.tensors.append(
+                        SavedTensor(name=name, file=file, shape=shape, dtype=view.get_dtype(), nbytes=nbytes)
+                    )
+            except Exception as error:
+                # Of a header that is no header, which of its errors safetensors raises is its own matter.
+                self._stack.close()
+                raise CheckpointError(f"hf_zero: {folder / file} cannot be read ({error}).") from error
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        return self._files[tensor.file].get_tensor(tensor.name)
+
+    def __exit__(self, *error: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+
+class RowWeights(Weights):
+    """In the ranks' rows of a checkpoint of layout `sharded`.
+
+    Args:
+        others: the checkpoint's folders on other hosts' disks.
+    """
+
+    def __init__(self, checkpoint: Path, others: Sequence[Path] = ()):
+        self._reader = CheckpointReader(checkpoint / ZERO_FOLDER, [other / ZERO_FOLDER for other in others])
+        self.tensors = [
+            SavedTensor.packed(name, ZERO_FOLDER, weight.shape, weight.dtype)
+            for name, weight in self._reader.manifest.weights.items()
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        return self._reader.read(WEIGHTS, tensor.name, Interval(0, math.prod(tensor.shape))).view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
+
+
+class ForeignWeights(Weights):
+    """In a checkpoint of DeepSpeed ZeRO or FSDP; trained ones in the precision of the optimizer's own values."""
+
+    as_in_files = False
+
+    def __init__(self, folder: Path):
+        self._foreign = open_foreign(folder)
+        self.tensors = [
+            SavedTensor.packed(name, folder.name, shape, dtype_name(name, self._foreign.weight_dtype(name)))
+            for name, shape in self._foreign.weight_shapes().items()
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        whole = self._foreign.read_weight(tensor.name, Box.whole(tensor.shape), Interval(0, math.prod(tensor.shape)))
+        return whole.view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class ShardWeights(Weights):
+    """In a file a rank, as `save_pretrained(..., distributed_checkpoint=True)` writes them; an optimizer need not be there."""
+
+    as_in_files = False
+
+    def __init__(self, folder: Path):
+        refuse_links(folder, weight_shards_of(folder))
+        self._shards = WeightShards(folder, _ROOT)
+        for path in self._shards.entries:
+            self._shards.refuse_uncovered(path)
+        self.tensors = [
+            SavedTensor.packed(name, folder.name, shape, dtype_name(name, dtype))
+            for name, (shape, dtype) in self._shards.weights.items()
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        return self._shards.read((_ROOT, tensor.name), Interval(0, math.prod(tensor.shape))).view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class MasterWeights(Weights):
+    """The fp32 masters of a run in 16 bits, and the weights of what has none.
+
+    Args:
+        weights: of the same checkpoint; closed with this.
+    """
+
+    def __init__(self, weights: Weights, checkpoint: Path, others: Sequence[Path] = ()):
+        self._weights = weights
+        self._reader = CheckpointReader(checkpoint / ZERO_FOLDER, [other / ZERO_FOLDER for other in others])
+        manifest = self._reader.manifest
+        self._mastered = {name for name, kinds in manifest.kinds.items() if MASTER in kinds}
+        nameless = sorted(self._mastered - {tensor.name for tensor in weights.tensors})
+        if nameless:
+            raise CheckpointError(
+                f"hf_zero: {checkpoint} has a master of {nameless[0]!r}, which is no name of its weights."
+            )
+        self.tensors = [
+            replace(tensor, dtype="F32", nbytes=4 * math.prod(tensor.shape))
+            if tensor.name in self._mastered
+            else tensor
+            for tensor in weights.tensors
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        if tensor.name not in self._mastered:
+            return self._weights.read(tensor)
+        return self._reader.read(MASTER, tensor.name, Interval(0, math.prod(tensor.shape))).view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
+        self._weights.__exit__(*error)
+
+
+class InFiles(Weights):
+    """A model's own tensors as `save_pretrained` names and splits them: a layer's experts are many tensors in a file.
+
+    Args:
+        weights: by the names of the model; closed with this.
+        folder: with the model's config.
+    """
+
+    def __init__(self, weights: Weights, folder: Path):
+        self._weights = weights
+        self._whole = {tensor.name: tensor for tensor in weights.tensors}
+        # In a process of its own first: what a config asks for may have no end.
+        expected_tensors(folder, len(self._whole))
+        model = meta_model(folder, len(self._whole))
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        blocks = blocks_in_files(model, shapes, then="`hf-zero convert` writes it with its optimizer.")
+        self._blocks = {name: block for name, block in blocks.items() if block.name in self._whole}
+        self._last: tuple[str, torch.Tensor] | None = None
+        self.tensors = [
+            SavedTensor.packed(name, folder.name, block.shape, self._whole[block.name].dtype)
+            # Those of one tensor of the model follow each other, so that it is read once.
+            for name, block in sorted(self._blocks.items(), key=lambda item: item[1].name)
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        block = self._blocks[tensor.name]
+        if self._last is None or self._last[0] != block.name:
+            self._last = (block.name, self._weights.read(self._whole[block.name]))
+        _, whole = self._last
+        part = whole[tuple(slice(at, at + size) for at, size in zip(block.offsets, block.sizes))]
+        return part.reshape(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        self._weights.__exit__(*error)
+
+
+def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
+    """A folder's model, wherever it lies."""
+    if has_row_weights(folder):
+        return RowWeights(folder, others)
+    if is_checkpoint_of_ours(folder):
+        return FileWeights(folder)
+    if weight_shards_of(folder):
+        return ShardWeights(folder)
+    return (
+        ForeignWeights(folder) if not any(folder.glob("*.safetensors")) and is_foreign(folder) else FileWeights(folder)
+    )
+
+
+def is_checkpoint_of_ours(folder: Path) -> bool:
+    """Whether a folder has a manifest to be held against."""
+    return (folder / ZERO_FOLDER).is_dir()

@@ -1,0 +1,378 @@
+"""Saves and loads engine state as checkpoints, in Trainer and accelerate."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..buckets.rows import KindsOf, Read
+from ..checkpoint.commit import Disk, on_all_ranks, seal
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.pieces import Piece
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.structure import plain_settings, restore_settings, same_groups, tell_apart
+from ..checkpoint.writer import Row, plan_rows, write_pieces
+from ..comm.all_or_none import Exchange
+from ..engine.engine import ZeroEngine
+from ..engine.split_model import read_part
+from ..engine.state import EngineState, SavedState
+from ..layout.boxes import Box
+from ..layout.slots import Interval
+from ..optimizer.state_kinds import state_names
+from .verify import checkpoint_faults
+
+# ---- Bars for what may take long: on the main rank, on a terminal, and where nobody has turned bars off ----
+
+_PATIENCE_S = 1.0
+"""What takes less shows no bar."""
+_EVERY_S = 0.1
+"""Between two looks of a bar."""
+
+
+@contextmanager
+def progress_bar(
+    what: str, nbytes: int | None = None, *, is_main: bool, done_bytes: int = 0
+) -> Iterator[Callable[[int], None]]:
+    """A function to call with the bytes of each part that is done. The bar goes when the work ends.
+
+    Args:
+        what: is done, in words.
+        nbytes: in all; None where that is not known.
+        done_bytes: before this begins.
+    """
+    with _bar(what, nbytes, is_main=is_main, done_bytes=done_bytes) as bar:
+        yield bar.update
+
+
+@contextmanager
+def progress_of(what: str, *, is_main: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A function to call with the bytes that are done and the bytes in all. The bar begins anew where fewer are done."""
+    with ExitStack() as stack:
+        bar: Any = None
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            nonlocal bar
+            if bar is None or done_bytes < bar.n:
+                stack.close()
+                bar = stack.enter_context(_bar(what, total_bytes, is_main=is_main))
+            bar.update(done_bytes - bar.n)
+
+        yield show
+
+
+def _bar(what: str, nbytes: int | None, *, is_main: bool, done_bytes: int = 0) -> Any:
+    # Here, not above: importing hf_zero does not take the time that the Hub's client takes.
+    from huggingface_hub.utils import tqdm
+
+    return tqdm(
+        desc=f"hf_zero: {what}",
+        total=nbytes,
+        initial=done_bytes,
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        delay=_PATIENCE_S,
+        mininterval=_EVERY_S,
+        # None: only on a terminal.
+        disable=None if is_main and _are_wanted() else True,
+    )
+
+
+def _are_wanted() -> bool:
+    """Whether `transformers.utils.logging.disable_progress_bar` has not been called. The Hub's own switch its bars heed."""
+    logging = sys.modules.get("transformers.utils.logging")
+    return logging is None or logging.is_progress_bar_enabled()
+
+
+# ---- Masters and optimizer state into an engine, from a checkpoint of whichever format ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedOptimizers:
+    """Masters and optimizer state of a checkpoint that fits the run, whose files are open.
+
+    Attributes:
+        settings: groups of the run's optimizers, each with the settings that were saved of it.
+        read: the elements of an interval of one kind of state of a parameter, a 1-D host tensor of its own memory.
+        read_part: the same of a part of the parameter, where it is not read run by run with `read`.
+        kinds_of: the kinds of state of a parameter that have one value an element.
+        scalars_of: a parameter's state that holds for it as a whole (`step`).
+        origin: who wrote it, in words; None is hf_zero.
+    """
+
+    settings: list[tuple[dict[str, Any], dict[str, Any]]]
+    read: Read
+    kinds_of: KindsOf
+    scalars_of: Callable[[str], dict[str, Any]]
+    origin: str | None = None
+    read_part: Callable[[str, str, Box, Interval], torch.Tensor] | None = None
+
+    def part(self, kind: str, name: str, box: Box, interval: Interval) -> torch.Tensor:
+        """The elements `interval` of a part of one kind of state of a parameter."""
+        if self.read_part is not None:
+            return self.read_part(kind, name, box, interval)
+        return read_part(box, interval, partial(self.read, kind, name))
+
+
+def refuse_other_state(
+    path: Path, optimizer: torch.optim.Optimizer, group: dict[str, Any], settings: dict[str, Any], found: Iterable[str]
+) -> None:
+    """Raises `CheckpointError` where the state that a file has of a matrix is of another optimizer: files name no class.
+
+    Args:
+        group, settings: of the run's optimizer, and those of the file that it takes.
+        found: names of the state; none where it was saved before the first step.
+    """
+    there = set(found)
+    missing = state_names(optimizer, group | settings) - there
+    if there and missing:
+        raise CheckpointError(
+            f"hf_zero: {path} has {', '.join(sorted(there))} as state of a parameter, and {type(optimizer).__name__} needs "
+            f"{min(missing)!r}. Resume with the optimizer that it was made with, or start afresh from the saved model."
+        )
+
+
+Opens = Callable[[Path, EngineState], AbstractContextManager[SavedOptimizers]]
+"""Opens a checkpoint of one format for this rank. Raises `CheckpointError` where it is damaged or does not fit the run."""
+
+
+def load_state(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
+    """Replaces masters, optimizer state and the settings of groups by saved ones; returns their `origin`. Collective.
+
+    The parameters themselves are loaded beforehand. Every rank reads the bytes of its own rows, whatever world size and stage
+    wrote them.
+
+    Raises:
+        CheckpointError: on every rank: not finished, damaged, or of another model or optimizer.
+    """
+    return on_all_ranks(
+        engine.world.exchange,
+        lambda: _load_own(engine, path, opens),
+        doing=f"read {path}",
+        then="Nothing was trained; resume from another checkpoint.",
+    )[0]
+
+
+def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
+    with opens(path, engine.state) as saved:
+        for group, settings in saved.settings:
+            restore_settings(group, settings)
+        with progress_bar("reading optimizer state", is_main=engine.world_groups.rank == 0) as show:
+            boxes, dtypes = engine.state.boxes(), engine.state.master_dtypes()
+
+            def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
+                box = boxes.get(name)
+                values = saved.read(kind, name, interval) if box is None else saved.part(kind, name, box, interval)
+                show(values.nbytes)
+                # As torch's own `load_state_dict` has it: state in the dtype that is stepped.
+                is_alike = saved.origin is None or not values.is_floating_point()
+                return values if is_alike else values.to(dtypes[name])
+
+            engine.state.fill(read, saved.kinds_of, saved.scalars_of)
+        return saved.origin
+
+
+# ---- An engine's state into a checkpoint folder and back ----
+
+ZERO_FOLDER = "zero"
+
+
+def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
+    """Writes masters and optimizer state to `folder`, every rank its own rows; returns the manifest to seal. Collective.
+
+    Of a model that is split over ranks it writes the weights too.
+    """
+    if engine.state.is_split:
+        # Here, not above: it needs transformers' Trainer, which takes seconds to import.
+        from .placed_weights import weight_rows
+
+        model = weight_rows(engine)
+        manifest, pieces = plan_state(engine, folder, weights=model.rows)
+        manifest = replace(manifest, weights=dict(model.weights))
+    else:
+        manifest, pieces = plan_state(engine, folder)
+    nbytes = sum(piece.nbytes for piece in pieces)
+    with progress_bar("writing optimizer state", nbytes, is_main=engine.world_groups.rank == 0) as show:
+        write_pieces(pieces, Path(folder), engine.world.exchange, show)
+    return manifest
+
+
+def plan_state(
+    engine: ZeroEngine, folder: str | Path, *, with_state: bool = True, weights: Sequence[Row] = ()
+) -> tuple[Manifest, list[Piece]]:
+    """Makes the files of masters and optimizer state; returns the manifest to seal and this rank's part. Collective.
+
+    Args:
+        with_state: False writes none, for a checkpoint of the model alone.
+        weights: this rank's rows of the model itself.
+    """
+    groups = engine.world_groups
+    saved = engine.state.to_save() if with_state else SavedState()
+    own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for row in saved.rows:
+        if row.own_shape is not None:
+            own_shapes.setdefault(row.name, {})[row.kind] = row.own_shape
+    return plan_rows(
+        Path(folder),
+        rank=groups.rank,
+        world_size=groups.world_size,
+        stage=engine.config.stage,
+        rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in saved.rows)],
+        shapes=engine.state.shapes(),
+        scalars=saved.scalars,
+        optimizers=lambda: [_described(optimizer, group_names) for optimizer, group_names in saved.groups],
+        exchange=engine.world.exchange,
+        own_shapes=own_shapes,
+        boxes=engine.state.boxes(),
+    )
+
+
+def _described(optimizer: torch.optim.Optimizer, group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """An optimizer's class and its groups.
+
+    Raises:
+        CheckpointError: it has settings, or state beside that of its parameters, which cannot be saved.
+    """
+    name, loose = type(optimizer).__name__, [key for key in optimizer.state if not torch.is_tensor(key)]
+    if loose:
+        raise CheckpointError(
+            f"hf_zero: {name} keeps state of no parameter, under {loose[0]!r}, and only that of parameters is saved. Keep it in "
+            "`param_groups`, whose settings are saved too, or train without checkpoints."
+        )
+    return {
+        "class": name,
+        "groups": [
+            {"settings": plain_settings(group), "parameters": list(names)}
+            for group, names in zip(optimizer.param_groups, group_names)
+        ],
+    }
+
+
+def seal_state(
+    engine: ZeroEngine,
+    root: Path,
+    manifest: Manifest,
+    *,
+    folder: str = ZERO_FOLDER,
+    within: str = "",
+    disk: Disk | None = None,
+    exchange: Exchange | None = None,
+) -> None:
+    """Writes the manifest, which makes `root` a finished checkpoint. Collective, by `exchange` or the engine's own.
+
+    Args:
+        disk: that `root` is on; by default one that all ranks see.
+    """
+    groups = engine.world_groups
+    disk = disk or Disk.shared(groups.rank, groups.world_size)
+    seal(root, manifest, folder=folder, within=within, disk=disk, exchange=exchange or engine.world.exchange)
+
+
+def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
+    """About what a checkpoint of this engine takes on a disk: whole weights, and the state of the ranks there. Collective."""
+    weights = sum(parameter.nbytes for parameter in engine.model.parameters())
+    states = engine.world.exchange(sum(row.tensor.nbytes for row in engine.state.rows_to_save()))
+    return weights + sum(states[rank] for rank in disk.ranks)
+
+
+def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
+    """Raises `CheckpointError` on every rank unless the checkpoint is whole and as it was written. Collective."""
+    groups = engine.world_groups
+    with progress_of(f"checking {root.name}", is_main=groups.rank == 0) as show:
+        mine = checkpoint_faults(root, folder, rank=groups.rank, world_size=groups.world_size, on_progress=show)
+    faults = list(dict.fromkeys(fault for theirs in engine.world.exchange(mine) for fault in theirs))
+    if faults:
+        raise CheckpointError(
+            f"hf_zero: {root} cannot be resumed from: {'; '.join(faults[:5])}. Nothing was trained; resume from another "
+            "checkpoint."
+        )
+
+
+def load_engine(engine: ZeroEngine, folder: str | Path) -> None:
+    """Replaces masters and optimizer state by those of one of our checkpoints, see `load_state`. Collective."""
+    load_state(engine, Path(folder), open_own)
+
+
+@contextmanager
+def open_own(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
+    """The `zero/` folder of one of our checkpoints, for `load_state`."""
+    with CheckpointReader(folder) as reader:
+        reader.check_names(state.shapes())
+        settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for (optimizer, names), saved in zip(state.groups(), _saved_optimizers(state, reader, folder)):
+            if not same_groups(saved["groups"], names):
+                raise CheckpointError(
+                    f"hf_zero: {folder}: the parameter groups of {saved['class']} hold other parameters than the "
+                    "optimizer's now. Resume with the weight-decay and group settings that the checkpoint was made with."
+                )
+            for group, its in zip(optimizer.param_groups, saved["groups"]):
+                _refuse_namesake(saved["class"], its["settings"], group, folder)
+            settings.extend(zip(optimizer.param_groups, (group["settings"] for group in saved["groups"])))
+        yield SavedOptimizers(
+            settings=settings, read=reader.read, kinds_of=reader.kinds_of, scalars_of=reader.scalars_of
+        )
+
+
+def _refuse_namesake(name: str, saved: dict[str, Any], group: dict[str, Any], folder: Path) -> None:
+    """Raises `CheckpointError` where two optimizers are called alike, as transformers' and torch's Adafactor, and are not."""
+    differing = tell_apart(saved, group)
+    if differing is not None:
+        there, here = differing
+        raise CheckpointError(
+            f"hf_zero: {folder} was made with another optimizer that is called {name}: it has the setting {there!r}, which this "
+            f"run's has not, and this run's has {here!r}. Resume with the optimizer of the same package, or start afresh from "
+            "the saved model."
+        )
+
+
+def _saved_optimizers(state: EngineState, reader: CheckpointReader, folder: Path) -> tuple[dict[str, Any], ...]:
+    saved = reader.manifest.optimizers
+    there = [optimizer["class"] for optimizer in saved]
+    here = [type(optimizer).__name__ for optimizer, _ in state.groups()]
+    if there != here:
+        raise CheckpointError(
+            f"hf_zero: {folder} was made with the optimizer {', '.join(there) or 'none'}, and this run has "
+            f"{', '.join(here) or 'none'}. Resume with the same optimizer, or start afresh from the saved model."
+        )
+    return saved
+
+
+# ---- The line that says what a run goes on from: which folder, at which step, and who saved it ----
+
+_TRAINER_STATE = "trainer_state.json"
+
+
+def say_resumed(engine: ZeroEngine, folder: str | Path, origin: str | None = None) -> None:
+    """Prints the line to stderr, on rank 0 only.
+
+    Args:
+        origin: who saved the folder, such as "plain Trainer"; None where one of our engines did.
+    """
+    if engine.world_groups.rank != 0:
+        return
+    manifest = Manifest.read(Path(folder) / ZERO_FOLDER) if origin is None else None
+    if manifest is not None:
+        origin = _by(manifest.world_size, manifest.stage)
+    here = _by(engine.world_groups.world_size, engine.config.stage)
+    at = _progress(Path(folder), manifest)
+    print(f"hf_zero: resumed from {folder}{at}, saved by {origin}; going on with {here}.", file=sys.stderr, flush=True)
+
+
+def _by(ranks: int, stage: int) -> str:
+    return f"{ranks} rank{'s' if ranks > 1 else ''} at stage {stage}"
+
+
+def _progress(folder: Path, manifest: Manifest | None) -> str:
+    """Trainer's step, or how often the optimizer has stepped, where it counts."""
+    if (folder / _TRAINER_STATE).is_file():
+        return f" at step {json.loads((folder / _TRAINER_STATE).read_text(encoding='utf-8'))['global_step']}"
+    counts = [scalars["step"] for scalars in manifest.scalars.values() if "step" in scalars] if manifest else []
+    steps = max((count["value"] if isinstance(count, dict) else count for count in counts), default=None)
+    return "" if steps is None else f" after {steps:.0f} optimizer steps"

@@ -1,0 +1,483 @@
+"""What a stock Trainer has to do otherwise once an engine trains its model: save, load, resume, log.
+
+The trainer's class is swapped for one with these methods before them, so subclasses (Seq2SeqTrainer, TRL's) keep theirs.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from transformers import Trainer, TrainingArguments, logging
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.manifest import Manifest
+from ..diagnose.rescue import Rescue
+from ..disguise import mix_in
+from ..engine.engine import ZeroEngine
+from ..engine.sharded_model import computing_in
+from ..foreign.find import is_foreign
+from ..hooks import engine_attached_to
+from ..report.recorder import in_one_line
+from .card import write_run
+from .environment import find_in_callers
+from .file_weights import load_weights_into
+from .foreign import load_foreign_weights, open_saved_by_others
+from .gathered import gathered
+from .hub import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
+from .init import init, leave_in_checkpoint
+from .model_parallel import as_if_whole, is_split
+from .resume import alone_in_output_dir, checkpoint_to_resume
+from .saved_weights import has_row_weights, is_checkpoint_of_ours
+from .seams import replaced
+from .state_io import ZERO_FOLDER, load_state, open_own, say_resumed
+from .trainer_parts import (
+    RowsOfAStep,
+    StepFigures,
+    ignores_num_items,
+    named_when_damaged,
+    named_when_of_another_model,
+    open_plain,
+    pass_of,
+    refuse_other_base,
+)
+from .trainer_saves import CheckpointSaver, take_mark_away
+
+if TYPE_CHECKING:
+    # Mixed into Trainer's subclasses: a type checker takes their methods for inherited.
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object
+
+logger = logging.get_logger(__name__)
+
+_USUAL_DDP_TIMEOUT_S = TrainingArguments.ddp_timeout
+
+
+def trainer_under_construction() -> Trainer | None:
+    """The Trainer whose `__init__` is running further up the stack, or None."""
+    return find_in_callers(lambda candidate: isinstance(candidate, Trainer))
+
+
+def install_in_trainer(trainer: Trainer) -> None:
+    """Gives a Trainer the engine's way of saving, loading and logging. Again is harmless."""
+    mix_in(trainer, ZeroTrainerMixin)
+    model: Any = trainer.model
+    if getattr(model, "_is_distributed_loading_by_transformers", False):
+        # Trainer would average gradients by itself, and refuse checkpoints.
+        model._is_distributed_loading_by_transformers = False
+    if trainer.args.n_gpu > 1:
+        _train_on_one_gpu(trainer)
+    if dist.is_initialized() and trainer.args.ddp_timeout != _USUAL_DDP_TIMEOUT_S:
+        # Trainer gives `ddp_timeout` to groups of accelerators alone, and to none that was there before its arguments.
+        _set_pg_timeout(trainer.args.ddp_timeout_delta, dist.group.WORLD)
+
+
+def _train_on_one_gpu(trainer: Trainer) -> None:
+    """Keeps a Trainer that sees several GPUs from copying the model to all of them (`nn.DataParallel`)."""
+    args = trainer.args
+    logger.warning(
+        f"hf_zero: this one process sees {args.n_gpu} GPUs and trains on {args.device} alone: the engine takes a process for "
+        f"each GPU. Start them with `torchrun --nproc-per-node {args.n_gpu} ...` or `accelerate launch`."
+    )
+    args._n_gpu = 1
+    # ZeroCallback comes when Trainer has multiplied its batch by the GPUs; the arguments do so each time they are asked.
+    trainer._train_batch_size = args.train_batch_size
+
+
+_OF_THIS_PROCESS = ("_checkpoint_saver", "_rescue", "_memory", "_memory_saver")
+"""Attributes of a Trainer that hold its engine or its files."""
+
+
+class ZeroTrainerMixin(_TrainerBase):
+    """Overrides of Trainer's own methods; each calls the stock one for all that is not sharded."""
+
+    _checkpoint_saver: CheckpointSaver | None = None
+    _step_figures: StepFigures | None = None
+    _rescue: Rescue | None = None
+    _report_is_due = False
+    _rows_of_a_step: RowsOfAStep | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles get: nothing that holds this process's engine or files. `train()` makes these anew."""
+        # Python 3.10 has no such method of object.
+        state = super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__
+        return {name: value for name, value in state.items() if name not in _OF_THIS_PROCESS}
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
+        if trial is not None:
+            self.hyperparameter_search()
+        if isinstance(resume_from_checkpoint, str):
+            # A command line has no booleans: `--resume_from_checkpoint True`.
+            said = {"true": True, "false": False}.get(resume_from_checkpoint.lower())
+            resume_from_checkpoint = resume_from_checkpoint if said is None else said
+        goes_on = self.accelerator.zero_config.checkpoint.resume == "auto"
+        with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
+            checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
+            self.accelerator.zero_goes_on = checkpoint is not None
+            self._rows_of_a_step = RowsOfAStep(self)
+            if goes_on and checkpoint is not None:
+                self._rows_of_a_step.go_on_from(checkpoint)
+            asked = {
+                "resume_from_checkpoint": checkpoint,
+                "trial": trial,
+                "ignore_keys_for_eval": ignore_keys_for_eval,
+            }
+            # A subclass's own `train` need not know all of them.
+            return self._train({name: value for name, value in asked.items() if value is not None} | kwargs)
+
+    def _train(self, asked: dict[str, Any]):
+        if self.is_world_process_zero():
+            _warn_of_scaled_loss(self)
+            _warn_of_early_outer_steps(self)
+        self._report_is_due = bool(self.accelerator.zero_config.report)
+        if self._step_figures is None:
+            self._step_figures = StepFigures()
+            self.add_callback(self._step_figures)
+        try:
+            outcome = super().train(**asked)
+            self.accelerator.end_report()
+            return outcome
+        except BaseException as error:
+            self.accelerator.end_report(in_one_line(error))
+            if self._checkpoint_saver is not None:
+                self._checkpoint_saver.give_up(error)
+            raise
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        stock = super().training_step
+        if self._report_is_due:
+            self._begin_report()
+        rescues = self.accelerator.zero_config.out_of_memory != "stop"
+        engine = _only_engine(self) if rescues else None
+        if engine is None:
+            return stock(model, inputs, num_items_in_batch)
+        if self._rescue is None or not self._rescue.serves(engine):
+            self._rescue = Rescue(engine)
+        run = pass_of(self, stock, model, num_items_in_batch)
+        return self._rescue.run(inputs, run, ends_step=self.accelerator.sync_gradients)
+
+    def _begin_report(self) -> None:
+        """Starts the log at the first micro-batch: the step that the run goes on from is known then."""
+        self._report_is_due = False
+        engine = _only_engine(self)
+        if engine is not None and engine.optimizers:
+            self.accelerator.begin_report(engine, self.args.output_dir, self.state.global_step)
+
+    def set_initial_training_values(self, *args, **kwargs):
+        values = super().set_initial_training_values(*args, **kwargs)
+        if self._rows_of_a_step is not None:
+            self._rows_of_a_step.steps_in_epoch = values[5]
+        return values
+
+    def _init_training_state(self, *args, **kwargs):
+        epochs, batches = super()._init_training_state(*args, **kwargs)
+        return (
+            (epochs, batches) if self._rows_of_a_step is None else self._rows_of_a_step.skipped_batches(epochs, batches)
+        )
+
+    def _prepare_for_training(self, *args, **kwargs):
+        if self.model_wrapped is not self.model:
+            # Compiled, by a run or an evaluation before: Trainer takes it for prepared, and prepares its optimizer alone.
+            self.accelerator.prepare_model(self.model)
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def _finalize_training(self, *args, **kwargs):
+        for engine in self.accelerator.zero_engines:
+            engine.synchronise()
+        # What follows looks for the checkpoints that there are.
+        if self._checkpoint_saver is not None:
+            self._checkpoint_saver.finish()
+        return super()._finalize_training(*args, **kwargs)
+
+    def call_model_init(self, trial=None):
+        with init(self.accelerator.zero_config):
+            return super().call_model_init(trial)
+
+    def add_callback(self, callback) -> None:
+        _gather_to_sync(callback)
+        super().add_callback(callback)
+
+    def hyperparameter_search(self, *args, **kwargs):
+        raise NotImplementedError(
+            "hf_zero: hyperparameter_search makes a new Accelerator and model each trial inside one process, which the engine "
+            "does not follow. Run one process group a trial instead: one `accelerate launch` each with its own arguments."
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        engine = _only_engine(self)
+        if "loss" in logs and engine is not None and self._step_figures is not None:
+            with_report = bool(self.accelerator.zero_config.report)
+            logs |= self._step_figures.since_the_last(engine, self.state.global_step, all_of_them=with_report)
+            stall_s = 0.0 if self._checkpoint_saver is None else self._checkpoint_saver.take_stall_s()
+            if stall_s:
+                logs["zero/save_stall_s"] = round(stall_s, 3)
+        if self.accelerator.zero_recorder is not None:
+            self.accelerator.zero_recorder.log(logs, self.state.global_step)
+        super().log(logs, start_time)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # A prepared model is where it belongs; accelerate numbers the host's device by the rank, and `.to()` would copy.
+        # At stage 3 prepare puts this rank's shard there, or the whole model where it is only evaluated.
+        if engine_attached_to(model) is None and not self.accelerator.zero_config.may_shard_parameters:
+            super()._move_model_to_device(model, device)
+
+    def evaluation_loop(self, *args, **kwargs):
+        dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
+        engine = _only_engine(self)
+        if engine is None or dtype is None or self.is_in_train:
+            return super().evaluation_loop(*args, **kwargs)
+        # Trainer casts the model itself, and leaves it so; here it finds that it is of that dtype already.
+        engine.finish_parameters()
+        with computing_in(engine.model, engine.sharded, dtype):
+            return super().evaluation_loop(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # Also where another Trainer has trained the model since.
+        engine = _attached_to(self)
+        if engine is None or not engine.saves_together:
+            for other in self.accelerator.zero_engines:
+                other.finish_parameters()
+            super().save_model(output_dir, _internal_call=_internal_call)
+            if engine is not None and self.args.should_save:
+                write_run(self, Path(output_dir or self.args.output_dir))
+            return
+        if super().save_model.__func__ is not Trainer.save_model:
+            # It may save on one rank or on all, from the state dict or from parts of the model.
+            with engine.lent("trainer.save_model", wanted=True):
+                super().save_model(output_dir, _internal_call=_internal_call)
+            if self.args.should_save:
+                write_run(self, Path(output_dir or self.args.output_dir))
+            return
+        with self._lent_to_be_saved(engine) as state_dict:
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=state_dict)
+                write_run(self, Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    @contextmanager
+    def _lent_to_be_saved(self, engine: ZeroEngine):
+        if not engine.state.is_split:
+            with engine.lent("trainer.save_model", wanted=self.args.should_save) as state_dict:
+                yield state_dict
+            return
+        state_dict = engine.whole_state_dict(wanted=self.args.should_save)
+        with as_if_whole(engine.model):
+            yield state_dict
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        if self.is_world_process_zero():
+            # Older releases of transformers have no `private`.
+            asked = {} if private is None else {"private": private}
+            make_trainer_repo(self, token, partial(super().init_hf_repo, token=token, **asked))
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs,
+    ):
+        if _only_engine(self) is None:
+            return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        # Collective at stage 3, and where weights travel quantised; all that follows is the first rank's.
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        return push_output(self, message=commit_message, blocking=blocking, token=token, revision=revision)
+
+    def create_model_card(self, language=None, license=None, tags=None, model_name=None, **said) -> None:
+        if _only_engine(self) is None:
+            super().create_model_card(language, license, tags, model_name, **said)
+        elif self.is_world_process_zero():
+            folder = Path(self.args.output_dir)
+            said |= {"language": language, "license": license, "tags": tags, "model_name": model_name}
+            write_trainer_card(self, folder, facts_of=folder, **said)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if _only_engine(self) is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+        elif self.is_world_process_zero():
+            push_checkpoint(self, Path(checkpoint_folder))
+
+    def _save_checkpoint(self, model, trial) -> None:
+        engine, stock = _only_engine(self), super()._save_checkpoint
+        if engine is None:
+            stock(model, trial)
+            return
+        # A subclass's own may look at the folder when it has been saved, or add to it.
+        is_awaited = stock.__func__ is not Trainer._save_checkpoint
+
+        def save(_trainer: Trainer, _model: nn.Module, trial: object) -> None:
+            self._save_with(engine, trial, is_awaited=is_awaited)
+
+        with replaced(Trainer, "_save_checkpoint", save):
+            super()._save_checkpoint(model, trial)
+
+    def _save_with(self, engine: ZeroEngine, trial: object, *, is_awaited: bool = False) -> None:
+        with engine.transport.watch.saving():
+            take_mark_away(Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
+                self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
+            position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
+            self._checkpoint_saver.save(trial, position, is_awaited=is_awaited)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        is_whole = not is_split(self.model if model is None else model)
+        if is_whole and not is_checkpoint_of_ours(folder) and is_foreign(folder):
+            self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
+            return
+        engine = _only_engine(self)
+        if has_row_weights(folder) or not is_whole:
+            # Each rank reads its own part, once it has one: with the optimizer's state, or here after training.
+            if engine is not None:
+                load_weights_into(engine, folder)
+            return
+        is_stock = super()._load_from_checkpoint.__func__ is Trainer._load_from_checkpoint
+        # With an engine of another Trainer's, which is still to be closed, weights go where that has them.
+        is_unprepared = is_stock and model is None and _attached_to(self) is None
+        # Adapters lie beside other files, or have a folder each.
+        names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+        has_weights = is_checkpoint_of_ours(folder) and any((folder / name).is_file() for name in names)
+        if is_unprepared and has_weights:
+            if leave_in_checkpoint(self.model, folder):
+                return
+            logger.info(f"hf_zero: {folder} has other tensors than the model; each rank loads it whole.")
+        # A subclass's own need not take a model, which Trainer gives it for FSDP only.
+        given = () if model is None else (model,)
+        with named_when_of_another_model(folder, type(self.model if model is None else model).__name__):
+            super()._load_from_checkpoint(resume_from_checkpoint, *given)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        engine = _only_engine(self)
+        if engine is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        if has_row_weights(Path(checkpoint)) or engine.state.is_split:
+            load_weights_into(engine, Path(checkpoint))
+        refuse_other_base(engine, Path(checkpoint))
+
+        def load(_trainer: Trainer, checkpoint: str) -> None:
+            self._load_state_of(engine, checkpoint)
+
+        with replaced(Trainer, "_load_optimizer_and_scheduler", load):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_state_of(self, engine: ZeroEngine, checkpoint: str) -> None:
+        folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
+        if folder.is_dir() and Manifest.read(folder).optimizers:
+            origin = load_state(engine, folder, open_own)
+        elif plain.is_file():
+            origin = load_state(engine, plain, open_plain)
+        elif is_foreign(Path(checkpoint)):
+            origin = load_state(engine, Path(checkpoint), open_saved_by_others)
+            if not (Path(checkpoint) / SCHEDULER_NAME).is_file():
+                raise CheckpointError(
+                    f"hf_zero: {checkpoint} has no {SCHEDULER_NAME}: it was made with a scheduler of DeepSpeed's config, which "
+                    "this run does not have. Start from its weights with `hf-zero convert`, or write the scheduler's state there."
+                )
+        else:
+            # As Trainer does with a checkpoint of save_only_model, which has no optimizer state to load.
+            logger.warning(f"hf_zero: {checkpoint} holds no optimizer state; the optimizer starts afresh.")
+            return
+        scheduler_file = os.path.join(checkpoint, SCHEDULER_NAME)
+        with named_when_damaged(scheduler_file, "the scheduler's state"):
+            self.lr_scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
+        say_resumed(engine, checkpoint, origin)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with named_when_damaged(checkpoint, "the loss scale"):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with named_when_damaged(checkpoint, "the random states"):
+            super()._load_rng_state(checkpoint)
+
+    def _load_callback_state(self) -> None:
+        with named_when_damaged(TRAINER_STATE_NAME, "the callbacks' state"):
+            super()._load_callback_state()
+
+    def _load_best_model(self) -> None:
+        for engine in self.accelerator.zero_engines:
+            engine.finish_parameters()
+        best = Path(self.state.best_model_checkpoint)
+        engine = _only_engine(self)
+        if engine is not None and (has_row_weights(best) or engine.state.is_split):
+            load_weights_into(engine, best)
+        else:
+            super()._load_best_model()
+
+
+def _only_engine(trainer: Trainer) -> ZeroEngine | None:
+    """The engine of the Trainer's own model; a frozen teacher prepared beside it has one too."""
+    engine = _attached_to(trainer)
+    return engine if engine in trainer.accelerator.zero_engines else None
+
+
+def _attached_to(trainer: Trainer) -> ZeroEngine | None:
+    """The engine of the Trainer's model, also one by which a Trainer before has trained it."""
+    return engine_attached_to(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+
+
+def _gather_to_sync(callback: Any) -> None:
+    """Gives TRL's SyncRefModelCallback (`sync_ref_model=True`) whole parameters of both models; it runs on every rank."""
+    sync = getattr(callback, "sync_target_model", None)
+    if sync is None or isinstance(callback, type):
+        return
+
+    # No function of its own: the callback is pickled with its Trainer.
+    callback.sync_target_model = partial(_sync_whole, sync)
+
+
+def _sync_whole(sync: Callable[..., None], model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    with gathered(model), gathered(target_model, writeback=True):
+        sync(model, target_model, alpha)
+
+
+def _warn_of_early_outer_steps(trainer: Trainer) -> None:
+    """Names saves that come between outer steps, and evaluations that see models apart."""
+    every = trainer.accelerator.zero_config.comm.sync_every
+    plans = {
+        "save_steps": (trainer.args.save_strategy, trainer.args.save_steps, "a save takes the next outer step early"),
+        "eval_steps": (trainer.args.eval_strategy, trainer.args.eval_steps, "each group evaluates a model of its own"),
+    }
+    for name, (strategy, steps, what) in plans.items():
+        if strategy == IntervalStrategy.STEPS and steps >= 1 and steps % every:
+            logger.warning(
+                f"hf_zero: {name} is {steps:g}, not a multiple of comm.sync_every ({every}): {what}. Set {name} to a multiple of "
+                f"{every}."
+            )
+
+
+def _warn_of_scaled_loss(trainer: Trainer) -> None:
+    """Names a trap of stock Trainer, which multiplies some heads' loss by world size and accumulation."""
+    factor = trainer.args.world_size * trainer.args.gradient_accumulation_steps
+    if factor == 1 or not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
+        return
+    head = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if not ignores_num_items(head):
+        return
+    print(
+        f"hf_zero: Trainer takes {type(head).__name__} for a model that normalises its loss by num_items_in_batch, which it "
+        f"does not: loss and gradient norm will be {factor} times too large (true without hf_zero as well). Set "
+        "`trainer.model_accepts_loss_kwargs = False` before train() for the true mean.",
+        file=sys.stderr,
+    )

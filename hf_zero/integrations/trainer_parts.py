@@ -1,0 +1,430 @@
+"""Parts of Trainer's loop: figures of a step, loading, rescued steps, rows of a step."""
+
+import inspect
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from transformers import Trainer, TrainerCallback
+from transformers.utils import is_peft_available
+
+from ..checkpoint.files import CheckpointError, shown
+from ..checkpoint.manifest import Manifest
+from ..device import peak_bytes
+from ..diagnose.rescue import Pass
+from ..engine.engine import ZeroEngine
+from ..engine.report_tables import CommReport
+from ..engine.state import EngineState
+from ..hooks import engine_attached_to
+from ..layout.slots import Interval
+from .elastic import Batch, DataPosition, same_global_batch
+from .state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
+
+# ---- The frozen model below adapters: not saved with them, but known again ----
+
+
+class FrozenBase:
+    """What a checkpoint of adapters says of the model that they belong to."""
+
+    def __init__(self, engine: ZeroEngine):
+        self._engine = engine
+        self._checksum: str | None = None
+
+    def checksum(self) -> str | None:
+        """XXH3 64-bit hash, in hexadecimal, of the frozen parameters and their names; None for a model that is saved whole.
+
+        Collective. They do not change, and are read once: at stage 3 gathered one at a time.
+        """
+        if self._checksum is None and _has_adapters(self._engine.model):
+            digest = xxhash.xxh3_64()
+            for name, parameter in self._engine.model.named_parameters():
+                if not parameter.requires_grad:
+                    with self._engine.gathered(parameter):
+                        values = parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+                        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+                        digest.update(values.numpy())
+            self._checksum = digest.hexdigest()
+        return self._checksum
+
+
+def refuse_other_base(engine: ZeroEngine, checkpoint: Path) -> None:
+    """Raises unless the adapters of a checkpoint belong to this model's frozen parameters. Collective.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    saved = Manifest.read(checkpoint / ZERO_FOLDER).base if (checkpoint / ZERO_FOLDER).is_dir() else None
+    here = FrozenBase(engine).checksum() if saved is not None else None
+    if saved != here:
+        raise CheckpointError(
+            f"hf_zero: the adapters of {checkpoint} were trained on another base model: its frozen parameters have checksum "
+            f"{saved} there and {here} here. Load the base that the run began with, or start without resume_from_checkpoint."
+        )
+
+
+def _has_adapters(model: torch.nn.Module) -> bool:
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+# ---- The optimizer file of a plain Trainer run, read into an engine ----
+
+_TELLING = (
+    *("betas", "momentum", "momentum_decay", "alpha", "rho", "lr_decay", "etas"),
+    *("clip_threshold", "beta2_decay", "ns_steps"),
+)
+"""Settings that some kinds of optimizer have and others have not."""
+
+
+@contextmanager
+def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizers]:
+    """The whole optimizer state that Trainer wrote without hf_zero (`optimizer.pt`), for `load_state`.
+
+    The file is memory-mapped, so that a rank reads the bytes of its own rows.
+
+    Raises:
+        CheckpointError: another kind of optimizer, other groups, or parameters of other sizes.
+    """
+    saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    [(optimizer, group_names)] = engine_state.groups()
+    indices = [list(group["params"]) for group in saved["param_groups"]]
+    if [len(group) for group in indices] != [len(names) for names in group_names]:
+        raise CheckpointError(
+            f"hf_zero: {file} has groups of {[len(group) for group in indices]} parameters, and the optimizer has groups of "
+            f"{[len(names) for names in group_names]}. Resume with the settings that the checkpoint was made with."
+        )
+    for group, theirs in zip(optimizer.param_groups, saved["param_groups"]):
+        _refuse_other_optimizer(type(optimizer).__name__, group, theirs, file)
+    state: dict[str, dict[str, Any]] = {}
+    for names, numbers in zip(group_names, indices):
+        for name, number in zip(names, numbers):
+            state[name] = saved["state"].get(number, {})
+    shapes = engine_state.shapes()
+    elementwise = {
+        name: [k for k, v in values.items() if torch.is_tensor(v) and v.dim() > 0 and tuple(v.shape) == shapes[name]]
+        for name, values in state.items()
+    }
+    for name, values in state.items():
+        for kind, value in values.items():
+            # A factor of rows or columns has some of the parameter's dimensions.
+            if torch.is_tensor(value) and not {1, *shapes[name]}.issuperset(value.shape):
+                raise CheckpointError(
+                    f"hf_zero: {file}: {kind} of {name!r} has shape {tuple(value.shape)}, and the parameter has {shapes[name]}. "
+                    "Resume with the model that the checkpoint was made with."
+                )
+
+    for group, names, theirs in zip(optimizer.param_groups, group_names, saved["param_groups"]):
+        taken = {key: value for key, value in theirs.items() if key != "params"}
+        for name in [name for name in names if len(shapes[name]) == 2][:1]:
+            refuse_other_state(file, optimizer, group, taken, state[name])
+
+    def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
+        return state[name][kind].reshape(-1)[interval.start : interval.stop].clone()
+
+    def scalars_of(name: str) -> dict[str, Any]:
+        return {kind: _own(value) for kind, value in state[name].items() if kind not in elementwise[name]}
+
+    yield SavedOptimizers(
+        settings=[
+            (group, {key: value for key, value in saved_group.items() if key != "params"})
+            for group, saved_group in zip(optimizer.param_groups, saved["param_groups"])
+        ],
+        read=read,
+        kinds_of=lambda name: elementwise[name],
+        scalars_of=scalars_of,
+        origin="plain Trainer",
+    )
+
+
+def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, Any], file: Path) -> None:
+    """The file does not name the class, so its settings have to tell: Adam has betas, SGD has momentum."""
+    for setting in _TELLING:
+        if (setting in saved) != (setting in group):
+            has, here = ("has", "has not") if setting in saved else ("does not have", "has")
+            raise CheckpointError(
+                f"hf_zero: {file} is of an optimizer that {has} the setting {setting!r}, which this run's {kind} {here}. Resume "
+                "with the same optimizer, or start afresh from the saved model."
+            )
+
+
+def _own(value: Any) -> Any:
+    # A view of the mapped file would keep all of it open.
+    return value.clone() if torch.is_tensor(value) else value
+
+
+# What a step sends, waits for and takes, as `zero/...` in Trainer's log: means over the steps since the last entry.
+
+_MIB = 2**20
+
+
+class StepFigures(TrainerCallback):
+    """One Trainer's figures, of the rank that logs. A callback so that what comes before the first step counts for none."""
+
+    def __init__(self) -> None:
+        self._before: CommReport | None = None
+        self._step = 0
+        self._rows_of_a_step = 0
+        self._clock = _StepClock()
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        engine = None if model is None else engine_attached_to(model)
+        self._before = None if engine is None else engine.comm_report()
+        self._step = state.global_step
+        self._rows_of_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self._clock = _StepClock()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._clock.go_on()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._clock.step_ended()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._clock.stand_still()
+
+    def on_save(self, args, state, control, **kwargs):
+        self._clock.stand_still()
+
+    def since_the_last(self, engine: ZeroEngine, step: int, *, all_of_them: bool) -> dict[str, float]:
+        """What a step has taken on average since this was last asked, or since training began.
+
+        A figure that is nothing in this run, such as what one rank sends or what one node sends to others, is left out.
+
+        Args:
+            all_of_them: else peak memory and rows a second alone: each figure is a part of every line that Trainer prints.
+        """
+        now, before, steps = engine.comm_report(), self._before, step - self._step
+        self._before, self._step = now, step
+        figures = {"zero/peak_mib": round(peak_bytes(engine.device) / _MIB, 1)}
+        if now.gradient_error is not None:
+            figures["zero/gradient_error"] = round(now.gradient_error, 6)
+        seconds = self._clock.taken()
+        if steps > 0 and seconds > 0:
+            figures["zero/samples_per_s"] = float(f"{steps * self._rows_of_a_step / seconds:.5g}")
+        if not all_of_them:
+            return figures
+        if steps > 0 and seconds > 0:
+            figures["zero/steps_per_s"] = float(f"{steps / seconds:.5g}")
+        if before is not None and steps > 0 and now.bytes_sent:
+            figures["zero/sent_mib"] = round((now.bytes_sent - before.bytes_sent) / steps / _MIB, 3)
+            figures["zero/wait_s"] = round((now.wait_seconds - before.wait_seconds) / steps, 4)
+            if now.bytes_between:
+                figures["zero/between_nodes_mib"] = round((now.bytes_between - before.bytes_between) / steps / _MIB, 3)
+        return figures
+
+
+class _StepClock:
+    """Seconds of training, without those from the end of a step to the next where an evaluation or a save is between."""
+
+    def __init__(self) -> None:
+        self._since_s = self._ended_s = time.perf_counter()
+        self._aside_s = 0.0
+        self._stands_still = False
+
+    def go_on(self) -> None:
+        if self._stands_still:
+            self._aside_s += time.perf_counter() - self._ended_s
+            self._stands_still = False
+
+    def step_ended(self) -> None:
+        self._ended_s = time.perf_counter()
+
+    def stand_still(self) -> None:
+        self._stands_still = True
+
+    def taken(self) -> float:
+        """Since this was last asked."""
+        now_s = time.perf_counter()
+        seconds = now_s - self._since_s - self._aside_s
+        self._since_s = self._ended_s = now_s
+        self._aside_s = 0.0
+        return seconds
+
+
+# ---- Files of a checkpoint that Trainer and torch load in their own way, and what is said when they cannot ----
+
+
+@contextmanager
+def named_when_damaged(path: str | Path | None, what: str) -> Iterator[None]:
+    """Raises `CheckpointError` with the file's name in the place of whatever loading it raises.
+
+    Args:
+        path: None where there is nothing to load, and the loader does nothing.
+        what: that is loaded, in words ("the random states").
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # Of a pickle that holds something else than is due, each loader has errors of its own.
+        raise CheckpointError(
+            f"hf_zero: {what} of {path} cannot be loaded ({type(error).__name__}: {_reason(error)}). Nothing was trained: the "
+            "file is damaged or of another run; resume from another checkpoint."
+        ) from error
+
+
+@contextmanager
+def named_when_of_another_model(checkpoint: Path, model_name: str) -> Iterator[None]:
+    """Raises `CheckpointError` in the place of whatever loading a checkpoint's weights into a model raises."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"hf_zero: the weights of {checkpoint} do not fit this run's {model_name} ({_reason(error)}). Nothing was trained: "
+            "build the model with the config.json of the checkpoint, or resume from a checkpoint of this model."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    # torch names the model in the first line and each tensor in one of its own.
+    return shown("; ".join(line.strip() for line in str(error).splitlines()[:3]), 400)
+
+
+# ---- Trainer's micro-batches in parts, where memory runs out ----
+
+
+def pass_of(trainer: Trainer, stock: Any, model: nn.Module, num_items_in_batch: Any) -> Pass:
+    """What takes some rows of a micro-batch.
+
+    Args:
+        stock: the Trainer's own `training_step`.
+        num_items_in_batch: what the whole step's loss is divided by: a sum over rows, whose parts are sums too.
+    """
+    is_sum = _is_sum(trainer, model, num_items_in_batch)
+
+    def run(inputs: Any, weight: float) -> torch.Tensor:
+        with _weighted_loss(trainer, float(weight > 0) if is_sum else weight):
+            return stock(model, inputs, num_items_in_batch)
+
+    return run
+
+
+def ignores_num_items(head: nn.Module) -> bool:
+    """Whether a model's loss is a mean whatever `num_items_in_batch` it is given, as far as its source tells."""
+    try:
+        source = inspect.getsource(type(head).forward)
+    except (OSError, TypeError):
+        # No source to judge by (a compiled or generated class).
+        return False
+    return "loss_function" not in source and "num_items_in_batch" not in source and "CrossEntropyLoss" in source
+
+
+def _is_sum(trainer: Any, model: nn.Module, num_items_in_batch: Any) -> bool:
+    """Whether the loss has been divided by the items of the whole step: as Trainer decides it, but for some heads."""
+    said = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if said is not None:
+        return bool(said)
+    if trainer.compute_loss_func is not None:
+        return True
+    accepts = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+    return bool(accepts and not ignores_num_items(trainer.accelerator.unwrap_model(model, keep_torch_compile=False)))
+
+
+@contextmanager
+def _weighted_loss(trainer: Any, weight: float) -> Iterator[None]:
+    if weight == 1.0:
+        yield
+        return
+    compute_loss = trainer.compute_loss
+
+    def weighted(*args: Any, **kwargs: Any) -> Any:
+        found = compute_loss(*args, **kwargs)
+        return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
+
+    trainer.compute_loss = weighted
+    try:
+        yield
+    finally:
+        del trainer.compute_loss
+
+
+# A resumed Trainer takes as many rows a step as before, from where it stood in its data, on whatever number of ranks.
+
+
+class RowsOfAStep:
+    """How many rows one Trainer's steps take, and which come next.
+
+    Attributes:
+        steps_in_epoch: micro-batches of a rank in a pass over the data; set when training begins.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self._former: DataPosition | None = None
+        self.steps_in_epoch = 0
+
+    def go_on_from(self, checkpoint: str) -> None:
+        """Sets accumulation, and the micro-batch where need be, so that steps take the rows that the checkpoint's took.
+
+        Raises:
+            CheckpointError: the checkpoint's file about that is damaged.
+            ValueError: a step has fewer rows than there are ranks.
+        """
+        self._former = DataPosition.read(Path(checkpoint))
+        if self._former is None:
+            self._say(f"{checkpoint} does not say how many rows a step took, so the training arguments do.")
+            return
+        args, now, wanted = self._trainer.args, self._batch, self._former.global_rows
+        if now.global_rows == wanted:
+            return
+        batch = same_global_batch(wanted, rows=now.rows, world_size=now.world_size)
+        args.gradient_accumulation_steps = batch.accumulation
+        args.per_device_train_batch_size = batch.rows // max(1, args.n_gpu)
+        self._trainer._train_batch_size = args.train_batch_size
+        if batch.global_rows == wanted:
+            self._say(
+                f"a step takes {wanted} rows as before the restart: {batch}. By the training arguments it were {now}."
+            )
+        else:
+            self._say(
+                f"a step took {wanted} rows, which {batch.world_size} ranks cannot share evenly: from here it takes {batch}. "
+                "Learning rate and schedule go on by steps, as they are."
+            )
+
+    def skipped_batches(self, epochs: int, batches: int) -> tuple[int, int]:
+        """Whole passes over the data, and a rank's micro-batches of the next, that were trained on before the checkpoint.
+
+        Args:
+            epochs, batches: that Trainer comes to, which counts steps of the present size.
+        """
+        former, now = self._former, self._batch
+        if former is None or former.global_rows == now.global_rows or self._trainer.args.ignore_data_skip:
+            return epochs, batches
+        steps, again = divmod(former.rows, now.global_rows)
+        if again:
+            self._say(f"steps have another size now: {again} rows before the checkpoint are trained on once more.")
+        return former.epoch, steps * now.accumulation
+
+    def position(self) -> DataPosition:
+        """Where training stands after a step."""
+        done = self._trainer.state.epoch or 0.0
+        batches = round(done * self.steps_in_epoch)
+        epoch, batches = divmod(batches, max(1, self.steps_in_epoch))
+        wanted = self._batch.global_rows if self._former is None else self._former.global_rows
+        return DataPosition(global_rows=wanted, epoch=epoch, rows=batches * self._batch.rows_of_a_round)
+
+    @property
+    def _batch(self) -> Batch:
+        args, trainer = self._trainer.args, self._trainer
+        in_all = trainer.get_total_train_batch_size(args)
+        # Not by the arguments, which do not follow `auto_find_batch_size`.
+        rows, accumulation = trainer._train_batch_size, args.gradient_accumulation_steps
+        # With split batches a batch is dealt to all ranks, however many they are.
+        ranks = 1 if args.accelerator_config.split_batches else in_all // (rows * accumulation)
+        return Batch(rows=rows, accumulation=accumulation, world_size=ranks)
+
+    def _say(self, what: str) -> None:
+        if self._trainer.is_world_process_zero():
+            print(f"hf_zero: {what}", file=sys.stderr, flush=True)

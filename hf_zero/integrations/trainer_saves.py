@@ -1,0 +1,411 @@
+"""Trainer's checkpoints, each there whole or not at all."""
+
+import os
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, logging
+from transformers.integrations import WandbCallback
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..checkpoint.commit import Background, Disk, abandon, begin, commit, discard, disk_asked, find_disk, on_all_ranks
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.pieces import LivePieces
+from ..checkpoint.writer import write_live
+from ..comm.all_or_none import Exchange
+from ..comm.arrivals import CommunicationError
+from ..comm.transports import StoreExchange
+from ..device import free_bytes
+from ..engine.engine import ZeroEngine
+from ..hooks import WeakHook
+from .card import write_run
+from .elastic import DataPosition
+from .model_parallel import as_if_whole
+from .placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed, weight_rows
+from .state_io import ZERO_FOLDER, plan_state, progress_bar, seal_state, state_bytes
+from .trainer_parts import FrozenBase, StepFigures
+from .verify import newest_first, step_of
+
+logger = logging.get_logger(__name__)
+
+_THEN = "The former checkpoints are as they were, and training state is unharmed."
+
+
+_MARK_OF_TRAINER = "checkpoint-is-incomplete.txt"
+_GLANCE_S = 0.1
+_PATIENCE_S = 10.0
+"""For the other ranks' part of a save, when an exception is ending this rank."""
+
+
+class CheckpointSaver:
+    """Saves one Trainer's checkpoints, one at a time: at once, or behind training from a copy. Made on all ranks.
+
+    Args:
+        stock_save: the `save_model` that the Trainer has below the engine's.
+
+    Attributes:
+        engine: whose state is saved.
+    """
+
+    def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable):
+        self._trainer = trainer
+        self.engine = engine
+        self._is_placed = can_be_placed(trainer, stock_save)
+        self._base = FrozenBase(engine)
+        self._background = Background(engine.device)
+        self._may_be_async = engine.config.checkpoint.async_save
+        mine = (uuid.uuid4().hex, secrets.token_bytes(32))
+        name, secret = engine.world.exchange(mine, "first save of a Trainer")[0]
+        self._store_exchange = StoreExchange(engine.world_groups, name, secret, engine.config.comm.limit_s)
+        self._former_best: str | None = None
+        self._live: LivePieces | None = None
+        self._writing: LivePieces | None = None
+        self._written: tuple[str, LivePieces] | None = None
+        for sharded in engine.optimizers:
+            sharded.optimizer.register_step_pre_hook(WeakHook(self, CheckpointSaver._before_step))
+        self._stall_s = 0.0
+
+    def take_stall_s(self) -> float:
+        """Seconds for which saves, and waits for them, have held training up since this was last asked."""
+        taken, self._stall_s = self._stall_s, 0.0
+        return taken
+
+    def _held_up(self, began_s: float, what: str) -> None:
+        stall_s = time.perf_counter() - began_s
+        self._stall_s += stall_s
+        recorder = self._trainer.accelerator.zero_recorder
+        if recorder is not None:
+            recorder.stall(stall_s, what)
+
+    def save(self, trial: object, position: DataPosition | None, *, is_awaited: bool = False) -> None:
+        """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
+
+        Args:
+            position: where training stands in its data.
+            is_awaited: the caller looks at the checkpoint next, so that it has to be there when this returns.
+
+        Raises:
+            CheckpointError: on every rank, when one could not write, or could not finish the save before. Former checkpoints
+                and training state are unharmed; with `checkpoint.on_failure: continue` it is a warning and training goes on.
+        """
+        began_s = time.perf_counter()
+        trainer = self._trainer
+        run_folder = Path(trainer._get_output_dir(trial=trial))
+        final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        # Ranks that come to save different steps would each leave a half under another name.
+        self.engine.world.exchange(None, f"save of {final.name}")
+        self.finish()
+        if trainer.hp_search_backend is None and trial is None:
+            trainer.store_flos()
+        self._former_best = trainer.state.best_model_checkpoint
+        with self._on_failure():
+            self._save(run_folder, final, position, is_async=self._is_async(is_awaited=is_awaited))
+        self._held_up(began_s, "save")
+
+    def _is_async(self, *, is_awaited: bool) -> bool:
+        """Whether training may go on while the checkpoint is written. Collective: a callback may be on one rank only."""
+        trainer = self._trainer
+        # An upload to the Hub and a checkpoint in the last seconds of a job begin and end with Trainer's own save.
+        is_awaited |= trainer.args.push_to_hub or trainer.args.enable_jit_checkpoint
+        is_awaited |= any(map(_looks_at_saves, trainer.callback_handler.callbacks))
+        return self._may_be_async and not any(self.engine.world.exchange(is_awaited))
+
+    def finish(self) -> None:
+        """Waits for the save behind training; raises what `save` raises. Collective."""
+        with self._shown_from_here():
+            # By way of the process group, which tells at once that a rank has died; the store does not.
+            while not all(self.engine.world.exchange(self._background.is_done(_GLANCE_S))):
+                pass
+        with self._on_failure():
+            self._background.finish()
+
+    @contextmanager
+    def _shown_from_here(self) -> Iterator[None]:
+        """A bar for what this rank still has to write of the last save, while training waits for it."""
+        if self._written is None:
+            yield
+            return
+        name, live = self._written
+        is_main = self.engine.world_groups.rank == 0 and not self._trainer.args.disable_tqdm
+        try:
+            with progress_bar(f"writing {name}", live.nbytes, is_main=is_main, done_bytes=live.written_bytes) as show:
+                live.on_written = show
+                yield
+        finally:
+            live.on_written, self._written = _not_told, None
+
+    def give_up(self, error: BaseException) -> None:
+        """Lets a save behind training end, without waiting long for other ranks: `error` is ending this one.
+
+        One who interrupts the run by hand does not wait long for the disk either: the save is dropped then.
+        """
+        self._store_exchange.hurry(_PATIENCE_S)
+        if isinstance(error, KeyboardInterrupt) and not self._background.is_done(_GLANCE_S):
+            logger.warning(
+                f"hf_zero: interrupted; the save under way is dropped if it takes {_PATIENCE_S:.0f} s more. {_THEN}"
+            )
+            if not self._background.is_done(_PATIENCE_S):
+                self._drop()
+        try:
+            self._background.finish()
+        except (CheckpointError, CommunicationError) as error:
+            logger.warning(str(error))
+
+    def _drop(self) -> None:
+        if self._writing is not None:
+            self._writing.drop()
+        self._store_exchange.hurry(1.0)
+
+    @contextmanager
+    def _on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._trainer.state.best_model_checkpoint = self._former_best
+            if self.engine.config.checkpoint.on_failure == "stop":
+                raise
+            logger.warning(f"{error} Training goes on, as `checkpoint.on_failure: continue` says.")
+
+    def _save(self, run_folder: Path, final: Path, position: DataPosition | None, *, is_async: bool) -> None:
+        engine, trainer = self.engine, self._trainer
+        engine.synchronise()
+        exchange = engine.world.exchange
+        disk = find_disk(run_folder, engine.world_groups.rank, exchange, then=_THEN)
+        is_full = self._is_full(run_folder)
+        layout = self._layout(disk, is_full=is_full)
+        # The script may go to another folder while it is written.
+        there = final.absolute()
+        temporary = begin(there, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
+        try:
+            plan = self._plan_model(layout, temporary, disk)
+            with_state = not trainer.args.save_only_model
+            folder = temporary / ZERO_FOLDER
+            manifest, pieces = plan_state(engine, folder, with_state=with_state, weights=plan.rows)
+            manifest = replace(
+                manifest,
+                weights=dict(plan.weights),
+                is_kept=is_full,
+                base=self._base.checksum(),
+                step=trainer.state.global_step,
+            )
+            _note_best(trainer, run_folder, final)
+            on_all_ranks(
+                exchange,
+                lambda: _write_the_rest(trainer, temporary, disk, position),
+                doing=f"write trainer state to {temporary}",
+                then=_THEN,
+            )
+        except CheckpointError:
+            abandon(temporary, disk=disk)
+            raise
+        pieces = [*plan.pieces, *pieces]
+        noted = trainer.state.best_model_checkpoint
+        best = None if noted is None else Path(noted).absolute()
+        live = LivePieces(pieces, self._snapshot_bytes(), partial(_refuse_edits, _versions_of(engine)))
+        self._written = (final.name, live)
+        complete = partial(self._complete, manifest, live, temporary, there, disk=disk, best=best)
+        if is_async:
+            self._live = self._writing = live
+            self._background.start(partial(complete, exchange=self._store_exchange.exchange))
+        else:
+            with self._shown_from_here():
+                complete(exchange=exchange)
+            if trainer.args.push_to_hub:
+                trainer._push_from_checkpoint(str(final))
+
+    def _before_step(self, *_args: object) -> None:
+        if self._live is not None:
+            began_s = time.perf_counter()
+            self._live.secure()
+            self._live = None
+            self._held_up(began_s, "copy")
+
+    def _is_full(self, run_folder: Path) -> bool:
+        """Whether a multiple of `full_every` steps has been passed since the last checkpoint, of this run or the one before."""
+        every, step = self.engine.config.checkpoint.full_every, self._trainer.state.global_step
+        if not every:
+            return False
+        numbers = [step_of(path) for path in newest_first(run_folder)]
+        # Rank 0's answer: on disks of their own, hosts may have different leftovers.
+        former = self.engine.world.exchange(max((number for number in numbers if number < step), default=0))[0]
+        return step // every > former // every
+
+    def _layout(self, disk: Disk, *, is_full: bool) -> Layout:
+        settings = self.engine.config.checkpoint
+        is_hf = is_full or (settings.layout == "hf" and not settings.full_every)
+        if is_hf and not disk.is_of_all and not self._trainer.args.save_on_each_node:
+            raise CheckpointError(
+                f"hf_zero: only ranks {list(disk.ranks)} of {disk.world_size} see the same output_dir "
+                f"{self._trainer.args.output_dir!r} as rank {disk.rank}, and all write into one weights file there. Give all "
+                "hosts one folder, or set `checkpoint.layout: sharded`, which keeps each rank's part on its own host's disk"
+                + (", without `checkpoint.full_every`." if settings.full_every else ".")
+            )
+        return HfLayout() if is_hf else ShardedLayout()
+
+    def _plan_model(self, layout: Layout, temporary: Path, disk: Disk) -> WeightsPlan:
+        exchange = self.engine.world.exchange
+        if self.engine.state.is_split:
+            on_all_ranks(
+                exchange,
+                lambda: self._save_beside_weights(temporary) if disk.leads else None,
+                doing=f"write the model's config to {temporary}",
+                then=_THEN,
+            )
+            return weight_rows(self.engine)
+        if self._is_placed:
+            plan = layout.plan(self._trainer, self.engine, temporary, disk, exchange)
+            if plan is not None:
+                return plan
+        on_all_ranks(
+            exchange,
+            lambda: self._trainer.save_model(str(temporary), _internal_call=True),
+            doing=f"write the model to {temporary}",
+            then=_THEN,
+        )
+        return WeightsPlan()
+
+    def _save_beside_weights(self, folder: Path) -> None:
+        """What `save_pretrained` writes beside weights, of a model whose weights are in rows."""
+        model: Any = self.engine.model
+        with as_if_whole(model):
+            model.config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+        if self._trainer.processing_class is not None:
+            self._trainer.processing_class.save_pretrained(folder)
+
+    def _snapshot_bytes(self) -> int:
+        wanted, offload = self.engine.config.checkpoint.snapshot_bytes, self.engine.config.offload
+        if isinstance(wanted, int):
+            return wanted
+        if "nvme" in (offload.optimizer, offload.params):
+            # What is in files is there because memory has no room for it: it goes from file to file, before the step.
+            return 0
+        return free_bytes(torch.device("cpu")) // 2
+
+    def _complete(
+        self,
+        manifest: Manifest,
+        live: LivePieces,
+        temporary: Path,
+        final: Path,
+        *,
+        disk: Disk,
+        best: Path | None,
+        exchange: Exchange,
+    ) -> None:
+        try:
+            write_live(live, temporary, exchange)
+            seal_state(self.engine, temporary, manifest, disk=disk, exchange=exchange)
+            commit(temporary, final, disk=disk, exchange=exchange)
+        except CheckpointError:
+            abandon(temporary, disk=disk)
+            raise
+        if disk.leads:
+            _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
+
+
+def take_mark_away(checkpoint: Path) -> None:
+    """Takes away the folder in which Trainer's save on SIGTERM leaves a mark until it is done.
+
+    What is saved here has its own name only when it is whole. A run that ends meanwhile is not to leave a folder of that name.
+    """
+    mark = checkpoint / _MARK_OF_TRAINER
+    if mark.is_file() and [mark] == list(checkpoint.iterdir()):
+        # Ranks of one disk do so at one time.
+        mark.unlink(missing_ok=True)
+        with suppress(OSError):
+            checkpoint.rmdir()
+
+
+def _looks_at_saves(callback: TrainerCallback) -> bool:
+    """Whether a callback is called behind a save, and may read the checkpoint's folder or add to it."""
+    if type(callback).on_save is TrainerCallback.on_save or isinstance(callback, StepFigures):
+        return False
+    # That of Weights & Biases uploads the folder only where it is told to.
+    return not isinstance(callback, WandbCallback) or os.environ.get("WANDB_LOG_MODEL", "").lower() == "checkpoint"
+
+
+def _not_told(_nbytes: int) -> None:
+    """For parts that are written while nobody waits."""
+
+
+def _versions_of(engine: ZeroEngine) -> list[tuple[str, torch.nn.Parameter, int]]:
+    return [(name, parameter, parameter._version) for name, parameter in engine.model.named_parameters()]
+
+
+def _refuse_edits(versions: list[tuple[str, torch.nn.Parameter, int]]) -> None:
+    for name, parameter, version in versions:
+        if parameter._version != version:
+            raise CheckpointError(
+                f"{name!r} was edited between a save and the next optimizer step, while it was being written. Edit it before "
+                "the save, or set `checkpoint.async_save: false`"
+            )
+
+
+def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: Path | None) -> None:
+    """Trainer's `save_total_limit`: the oldest go. `latest` stays, whatever stands beside it, and so does the best.
+
+    Those that are kept for good (`checkpoint.full_every`) count for nothing.
+    """
+    if not limit or limit < 0:
+        return
+    kept = {latest} if best is None else {latest, best}
+    found = [path for path in newest_first(run_folder) if path in kept or not _is_kept(path)]
+    # By age, since one of a higher number may be what a resume has passed over; numbers where the times are equal.
+    others = sorted((path for path in reversed(found) if path not in kept), key=lambda path: path.stat().st_mtime_ns)
+    surplus = len(found) - max(limit, len(kept))
+    for path in others[: max(surplus, 0)]:
+        try:
+            discard(path)
+        except OSError as error:
+            logger.warning(f"hf_zero: {path} is above save_total_limit and could not be taken away: {error}")
+
+
+def _is_kept(checkpoint: Path) -> bool:
+    try:
+        return Manifest.read(checkpoint / ZERO_FOLDER).is_kept
+    except CheckpointError:
+        # Of plain Trainer, or damaged: it goes as others do.
+        return False
+
+
+def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
+    if trainer.state.best_global_step:
+        best = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
+        if best == final or best.exists():
+            trainer.state.best_model_checkpoint = str(best)
+
+
+def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk, position: DataPosition | None) -> None:
+    """Scheduler, scaler, random states and trainer state, as Trainer itself writes them."""
+    if not trainer.args.save_only_model:
+        with disk_asked(folder):
+            if disk.leads:
+                torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            trainer._save_scaler(str(folder))
+            trainer._save_rng_state(str(folder))
+    if disk.leads:
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(callback, ExportableState):
+                held = trainer.state.stateful_callbacks
+                name = type(callback).__name__
+                if isinstance(held[name], list):
+                    held[name].append(callback.state())
+                else:
+                    held[name] = callback.state()
+        trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+        if position is not None:
+            position.write(folder)
+        write_run(trainer, folder)

@@ -1,0 +1,363 @@
+"""`accelerator.join_uneven_inputs`: ranks that have run out of batches go on with the others, and add nothing to gradients.
+
+[Note: ranks that have run out]
+Each rank holds a part of the optimizer's state, and at stage 3 of the parameters, so one that has run out of batches cannot
+leave. Inside the context, the ranks tell each other before each forward, backward, clip and step what comes. Those that have come
+to the end of the context do the same: the forward with their last batch, the backward with zeros, and the step with the learning
+rates of the others. Gradients are divided by the number of all ranks, as by `torch.distributed.algorithms.Join` under
+DistributedDataParallel, which accelerate calls with its defaults.
+"""
+
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..config import ConfigError
+from ..engine.backward import differentiable_tensors
+from ..engine.engine import ZeroEngine
+from ..hooks import engine_attached_to
+
+_PURPOSE = "batches that may be uneven"
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a rank does next, equal on all ranks that still have batches.
+
+    Attributes:
+        kind: forward, backward, clip norm, clip value or step.
+        engine: place of the model among those that are joined.
+        details: what the ranks that have run out need to do the same.
+    """
+
+    kind: str
+    engine: int = 0
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Joined:
+    """A model in the context, as this rank last called it."""
+
+    engine: ZeroEngine
+    model: nn.Module
+    inputs: tuple[tuple, dict[str, Any]] | None = None
+    forwards: int = 0
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+
+class JoinedRanks:
+    """Has ranks do the same until the last has run out of batches.
+
+    Args:
+        engines: of the joined models.
+        models: as the script calls them.
+        schedulers: of learning rates, which a rank that has run out steps no more.
+    """
+
+    def __init__(self, engines: Sequence[ZeroEngine], models: Sequence[nn.Module], schedulers: Sequence[Any]):
+        self._schedulers = list(schedulers)
+        self._joined = [_Joined(engine=engine, model=model) for engine, model in zip(engines, models)]
+        self._transport = engines[0].transport
+        self._follows = False
+        self._steps = 0
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> "JoinedRanks":
+        for place, joined in enumerate(self._joined):
+            # Before the engine's own hooks, which begin to gather.
+            before = joined.model.register_forward_pre_hook(self._before_forward(place), prepend=True, with_kwargs=True)
+            after = joined.model.register_forward_hook(self._after_forward(place), prepend=True)
+            self._handles += [before, after]
+        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._follow()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+
+    # ---- on ranks that have batches ----
+
+    def clips(self, engine: ZeroEngine, kind: str, parameters: Sequence[nn.Parameter], *values: float) -> None:
+        """Tells that the gradients of some parameters are about to be clipped."""
+        place = next((i for i, joined in enumerate(self._joined) if joined.engine is engine), None)
+        if place is None or self._follows:
+            return
+        wanted = set(parameters)
+        trained = list(engine.model.parameters())
+        subset = [i for i, p in enumerate(trained) if p in wanted]
+        self._tell(Event(kind, place, {"values": values, "parameters": subset if len(subset) < len(trained) else None}))
+
+    def _before_forward(self, place: int) -> Any:
+        known = weakref.ref(self)
+
+        def hook(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            self = known()
+            if self is None or self._follows or torch._C._current_graph_task_id() != -1:
+                return
+            joined = self._joined[place]
+            joined.inputs = (args, kwargs)
+            joined.forwards += 1
+            details = {
+                "learns": torch.is_grad_enabled(),
+                "training": model.training,
+                "accumulates": joined.engine.is_accumulating,
+            }
+            self._tell(Event("forward", place, details))
+
+        return hook
+
+    def _after_forward(self, place: int) -> Any:
+        known = weakref.ref(self)
+
+        def hook(_model: nn.Module, _args: tuple, outputs: object) -> None:
+            self = known()
+            if self is None or self._follows or torch._C._current_graph_task_id() != -1:
+                return
+            told: list[bool] = []
+            number = self._joined[place].forwards
+            for tensor in differentiable_tensors(outputs):
+                tensor.register_hook(lambda _: self._before_backward(place, number, told))
+
+        return hook
+
+    def _before_backward(self, place: int, number: int, told: list[bool]) -> None:
+        if told:
+            return
+        told.append(True)
+        joined = self._joined[place]
+        if number != joined.forwards:
+            raise RuntimeError(
+                "hf_zero: a backward inside join_uneven_inputs goes through more than one forward of a model. Ranks that have "
+                "run out of batches take part in one forward and its backward at a time. Make the batches even "
+                "(even_batches=True), or call the model once for each backward."
+            )
+        self._tell(Event("backward", place, {"accumulates": joined.engine.is_accumulating}))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
+        for place, joined in enumerate(self._joined):
+            for index, sharded in enumerate(joined.engine.optimizers):
+                if sharded.optimizer is optimizer and not self._follows:
+                    self._steps += 1
+                    self._tell(Event("step", place, {"optimizer": index, "groups": _settings_of(optimizer)}))
+
+    def _tell(self, event: Event) -> None:
+        everyones: list[Event | None] = self._transport.exchange(event, _PURPOSE)
+        self._check(everyones)
+
+    def _check(self, everyones: Sequence[Event | None]) -> Event | None:
+        """What the ranks with batches do; None where none has any. Raises on all ranks where they differ."""
+        at_work = [(rank, event) for rank, event in enumerate(everyones) if event is not None]
+        kinds = {(event.kind, event.engine, str(event.details.get("accumulates"))) for _, event in at_work}
+        if len(kinds) > 1:
+            said = "; ".join(f"rank {rank}: {_in_words(event)}" for rank, event in at_work)
+            raise RuntimeError(
+                f"hf_zero: inside join_uneven_inputs, ranks that have batches do different things ({said}). With gradient "
+                "accumulation, the last batch of a rank ends its step early: make the batches even, or accumulate "
+                "without `sync_with_dataloader`."
+            )
+        return at_work[0][1] if at_work else None
+
+    # ---- on ranks that have run out ----
+
+    def _follow(self) -> None:
+        """Does what the others do, until all have come here."""
+        self._follows = True
+        while True:
+            # One exchange with the others' events; see [Note: ranks that have run out].
+            event = self._check(self._transport.exchange(None, _PURPOSE))
+            if event is None:
+                break
+            joined = self._joined[event.engine]
+            if joined.inputs is None:
+                raise RuntimeError(
+                    "hf_zero: this rank had no batch at all inside join_uneven_inputs, and needs one to go on with the others. "
+                    "Give each rank at least one batch."
+                )
+            _DOES[event.kind](self, joined, event.details)
+        self._catch_up()
+
+    def _forward(self, joined: _Joined, details: dict[str, Any]) -> None:
+        assert joined.inputs is not None
+        args, kwargs = joined.inputs
+        device = joined.engine.device
+        was_training = joined.model.training
+        joined.model.train(details["training"])
+        # Random numbers of this rank are for its own batches.
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.set_grad_enabled(details["learns"]),
+            _accumulating(joined.engine, details),
+        ):
+            joined.outputs = differentiable_tensors(joined.model(*args, **kwargs))
+        joined.model.train(was_training)
+
+    def _backward(self, joined: _Joined, details: dict[str, Any]) -> None:
+        device = joined.engine.device
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            _accumulating(joined.engine, details),
+        ):
+            torch.autograd.backward(joined.outputs, [torch.zeros_like(tensor) for tensor in joined.outputs])
+        joined.outputs = []
+
+    def _clip_norm(self, joined: _Joined, details: dict[str, Any]) -> None:
+        max_norm, norm_type = details["values"]
+        joined.engine.clip_grad_norm_(max_norm, norm_type, _chosen(joined.engine, details["parameters"]))
+
+    def _clip_value(self, joined: _Joined, details: dict[str, Any]) -> None:
+        [clip_value] = details["values"]
+        joined.engine.clip_grad_value_(clip_value, _chosen(joined.engine, details["parameters"]))
+
+    def _step(self, joined: _Joined, details: dict[str, Any]) -> None:
+        optimizer = joined.engine.optimizers[details["optimizer"]].optimizer
+        _set_settings(optimizer, details["groups"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _catch_up(self) -> None:
+        """Takes over learning rates and schedulers from a rank that had the most steps of its own."""
+        optimizers = [sharded.optimizer for joined in self._joined for sharded in joined.engine.optimizers]
+        settings = [_settings_of(optimizer) for optimizer in optimizers]
+        mine = (self._steps, settings, [scheduler.state_dict() for scheduler in self._schedulers])
+        most, settings, states = max(self._transport.exchange(mine, _PURPOSE), key=lambda told: told[0])
+        if self._steps == most:
+            return
+        for scheduler, state in zip(self._schedulers, states):
+            scheduler.load_state_dict(state)
+        for optimizer, groups in zip(optimizers, settings):
+            _set_settings(optimizer, groups)
+
+
+_DOES = {
+    "forward": JoinedRanks._forward,
+    "backward": JoinedRanks._backward,
+    "clip norm": JoinedRanks._clip_norm,
+    "clip value": JoinedRanks._clip_value,
+    "step": JoinedRanks._step,
+}
+
+
+@contextmanager
+def joined_ranks(
+    accelerator: Accelerator, models: Sequence[object], even_batches: bool | None
+) -> Iterator[JoinedRanks | None]:
+    """The context of `accelerator.join_uneven_inputs`; None where there is nothing to join.
+
+    Args:
+        models: prepared ones.
+        even_batches: for the loaders meanwhile, as accelerate takes it.
+    """
+    if accelerator.num_processes == 1:
+        yield None
+        return
+    joined = None if _is_even(accelerator, even_batches) else _make(accelerator, models)
+    with _batches_made(accelerator, even_batches):
+        if joined is None:
+            yield None
+            return
+        with joined:
+            yield joined
+
+
+def _make(accelerator: Accelerator, models: Sequence[object]) -> JoinedRanks:
+    engines = []
+    for model in models:
+        engine = (
+            engine_attached_to(accelerator.unwrap_model(model, keep_torch_compile=False))
+            if isinstance(model, nn.Module)
+            else None
+        )
+        if engine is None:
+            raise TypeError(
+                f"hf_zero: join_uneven_inputs takes models that were prepared with their optimizers, not {type(model).__name__}."
+            )
+        if any(isinstance(m, _NormBase) and m.track_running_stats for m in engine.model.modules()):
+            raise ConfigError(
+                f"hf_zero: join_uneven_inputs does not join {type(engine.model).__name__}: it has batch norms, whose statistics "
+                "a rank without batches would change by its last one. Make the batches even (even_batches=True)."
+            )
+        if engine.config.out_of_memory == "halve":
+            raise ConfigError(
+                "hf_zero: join_uneven_inputs does not go with `out_of_memory: halve`: ranks without batches would not know that "
+                "a micro-batch is taken in parts. Make the batches even (even_batches=True), or leave the setting out."
+            )
+        engines.append(engine)
+    if not engines:
+        raise TypeError("hf_zero: join_uneven_inputs was given no model; give it the prepared ones in a list.")
+    if accelerator.scaler is not None:
+        raise ConfigError(
+            "hf_zero: join_uneven_inputs does not go with loss scaling (float16): a rank without batches has no part in the "
+            "scale. Train in bfloat16, or make the batches even (even_batches=True)."
+        )
+    schedulers = [prepared.scheduler for prepared in accelerator._schedulers]
+    return JoinedRanks(engines, [model for model in models if isinstance(model, nn.Module)], schedulers)
+
+
+def _is_even(accelerator: Accelerator, even_batches: bool | None) -> bool:
+    return accelerator.even_batches if even_batches is None else even_batches
+
+
+@contextmanager
+def _batches_made(accelerator: Accelerator, even_batches: bool | None) -> Iterator[None]:
+    """Inside, loaders over datasets with a length make even batches or not."""
+    before: list[tuple[Any, bool]] = []
+    for loader in accelerator._dataloaders if even_batches is not None else ():
+        sampler: Any = getattr(loader, "batch_sampler", None)
+        if not hasattr(sampler, "even_batches"):
+            warnings.warn(
+                "hf_zero: even_batches is for datasets with a length; an iterable one stays as it is.", stacklevel=4
+            )
+            continue
+        before.append((sampler, sampler.even_batches))
+        sampler.even_batches = even_batches
+    try:
+        yield
+    finally:
+        for sampler, was in before:
+            sampler.even_batches = was
+
+
+def _accumulating(engine: ZeroEngine, details: dict[str, Any]) -> AbstractContextManager[None]:
+    return engine.no_sync() if details["accumulates"] else nullcontext()
+
+
+def _chosen(engine: ZeroEngine, places: list[int] | None) -> list[nn.Parameter] | None:
+    parameters = list(engine.model.parameters())
+    return None if places is None else [parameters[place] for place in places]
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups' settings, such as learning rates, without parameters."""
+    return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _set_settings(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    for group, settings in zip(optimizer.param_groups, groups):
+        for name, value in settings.items():
+            if isinstance(group.get(name), torch.Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = value
+
+
+def _in_words(event: Event) -> str:
+    return event.kind + (" that only accumulates" if event.details.get("accumulates") else "")

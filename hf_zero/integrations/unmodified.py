@@ -1,0 +1,274 @@
+"""Gives the engine to a script that does not know of hf_zero, when it is run by `hf_zero.run`."""
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..comm.watch import write_error_file
+from ..config import ConfigError, ZeroConfig
+from .environment import RunRecord
+from .launcher import ScriptCall, script_call
+from .seams import replaced
+
+if TYPE_CHECKING:
+    import torch
+
+    from .plugin import ZeroPlugin
+
+
+# Calls that wait until a script has imported a package: nothing is imported earlier than the script does so itself.
+
+
+class AfterImport(MetaPathFinder):
+    """A context manager: inside, each package's call comes once, right after its import, or at once if it was imported before.
+
+    Args:
+        calls: package's name → what to call with its module.
+    """
+
+    def __init__(self, calls: Mapping[str, Callable[[ModuleType], None]]):
+        self._waiting = dict(calls)
+
+    def __enter__(self) -> "AfterImport":
+        sys.meta_path.insert(0, self)
+        for name in self._waiting.keys() & sys.modules.keys():
+            self._waiting.pop(name)(sys.modules[name])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.clear()
+        sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """What the other finders have found, with a loader that calls when it has loaded."""
+        if fullname not in self._waiting:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            self._follow(fullname, spec.loader)
+        return spec
+
+    def _follow(self, name: str, loader: Loader) -> None:
+        execute = loader.exec_module
+        seen: Any = loader
+
+        def exec_module(module: ModuleType) -> None:
+            # The loader is the module's own from here on, as if nobody had looked.
+            del seen.exec_module
+            execute(module)
+            call = self._waiting.pop(name, None)
+            if call is not None:
+                call(module)
+
+        seen.exec_module = exec_module
+
+
+# ---- The engine in every Accelerator of a process, and so in every Trainer, for as long as a script runs ----
+
+_OTHER_ENGINES = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "fsdp_plugin": "FSDP",
+    "megatron_lm_plugin": "Megatron-LM",
+    "torch_tp_plugin": "tensor parallelism",
+}
+
+
+class Door:
+    """Gives each Accelerator that is built while it is open the engine.
+
+    Args:
+        config: for all of them.
+
+    Attributes:
+        record: what was built.
+    """
+
+    def __init__(self, config: ZeroConfig):
+        self.record = RunRecord(config=config)
+        self._plugin: ZeroPlugin | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, Accelerators get the engine; afterwards accelerate and torch are as they were."""
+        with ExitStack() as entered:
+            calls: dict[str, Callable[[ModuleType], None]] = {
+                "torch": lambda _: self._watch_steps(entered),
+                "accelerate": lambda accelerate: self._seat(entered, accelerate.Accelerator),
+            }
+            entered.enter_context(AfterImport(calls))
+            yield
+
+    def _seat(self, entered: ExitStack, accelerator_class: type) -> None:
+        build: Callable[..., None] = vars(accelerator_class)["__init__"]
+
+        @wraps(build)
+        def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            _refuse_other_engines(kwargs)
+            # Before accelerate sets up NCCL.
+            plugin = self._made_plugin()
+            build(accelerator, *args, **kwargs)
+            plugin.install_for_run(accelerator, self.record)
+
+        entered.enter_context(replaced(accelerator_class, "__init__", __init__))
+
+    def _made_plugin(self) -> "ZeroPlugin":
+        if self._plugin is None:
+            # Here, not above: the script imports torch and accelerate when it needs them.
+            from .plugin import ZeroPlugin
+
+            self._plugin = ZeroPlugin(self.record.config)
+        return self._plugin
+
+    def _watch_steps(self, entered: ExitStack) -> None:
+        from .environment import StepWatch
+
+        def judge(optimizer: "torch.optim.Optimizer", engine: object | None) -> bool:
+            if engine is None and self.record.engines == 0:
+                raise ConfigError(
+                    f"hf_zero: {type(optimizer).__name__} steps without the engine: {self._why_not()}. {WHAT_IT_TAKES}"
+                )
+            # A ZeroEngine that the script has built by itself is one as well.
+            self.record.engines = max(self.record.engines, 1)
+            return True
+
+        entered.callback(StepWatch(judge).close)
+
+    def refuse_unmet(self) -> None:
+        """Raises `ConfigError` for a script that has ended without any use of the engine; says so where it only evaluated."""
+        if self.record.engines:
+            return
+        if not self.record.models:
+            raise ConfigError(f"hf_zero: the script ended without the engine: {self._why_not()}. {WHAT_IT_TAKES}")
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                "hf_zero: the script has prepared models for evaluation only and trained nothing, so nothing was sharded.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _why_not(self) -> str:
+        if self.record.accelerators == 0:
+            return "it built neither an Accelerator nor a Trainer in this process"
+        if self.record.models == 0:
+            return "it built an Accelerator and prepared no model"
+        return "it prepared a model without its optimizer"
+
+
+WHAT_IT_TAKES = (
+    "hf_zero.run gives the engine to scripts that call accelerator.prepare(model, optimizer), or that train with a Trainer, "
+    "in the processes that the launcher starts. For another loop, build a ZeroEngine(model, [optimizer], 2) in it."
+)
+
+
+def _refuse_other_engines(arguments: dict[str, Any]) -> None:
+    for name, engine in _OTHER_ENGINES.items():
+        if arguments.get(name) is not None:
+            raise ConfigError(
+                f"hf_zero: the script builds an Accelerator with {name}, for {engine}. Two engines cannot own one model. Run the "
+                f"script without hf_zero.run, or leave {name} out."
+            )
+
+
+# ---- Runs a script as Python does, with the door open: its own arguments, folder, traceback and exit status ----
+
+_HELP = ("-h", "--help")
+_NOT_THE_SCRIPTS = {os.path.normpath(file) for file in (__file__, runpy.__file__)}
+
+
+def main() -> None:
+    """What `python -m hf_zero.run` does. Ends by SystemExit, except for a script that has come to its end by itself."""
+    try:
+        call = script_call(sys.argv[1:])
+    except ConfigError as error:
+        write_error_file(str(error), str(error))
+        # The ranks have the same command line.
+        raise SystemExit(str(error) if os.environ.get("RANK", "0") == "0" else 1) from None
+    run_script(call)
+
+
+def run_script(call: ScriptCall) -> None:
+    """Runs a script to its end as `__main__`, with the engine in all of its Accelerators.
+
+    Raises:
+        SystemExit: the script's own, or 1 after an error, which has been shown, or where the script met no engine.
+    """
+    opening = Door(call.config)
+    own_end = None
+    with opening.opened():
+        try:
+            run_as_main(call)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+            own_end = end
+        except KeyboardInterrupt:
+            # Python ends by the signal, as whoever sent it expects.
+            raise
+        except BaseException as error:
+            _say_and_end(error)
+    if own_end is None or not set(_HELP) & set(call.arguments):
+        try:
+            opening.refuse_unmet()
+        except ConfigError as error:
+            _say_and_end(error)
+    if own_end is not None:
+        raise own_end
+
+
+def run_as_main(call: ScriptCall) -> None:
+    """Runs a script as Python would, in this process, and nothing else."""
+    with _as_called(call):
+        if call.is_module:
+            runpy.run_module(call.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(call.script, run_name="__main__")
+
+
+@contextmanager
+def _as_called(call: ScriptCall) -> Iterator[None]:
+    """Inside, `sys.argv` and `sys.path` are what Python gives the script."""
+    argv, path = sys.argv, list(sys.path)
+    # For a module, runpy puts the module's file in place of its name.
+    sys.argv = [call.script, *call.arguments]
+    if not call.is_module and not getattr(sys.flags, "safe_path", False):
+        # There stands the folder that `python -m` was called in.
+        sys.path[0] = os.path.dirname(os.path.abspath(os.path.realpath(call.script)))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _say_and_end(error: BaseException) -> None:
+    """Shows an error as Python does, from the script's first line on, and ends with status 1."""
+    if isinstance(error, ConfigError):
+        # Here, not above: it imports torch, and the script has its own time for that.
+        from ..comm.watch import LastWords
+
+        LastWords.installed()
+    trace = _of_the_script(error.__traceback__)
+    # What runs at the exit of a process finds out by these that it failed.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    raise SystemExit(1) from None
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_ours(filename: str) -> bool:
+    return filename == "<frozen runpy>" or os.path.normpath(filename) in _NOT_THE_SCRIPTS

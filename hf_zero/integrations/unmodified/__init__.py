@@ -1,1 +1,0 @@
-"""Training scripts that are run with the engine as they are."""

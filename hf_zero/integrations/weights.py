@@ -1,0 +1,269 @@
+"""The weights of a folder: what is wrong with them, and writing them anew as `from_pretrained` reads them."""
+
+import json
+import math
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
+
+from ..buckets.precision import float32_names
+from ..checkpoint.files import CheckpointError, Progress, entry_faults, read_mapping, refuse_links, untold
+from ..checkpoint.pieces import Piece, dtype_named, lay_out
+from ..checkpoint.structure import POSITION_NAME, RUN_NAME, STATE_NAME, described_faults
+from ..foreign.dcp import METADATA_NAME as DCP_METADATA_NAME
+from ..foreign.states import weight_shards_of
+from ..report.run_files import LOG_NAME, PAGE_NAME
+from .config_model import CONFIG_NAME, ExpectedTensor, expected_tensors, is_taken, model_class, read_config
+from .saved_weights import InFiles, MasterWeights, SavedTensor, is_checkpoint_of_ours, open_weights
+from .state_io import ZERO_FOLDER
+from .verify import checkpoint_faults, in_words
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+"""peft's."""
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of one weights file, where nothing else is said."""
+
+_FLOATING = ("F64", "F32", "F16", "BF16")
+"""What weights are stored in; eight bits and fewer belong to a `quantization_config`."""
+
+_QUANTISED_BY = ("quant_method", "load_in_8bit", "load_in_4bit")
+
+_OF_THE_RUN = (
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+    POSITION_NAME,
+    RUN_NAME,
+    LOG_NAME,
+    PAGE_NAME,
+)
+"""Files that continue or describe a run and are no part of the model."""
+
+
+def folder_faults(folder: Path, on_progress: Progress = untold) -> list[str]:
+    """What a checkpoint or model folder has wrong, in words: first by its manifest, then its weights against its config.
+
+    Args:
+        on_progress: called with bytes read and bytes in all.
+    """
+    if is_checkpoint_of_ours(folder) or not folder.is_dir():
+        faults = checkpoint_faults(folder, ZERO_FOLDER, on_progress=on_progress)
+        if faults:
+            return faults
+    faults = list(dict.fromkeys(weight_faults(folder))) or described_faults(folder)
+    if faults or not (is_checkpoint_of_ours(folder) and (folder / STATE_NAME).exists()):
+        return faults
+    # It costs the import of Trainer's own state.
+    from .resume import resume_faults
+
+    return resume_faults(folder)
+
+
+def weight_faults(folder: Path) -> list[str]:
+    """What the weights have wrong against the model of the folder's config, in words."""
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        return []
+    faults = entry_faults(folder)
+    if faults:
+        # What these lead to is not looked at.
+        return faults
+    try:
+        with open_weights(folder) as weights:
+            saved, as_in_files = weights.tensors, weights.as_in_files
+    except CheckpointError as error:
+        return [in_words(error)]
+    counts = Counter(tensor.name for tensor in saved)
+    faults = [f"{tensor.name} is empty" for tensor in saved if 0 in tensor.shape]
+    faults += [f"{name} is in two files" for name, count in counts.items() if count > 1]
+    if not (folder / CONFIG_NAME).is_file():
+        # A checkpoint of ours may be of a model without one; its manifest vouches for the weights.
+        if not is_checkpoint_of_ours(folder):
+            faults.append(f"there is no {CONFIG_NAME} to compare the weights with")
+        return faults
+    try:
+        expected = expected_tensors(folder, len(saved), as_in_files=as_in_files)
+        quantised = read_mapping(folder / CONFIG_NAME).get("quantization_config")
+    except CheckpointError as error:
+        return [*faults, in_words(error)]
+    if quantised is not None:
+        return faults + _faults_of_quantised(saved, expected, quantised)
+    for tensor in saved:
+        if tensor.name not in expected:
+            continue
+        if expected[tensor.name].shape != tensor.shape:
+            faults.append(
+                f"{tensor.name} has shape {tensor.shape} and the config's model {expected[tensor.name].shape}"
+            )
+        elif expected[tensor.name].is_floating != (tensor.dtype in _FLOATING):
+            faults.append(f"{tensor.name} has dtype {tensor.dtype}, which the config's model cannot have there")
+    others = [tensor for tensor in saved if tensor.name not in expected]
+    missing = [name for name, tensor in expected.items() if not tensor.names & counts.keys()]
+    if (others or missing) and as_in_files and not is_checkpoint_of_ours(folder):
+        # Numbers that are no floating-point ones are in the place of none of the model's weights.
+        usable = [tensor for tensor in saved if tensor.name in expected or tensor.dtype in _FLOATING]
+        try:
+            if is_taken(folder, {tensor.name: (tensor.shape, dtype_named(tensor.dtype)) for tensor in usable}):
+                return faults
+        except CheckpointError as error:
+            faults.append(in_words(error))
+    faults += [f"{tensor.name} is no tensor of the config's model" for tensor in others]
+    shards = weight_shards_of(folder)
+    if shards and any(expected[each.name].shape != each.shape for each in saved if each.name in expected):
+        faults.insert(0, f"there may be further files after {shards[-1].name}: each rank has written its own")
+    return faults + [f"{name} is missing" for name in missing]
+
+
+def _faults_of_quantised(
+    saved: Sequence[SavedTensor], expected: Mapping[str, ExpectedTensor], quantised: object
+) -> list[str]:
+    """What quantised weights have wrong against a config that says they are: scales and codes have names and shapes of their own.
+
+    Args:
+        quantised: the config's `quantization_config`.
+    """
+    if not isinstance(quantised, dict) or not any(quantised.get(name) for name in _QUANTISED_BY):
+        return [f"{CONFIG_NAME} has a quantization_config without a quant_method"]
+    modules = {name.rpartition(".")[0] for name in expected}
+    of_modules: set[str] = set()
+    faults, has_codes = [], False
+    for tensor in saved:
+        wanted = expected.get(tensor.name)
+        # Those of a parameter, `weight.absmax`, lie below its name; a module's, `weight_scale`, beside it.
+        places = [tensor.name[: place.start()] for place in re.finditer(r"[.:]", tensor.name)]
+        module = next((place for place in reversed(places) if place in modules), None)
+        is_codes = tensor.dtype not in _FLOATING and (wanted is None or wanted.is_floating)
+        has_codes |= is_codes
+        if wanted is None and module is None:
+            faults.append(f"{tensor.name} is no tensor of the config's model")
+        elif wanted is None:
+            of_modules.add(str(module))
+        elif wanted.shape != tensor.shape and not is_codes:
+            faults.append(f"{tensor.name} has shape {tensor.shape} and the config's model {wanted.shape}")
+    names = {tensor.name for tensor in saved}
+    faults += [
+        f"{name} is missing"
+        for name, tensor in expected.items()
+        if not tensor.names & names and name.rpartition(".")[0] not in of_modules
+    ]
+    return faults if has_codes else [*faults, f"{CONFIG_NAME} has a quantization_config, and no weight is quantised"]
+
+
+def consolidate(
+    checkpoint: Path,
+    out: Path,
+    *,
+    others: Sequence[Path] = (),
+    masters: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    on_progress: Progress = untold,
+) -> list[str]:
+    """Writes the model of a checkpoint as an ordinary Hugging Face folder; returns the weights files' names.
+
+    A tensor is in memory at a time.
+
+    Args:
+        others: the checkpoint's folders on other hosts' disks.
+        masters: the fp32 masters in the place of 16-bit weights.
+        out: made if it is not there; must hold nothing.
+        dtype: of the floating-point weights, but for those that the model of the folder's config keeps in float32; None keeps
+            the saved ones.
+        on_progress: called with bytes written and bytes in all.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"hf_zero: {out} is not an empty folder; give one that is new or empty.")
+    if (checkpoint / ADAPTER_CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"hf_zero: {checkpoint} holds adapters, which PeftModel.from_pretrained reads as they are; there is no whole model "
+            "to write. Merge them into their base (merge_and_unload) for one."
+        )
+    if masters and not is_checkpoint_of_ours(checkpoint):
+        raise CheckpointError(f"hf_zero: {checkpoint} is no checkpoint of ours, so it has no masters.")
+    copied = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and not is_of_the_run(path.name)]
+    refuse_links(checkpoint, copied)
+    dtype_of = partial(_written_dtype, dtype=dtype, kept=_float32_names(checkpoint, dtype))
+    opened = open_weights(checkpoint, others)
+    if not opened.as_in_files and (checkpoint / CONFIG_NAME).is_file():
+        opened = InFiles(opened, checkpoint)
+    with MasterWeights(opened, checkpoint, others) if masters else opened as weights:
+        out.mkdir(parents=True, exist_ok=True)
+        shards = list(_shards(weights.tensors, dtype_of, max_shard_bytes))
+        total = sum(_written_bytes(tensor, dtype_of) for tensor in weights.tensors)
+        done = 0
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, start=1):
+            file = (
+                SAFETENSORS_SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            )
+            places = {tensor.name: (dtype_of(tensor), tensor.shape) for tensor in shard}
+            begins = lay_out(out / file, places, {"format": "pt"})
+            for tensor in shard:
+                values = weights.read(tensor).to(dtype_of(tensor)).reshape(-1)
+                Piece(path=out / file, offset=begins[tensor.name], values=values).write()
+                done += values.nbytes
+                on_progress(done, total)
+            weight_map.update({tensor.name: file for tensor in shard})
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (out / SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    of_weights = {SAFETENSORS_INDEX_FILE, *(tensor.file for tensor in weights.tensors)}
+    of_weights |= {path.name for path in weight_shards_of(checkpoint)}
+    for path in copied:
+        if path.name not in of_weights:
+            shutil.copy2(path, out / path.name)
+    if (dtype is not None or masters) and (out / CONFIG_NAME).is_file():
+        config = read_mapping(out / CONFIG_NAME)
+        config["dtype"] = str(dtype or torch.float32).removeprefix("torch.")
+        (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return sorted(set(weight_map.values()))
+
+
+def _float32_names(folder: Path, dtype: torch.dtype | None) -> re.Pattern[str] | None:
+    """What the names of weights have in them that are not cast to `dtype`; None where all are."""
+    if dtype is None or not (folder / CONFIG_NAME).is_file():
+        return None
+    try:
+        kind = model_class(read_config(folder), folder)
+    except CheckpointError:
+        # Of no model of transformers, whose files are written all the same: then nothing says what is to stay.
+        return None
+    return float32_names([kind], dtype)
+
+
+def _written_dtype(tensor: SavedTensor, dtype: torch.dtype | None, kept: re.Pattern[str] | None) -> torch.dtype:
+    saved = dtype_named(tensor.dtype)
+    if dtype is None or not saved.is_floating_point or (kept is not None and kept.search(tensor.name)):
+        return saved
+    return dtype
+
+
+def _written_bytes(tensor: SavedTensor, dtype_of: Callable[[SavedTensor], torch.dtype]) -> int:
+    return math.prod(tensor.shape) * dtype_of(tensor).itemsize
+
+
+def _shards(
+    tensors: list[SavedTensor], dtype_of: Callable[[SavedTensor], torch.dtype], max_shard_bytes: int
+) -> Iterator[list[SavedTensor]]:
+    shard: list[SavedTensor] = []
+    for tensor in tensors:
+        if shard and sum(_written_bytes(t, dtype_of) for t in [*shard, tensor]) > max_shard_bytes:
+            yield shard
+            shard = []
+        shard.append(tensor)
+    if shard:
+        yield shard
+
+
+def is_of_the_run(name: str) -> bool:
+    """Whether a file of this name continues or describes a run, and is no part of the model."""
+    return name in _OF_THE_RUN or name == DCP_METADATA_NAME or name.endswith(".distcp") or "rng_state" in name

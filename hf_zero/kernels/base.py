@@ -1,0 +1,178 @@
+"""When kernels run, how they are compiled at first use, and how they round."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..config import AUTO
+from ..device import current
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+# ---- Triton kernels whose triton is imported at their first launch ----
+#
+# Importing triton takes a quarter of a second, most machines that import this package have none of its devices, and many
+# have no triton at all. So a file of this room writes its kernel as a plain function under `@kernel`, names `tl` under
+# `TYPE_CHECKING` only, and can be imported anywhere for its torch reference.
+
+
+class Kernel:
+    """A function in Triton's language, compiled (or, under TRITON_INTERPRET=1, interpreted) when it is launched.
+
+    The function may name `tl` (triton.language) and other kernels that its file knows.
+
+    Raises:
+        ImportError: at the first launch, where triton is not installed.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    if TYPE_CHECKING:
+        # Kernels call each other inside of kernels only, in Triton's language.
+        def __call__(self, *arguments: Any, **constants: Any) -> Any: ...
+
+    @functools.cached_property
+    def jit(self) -> Any:
+        """What `triton.jit` makes of the function, in a scope where its names mean Triton's objects."""
+        import triton
+        import triton.language as tl
+
+        written = self._function
+        scope = {**written.__globals__, "tl": tl}
+        for name in written.__code__.co_names:
+            if isinstance(scope.get(name), Kernel):
+                scope[name] = scope[name].jit
+        bound = types.FunctionType(written.__code__, scope, written.__name__, written.__defaults__)
+        # Triton's interpreter knows a constexpr by the annotation itself, not by its text.
+        bound.__annotations__ = inspect.get_annotations(written, globals=scope, eval_str=True)
+        return triton.jit(bound)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        # Triton launches on the current device, whose memory the tensors' may not be.
+        with current(next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))):
+            # Without fused multiply-adds a kernel rounds as its reference does. Releases differ in the default.
+            self.jit[grid](*arguments, enable_fp_fusion=False, **constants)
+
+
+kernel = Kernel
+
+
+def is_interpreted() -> bool:
+    """Whether launches of this process are interpreted. Read by kernels that must round by hand there."""
+    import triton
+
+    return triton.knobs.runtime.interpret
+
+
+def ceil_div(numel: int, block: int) -> int:
+    return -(-numel // block)
+
+
+# ---- What every kernel asks of the tensors it is given: a kernel trusts them and would write beside them ----
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_flat(
+    name: str, tensor: torch.Tensor, *, numel: int, device: torch.device, dtypes: Sequence[torch.dtype]
+) -> None:
+    """Raises `ValueError` unless `tensor` is flat, contiguous, on `device`, and has `numel` elements of one of `dtypes`."""
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"hf_zero: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and kernels take flat contiguous "
+            "tensors. Pass a contiguous `view(-1)`."
+        )
+    if tensor.numel() != numel:
+        raise ValueError(f"hf_zero: {name} has {tensor.numel()} elements, and {numel} are needed. Cut or pad it.")
+    if tensor.device != device:
+        raise ValueError(f"hf_zero: {name} is on {tensor.device}, and the others are on {device}. Move it there.")
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"hf_zero: {name} is {tensor.dtype}, and {allowed} are allowed. Cast it first.")
+
+
+def check_scalar(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises `ValueError` unless `tensor` is one float32 element on `device`."""
+    if tensor.numel() != 1 or tensor.dtype != torch.float32 or tensor.device != device:
+        raise ValueError(
+            f"hf_zero: {name} is {tensor.numel()} elements of {tensor.dtype} on {tensor.device}; it must be one float32 "
+            f"element on {device}, so that no value crosses to the host."
+        )
+
+
+# ---- Which form of a kernel runs: Triton's on a CUDA device where triton is installed, else the torch reference ----
+
+_GIVEN_UP: set[str] = set()
+"""Types of devices on which no kernel is launched any more."""
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton is installed; found without importing it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether kernels on tensors of `device` run in their Triton form; on the host, where TRITON_INTERPRET=1 asks for it."""
+    if device.type in _GIVEN_UP:
+        return False
+    if device.type == "cpu":
+        return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+    return device.type == "cuda" and torch.version.cuda is not None and has_triton()
+
+
+def give_up_triton(device: torch.device) -> None:
+    """From now on, kernels on this kind of device run as their torch references in this process."""
+    _GIVEN_UP.add(device.type)
+
+
+def uses_kernels(wanted: str, device: torch.device) -> bool:
+    """Whether an engine on `device` measures gradients and steps by kernels.
+
+    Args:
+        wanted: the config's `kernels`. `auto` is where they run in their Triton form.
+    """
+    return runs_triton(device) if wanted == AUTO else wanted == "always"
+
+
+# ---- Rounding of float32 inside a kernel: to a 16-bit dtype, to integers ----
+
+
+@kernel
+def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """`x` (float32) in `dtype`, to the nearest, ties to even, as torch rounds.
+
+    Triton's interpreter drops the low bits of a float32 on its way to bfloat16, so there it is done on the integer.
+    """
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        bits = tl.where(x == x, bits, 0x7FC0)
+        result = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = x.to(dtype)
+    return result
+
+
+@kernel
+def nearest_integer(x):
+    """`x` (float32, below 2^22), ties to even. There is no instruction for it that the interpreter has as well.
+
+    1.5 x 2^23, added and taken away again, leaves no digits behind the point.
+    """
+    return (x + 12582912.0) - 12582912.0

@@ -1,0 +1,246 @@
+"""Copies between a device and host memory, on streams of their own."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+
+import torch
+
+from ..device import Arrival, Mark, PinnedPool, enter_thread, queue_end, side_queue
+from .host_memory import HostCores
+
+# ---- The way of reduced gradients into the memory that they are stepped from ----
+
+_LEAST_WIDENED_NUMEL = 4096
+"""Below it, values are widened by way of a copy."""
+
+
+class Downlink:
+    """Into memory that is the gradients' own, or which the host copies to at once."""
+
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        """Copies the 1-D `source` as it is behind what its device's queue has so far. It may be dropped at once.
+
+        Args:
+            target: (source.numel(),) of the same or a wider dtype. Read by nobody before the arrival.
+        """
+        target.copy_(source)
+        return Arrival()
+
+    def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
+        """Calls `add` with the values of the 1-D `source`, where the memory is that they are added to.
+
+        Args:
+            behind: what `add` adds to is there on this arrival.
+        """
+        behind.wait()
+        add(source)
+        return Arrival()
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of host memory that sums have taken beside what they add to."""
+        return 0
+
+
+class _StreamDownlink(Downlink):
+    """From an accelerator into pinned host memory, on a stream of its own: backward's kernels do not wait for the bus.
+
+    What is wider there travels as it is here: torch would widen it first, and send twice the bytes.
+
+    [Note: sums beside backward]
+    What micro-batches have reduced into the shard is added up in host memory, by a thread of its own: backward goes on while the
+    bus and the host are behind. What comes lands in memory of its own, one shard a bucket at most: where the host is a whole
+    micro-batch behind, backward waits for it.
+
+    Args:
+        cores: that sums are taken on.
+    """
+
+    def __init__(self, device: torch.device, cores: HostCores):
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._cores = cores
+        self._queue = side_queue(device)
+        self._landings = PinnedPool(device)
+        self._thread: ThreadPoolExecutor | None = None
+
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        landing = target if target.dtype == source.dtype else landing_in(target, source.dtype)
+        with self._queue.aside():
+            landing.copy_(source, non_blocking=True)
+            # The allocator must not hand the memory out again before the copy has read it.
+            source.record_stream(self._module.current_stream(self._device))
+        landed = self._queue.mark()
+        return landed if landing is target else _Widened(landed, target, source.dtype)
+
+    def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
+        if isinstance(behind, _Added):
+            behind.wait()
+        with self._cores.near():
+            landing = self._landings.take(source.nbytes).view(source.dtype)
+        landed = self.start_copy(landing, source)
+        if self._thread is None:
+            self._thread = self._start_thread()
+        return _Added(self._thread.submit(_add_landed, add, landing, landed, behind))
+
+    @property
+    def sum_bytes(self) -> int:
+        return self._landings.nbytes
+
+    def _start_thread(self) -> ThreadPoolExecutor:
+        device, cores, before = self._device, self._cores, torch.get_num_threads()
+
+        def enter() -> None:
+            enter_thread(device)
+            cores.enter()
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="hf_zero-gradients", initializer=enter)
+        thread.submit(torch.get_num_threads).result()
+        # What a thread sets for itself is what threads that start later have too, until another sets it.
+        torch.set_num_threads(before)
+        return thread
+
+
+def _add_landed(add: Callable[[torch.Tensor], None], landing: torch.Tensor, landed: Arrival, behind: Arrival) -> None:
+    # Not for order, which one queue and one thread keep: what came before may still have to be widened, or have failed.
+    behind.wait()
+    landed.wait()
+    with torch.no_grad():
+        add(landing)
+
+
+class _Added(Arrival):
+    """The end of a sum in another thread."""
+
+    def __init__(self, added: Future[None]):
+        self._added = added
+
+    def wait(self) -> None:
+        self._added.result()
+
+
+class _Widened(Arrival):
+    """The arrival of values in the last bytes of the memory that is to hold them in a wider dtype.
+
+    Who waits widens them, in its own thread; the first to wait does it for all.
+    """
+
+    def __init__(self, landed: Arrival, target: torch.Tensor, dtype: torch.dtype):
+        self._landed = landed
+        # By `data`: what looks at versions of the target shall see no edit.
+        self._target: torch.Tensor | None = target.data
+        self._dtype = dtype
+        self._lock = Lock()
+
+    def wait(self) -> None:
+        self._landed.wait()
+        with self._lock:
+            if self._target is not None:
+                widen_in_place(self._target, self._dtype)
+                self._target = None
+
+
+def landing_in(target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The last bytes of the 1-D `target`, as many elements of a `dtype` that is no wider."""
+    nbytes = target.numel() * dtype.itemsize
+    return target.view(torch.uint8)[target.nbytes - nbytes :].view(dtype)
+
+
+def widen_in_place(target: torch.Tensor, dtype: torch.dtype) -> None:
+    """Replaces what `landing_in(target, dtype)` holds by the same numbers in all of `target`."""
+    narrow, start, stop = landing_in(target, dtype), 0, target.numel()
+    while start < stop:
+        # As far as what is written ends before what has not been read begins.
+        part = (stop - start) * (target.itemsize - dtype.itemsize) // target.itemsize
+        if part < _LEAST_WIDENED_NUMEL:
+            target[start:].copy_(narrow[start:].clone())
+            return
+        target[start : start + part].copy_(narrow[start : start + part])
+        start += part
+
+
+def downlink(device: torch.device, cores: HostCores) -> Downlink:
+    """The way from `device` into host memory, where `cores` are at work."""
+    return Downlink() if device.type == "cpu" else _StreamDownlink(device, cores)
+
+
+# ---- The way of stepped masters back to the parameters ----
+
+PART_BYTES = 16 * 2**20
+"""Of a pinned buffer, of which there are two. A power of two, which torch's pinned memory does not round up."""
+
+
+class Uplink:
+    """From memory that is the parameters' own, or on its way to nowhere else."""
+
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies the 1-D `source`, to the nearest in the dtype of `target`. The host may go on before it is there.
+
+        What the device is asked for later finds it there. `source` keeps its values until a later gradient has come from there.
+        """
+        target.copy_(source, non_blocking=True)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Copies and collectives that are begun inside follow each other, beside what the device is asked for later."""
+        return nullcontext()
+
+    def hold_up_device(self) -> None:
+        """The device goes no further in its own queue before all copies of `aside` have ended."""
+
+    def wait(self) -> None:
+        """Returns when they have: their sources may be written then."""
+
+
+class RoundedUplink(Uplink):
+    """From host memory to an accelerator, in the digits of the target: 2 bytes an element for 16-bit parameters.
+
+    torch would send the source's 4 and round there. Two pinned buffers take turns, so that one is filled while the other is on
+    its way.
+
+    Args:
+        device: of the parameters.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._queue = side_queue(device)
+        self._buffers: list[torch.Tensor] = []
+        self._sent: list[Mark | None] = [None, None]
+        self._turn = 0
+
+    def aside(self) -> AbstractContextManager[None]:
+        return self._queue.aside()
+
+    def hold_up_device(self) -> None:
+        self._queue.mark().hold_up_device()
+
+    def wait(self) -> None:
+        self._queue.mark().wait()
+
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if source.dtype == target.dtype or source.device.type != "cpu":
+            super().start_copy(target, source)
+            return
+        if not self._buffers:
+            self._buffers = [torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True) for _ in self._sent]
+        numel = PART_BYTES // target.itemsize
+        for start in range(0, target.numel(), numel):
+            part = target[start : start + numel]
+            self._send(part, source[start : start + numel])
+
+    def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        turn, self._turn = self._turn, 1 - self._turn
+        sent = self._sent[turn]
+        if sent is not None:
+            sent.wait()
+        rounded = self._buffers[turn][: target.nbytes].view(target.dtype)
+        rounded.copy_(source)
+        target.copy_(rounded, non_blocking=True)
+        self._sent[turn] = queue_end(self._device)
+
+
+def uplink(device: torch.device) -> Uplink:
+    """The way from host memory to `device`."""
+    return Uplink() if device.type == "cpu" else RoundedUplink(device)

@@ -1,0 +1,272 @@
+"""Host memory that the run may take, and the cores that work near a device."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import psutil
+import torch
+
+from ..device import PAGE_BYTES, pci_address
+
+# ---- Whether what is to be held in host memory fits, before any of it is allocated ----
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def available_host_bytes(cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
+    """Bytes that this host's processes can still take: what the system has, or less where a cgroup limits them.
+
+    Args:
+        cgroup: where the control groups are mounted.
+        membership: the file that says which of them this process is in.
+    """
+    available = psutil.virtual_memory().available
+    for folder, limit_name, used_name in _groups_of(cgroup, membership):
+        limit, used = _number_in(folder / limit_name), _number_in(folder / used_name)
+        if limit is not None and used is not None:
+            available = min(available, max(0, limit - used))
+    return available
+
+
+def ranks_on_this_host() -> int:
+    """How many ranks share this host's memory, by the launcher's word."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int, setting: str) -> str | None:
+    """What is wrong with holding the `needed_bytes` of this setting for each of `ranks` ranks; None where it fits."""
+    if needed_bytes * ranks <= available_bytes:
+        return None
+    return (
+        f"hf_zero: `{setting}` needs {_gib(needed_bytes)} GiB of host memory for each of {ranks} ranks here, "
+        f"{_gib(needed_bytes * ranks)} GiB together, and {_gib(available_bytes)} GiB are available (the system's, or the "
+        "control group's if it is less). Give the job more memory, use more hosts, an optimizer with less state, `nvme` "
+        "in place of `cpu`, or leave it at `none`."
+    )
+
+
+def disk_fault(needed_bytes: int, free_bytes: int, ranks: int, path: str, setting: str) -> str | None:
+    """What is wrong with files of this setting's `needed_bytes` for each of `ranks` ranks below `path`; None if they fit."""
+    if needed_bytes * ranks <= free_bytes:
+        return None
+    short = needed_bytes * ranks - free_bytes
+    return (
+        f"hf_zero: `{setting}` needs {_gib(needed_bytes * ranks)} GiB below {path!r} for {ranks} ranks here, and "
+        f"{_gib(free_bytes)} GiB are free: {_gib(short)} GiB ({short} bytes) too little. Free space, name a larger disk in "
+        "`offload.nvme_path`, or use `cpu` in place of `nvme`."
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f}"
+
+
+def _groups_of(cgroup: Path, membership: Path) -> list[tuple[Path, str, str]]:
+    """(folder, file of the limit, file of the usage) of each memory group above this process, version 2 and 1."""
+    if not membership.is_file():
+        return []
+    found = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = cgroup, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        # In a container the path may be the host's, of which only the root is seen.
+        below = root / path.lstrip("/")
+        found += [(folder, *names) for folder in (below, *below.parents) if folder.is_relative_to(root)]
+    return found
+
+
+def _number_in(path: Path) -> int | None:
+    """None where there is no such file, or no limit ("max")."""
+    if not path.is_file():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None
+
+
+# ---- Which cores of a host are near a rank's accelerator: NUMA nodes, as the system describes them ----
+
+SYSTEM = Path("/sys")
+"""Where Linux tells of devices: https://www.kernel.org/doc/html/latest/admin-guide/abi-stable.html."""
+
+
+def near_cores(
+    allowed: frozenset[int],
+    *,
+    pci_address: str | None,
+    local_rank: int,
+    ranks: int,
+    system: Path = SYSTEM,
+) -> frozenset[int] | None:
+    """The cores that a rank's host steps are to run on; None where the system chooses.
+
+    They are those of the node of the rank's accelerator. Ranks without one, or with one of which the system
+    knows no node, are dealt over the nodes evenly, neighbours together. The system chooses on a host with one node or with
+    no word on nodes, and where a launcher has confined the rank to one node already.
+
+    Args:
+        allowed: cores that this process may run on.
+        pci_address: of the rank's accelerator, "0000:3b:00.0"; None without one.
+        local_rank: of the `ranks` on this host.
+        system: where /sys is.
+    """
+    reachable = {node: cores & allowed for node, cores in _nodes(system).items() if cores & allowed}
+    if len(reachable) < 2:
+        return None
+    near = None if pci_address is None else _node_of(pci_address, system)
+    if near not in reachable:
+        near = sorted(reachable)[local_rank * len(reachable) // ranks]
+    return reachable[near]
+
+
+def _nodes(system: Path) -> dict[int, frozenset[int]]:
+    """Node → its cores. Some nodes are memory alone, and have none."""
+    found = {}
+    for folder in (system / "devices" / "system" / "node").glob("node[0-9]*"):
+        listed = folder / "cpulist"
+        cores = _parsed(listed.read_text()) if listed.is_file() else frozenset()
+        if cores:
+            found[int(folder.name.removeprefix("node"))] = cores
+    return found
+
+
+def _node_of(pci_address: str, system: Path) -> int | None:
+    """A device's node; -1 where the firmware says nothing, None where the system does not."""
+    told = system / "bus" / "pci" / "devices" / pci_address / "numa_node"
+    return int(told.read_text()) if told.is_file() else None
+
+
+def _parsed(listed: str) -> frozenset[int]:
+    """`0-3,8` → 0, 1, 2, 3, 8."""
+    spans = re.finditer(r"(\d+)(?:-(\d+))?", listed)
+    return frozenset(core for span in spans for core in range(int(span[1]), int(span[2] or span[1]) + 1))
+
+
+# ---- The cores that host steps run on: how many threads of a step, and where ----
+
+
+class HostCores:
+    """The script's own where the script's thread steps, and `threads` of them where a thread of hf_zero's does.
+
+    [Note: whose threads step]
+    A step beside training runs in a thread of hf_zero's own, which `enter`s once, for good. A step that the script's
+    thread takes (`optimizer.step()`) borrows that thread: `take` before, `give_back` behind, and nothing is left of it.
+
+    Either one has helpers, which torch's OpenMP makes when a loop first wants them, with the number and the cores that the
+    asking thread has then. Launchers leave a rank beside an accelerator one thread, so that its first helpers are made within
+    a step, and stay. Helpers that the script's thread has had before (training on the CPU) stay where they are, since they
+    cannot be reached from here; there a launcher has to bind the process.
+    """
+
+    def __init__(self, threads: int):
+        self.threads = threads
+
+    def enter(self) -> None:
+        """Has the calling thread's operations run so from now on."""
+        # torch takes the process's number into each thread at its first question, and would do so after this.
+        torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+
+    def take(self) -> None:
+        """Has the calling thread's operations run so until `give_back`. A second call changes nothing."""
+
+    def give_back(self) -> None:
+        """Undoes `take`; without one, nothing. To be called in the same thread."""
+
+    def near(self) -> AbstractContextManager[None]:
+        """Host memory that is first written to inside lies where these cores reach it fastest."""
+        return nullcontext()
+
+    def touch(self, flat: torch.Tensor) -> None:
+        """Called with fresh host memory of zeros, which these cores will step on."""
+
+
+class ShareOfCores(HostCores):
+    """`threads` for every step, on whichever cores the system gives them."""
+
+    def __init__(self, threads: int):
+        super().__init__(threads)
+        self._threads_before: int | None = None
+
+    def take(self) -> None:
+        if self._threads_before is None:
+            self._threads_before = torch.get_num_threads()
+            self.enter()
+
+    def give_back(self) -> None:
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+
+
+class NodeCores(ShareOfCores):
+    """The same on some cores only, with memory near to them.
+
+    Args:
+        numbers: of the cores; the calling process may run on all of them.
+    """
+
+    def __init__(self, threads: int, numbers: frozenset[int]):
+        super().__init__(threads)
+        self.numbers = numbers
+        self._numbers_before: set[int] | None = None
+
+    def enter(self) -> None:
+        # First: helpers inherit it. 0 is the calling thread, not the process.
+        os.sched_setaffinity(0, self.numbers)
+        super().enter()
+
+    def take(self) -> None:
+        if self._numbers_before is None:
+            self._numbers_before = os.sched_getaffinity(0)
+        super().take()
+
+    def give_back(self) -> None:
+        super().give_back()
+        if self._numbers_before is not None:
+            os.sched_setaffinity(0, self._numbers_before)
+            self._numbers_before = None
+
+    @contextmanager
+    def near(self) -> Iterator[None]:
+        """A page lies on the node of the core that first writes to it."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.numbers)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def touch(self, flat: torch.Tensor) -> None:
+        with self.near():
+            # By numpy, since torch would have helpers write.
+            flat.view(torch.uint8).numpy()[::PAGE_BYTES] = 0
+
+
+def choose_host_cores(device: torch.device, system: Path = SYSTEM) -> HostCores:
+    """The cores of the host steps of a rank that trains on `device`.
+
+    Threads are torch's own number where training is on the CPU, whose cores launchers share out among ranks. Beside an
+    accelerator they give each rank one thread unless told otherwise, and host steps need the rank's part of the cores.
+
+    Args:
+        system: where /sys is.
+    """
+    ranks, knows_cores = ranks_on_this_host(), hasattr(os, "sched_getaffinity")
+    allowed = frozenset(os.sched_getaffinity(0) if knows_cores else range(os.cpu_count() or 1))
+    local_rank, place = int(os.environ.get("LOCAL_RANK", "0")), pci_address(device)
+    numbers = None
+    if knows_cores:
+        numbers = near_cores(allowed, pci_address=place, local_rank=local_rank, ranks=ranks, system=system)
+    fair = torch.get_num_threads() if device.type == "cpu" else max(1, len(allowed) // ranks)
+    if numbers is not None:
+        return NodeCores(min(fair, len(numbers)), numbers)
+    return HostCores(fair) if device.type == "cpu" else ShareOfCores(fair)

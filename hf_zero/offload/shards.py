@@ -1,0 +1,333 @@
+"""Shards of parameters in host memory or files, and the choice of tiers from the settings."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from ..config import AUTO, OffloadConfig
+from ..device import allocate, enter_thread, passing_host_bytes
+from ..layout.slots import Interval
+from .activations import Activations, ActivationsInHostMemory
+from .files import WINDOW, Kind, StoredShard
+from .host_memory import HostCores, choose_host_cores
+from .tiers import HostTier, NvmeTier, StateFiles, Tier
+
+# ---- Where a bucket's parameter shard lives when it is not on the training device ----
+
+PARAMETER = "parameter"
+"""The kind of a parameter shard in a file of its own."""
+
+Region = tuple[StoredShard, str]
+"""A file, and the kind in it."""
+
+_READERS = 2
+"""Threads: what is read ahead, and what another rank's edit asks for meanwhile."""
+
+
+class ParameterShard:
+    """The values of one bucket's shard, (numel,) of the param dtype, in host memory all the time.
+
+    Attributes:
+        values: live, in host memory; where they are in a file, their shape without memory, reading as NaN.
+        is_master: they are the copy that the optimizer updates, so that nobody writes them after a step.
+    """
+
+    is_master = False
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+
+    def rest(self, master: Region | None) -> None:
+        """Called when the values are in. `master`: where a copy lies that the optimizer keeps up, in equal digits."""
+
+    def start_fetch(self) -> None:
+        """Begins to bring the values into host memory."""
+
+    def fetched(self) -> torch.Tensor:
+        """The values in host memory, once they are there. The tensor is the caller's to keep as long as it copies."""
+        return self.values
+
+    def forget(self) -> None:
+        """Gives up what has been fetched and not been taken."""
+
+    def write(self, values: torch.Tensor) -> None:
+        """Replaces all values by (numel,) of any float dtype on any device. A file of its own is written behind the caller."""
+        self.values.copy_(values)
+
+    def write_part(self, interval: Interval, values: torch.Tensor) -> None:
+        """Replaces the elements `interval` by the 1-D `values`."""
+        self.part(interval).copy_(values)
+
+    def part(self, interval: Interval) -> torch.Tensor:
+        """The elements `interval`, live: read when they are looked at."""
+        return self.values[interval.start : interval.stop]
+
+
+class FileShard(ParameterShard):
+    """In a file, and in host memory from a fetch to its use: read ahead of that, and written after a step.
+
+    Until `rest` the values are in ordinary memory, where the shard is put together.
+
+    Args:
+        store: makes this shard's file.
+        mover: whose threads read and write.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        store: Callable[[Kind], StoredShard],
+        mover: "FileMover",
+    ):
+        super().__init__(allocate(numel, dtype, torch.device("cpu")))
+        self._store = store
+        self._mover = mover
+        self._stored: StoredShard | None = None
+        self._kind = PARAMETER
+        self._fetch: Future[torch.Tensor] | None = None
+
+    def rest(self, master: Region | None) -> None:
+        numel, dtype = self.values.numel(), self.values.dtype
+        if master is not None:
+            self.is_master = True
+            self._stored, self._kind = master
+        else:
+            self._stored = self._store(Kind(PARAMETER, dtype, numel))
+            self.write(self.values)
+        self.values = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(numel)
+
+    def start_fetch(self) -> None:
+        self._fetch = self._fetch or self._start_read()
+
+    def fetched(self) -> torch.Tensor:
+        fetch, self._fetch = self._fetch or self._start_read(), None
+        return fetch.result()
+
+    def forget(self) -> None:
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None and not fetch.cancel():
+            # A read that fails is told to whoever wants the values.
+            fetch.exception()
+
+    def write(self, values: torch.Tensor) -> None:
+        self.forget()
+        stored = self._file
+        self._mover.finish_write(stored)
+        buffer = self._mover.buffer(stored.region_bytes(self._kind))
+        dtype = stored.dtypes[self._kind]
+        buffer[: values.numel() * dtype.itemsize].view(dtype).copy_(values)
+        self._mover.start_write(stored, self._kind, buffer)
+        if self.is_master:
+            # Who steps on it reads the file by other threads, which know of no write under way.
+            self._mover.finish_write(stored)
+
+    def write_part(self, interval: Interval, values: torch.Tensor) -> None:
+        if self._stored is None:
+            self.values[interval.start : interval.stop].copy_(values)
+            return
+        self.forget()
+        self._mover.finish_write(self._stored)
+        self._stored.write_part(self._kind, interval, values)
+
+    def part(self, interval: Interval) -> torch.Tensor:
+        self._mover.finish_write(self._file)
+        return self._file.mapped_part(self._kind, interval)
+
+    @property
+    def _file(self) -> StoredShard:
+        if self._stored is None:
+            raise AssertionError("hf_zero: a shard is looked for in its file before it has one; please report this")
+        return self._stored
+
+    def _start_read(self) -> Future[torch.Tensor]:
+        stored = self._file
+        self._mover.finish_write(stored)
+        return self._mover.submit(stored.read_region, self._kind, self._mover.buffer(stored.region_bytes(self._kind)))
+
+
+class FileMover:
+    """Reads and writes shards behind the caller, through buffers that come and go.
+
+    Args:
+        device: of the parameters.
+        most_writes: buffers that may wait to be written at a time.
+    """
+
+    def __init__(self, device: torch.device, most_writes: int):
+        self._device = device
+        self._most_writes = most_writes
+        enter = partial(enter_thread, device)
+        self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="hf_zero-parameters", initializer=enter)
+        self._writing: deque[tuple[StoredShard, Future]] = deque()
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return passing_host_bytes(nbytes, self._device)
+
+    def submit(self, call: Callable[..., torch.Tensor], *arguments) -> Future[torch.Tensor]:
+        return self._threads.submit(call, *arguments)
+
+    def start_write(self, stored: StoredShard, kind: str, buffer: torch.Tensor) -> None:
+        """Writes a region's buffer. Waits for the oldest write where too many are under way."""
+        while len(self._writing) >= self._most_writes:
+            self._writing.popleft()[1].result()
+        # Of the step in which it is handed over, whenever the disk gets to it.
+        stored.written_bytes += buffer.nbytes
+        self._writing.append((stored, self._threads.submit(stored.write_region, kind, buffer)))
+
+    def finish_write(self, stored: StoredShard) -> None:
+        """Returns when what was to be written to this file is there."""
+        for other, written in self._writing:
+            if other is stored:
+                written.result()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+class ParameterTier:
+    """Memory for shards of parameters: here the training device's.
+
+    Attributes:
+        name: what reports call it.
+        files: who makes the files, where it is files.
+    """
+
+    name = Tier.name
+    files: StateFiles | None = None
+
+    def masters_apart(self, tier: Tier) -> bool:
+        """Whether an fp32 shard here needs a master of its own where the optimizer's state is in `tier`."""
+        return tier.is_apart
+
+    def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard | None:
+        """A shard whose values are to be put in; `name` is the bucket's. None where it is beside what is gathered from it."""
+        return None
+
+    def end_step(self) -> None:
+        """Called when a step's parameters have been handed over."""
+
+    def close(self) -> None:
+        """Ends what runs on, and gives back what does not go with its last tensor."""
+
+
+class HostParameters(ParameterTier):
+    """Host memory, pinned beside an accelerator: where the optimizer steps, if its state is not on the device.
+
+    Args:
+        cores: of such steps.
+    """
+
+    name = HostTier.name
+
+    def __init__(self, device: torch.device, cores: HostCores):
+        self._tier = HostTier(device, cores)
+
+    def masters_apart(self, tier: Tier) -> bool:
+        return not isinstance(tier, HostTier)
+
+    def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:
+        return ParameterShard(self._tier.empty(numel, dtype))
+
+
+class FileParameters(ParameterTier):
+    """Files, beside those of the optimizer's state where that is in files too.
+
+    Args:
+        files: makes files.
+        window: shards that may wait to be written.
+    """
+
+    name = NvmeTier.name
+    files: StateFiles
+
+    def __init__(self, device: torch.device, files: StateFiles, window: int):
+        self.files = files
+        self._mover = FileMover(device, window)
+
+    def masters_apart(self, tier: Tier) -> bool:
+        return True
+
+    def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:
+        return FileShard(numel, dtype, lambda kind: self.files.store(f"{name} parameters", [kind]), self._mover)
+
+    def end_step(self) -> None:
+        self.files.end_step()
+
+    def close(self) -> None:
+        self._mover.close()
+        self.files.close()
+
+
+# The tiers that a config asks for, chosen once when the engine is built, and which of them each bucket's state is in.
+
+
+def choose_activations(config: OffloadConfig, device: torch.device) -> Activations:
+    """What is done with what a training forward on `device` saves for its backward."""
+    return ActivationsInHostMemory(device) if config.activations == "cpu" else Activations()
+
+
+def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, ParameterTier]:
+    """Where the state of the shards of parameters on `device` lives, and where the shards do.
+
+    Raises:
+        ConfigError: `nvme_path` is no folder here, or not writable.
+    """
+    cores = choose_host_cores(device)
+    tier = choose_tier(config, device, cores)
+    return tier, choose_parameter_tier(config, device, tier, cores)
+
+
+def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -> Tier:
+    """Where the state lives."""
+    if config.optimizer == "nvme":
+        # A step that is not taken in its time leaves the parameters alone, and has to write somewhere.
+        apart = config.speculate_bytes not in (AUTO, 0)
+        return NvmeTier(device, StateFiles(config.files_folder, WINDOW, cores, device), cores, apart=apart)
+    if config.optimizer == "cpu" and config.params == "nvme":
+        files = StateFiles(config.files_folder, WINDOW, cores, device, holds_state=False)
+        return NvmeTier(device, files, cores, apart=True)
+    return HostTier(device, cores) if config.optimizer == "cpu" else Tier(device)
+
+
+def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier, cores: HostCores) -> ParameterTier:
+    """Where the shards live. One run has one folder of files, which `tier`, that of their state, may have made."""
+    if config.params == "nvme":
+        files = tier.files or StateFiles(config.files_folder, WINDOW, cores, device)
+        return FileParameters(device, files, WINDOW)
+    return HostParameters(device, cores) if config.params == "cpu" else ParameterTier()
+
+
+class Placement:
+    """Gives each bucket its tier, in the order in which gradients arrive, until `ratio` of the elements have moved.
+
+    [Note: which part moves]
+    The first buckets move: the fewest that hold at least `ratio` of the trained elements. Gradients of these arrive while
+    backward still runs, so that the way to the tier and the step there have something to hide behind. The last ones, which
+    would have nothing, are stepped on the training device. Every rank comes to the same answer.
+
+    Twin-Flow is DeepSpeed's name for it: Lian et al., "DeepSpeed-Offload++", 2023.
+
+    Args:
+        device: of the parameters.
+        ratio: above 0, up to 1.
+        trained_numel: elements of all trained parameters.
+
+    Attributes:
+        tier, device_tier: of what moves, and of what stays.
+    """
+
+    def __init__(self, tier: Tier, device: torch.device, *, ratio: float, trained_numel: int):
+        self.tier = tier
+        self.device_tier = Tier(device)
+        self._left_numel = ratio * trained_numel
+
+    def next_tier(self, numel: int) -> Tier:
+        """The tier of the next bucket of trained parameters, which hold `numel` elements. Called once for each."""
+        # A share such as 0.7 of the elements is no whole number, and what is left of it may be a rounding error.
+        moves = self._left_numel > 0.5
+        self._left_numel -= numel
+        return self.tier if moves else self.device_tier

@@ -1,0 +1,508 @@
+"""Steps one bucket after another, and holds masters and optimizer state between steps."""
+
+import warnings
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from ..buckets.bucket import Bucket, Row
+from ..buckets.rows import PackedPart
+from ..buckets.sharded import widen
+from ..comm.ledger import Label
+from ..comm.transport import LocalTransport, Transport
+from ..device import Arrival
+from ..hooks import WeakHook
+from ..offload.files import OffloadError, StoredShard, Window
+from ..offload.tiers import StateFiles
+from .bucket_state import BucketState, EarlyReport, KernelReport, StatePlace
+from .clip import scale_gradients
+from .state_kinds import DUE, group_with, own_step
+
+# ---- One step of a stock optimizer as many steps, a bucket at a time, that come to the same bits ----
+
+_WORD = Label(kind="agreement on state in files", subject="the step")
+
+
+def _untold(bucket: Bucket) -> None:
+    """Nobody waits for a bucket's step."""
+
+
+def _always() -> bool:
+    return True
+
+
+def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
+    """Every bucket is stepped in its time."""
+    return ()
+
+
+class BucketStep:
+    """Who steps the rows of one bucket, by the optimizer's group as it is at that moment: here the optimizer's own arithmetic."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+
+    def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        """Takes one step. `rows`: those of the bucket that have a gradient."""
+        for row in rows:
+            widen(row.tensor)
+        groups = self._optimizer.param_groups
+        mine = {id(row.tensor) for row in rows}
+        self._optimizer.param_groups = [group_with(groups[bucket.key.group], lambda tensor: id(tensor) in mine)]
+        try:
+            own_step(self._optimizer)
+        finally:
+            self._optimizer.param_groups = groups
+
+    def forget(self, bucket: Bucket) -> None:
+        """Called when state of the bucket in the optimizer's register is replaced by other tensors."""
+
+
+class LentStep(BucketStep):
+    """A step for which the bucket's state is brought to memory, and put away behind it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]):
+        super().__init__(optimizer)
+        self._states = states
+
+    def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        self._states[bucket].lend(None)
+        super().step(bucket, rows)
+        self._states[bucket].take_back(None)
+
+
+class BucketSteps:
+    """Steps one bucket of an optimizer after another, with the bucket's state in memory for that moment.
+
+    [Note: one step in parts]
+    An element-wise optimizer treats each parameter by itself, so that its step over all rows and its steps over the rows of
+    each bucket make the same values. For a part, the optimizer sees one group: a copy of the bucket's group with the bucket's
+    rows only. What it changes in the group's settings (a counter, say) is dropped with the copy. The call that the script
+    made then runs to its end over the real groups, with no gradient left in the rows that have been stepped: it changes the
+    settings once, and hooks and schedulers see one step.
+
+    The parts run in a hook before that call. It is the last such hook, so that others see, and may change, gradients first.
+
+    A disk may fail under one rank. The others have stepped by then, and would wait for its parameters: each step ends with a
+    word from all.
+
+    Args:
+        states: of each bucket that is stepped so; None where it is stepped as it lies.
+        window: that state in files passes through; None where there is none.
+        transport: of the ranks that step together.
+        step: of one bucket.
+        take_over: called before the first; returns the buckets that have been stepped ahead of their time, and wait for none.
+        stepped: called with each bucket behind its step, or where it has none to take.
+        wanted: whether a step is to be taken in parts; the optimizer's own call takes it otherwise.
+
+    Attributes:
+        optimizer: whose buckets they are.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        states: Mapping[Bucket, BucketState | None],
+        window: Window | None,
+        transport: Transport,
+        step: BucketStep,
+        *,
+        take_over: Callable[[torch.optim.Optimizer], Collection[Bucket]] = _none_ahead,
+        stepped: Callable[[Bucket], None] = _untold,
+        wanted: Callable[[], bool] = _always,
+    ):
+        self.optimizer = optimizer
+        self._stepped = stepped
+        self._wanted = wanted
+        self._states = states
+        self._window = window
+        self._step = step
+        self._take_over = take_over
+        self._transport = transport
+        self._gradients: dict[Row, torch.Tensor] = {}
+        self._broken: OffloadError | None = None
+        self._hook = self._register()
+
+    @property
+    def hook_id(self) -> int:
+        """Of the hook that takes the steps, among the optimizer's."""
+        return self._hook.id
+
+    def come_last(self) -> None:
+        """Moves the hook behind those that were registered since."""
+        self._hook.remove()
+        self._hook = self._register()
+
+    def give_back_gradients(self) -> None:
+        """Gives the rows the gradients that they were stepped with."""
+        for row, gradient in self._gradients.items():
+            row.tensor.grad = gradient
+        self._gradients.clear()
+
+    def refuse_broken(self) -> None:
+        """Raises what ended an earlier step."""
+        if self._broken is not None:
+            raise OffloadError(
+                self._broken.errno, f"an earlier step of this run failed: {self._broken.strerror}"
+            ) from self._broken
+
+    def release(self) -> None:
+        """Takes the hook off."""
+        self._hook.remove()
+
+    def _register(self):
+        return self.optimizer.register_step_pre_hook(WeakHook(self, BucketSteps._on_step))
+
+    def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        if not self._wanted():
+            return
+        self.refuse_broken()
+        rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._states}
+        try:
+            done = self._take_over(self.optimizer)
+            left = {bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done}
+            for bucket in rows_of:
+                if bucket not in left:
+                    self._stepped(bucket)
+            self._step_each(left)
+        except OffloadError as error:
+            self._broken = error
+        self._raise_together()
+        for row in (row for rows in rows_of.values() for row in rows):
+            self._gradients[row] = cast(torch.Tensor, row.tensor.grad)
+            row.tensor.grad = None
+
+    def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
+        # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
+        makes_state = any(row.tensor not in self.optimizer.state for rows in rows_of.values() for row in rows)
+        with closing(self._walk(list(rows_of), spared=int(makes_state))) as walk:
+            for bucket, buffer in walk:
+                state = self._states[bucket]
+                if state is not None:
+                    state.lend(buffer)
+                self._step.step(bucket, rows_of[bucket])
+                if state is not None:
+                    state.take_back(buffer)
+                self._stepped(bucket)
+
+    def _walk(
+        self, buckets: Sequence[Bucket], *, spared: int
+    ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]:
+        """The buckets one after another, those in files last, each with a buffer that has its file's contents."""
+        in_files: dict[StoredShard, Bucket] = {}
+        # In memory in forward's order, as they are sent.
+        for bucket in reversed(buckets) if self._window is None else buckets:
+            state = self._states[bucket]
+            if self._window is None or state is None or state.shard is None:
+                yield bucket, None
+            else:
+                in_files[state.shard] = bucket
+        if self._window is not None:
+            with closing(self._window.walk(list(in_files), spared=spared)) as walk:
+                for shard, buffer in walk:
+                    yield in_files[shard], buffer
+
+    def _raise_together(self) -> None:
+        """Raises on every rank what has ended this step on one of them. Collective."""
+        failed = torch.tensor([self._broken is not None], dtype=torch.uint8)
+        if not self._transport.agree_max(failed, _WORD).item():
+            return
+        mine = None if self._broken is None else (self._broken.errno, self._broken.strerror)
+        theirs = self._transport.exchange(mine)
+        if self._broken is None:
+            rank, (number, reason) = next((rank, fault) for rank, fault in enumerate(theirs) if fault)
+            self._broken = OffloadError(number, f"on rank {rank}: {reason}")
+        raise self._broken
+
+
+# ---- Who holds optimizer state between steps, and has it stepped ----
+
+
+class StepTiming:
+    """When buckets are stepped, chosen once for an engine: here all in `optimizer.step()`.
+
+    Attributes:
+        steps_early: it wants to be told of gradients while backward goes on.
+    """
+
+    steps_early = False
+
+    def admit(self, optimizer: torch.optim.Optimizer, state: BucketState) -> None:
+        """Takes a new bucket among those that are not stepped in their time, if it may be."""
+
+    def takes(self, bucket: Bucket) -> bool:
+        """Whether the bucket has been admitted."""
+        return False
+
+    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
+        """Called in the last backward before a step, when a bucket's rows have their gradients, or will have on `arrival`."""
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
+        """Called in the optimizer's step before any bucket is stepped; returns those that are not to be stepped in it.
+
+        Raises:
+            OffloadError: a file failed.
+        """
+        return ()
+
+    def report(self) -> EarlyReport | None:
+        """What is stepped before its time; None where nothing is."""
+        return None
+
+    def copy_bytes(self) -> int:
+        """Bytes of copies of state in memory, for steps that are not taken in their time."""
+        return 0
+
+    def file_copy_bytes(self) -> int:
+        """Bytes of such copies in files."""
+        return 0
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that such steps read or have still to take, beside those that the next step will take."""
+        return 0
+
+    def most_beside_bytes(self) -> int:
+        """Bytes in memory that copies and `gradient_bytes` come to when all steps are taken so."""
+        return 0
+
+    def close(self) -> None:
+        """Ends what is under way."""
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """Buckets whose step is not their optimizer's own.
+
+    Attributes:
+        states: of each bucket, what has to come to memory for the step; None where it is stepped as it lies.
+    """
+
+    step: BucketStep
+    states: Mapping[Bucket, BucketState | None]
+
+
+class StepChoice:
+    """What steps buckets, chosen once for an engine: here each optimizer's own arithmetic."""
+
+    def assign(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> list[Assigned]:
+        """Which of an optimizer's buckets are not stepped by the optimizer itself. `states`: of all its buckets."""
+        return []
+
+    def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
+        """Clips: whoever reads the rows' gradients from now on finds them multiplied by `coefficient`, a scalar.
+
+        None leaves them.
+        """
+        scale_gradients(rows, coefficient)
+
+    def unwritten(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Those of the buckets whose parameters have not been written beside their masters since the last call."""
+        return buckets
+
+    def report(self) -> KernelReport | None:
+        """What is stepped by kernels; None where nothing is to be."""
+        return None
+
+
+class StateHolder:
+    """Holds masters and optimizer state between steps. The optimizer's own dict stays the register of what state a row has.
+
+    [Note: where, when and how]
+    Where a bucket's state is, when it is stepped and what steps it are three choices that know nothing of each other:
+    a `BucketState` (in memory, in 8-bit blocks, in a file, a master that is rounded away), a `StepTiming` (in the script's step,
+    or before it) and a `StepChoice` (the optimizer's own arithmetic, or kernels). What none of them has to say about is
+    left to the optimizer's own step over all its parameters.
+
+    Args:
+        place: says where a new bucket's state is.
+        files: the tier whose files hold state; None where there are none.
+        transport: of the ranks that step together.
+
+    Attributes:
+        timing, choice: see the note.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Callable[[Bucket], BucketState],
+        timing: StepTiming,
+        choice: StepChoice,
+        files: StateFiles | None,
+        transport: Transport,
+    ):
+        self._place = place
+        self.timing = timing
+        self.choice = choice
+        self._files = files
+        self._transport = transport
+        self._states: dict[Bucket, BucketState] = {}
+        self._steps: list[BucketSteps] = []
+        self._bucket_steps: list[BucketStep] = []
+        self._lent_bytes = 0
+
+    @property
+    def is_in_files(self) -> bool:
+        """Whether state lies in files, which go with this."""
+        return self._files is not None
+
+    def adopt(self, bucket: Bucket) -> None:
+        """Called when a bucket has been built, before the next one is: what it holds goes where it lives."""
+        state = self._states[bucket] = self._place(bucket)
+        state.master.move_in()
+        bucket.rest(state.master.region)
+        if state.optimizer is not None:
+            self.timing.admit(state.optimizer, state)
+
+    def step_with(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        *,
+        stepped: Callable[[Bucket], None],
+        sends_early: Callable[[], bool],
+    ) -> None:
+        """Has the optimizer's steps go over these buckets, which are its own.
+
+        Args:
+            stepped: called with each bucket that is stepped by itself, behind its step.
+            sends_early: whether a bucket is sent then. Those in host memory are stepped by themselves for that.
+        """
+        # No disk can fail under one rank alone, so none has to wait for a word from the others.
+        in_memory = partial(BucketSteps, optimizer, window=None, transport=LocalTransport(), stepped=stepped)
+        states = {bucket: self._states[bucket] for bucket in buckets}
+        by_others = self.choice.assign(optimizer, states)
+        for assigned in by_others:
+            self._add(assigned.step, in_memory(assigned.states, step=assigned.step))
+        left = states.keys() - {bucket for assigned in by_others for bucket in assigned.states}
+        own = {b: state for b, state in states.items() if b in left and (state.is_away or self.timing.takes(b))}
+        step, take_over = BucketStep(optimizer), self.timing.take_over
+        if self._files is not None:
+            self._add(step, BucketSteps(optimizer, own, self._files.window, self._transport, step, take_over=take_over))
+        elif own:
+            self._add(step, in_memory(own, step=step, take_over=take_over))
+        at_hand = {bucket: states[bucket] for bucket in buckets if bucket.tier.is_apart and bucket in left - own.keys()}
+        if at_hand:
+            self._add(step, in_memory(at_hand, step=step, wanted=sends_early))
+        self._lent_bytes = max(self._lent_bytes, *(state.state.lent_bytes for state in own.values()), 0)
+        for bucket in buckets:
+            if self._states[bucket].state.is_away:
+                self._put_earlier(optimizer, bucket)
+
+    def before_forward(self) -> None:
+        """Called at each forward."""
+        for steps in self._steps:
+            steps.come_last()
+
+    def comes_last(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether no other hook comes between the steps of an optimizer's buckets and its own step."""
+        mine = {steps.hook_id for steps in self._steps if steps.optimizer is optimizer}
+        return mine.issuperset(list(optimizer._optimizer_step_pre_hooks)[-len(mine) :])
+
+    def after_step(self) -> None:
+        """Called after the optimizer's step, before gradients are given back."""
+        if self._files is not None:
+            # Called twice for a class of optimizer whose step calls its parent's.
+            self._files.end_step()
+        for steps in self._steps:
+            steps.give_back_gradients()
+
+    def write_back(self, buckets: Sequence[Bucket]) -> None:
+        """The parameters become what their masters are, which have been stepped."""
+        for bucket in self.choice.unwritten(buckets):
+            bucket.write_back()
+
+    def at_hand(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """A context in which the bucket's master may be read and written."""
+        return self._states[bucket].master.at_hand()
+
+    def values(self, row: Row, name: str, value: Any) -> Any:
+        """What the optimizer's register has under `name` for a row, with its values, which may be a copy."""
+        return self._state_of(row).values(row, name, value)
+
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        """A row's state, live, without taking memory for it. `tensor` is what the register has."""
+        return self._state_of(row).view(row, kind, tensor)
+
+    def master_view(self, row: Row) -> torch.Tensor | PackedPart:
+        """A row's master, live, without taking memory for it."""
+        master = self._states[row.slot.bucket].master
+        if master.is_away:
+            self._refuse_broken()
+        return master.view(row, row.tensor.detach())
+
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        """Takes a row's state that came from elsewhere; returns what belongs in the optimizer's register."""
+        for step in self._bucket_steps:
+            step.forget(row.slot.bucket)
+        return self._states[row.slot.bucket].state.put(row, without_due(state))
+
+    def put_master(self, row: Row, values: torch.Tensor) -> None:
+        """Replaces the row's master."""
+        self._states[row.slot.bucket].master.put(row, values)
+
+    def close(self) -> None:
+        """Gives state that lives elsewhere back to the optimizer's register, and ends."""
+        self.timing.close()
+        for steps in self._steps:
+            steps.release()
+        for state in self._states.values():
+            if state.bucket.rows_are_parameters and state.state.is_away:
+                # Its rows are the parameters, whose state stays with the optimizer.
+                self._fill_register(state)
+            state.state.close()
+        if self._files is not None:
+            self._files.close()
+
+    # ---- what it takes ----
+
+    def window_bytes(self) -> int:
+        """Memory at most for state that passes through during a step."""
+        shards = [state.shard for state in self._states.values() if state.shard is not None]
+        return self._lent_bytes + (0 if self._files is None else self._files.window.nbytes(shards))
+
+    def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes that a bucket's state takes where it lives. `tensors`: what the optimizer's register has of it."""
+        return self._states[bucket].state.nbytes(tensors)
+
+    def _add(self, step: BucketStep, steps: BucketSteps) -> None:
+        self._bucket_steps.append(step)
+        self._steps.append(steps)
+
+    def _put_earlier(self, optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
+        """Takes state that the optimizer had before it came to the engine."""
+        for row in bucket.rows:
+            if row.tensor in optimizer.state:
+                optimizer.state[row.tensor] = self.put(row, optimizer.state[row.tensor])
+
+    def _fill_register(self, state: BucketState) -> None:
+        for row, found in state.registered().items():
+            for name, value in found.items():
+                found[name] = state.state.values(row, name, value)
+
+    def _state_of(self, row: Row) -> StatePlace:
+        state = self._states[row.slot.bucket].state
+        if state.is_away:
+            self._refuse_broken()
+        return state
+
+    def _refuse_broken(self) -> None:
+        """What is in files is not the state of any step once one of them has failed."""
+        for steps in self._steps:
+            steps.refuse_broken()
+
+
+def without_due(state: dict[str, Any]) -> dict[str, Any]:
+    """A row's state without what an old checkpoint has of a step that was one step late."""
+    kept = {name: value for name, value in state.items() if not name.startswith(DUE)}
+    if f"{DUE}gradient" in state:
+        warnings.warn(
+            "The checkpoint was made with `offload.delay: 1`, which was taken out of hf_zero: the gradients of its last step, "
+            "which were due, are dropped.",
+            stacklevel=2,
+        )
+    return kept

@@ -1,1 +1,0 @@
-"""Where optimizer state lies between steps, and when each bucket is stepped."""

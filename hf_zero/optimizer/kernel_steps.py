@@ -1,0 +1,518 @@
+"""Steps of buckets by kernels, for the optimizers whose arithmetic the kernels have."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..buckets.bucket import Bucket, Row, Run, runs_of
+from ..buckets.sharded import Coefficient, clip_later, take_coefficient
+from ..kernels.dynamic import Coded
+from ..kernels.steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
+from ..layout.slots import is_in_blocks
+from .bucket_state import BucketState, KernelReport
+from .clip import scale_gradients
+from .holder import Assigned, BucketStep, LentStep, StepChoice
+from .moments8 import StateInBlocks
+
+# ---- What kernels know of optimizers: which settings they have a form for, and which state is whose ----
+
+Group = Mapping[str, Any]
+
+MakeReady = Callable[[Row, str, dict[str, Any]], bool]
+"""Has a row's state of a name where a kernel wants it, zero if the register, whose entry is given, has none; whether it had."""
+
+
+class KernelForm(ABC):
+    """One optimizer as a kernel does it: the same state under the same names.
+
+    Args:
+        optimizer: for settings that its groups do not have.
+
+    Attributes:
+        usual: settings for which the kernel has one form only, with the value that this form has.
+        numbers: settings that must be numbers on the host.
+    """
+
+    usual: ClassVar[Mapping[str, Any]]
+    numbers: ClassVar[Sequence[str]]
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+
+    def hindrance(self, group: Group) -> str | None:
+        """Why the kernel cannot step this group, in words; None if it can."""
+        for name, value in self.usual.items():
+            if group.get(name, value) != value:
+                return f"`{name}` is {group[name]}"
+        tensors = [name for name in self.numbers if _has_tensor(group[name])]
+        return f"`{tensors[0]}` is a tensor" if tensors else None
+
+    @abstractmethod
+    def state_names(self, group: Group) -> Sequence[str]:
+        """Kinds of state with one value an element."""
+
+    @abstractmethod
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
+        """Makes the rows' state ready for their next step.
+
+        Returns:
+            of each row, what `step` has to know beside the group: rows that differ in it are stepped apart.
+        """
+
+    @abstractmethod
+    def step(self, group: Group, phase: int, place: Place) -> None:
+        """Takes the step."""
+
+
+class AdamWForm(KernelForm):
+    """`torch.optim.AdamW`, and `torch.optim.Adam` without decay. The phase is the number of the step, from 1."""
+
+    usual: ClassVar[Mapping[str, Any]] = {
+        "amsgrad": False,
+        "maximize": False,
+        "capturable": False,
+        "differentiable": False,
+    }
+    numbers = ("lr", "betas", "eps", "weight_decay")
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        super().__init__(optimizer)
+        # `step`, its version and its value when it was last written here.
+        self._counts: dict[Row, tuple[torch.Tensor, int, int]] = {}
+
+    def hindrance(self, group: Group) -> str | None:
+        found = super().hindrance(group)
+        if found is None and group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
+            return "`weight_decay` is added to the gradient"
+        return found
+
+    def state_names(self, group: Group) -> Sequence[str]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
+        for row, state in states.items():
+            if "step" not in state:
+                # Where torch's own step has it, so that either may take the next one.
+                home = row.tensor.device if group["fused"] else torch.device("cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=home)
+                self._counts[row] = (state["step"], state["step"]._version, 0)
+            for name in self.state_names(group):
+                make_ready(row, name, state)
+        numbers = {row: self._taken(row, state["step"]) + 1 for row, state in states.items()}
+        steps = [state["step"] for state in states.values()]
+        torch._foreach_add_(steps, 1)
+        for (row, number), step in zip(numbers.items(), steps):
+            self._counts[row] = (step, step._version, number)
+        return numbers
+
+    def _taken(self, row: Row, step: torch.Tensor) -> int:
+        """The value of `step`, asked of the device only where somebody else has written it: that stops its queue."""
+        known, version, number = self._counts.get(row, (None, 0, 0))
+        return number if known is step and version == step._version else int(step.item())
+
+    def step(self, group: Group, phase: int, place: Place) -> None:
+        self._step(adamw, group, phase, place)
+
+    def step_in_blocks(self, group: Group, phase: int, place: Place) -> None:
+        """Takes the step of moments that are in 8-bit blocks and stay so."""
+        self._step(adamw_in_blocks, group, phase, place)
+
+    def _step(self, kernel: Callable[[Place, AdamW], None], group: Group, phase: int, place: Place) -> None:
+        settings = AdamW(
+            lr=float(group["lr"]),
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=phase,
+        )
+        kernel(place, settings)
+
+
+class SGDForm(KernelForm):
+    """`torch.optim.SGD`. The phase is 1 where the step starts the momentum buffer, else 0."""
+
+    usual: ClassVar[Mapping[str, Any]] = {"maximize": False, "differentiable": False}
+    numbers = ("lr", "momentum", "dampening", "weight_decay")
+
+    def state_names(self, group: Group) -> Sequence[str]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
+        names = self.state_names(group)
+        return {row: int(not all([make_ready(row, name, state) for name in names])) for row, state in states.items()}
+
+    def step(self, group: Group, phase: int, place: Place) -> None:
+        settings = SGD(
+            lr=float(group["lr"]),
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+            first_step=bool(phase),
+        )
+        sgd(place, settings)
+
+
+class LionForm(KernelForm):
+    """`lion_pytorch.Lion` (the package lion-pytorch), which keeps no count of its steps. The phase is always 0."""
+
+    usual: ClassVar[Mapping[str, Any]] = {}
+    numbers = ("lr", "betas", "weight_decay")
+
+    def state_names(self, group: Group) -> Sequence[str]:
+        return ("exp_avg",)
+
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
+        for row, state in states.items():
+            make_ready(row, "exp_avg", state)
+        return dict.fromkeys(states, 0)
+
+    def step(self, group: Group, phase: int, place: Place) -> None:
+        settings = Lion(
+            lr=float(group["lr"]),
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            weight_decay=self._weight_decay(group),
+        )
+        lion(place, settings)
+
+    def _weight_decay(self, group: Group) -> float:
+        """With `decoupled_weight_decay`, so much of a weight goes each step as the group says when lr is what it began as."""
+        # Releases before 0.2.3 have no such option.
+        is_decoupled = getattr(self._optimizer, "decoupled_wd", False)
+        return float(group["weight_decay"]) / (cast(Any, self._optimizer)._init_lr if is_decoupled else 1.0)
+
+
+_FORMS: dict[type[torch.optim.Optimizer], type[KernelForm]] = {
+    torch.optim.AdamW: AdamWForm,
+    torch.optim.Adam: AdamWForm,
+    torch.optim.SGD: SGDForm,
+}
+_FORMS_BY_NAME: dict[str, type[KernelForm]] = {
+    "lion_pytorch.foreach.Lion": LionForm,
+    "lion_pytorch.lion_pytorch.Lion": LionForm,
+}
+"""Of packages that need not be installed."""
+
+
+def form_of(optimizer: torch.optim.Optimizer) -> KernelForm | None:
+    """The kernel's form of an optimizer; None where no kernel does what it does, as for a class made from one of these."""
+    kind = type(optimizer)
+    made = _FORMS.get(kind) or _FORMS_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    return None if made is None else made(optimizer)
+
+
+def form_in_blocks_of(optimizer: torch.optim.Optimizer) -> AdamWForm | None:
+    """The form that steps an optimizer's moments in their 8-bit blocks; None where there is none."""
+    form = form_of(optimizer)
+    return form if isinstance(form, AdamWForm) else None
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(torch.is_tensor(part) for part in (value if isinstance(value, list | tuple) else (value,)))
+
+
+# ---- Steps of optimizers taken by flat kernels: a launch for each run of rows in place of many passes over each ----
+
+_log = logging.getLogger(__name__)
+
+_Phase = TypeVar("_Phase", bound=Hashable)
+
+
+FoundInf = Callable[[], torch.Tensor | None]
+"""One float32 element on the training device, above 0 where gradients are not finite. None where they are known to be, or the
+step is to be taken whatever they are."""
+
+
+class FlatState:
+    """For each bucket and kind of state one tensor, laid out as the rank's shard.
+
+    The optimizer's register stays the only place where a row's state is looked for: what it has there, from a checkpoint or
+    from the optimizer's own step, is moved here when the row is next stepped, and what it has not starts at 0.
+    """
+
+    def __init__(self):
+        self._flats: dict[Bucket, dict[str, torch.Tensor]] = {}
+
+    def of(self, bucket: Bucket, name: str) -> torch.Tensor:
+        """(shard_numel,) of the master dtype. Undefined where no row has been made ready."""
+        flats = self._flats.setdefault(bucket, {})
+        if name not in flats:
+            flats[name] = bucket.tier.empty(bucket.layout.shard_numel, bucket.precision.master)
+        return flats[name]
+
+    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
+        """Makes `state[name]`, the row's in the register, a view of the flat tensor; returns whether it had values."""
+        view, value = row.of(self.of(row.slot.bucket, name)), state.get(name)
+        if value is None:
+            view.zero_()
+        elif value.data_ptr() != view.data_ptr():
+            view.copy_(value)
+        state[name] = view
+        return value is not None
+
+    def forget(self, bucket: Bucket) -> None:
+        """Leaves the memory to the views that are still in the register."""
+        self._flats.pop(bucket, None)
+
+
+class KernelStep(BucketStep):
+    """One optimizer's buckets, stepped by the kernel that does what the optimizer would.
+
+    [Note: steps by kernels]
+    The kernel reads and writes a bucket's flat tensors: master, reduced gradient and state, of which the optimizer's register
+    has views under its own names, and in the same pass the parameters' 16-bit copy. So the register is what its own step
+    would have made, to the last digits, and either may take the next step: a checkpoint, a changed setting that the kernel
+    has no form for, and the end of the engine need nothing more.
+
+    It also multiplies by the clip coefficient, where nobody has read the gradients since the clip (`ClippedGradient`).
+
+    Where nobody but the device knows yet whether the gradients are finite (`FoundInf`), the kernel reads it there and
+    writes nothing if they are not; the count of steps, which the host keeps, goes on.
+
+    Args:
+        optimizer: of a class that `form_of` knows.
+        found_inf: asked in each step.
+        otherwise: steps a bucket whose group has a setting that the kernel has no form for.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, form: KernelForm, found_inf: FoundInf, otherwise: BucketStep):
+        self._optimizer = optimizer
+        self._form = form
+        self._found_inf = found_inf
+        self._otherwise = otherwise
+        self._flat = FlatState()
+        self._said: set[str] = set()
+        self._with_copy: set[Bucket] = set()
+
+    def hindrance(self, bucket: Bucket) -> str | None:
+        """Why the bucket cannot be stepped by the kernel as its group is now, in words; None if it can."""
+        if bucket.precision.master != torch.float32:
+            return f"{bucket.precision.master} parameters"
+        return self._form.hindrance(self._optimizer.param_groups[bucket.key.group])
+
+    @torch.no_grad()
+    def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        hindrance = self.hindrance(bucket)
+        if hindrance is not None:
+            self._say(hindrance)
+            self._otherwise.step(bucket, rows)
+            return
+        group = self._optimizer.param_groups[bucket.key.group]
+        self._launch(group, bucket, rows)
+        # A kernel writes behind torch's back; who asks whether a row has changed asks for its version.
+        increment_version([row.tensor for row in rows])
+        if bucket.copy_to_write is not None and len(rows) == len(bucket.rows):
+            self._with_copy.add(bucket)
+
+    def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
+        phase_of = self._form.begin(
+            group, {row: self._optimizer.state[row.tensor] for row in rows}, self._flat.make_ready
+        )
+        flats = {name: self._flat.of(bucket, name) for name in self._form.state_names(group)}
+        for run, phase, clip in self._runs(rows, phase_of):
+            states = {name: flat[run.interval.start : run.interval.stop] for name, flat in flats.items()}
+            self._form.step(group, phase, self._place(bucket, run, states, clip))
+
+    def _runs(
+        self, rows: Sequence[Row], phase_of: Mapping[Row, _Phase]
+    ) -> Iterator[tuple[Run, _Phase, Coefficient | None]]:
+        """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
+        for run in runs_of(rows, {row: (phase_of[row], take_coefficient(row.tensor)) for row in rows}):
+            phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase)
+            yield run, phase, clip
+
+    def _place(
+        self, bucket: Bucket, run: Run, states: Mapping[str, torch.Tensor | Coded], clip: Coefficient | None
+    ) -> Place:
+        part, copy = slice(run.interval.start, run.interval.stop), bucket.copy_to_write
+        return Place(
+            weights=bucket.master[part],
+            gradient=run.gradient,
+            states=states,
+            copy=None if copy is None else copy[part],
+            multiplier=None if clip is None else clip.value,
+            found_inf=self._found_inf(),
+        )
+
+    def forget(self, bucket: Bucket) -> None:
+        self._flat.forget(bucket)
+
+    def take_written(self) -> set[Bucket]:
+        """The buckets whose parameters the steps since the last call have written beside the master."""
+        written, self._with_copy = self._with_copy, set()
+        return written
+
+    def _say(self, hindrance: str) -> None:
+        if hindrance not in self._said:
+            self._said.add(hindrance)
+            _log.warning("hf_zero: %s is stepped by torch: %s.", type(self._optimizer).__name__, hindrance)
+
+
+class KernelStepInBlocks(KernelStep):
+    """The same for buckets whose moments are in 8-bit blocks, which they do not leave.
+
+    Parameters too small for blocks are stepped one by one, on their float32 moments.
+
+    Args:
+        blocks: each bucket's moments.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        form: AdamWForm,
+        found_inf: FoundInf,
+        otherwise: BucketStep,
+        blocks: Mapping[Bucket, StateInBlocks],
+    ):
+        super().__init__(optimizer, form, found_inf, otherwise)
+        self._form: AdamWForm = form
+        self._blocks = blocks
+
+    def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
+        register, blocks = self._optimizer.state, self._blocks[bucket]
+        number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, blocks.make_ready)
+        alone_of = {row: None if is_in_blocks(row.slot.parameter.numel()) else row for row in rows}
+        packed, names = blocks.blocks(), self._form.state_names(group)
+        for run, (number, alone), clip in self._runs(rows, {row: (number_of[row], alone_of[row]) for row in rows}):
+            if alone is None:
+                states = {name: packed[name].cut(run.interval) for name in names}
+                self._form.step_in_blocks(group, number, self._place(bucket, run, states, clip))
+            else:
+                states = {name: register[alone.tensor][name].view(-1) for name in names}
+                self._form.step(group, number, self._place(bucket, run, states, clip))
+
+
+def kernel_of(optimizer: torch.optim.Optimizer, found_inf: FoundInf) -> KernelStep | None:
+    """The kernel's step on state in float32; None where none does what the optimizer does."""
+    form = form_of(optimizer)
+    return None if form is None else KernelStep(optimizer, form, found_inf, BucketStep(optimizer))
+
+
+# Which buckets kernels step: those whose state is in the training device's memory, as far as kernels know the optimizer.
+
+
+class KernelShare:
+    """Which buckets kernels step, and why they leave the others to the optimizers' own steps."""
+
+    def __init__(self):
+        self._kernels: list[KernelStep] = []
+        self._mine: set[Bucket] = set()
+        self._bucket_count = 0
+        self._hindrances: dict[str, None] = {}
+
+    def take(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], kernel: KernelStep | None, *, else_why: str
+    ) -> list[Bucket]:
+        """Those of the optimizer's buckets that `kernel` steps from now on.
+
+        State in another tier is stepped there, by the optimizer, and does not count.
+
+        Args:
+            kernel: None where none does what the optimizer does; `else_why` says so.
+        """
+        here = [bucket for bucket in buckets if not bucket.tier.is_apart]
+        self._bucket_count += len(here)
+        if kernel is None:
+            if here:
+                self._leave(else_why)
+            return []
+        hindrance_of = {bucket: kernel.hindrance(bucket) for bucket in here}
+        for hindrance in filter(None, hindrance_of.values()):
+            self._leave(f"{type(optimizer).__name__}, {hindrance}")
+        mine = [bucket for bucket, hindrance in hindrance_of.items() if hindrance is None]
+        self._mine.update(mine)
+        self._kernels.append(kernel)
+        for bucket in mine:
+            bucket.step_on_reduced()
+        return mine
+
+    def unwritten(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """Those of the buckets whose parameters no kernel has written beside the master since the last call."""
+        written = {bucket for kernel in self._kernels for bucket in kernel.take_written()}
+        return [bucket for bucket in buckets if bucket not in written]
+
+    def clip_later(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> list[Row]:
+        """Leaves it to the kernels to multiply the gradients that they are to read; the rows of the others.
+
+        See `ClippedGradient`.
+        """
+        if coefficient is None:
+            return []
+        one = Coefficient(coefficient)
+        left = []
+        for row in rows:
+            if row.slot.bucket in self._mine and not row.is_parameter:
+                clip_later(row.tensor, one)
+            else:
+                left.append(row)
+        return left
+
+    def report(self) -> KernelReport:
+        return KernelReport(buckets=len(self._mine), all_buckets=self._bucket_count, hindrances=tuple(self._hindrances))
+
+    def _leave(self, hindrance: str) -> None:
+        if hindrance not in self._hindrances:
+            self._hindrances[hindrance] = None
+            _log.info("hf_zero: buckets are left to the optimizer's own step: %s.", hindrance)
+
+
+class KernelSteps(StepChoice):
+    """Buckets whose optimizer a kernel can stand for are stepped by it; the others are left to the optimizer's own step.
+
+    Moments in 8-bit blocks that a kernel can step there never leave them. See [Note: steps by kernels].
+
+    Args:
+        found_inf: whether gradients are not finite; see `FoundInf`.
+    """
+
+    def __init__(self, found_inf: FoundInf):
+        self._found_inf = found_inf
+        self._share = KernelShare()
+
+    def assign(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> list[Assigned]:
+        found = [self._in_blocks(optimizer, states), self._at_hand(optimizer, states), self._rounded(optimizer, states)]
+        return [assigned for assigned in found if assigned.states]
+
+    def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
+        scale_gradients(self._share.clip_later(rows, coefficient), coefficient)
+
+    def unwritten(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        return self._share.unwritten(buckets)
+
+    def report(self) -> KernelReport:
+        return self._share.report()
+
+    def _in_blocks(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> Assigned:
+        there = {bucket: state.state for bucket, state in states.items() if not state.master.is_away}
+        blocks = {bucket: state for bucket, state in there.items() if isinstance(state, StateInBlocks)}
+        form, kernel = form_in_blocks_of(optimizer), None
+        if form is not None:
+            unpacked = LentStep(optimizer, states)
+            kernel = KernelStepInBlocks(optimizer, form, self._found_inf, unpacked, blocks)
+        why = f"no kernel does what {type(optimizer).__name__} does on moments in 8 bits"
+        return self._assigned(optimizer, list(blocks), kernel, why)
+
+    def _at_hand(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> Assigned:
+        """Masters and moments in memory, in all their digits."""
+        why = f"no kernel does what {type(optimizer).__name__} does"
+        buckets = [bucket for bucket, state in states.items() if not state.is_away]
+        return self._assigned(optimizer, buckets, kernel_of(optimizer, self._found_inf), why)
+
+    def _rounded(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> Assigned:
+        """Masters that are rounded away, which a kernel steps while they are there."""
+        kernel = kernel_of(optimizer, self._found_inf)
+        if kernel is None:
+            return Assigned(BucketStep(optimizer), {})
+        away = {bucket: state for bucket, state in states.items() if state.master.is_away and state.shard is None}
+        return Assigned(kernel, {bucket: state for bucket, state in away.items() if not state.state.is_away})
+
+    def _assigned(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], kernel: KernelStep | None, else_why: str
+    ) -> Assigned:
+        mine = self._share.take(optimizer, buckets, kernel, else_why=else_why)
+        return Assigned(kernel or BucketStep(optimizer), dict.fromkeys(mine))

@@ -1,1 +1,0 @@
-"""Optimizer steps by flat kernels."""

@@ -1,0 +1,235 @@
+"""Moments of AdamW and Lion in 8-bit blocks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..buckets.bucket import Bucket, Row
+from ..buckets.rows import PackedPart, PackedState
+from ..config import ConfigError
+from ..kernels.dynamic import SIGNED, UNSIGNED, DynamicCode
+from ..layout.slots import block_bytes, has_blocks, is_in_blocks
+from .bucket_state import Placeholders, Regions, StatePlace, States, is_elementwise
+from .state_kinds import state_kinds
+
+# ---- Which moments are kept in 8-bit blocks, and how they come out of them and go back ----
+
+CODES: dict[str, DynamicCode] = {
+    "exp_avg": SIGNED,
+    "momentum_buffer": SIGNED,
+    "exp_avg_sq": UNSIGNED,
+    "max_exp_avg_sq": UNSIGNED,
+    "exp_inf": UNSIGNED,
+    "square_avg": UNSIGNED,
+    "acc_delta": UNSIGNED,
+    "sum": UNSIGNED,
+}
+"""By torch's names, which other optimizers use too. Not those of which a small error does harm: RMSprop's `grad_avg`, whose
+square is subtracted from what is to be a root's argument; averages of parameters (ASGD), step sizes (Rprop)."""
+
+
+class MomentCodes:
+    """The codes of the moments that each optimizer keeps in each of its groups.
+
+    Raises:
+        ConfigError: an optimizer with other state, or one that a trial step tells nothing about.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        self._codes = {
+            (index, group): _codes_for(optimizer, settings)
+            for index, optimizer in enumerate(optimizers)
+            for group, settings in enumerate(optimizer.param_groups)
+        }
+
+    def of(self, bucket: Bucket) -> dict[str, DynamicCode]:
+        """By name; empty where the bucket's moments are not kept in blocks."""
+        if not bucket.trained or not has_blocks(bucket.layout):
+            return {}
+        return self._codes.get((bucket.key.optimizer, bucket.key.group), {})
+
+
+class PackedMoments:
+    """Moves the moments of one bucket between 8-bit blocks, laid out as the rank's shard, and float32 tensors.
+
+    Args:
+        codes: of the moments, by name.
+        placeholders: what the optimizer's register has of moments that are in blocks.
+    """
+
+    def __init__(self, bucket: Bucket, codes: Mapping[str, DynamicCode], placeholders: Placeholders):
+        self._bucket = bucket
+        self._placeholders = placeholders
+        self.codes = codes
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of all moments of the bucket in float32."""
+        return len(self.codes) * self._bucket.layout.shard_numel * torch.float32.itemsize
+
+    def zeros(self) -> dict[str, PackedState]:
+        """Blocks for all moments by name."""
+        numel, tier = self._bucket.layout.shard_numel, self._bucket.tier
+        return {name: PackedState.zeros(numel, code, tier) for name, code in self.codes.items()}
+
+    def packable(self, row: Row, state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+        """What of a row's state in the register is to be packed, or is."""
+        if not is_in_blocks(row.slot.parameter.numel()):
+            return []
+        return [(name, value) for name, value in state.items() if name in self.codes and is_elementwise(value, row)]
+
+    def unpack(self, states: States, packed: Mapping[str, PackedState]) -> dict[str, torch.Tensor]:
+        """Puts float32 tensors with the values of `packed` into `states` in place of placeholders.
+
+        Returns:
+            the flat tensors, (shard_numel,), that they are views of, by name.
+        """
+        # All of them, also where no row of `states` asks for it: blocks go back as a whole.
+        lent = {}
+        for name, blocks in packed.items():
+            lent[name] = self._bucket.tier.scratch(self._bucket.layout.shard_numel, torch.float32)
+            blocks.unpack(lent[name])
+        for row, state in states.items():
+            for name, value in self.packable(row, state):
+                if self.is_placeholder(value):
+                    state[name] = row.of(lent[name])
+        return lent
+
+    @torch.no_grad()
+    def pack(self, states: States, lent: dict[str, torch.Tensor], packed: Mapping[str, PackedState]) -> None:
+        """Packs the moments in `states` into `packed`, as flat tensors that are zero where nothing is; leaves placeholders.
+
+        See [Note: blocks of parameters] for why that comes to the same on any layout, and [Note: nothing drifts] for why rows
+        that a step leaves alone stay as they are.
+
+        Args:
+            lent: what `unpack` has returned.
+        """
+        for row, state in states.items():
+            for name, value in self.packable(row, state):
+                if name not in lent:
+                    lent[name] = self._bucket.tier.scratch(self._bucket.layout.shard_numel, torch.float32).zero_()
+                view = row.of(lent[name])
+                if value.data_ptr() != view.data_ptr():
+                    view.copy_(value)
+                state[name] = self.placeholder(row)
+        for name, values in lent.items():
+            packed[name].pack(values)
+
+    def placeholder(self, row: Row) -> torch.Tensor:
+        """For one of the row's moments."""
+        return self._placeholders.of(row.tensor.shape, torch.float32, row.tensor.device)
+
+    def is_placeholder(self, value: Any) -> bool:
+        """Whether something in a register is a placeholder, so that its values are in blocks."""
+        return self._placeholders.has(value)
+
+
+def _codes_for(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, DynamicCode]:
+    """Name → code of each moment that the optimizer keeps in a group with these settings."""
+    name, kinds = type(optimizer).__name__, state_kinds(optimizer, settings, torch.float32)
+    if kinds is None:
+        raise ConfigError(
+            f"hf_zero config: `moments: 8bit`, and a trial step does not show what state {name} keeps. Leave `moments` at 32bit, "
+            "or use one of torch's optimizers (without `capturable`)."
+        )
+    strange = [kind for kind, dtype in kinds if kind not in CODES or dtype != torch.float32]
+    if strange:
+        raise ConfigError(
+            f"hf_zero config: `moments: 8bit`, and {name} keeps {strange[0]!r} here; allowed: {', '.join(CODES)}, in float32. "
+            "Leave `moments` at 32bit, or use AdamW, Adam, NAdam, RAdam, Adamax, SGD, Lion, RMSprop, Adagrad or Adadelta."
+        )
+    return {kind: CODES[kind] for kind, _ in kinds}
+
+
+# ---- Moments in 8-bit blocks in memory ----
+
+
+class StateInBlocks(StatePlace):
+    """A bucket's moments, which are float32 for the moment in which it is stepped.
+
+    Those of parameters that are too small for blocks stay in the register.
+
+    Attributes:
+        packed: by name; empty before the first step.
+    """
+
+    is_away = True
+
+    def __init__(self, moments: PackedMoments):
+        super().__init__()
+        self._moments = moments
+        self._lent: dict[str, torch.Tensor] = {}
+        self.packed: dict[str, PackedState] = {}
+        # Of steps aside; they change places with the others when such a step is taken over.
+        self._packed_aside: dict[str, PackedState] = {}
+        self.lent_bytes = moments.float_bytes
+
+    def blocks(self) -> dict[str, PackedState]:
+        """The moments by name; zeros at first."""
+        if not self.packed:
+            self.packed = self._moments.zeros()
+        return self.packed
+
+    def lend(self, states: States, regions: Regions) -> None:
+        self._lent = self._moments.unpack(states, self.packed)
+
+    def take_back(self, states: States, regions: Regions) -> None:
+        self._moments.pack(states, self._lent, self.blocks())
+        self._lent = {}
+
+    def values(self, row: Row, name: str, value: Any) -> Any:
+        if not self._moments.is_placeholder(value):
+            return value
+        return self.packed[name].part(row.layout.in_shard).view(row.tensor.shape)
+
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        return PackedPart(self.packed[kind], row.layout.in_shard) if self._moments.is_placeholder(tensor) else tensor
+
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        kept = dict(state)
+        for name, value in self._moments.packable(row, kept):
+            if not self._moments.is_placeholder(value):
+                self.blocks()[name].pack_part(row.layout.in_shard, value.reshape(-1).float())
+                kept[name] = self._moments.placeholder(row)
+        return kept
+
+    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
+        """Has the row's moment in blocks, zero if the register has none, or in float32 there if the parameter is too small.
+
+        Returns whether it had values.
+        """
+        had = name in state
+        if not is_in_blocks(row.slot.parameter.numel()):
+            value = state[name] if had else torch.zeros_like(row.tensor)
+            state[name] = value.to(torch.float32).contiguous()
+        elif had:
+            state[name] = self.put(row, {name: state[name]})[name]
+        else:
+            self.blocks()[name].clear_part(row.layout.in_shard)
+            state[name] = self._moments.placeholder(row)
+        return had
+
+    def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        packed = sum(state.nbytes for state in self.packed.values())
+        return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
+
+    def end_aside(self, states: States, regions: Regions) -> None:
+        if not self._packed_aside:
+            self._packed_aside = self._moments.zeros()
+        self._moments.pack(states, self._lent, self._packed_aside)
+        self._lent = {}
+
+    def exchange_aside(self) -> None:
+        self.packed, self._packed_aside = self._packed_aside, self.packed
+
+    @property
+    def aside_bytes(self) -> int:
+        return sum(state.nbytes for state in self._packed_aside.values())
+
+    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
+        return len(self._moments.codes) * block_bytes(bucket.layout.shard_numel)
+
+    def close(self) -> None:
+        self.packed = {}

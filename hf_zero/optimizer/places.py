@@ -1,0 +1,399 @@
+"""Masters that are rounded away, optimizer state in files, and the choice of a place for each bucket."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..buckets.bucket import Bucket, Row
+from ..buckets.rows import MASTER, PackedPart, PackedState
+from ..config import ZeroConfig
+from ..device import allocate
+from ..kernels.stochastic import REGION_NUMEL, counters_for, round_stochastically
+from ..layout.slots import BLOCK_NUMEL, Interval, blocks
+from ..offload.files import Kind, StoredShard
+from ..offload.shards import Region
+from ..offload.tiers import StateFiles, Tier
+from .bucket_state import BucketState, MasterPlace, Placeholders, Regions, StatePlace, States, is_elementwise
+from .moments8 import MomentCodes, PackedMoments, StateInBlocks
+from .state_kinds import kinds_by_size, state_kinds
+
+# ---- bfloat16 parameters without a master: stepped in float32 on a copy that passes, and rounded by chance ----
+
+STEP = "rounding_step"
+"""State of each parameter beside the optimizer's own: how often it has been rounded."""
+
+_KEY_BITS = 63
+
+
+class RoundedMaster(MasterPlace):
+    """A bucket's parameters become a float32 master for the moment of its step, and are the master rounded after.
+
+    [Note: whose random bits]
+    An element's bits depend on its parameter's name, its place in the parameter and how often the parameter has been rounded,
+    and on nothing else: not on the world size, the stage, the buckets or what was rounded before. That count is in the
+    optimizer's register as `rounding_step`, so that checkpoints have it and a run that goes on draws the bits that it would
+    have drawn.
+
+    Moments in float32 make that 10 bytes a parameter under Adam, where a master makes it 14.
+    Stochastic rounding in training: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
+
+    Args:
+        optimizer: that steps the bucket; None where none does.
+    """
+
+    is_away = True
+
+    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer | None):
+        super().__init__(bucket)
+        self._optimizer = optimizer
+        self._absent = torch.full((), float("nan"), dtype=bucket.precision.master, device=bucket.device)
+
+    def move_in(self) -> None:
+        self._bucket.put_away(self._absent)
+
+    def bring(self, regions: Regions) -> None:
+        master = self._bucket.tier.scratch(self._bucket.layout.shard_numel, self._bucket.precision.master)
+        self._bucket.bring(master.copy_(self._bucket.own))
+
+    @torch.no_grad()
+    def put_away(self) -> None:
+        register = {} if self._optimizer is None else self._optimizer.state
+        for row in self._bucket.rows:
+            if row.tensor.grad is not None:
+                state = register[row.tensor]
+                round_row(row, self._bucket.master, self._bucket.own, count=state.get(STEP, 0))
+                state[STEP] = state.get(STEP, 0) + 1
+        self._bucket.put_away(self._absent)
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        if not self._bucket.is_away:
+            yield
+            return
+        # What is edited is the parameter itself, and the next step begins with it.
+        self._bucket.bring(self._bucket.own.to(self._bucket.precision.master))
+        try:
+            yield
+        finally:
+            self._bucket.put_away(self._absent)
+
+    def put(self, row: Row, values: torch.Tensor) -> None:
+        # What the masters of a former run were rounded to has been loaded as the parameters.
+        if not self._bucket.is_away:
+            super().put(row, values)
+
+
+def round_row(row: Row, master: torch.Tensor, own: torch.Tensor, *, count: int) -> None:
+    """Rounds one row of `master` into `own`, both flat as the rank's shard.
+
+    Args:
+        count: how often the parameter has been rounded before.
+    """
+    source, start = row.layout.in_shard, row.layout.in_parameter.start
+    values = master[source.start : source.stop]
+    # The bits come in regions of the parameter; a row may begin within one.
+    before = start % REGION_NUMEL
+    padded = torch.cat([values.new_zeros(before), values]) if before else values
+    rounded = torch.empty_like(padded, dtype=own.dtype)
+    offset = count * counters_for(row.slot.interval.numel) + counters_for(start - before)
+    round_stochastically(padded, rounded, seed=_key_of(row.slot.name), offset=offset)
+    own[source.start : source.stop].copy_(rounded[before:])
+
+
+def _key_of(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> (64 - _KEY_BITS)
+
+
+# ---- Masters and optimizer state in a file: as they are, or moments in 8-bit blocks ----
+
+_HOST = torch.device("cpu")
+
+
+class MasterInFile(MasterPlace):
+    """A region of the bucket's file."""
+
+    is_away = True
+
+    def __init__(self, bucket: Bucket, shard: StoredShard, placeholders: Placeholders):
+        super().__init__(bucket)
+        self._shard = shard
+        self._absent = placeholders.of((), bucket.precision.master)
+
+    @property
+    def region(self) -> Region | None:
+        return None if self._bucket.precision.rounds else (self._shard, MASTER)
+
+    def move_in(self) -> None:
+        self._shard.write_part(MASTER, Interval(0, self._bucket.layout.shard_numel), self._bucket.master)
+        self._bucket.put_away(self._absent)
+
+    def bring(self, regions: Regions) -> None:
+        self._bucket.bring(regions[MASTER])
+        self._bucket.follow_edits()
+
+    def put_away(self) -> None:
+        self._bucket.write_back()
+        self._bucket.put_away(self._absent)
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        if not self._bucket.is_away:
+            yield
+            return
+        buffer = allocate(self._shard.region_bytes(MASTER), torch.uint8, _HOST)
+        self._bucket.bring(self._shard.read_region(MASTER, buffer))
+        try:
+            yield
+        finally:
+            self._bucket.put_away(self._absent)
+            self._shard.write_region(MASTER, buffer)
+            self._shard.written_bytes += buffer.nbytes
+
+    def put(self, row: Row, values: torch.Tensor) -> None:
+        if self._bucket.is_away:
+            self._shard.write_part(MASTER, row.layout.in_shard, values.reshape(-1))
+        else:
+            super().put(row, values)
+
+    def view(self, row: Row, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        return self._shard.mapped_part(MASTER, row.layout.in_shard) if self._bucket.is_away else tensor
+
+    def begin_aside(self, regions: Regions) -> torch.Tensor:
+        # The buffer goes to the file's other side, and the sides change places.
+        return regions[MASTER]
+
+    def take_over_aside(self) -> None:
+        """The file's sides have changed places."""
+
+    @property
+    def most_aside_bytes(self) -> int:
+        return 0
+
+
+class StateInFile(StatePlace):
+    """Tensors with one value an element, each in a region of the bucket's file.
+
+    A parameter without dimensions has state that looks like a scalar, and stays in the register as scalars do.
+
+    Args:
+        names: of the regions.
+    """
+
+    is_away = True
+
+    def __init__(self, shard: StoredShard, names: Sequence[str], placeholders: Placeholders):
+        super().__init__()
+        self._shard = shard
+        self._names = names
+        self._placeholders = placeholders
+
+    def lend(self, states: States, regions: Regions) -> None:
+        self._exchange(states, regions, lambda view: view)
+
+    def take_back(self, states: States, regions: Regions) -> None:
+        self._exchange(states, regions, lambda view: self._placeholders.of(view.shape, view.dtype))
+
+    def values(self, row: Row, name: str, value: Any) -> Any:
+        if not self._placeholders.has(value):
+            return value
+        return self._shard.read_part(name, row.layout.in_shard).view(row.tensor.shape)
+
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        return self._shard.mapped_part(kind, row.layout.in_shard) if self._placeholders.has(tensor) else tensor
+
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        kept = dict(state)
+        for name in self._names:
+            value = kept.get(name)
+            if is_elementwise(value, row) and not self._placeholders.has(value):
+                self._shard.write_part(name, row.layout.in_shard, value.reshape(-1))
+                kept[name] = self._placeholders.of(row.tensor.shape, self._shard.dtypes[name])
+        return kept
+
+    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
+        return 0
+
+    def _exchange(self, states: States, regions: Regions, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Puts `instead` of its place in the buffer into the register for each state tensor, whose values then are there."""
+        for row, state in states.items():
+            for name in self._names:
+                value = state.get(name)
+                if not is_elementwise(value, row):
+                    continue
+                view = row.of(regions[name])
+                if not self._placeholders.has(value) and value.data_ptr() != view.data_ptr():
+                    view.copy_(value.view(view.shape))
+                state[name] = instead(view)
+
+
+class MomentsInFile(StatePlace):
+    """Moments are in the file in 8-bit blocks; those of parameters that are too small for blocks stay in the register."""
+
+    is_away = True
+
+    def __init__(self, bucket: Bucket, shard: StoredShard, moments: PackedMoments):
+        super().__init__()
+        self._bucket = bucket
+        self._shard = shard
+        self._moments = moments
+        self._everything = Interval(0, bucket.layout.shard_numel)
+        self._lent: dict[str, torch.Tensor] = {}
+        self.lent_bytes = moments.float_bytes
+        for name in moments.codes:
+            # Padding behind a parameter shares its last block's scale, and stays zero.
+            self._pack_part(name, self._everything, torch.zeros(self._everything.numel))
+
+    def lend(self, states: States, regions: Regions) -> None:
+        self._lent = self._moments.unpack(states, self._blocks_in(regions))
+
+    def take_back(self, states: States, regions: Regions) -> None:
+        self._moments.pack(states, self._lent, self._blocks_in(regions))
+        self._lent = {}
+
+    def values(self, row: Row, name: str, value: Any) -> Any:
+        if not self._moments.is_placeholder(value):
+            return value
+        return self._part(row, name).detach().view(row.tensor.shape)
+
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        return self._part(row, kind) if self._moments.is_placeholder(tensor) else tensor
+
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        kept = dict(state)
+        for name, value in self._moments.packable(row, kept):
+            if not self._moments.is_placeholder(value):
+                self._pack_part(name, row.layout.in_shard, value.reshape(-1).float())
+                kept[name] = self._moments.placeholder(row)
+        return kept
+
+    def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        packed = sum(kind.nbytes for kind in kinds_in_blocks(self._moments.codes, self._everything.numel))
+        return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
+
+    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
+        return 0
+
+    def _part(self, row: Row, name: str) -> PackedPart:
+        codes, scales = (self._shard.mapped_part(region, cut) for region, cut in _regions_of(name, self._everything))
+        return PackedPart(PackedState(codes, scales, self._moments.codes[name]), row.layout.in_shard)
+
+    def _pack_part(self, name: str, interval: Interval, values: torch.Tensor) -> None:
+        packed = PackedState.zeros(interval.numel, self._moments.codes[name], self._bucket.tier)
+        packed.pack(values)
+        for (region, cut), part in zip(_regions_of(name, interval), (packed.codes, packed.scales), strict=True):
+            self._shard.write_part(region, cut, part)
+
+    def _blocks_in(self, regions: Regions) -> dict[str, PackedState]:
+        found = {}
+        for name, code in self._moments.codes.items():
+            codes, scales = (regions[region] for region, _ in _regions_of(name, self._everything))
+            found[name] = PackedState(codes, scales, code)
+        return found
+
+
+def kinds_in_blocks(names: Iterable[str], numel: int) -> list[Kind]:
+    """What a file has of these moments, in blocks."""
+    dtypes = (torch.uint8, torch.float32)
+    regions = [zip(_regions_of(name, Interval(0, numel)), dtypes, strict=True) for name in names]
+    return [Kind(region, dtype, cut.numel) for pair in regions for (region, cut), dtype in pair]
+
+
+def _regions_of(name: str, interval: Interval) -> tuple[tuple[str, Interval], tuple[str, Interval]]:
+    """(name in the file, interval there) of the codes and of the scales of a moment's elements, which begin with a block."""
+    scales = Interval(interval.start // BLOCK_NUMEL, blocks(interval.stop))
+    return ((f"{name} codes", interval), (f"{name} scales", scales))
+
+
+# ---- Where each bucket's master and optimizer state are ----
+
+
+class Places:
+    """Chooses a place for each new bucket by the tier that the bucket is in, its precision and its moments.
+
+    Args:
+        tier: of buckets that are offloaded.
+        optimizers: that the engine trains with, in its order.
+
+    Attributes:
+        placeholders: what the optimizers' registers have of state that is elsewhere.
+
+    Raises:
+        ConfigError: `moments: 8bit` for an optimizer whose state does not go into blocks.
+    """
+
+    def __init__(self, config: ZeroConfig, tier: Tier, optimizers: Sequence[torch.optim.Optimizer]):
+        self._tier = tier
+        self._optimizers = optimizers
+        self._codes = MomentCodes(optimizers if config.quantises_moments else ())
+        self.placeholders = Placeholders()
+
+    def of(self, bucket: Bucket) -> BucketState:
+        """Where the bucket's state is from now on. Makes its file, if it is to have one.
+
+        Raises:
+            ValueError: no trial step shows what a file would have to hold, or two things in it would have one name.
+            OffloadError: there is no room for the file.
+        """
+        is_stepped = bucket.trained and bucket.key.optimizer >= 0
+        optimizer = self._optimizers[bucket.key.optimizer] if is_stepped else None
+        moments = PackedMoments(bucket, self._codes.of(bucket), self.placeholders)
+        files = self._tier.files
+        if files is None or optimizer is None or bucket.tier is not self._tier:
+            return BucketState(bucket, optimizer, self._master_in_memory(bucket, optimizer), _in_memory(moments))
+        return self._in_file(bucket, optimizer, moments, files)
+
+    def _in_file(
+        self, bucket: Bucket, optimizer: torch.optim.Optimizer, moments: PackedMoments, files: StateFiles
+    ) -> BucketState:
+        kinds = _kinds_in_file(bucket, optimizer, moments) if files.holds_state else []
+        # Where files are those of parameters, only a master with the parameters' own digits is in one.
+        has_master = bucket.precision.has_master and (files.holds_state or not bucket.precision.rounds)
+        masters = [Kind(MASTER, bucket.precision.master, bucket.layout.shard_numel)] if has_master else []
+        if not (masters or kinds):
+            return BucketState(bucket, optimizer, MasterPlace(bucket), _in_memory(moments))
+        if masters and any(kind.name == MASTER for kind in kinds):
+            raise ValueError(
+                f"hf_zero: {type(optimizer).__name__} keeps state that it calls {MASTER!r}, and so are the fp32 copies of "
+                "parameters called in files. Give it another name, or use `offload.optimizer: cpu`."
+            )
+        shard = files.store(bucket.name, [*masters, *kinds])
+        master = MasterInFile(bucket, shard, self.placeholders) if has_master else MasterPlace(bucket)
+        state = self._state_in(shard, bucket, kinds, moments) if kinds else _in_memory(moments)
+        return BucketState(bucket, optimizer, master, state, shard)
+
+    def _state_in(
+        self, shard: StoredShard, bucket: Bucket, kinds: Sequence[Kind], moments: PackedMoments
+    ) -> StatePlace:
+        if moments.codes:
+            return MomentsInFile(bucket, shard, moments)
+        return StateInFile(shard, [kind.name for kind in kinds], self.placeholders)
+
+    def _master_in_memory(self, bucket: Bucket, optimizer: torch.optim.Optimizer | None) -> MasterPlace:
+        is_rounded = bucket.trained and bucket.precision.stochastic
+        return RoundedMaster(bucket, optimizer) if is_rounded else MasterPlace(bucket)
+
+
+def _in_memory(moments: PackedMoments) -> StatePlace:
+    return StateInBlocks(moments) if moments.codes else StatePlace()
+
+
+def _kinds_in_file(bucket: Bucket, optimizer: torch.optim.Optimizer, moments: PackedMoments) -> list[Kind]:
+    """What of its optimizer state goes to a bucket's file."""
+    numel = bucket.layout.shard_numel
+    if moments.codes:
+        return kinds_in_blocks(moments.codes, numel)
+    kinds = state_kinds(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
+    if kinds_by_size(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master):
+        raise ValueError(
+            f"hf_zero: {type(optimizer).__name__} keeps other state for large parameters than for small ones, and a file has one "
+            "place for both. Use `offload.optimizer: cpu`, or torch.optim.AdamW with `moments: 8bit`."
+        )
+    if kinds is None:
+        raise ValueError(
+            f"hf_zero: what state {type(optimizer).__name__} keeps cannot be seen by a trial step, so no file can be laid out "
+            "for it. Use one of torch's optimizers, or `offload.optimizer: cpu`."
+        )
+    return [Kind(name, dtype, numel) for name, dtype in kinds]

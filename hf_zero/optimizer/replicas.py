@@ -1,0 +1,324 @@
+"""Checks that ranks which hold copies of the same parameters and optimizer state hold the same values.
+
+Copies are whole parameters below stage 3, frozen ones among them; and the shards and the optimizer state of ranks of a replicate
+group, which at stage 0 is all ranks.
+Copies go apart by a bit that flips in memory, by an edit on one rank alone, or by sums that are not made alike.
+
+[Note: what an update hides]
+An update writes over a copy: below stage 3 by what its owner sends, and in optimizer state by a mean in which a small difference
+is rounded away. So each rank notes checksums of its copies before every update, and of what it owns behind it. The notes of
+several steps are compared at once. Of ranks that differ, the one is at fault whose copy is not what its owner had.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import Bucket, ParameterSlot
+from ..buckets.memory import UnshardedMemory
+from ..comm.transport import Transport
+from .holder import StateHolder
+
+_WORD_BYTES = 8
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers of as many bytes as a number that fills no word."""
+_WRAPS = 2**64
+_LISTED = 8
+_WEIGHTS = ""
+
+
+class ReplicasDivergedError(RuntimeError):
+    """Ranks hold different values of the same parameters or of their optimizer state."""
+
+
+class _Copy(NamedTuple):
+    """What ranks hold copies of.
+
+    Attributes:
+        part: the ranks that have the same part of the model.
+        shard: number of the shard that it is of; -1 of a whole parameter.
+        kind: the optimizer's name for its state; "" for the parameter itself.
+    """
+
+    part: tuple[int, ...]
+    shard: int
+    name: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.name!r}" if self.kind else repr(self.name)
+
+
+@dataclass(kw_only=True)
+class _Note:
+    """Checksums of some copies before an update, and of what their owners had behind the one before.
+
+    Attributes:
+        since, step: the updates behind which they were looked at last, and are looked at now.
+        owned: by shard for a parameter that ranks hold whole; None where no update was seen.
+    """
+
+    since: int
+    step: int
+    held: dict[_Copy, int]
+    owned: dict[_Copy, int] | None
+
+
+_Sums = dict[_Copy, torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class _Unread:
+    """A note whose checksums are on their devices."""
+
+    since: int
+    step: int
+    held: _Sums
+    owned: _Sums | None
+
+    def read(self) -> _Note:
+        owned = None if self.owned is None else _read(self.owned)
+        return _Note(since=self.since, step=self.step, held=_read(self.held), owned=owned)
+
+
+@dataclass
+class _Findings:
+    """What is wrong with one copy: the note, each rank's checksum, and the ranks whose copy is not its owner's."""
+
+    copy: _Copy
+    note: _Note
+    values: dict[int, int]
+    at_fault: list[int] = field(default_factory=list)
+
+
+class ReplicaCheck:
+    """Notes checksums at each step, and compares them over the ranks every few steps; see [Note: what an update hides].
+
+    Args:
+        every: steps between two comparisons; 0 for none, and then nothing is noted.
+        buckets: all of the model's.
+        frozen: parameters of no bucket, by name.
+        has_copies: other ranks hold this rank's shards and optimizer state, too.
+        transport: of the ranks that step together.
+        rank: this one.
+        place_of: for a parameter: the ranks that have the same part of the parameter, and which shard of that this rank has.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        buckets: Sequence[Bucket],
+        frozen: Iterable[tuple[str, nn.Parameter]],
+        holder: StateHolder,
+        transport: Transport,
+        rank: int,
+        place_of: Callable[[nn.Parameter], tuple[tuple[int, ...], int]],
+        *,
+        has_copies: bool,
+    ):
+        self._every = every
+        self._untrained = [bucket for bucket in buckets if not bucket.trained]
+        self._frozen = list(frozen)
+        self._holder = holder
+        self._transport = transport
+        self._rank = rank
+        self._place_of = place_of
+        self._has_copies = has_copies
+        self._notes: list[_Unread] = []
+        # By the optimizer that has made the last update.
+        self._owned: dict[torch.optim.Optimizer, _Sums] = {}
+        self._owned_frozen = self._untouched() if every else None
+        self._compared = 0
+
+    @torch.no_grad()
+    def before_update(self, step: int, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Notes what this rank holds of an optimizer's buckets. Their gathers are finished.
+
+        Args:
+            step: updates that the run has made.
+        """
+        if self._every:
+            held = _sums([*self._weights(buckets), *self._state(optimizer, buckets)])
+            self._notes.append(_Unread(since=step, step=step, held=held, owned=self._owned.get(optimizer)))
+
+    @torch.no_grad()
+    def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Notes what this rank owns of them, before it is sent; and at the start, what it begins with."""
+        if self._every:
+            self._owned[optimizer] = _sums([*self._own_weights(buckets), *self._state(optimizer, buckets)])
+
+    def is_due(self, step: int, *, at_once: bool = False) -> bool:
+        """Whether copies are compared before the update that makes this step.
+
+        Args:
+            at_once: something is wrong with the step, or would be taken for something else.
+        """
+        return self._every > 0 and (at_once or step % self._every == 0)
+
+    @torch.no_grad()
+    def compare(self, step: int) -> None:
+        """Collective: one exchange of a digest for each shard; raises `ReplicasDivergedError` on all ranks alike."""
+        held = self._untouched()
+        self._notes.append(_Unread(since=self._compared, step=step - 1, held=held, owned=self._owned_frozen))
+        self._owned_frozen, self._compared = held, step - 1
+        notes = [note.read() for note in self._notes]
+        self._notes.clear()
+        everyone = self._transport.exchange(_digests(notes), "comparison of replicas")
+        if not any(
+            len({theirs[group] for theirs in everyone if group in theirs}) > 1 for group in set().union(*everyone)
+        ):
+            return
+        of_ranks = dict(self._transport.exchange((self._rank, notes), "comparison of replicas"))
+        self._refuse(_first_difference(of_ranks), step)
+
+    # ---- what is held ----
+
+    def _untouched(self) -> _Sums:
+        """What no update writes."""
+        whole = [(self._copy(p, name, -1), p.data) for name, p in self._frozen]
+        return _sums([*whole, *self._weights(self._untrained)])
+
+    def _weights(self, buckets: Sequence[Bucket]) -> Iterator[tuple[_Copy, torch.Tensor]]:
+        """Parameters as this rank holds them: whole ones, and its part of sharded ones that other ranks have too."""
+        for bucket in buckets:
+            if isinstance(bucket.memory, UnshardedMemory):
+                for slot in bucket.slots:
+                    yield self._copy(slot.parameter, slot.name, -1), slot.view_of(bucket.flat)
+            elif self._has_copies:
+                yield from self._parts_of(bucket, bucket.memory.read_own())
+
+    def _own_weights(self, buckets: Sequence[Bucket]) -> Iterator[tuple[_Copy, torch.Tensor]]:
+        """This rank's part of each parameter."""
+        for bucket in buckets:
+            if isinstance(bucket.memory, UnshardedMemory) or self._has_copies:
+                yield from self._parts_of(bucket, bucket.memory.read_own())
+
+    def _parts_of(self, bucket: Bucket, own: torch.Tensor) -> Iterator[tuple[_Copy, torch.Tensor]]:
+        for slot in bucket.slots:
+            common = slot.interval.intersect(bucket.own_interval)
+            if common is not None:
+                run = common.shift(-bucket.own_interval.start)
+                yield self._copy_of(slot), own[run.start : run.stop]
+
+    def _state(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]
+    ) -> Iterator[tuple[_Copy, torch.Tensor]]:
+        """Masters and optimizer state in memory that other ranks have too."""
+        if not self._has_copies or self._holder.is_in_files:
+            return
+        for row in (row for bucket in buckets for row in bucket.rows):
+            if row.slot.bucket.precision.rounds:
+                yield self._copy_of(row.slot, "master"), self._holder.master_view(row).detach()
+            for kind, value in optimizer.state.get(row.tensor, {}).items():
+                if not torch.is_tensor(value):
+                    continue
+                is_elementwise = value.dim() > 0 and value.shape == row.tensor.shape
+                yield (
+                    self._copy_of(row.slot, kind),
+                    (self._holder.view(row, kind, value).detach() if is_elementwise else value),
+                )
+
+    def _copy(self, parameter: nn.Parameter, name: str, shard: int, kind: str = _WEIGHTS) -> _Copy:
+        return _Copy(self._place_of(parameter)[0], shard, name, kind)
+
+    def _copy_of(self, slot: ParameterSlot, kind: str = _WEIGHTS) -> _Copy:
+        """Of this rank's shard."""
+        return self._copy(slot.parameter, slot.name, self._place_of(slot.parameter)[1], kind)
+
+    def _refuse(self, found: _Findings, step: int) -> None:
+        alike: dict[int, list[int]] = {}
+        for rank, value in found.values.items():
+            alike.setdefault(value, []).append(rank)
+        listed = "; ".join(_in_words(ranks) for ranks in sorted(alike.values(), key=len, reverse=True)[:_LISTED])
+        when = f"between the updates of steps {found.note.since} and {found.note.step + 1}"
+        culprits = f" The copy of {_in_words(found.at_fault)} has changed by itself." if found.at_fault else ""
+        raise ReplicasDivergedError(
+            f"hf_zero: the ranks' copies of the parameters have diverged by step {step}: the first that differs is {found.copy}, "
+            f"{when}.{culprits} Ranks with the same values: {listed}. "
+            "Resume from a checkpoint from before. Usual reasons: a parameter that was edited on some ranks only, or broken "
+            "memory of the rank that stands alone."
+        )
+
+
+def checksum(values: torch.Tensor) -> torch.Tensor:
+    """Of a tensor's bits, an int64 scalar on its device; NaNs count by their bits.
+
+    That of two tensors behind one another is the sum of theirs, modulo 2^64, where the first has a multiple of 16 bytes.
+    """
+    flat = values.detach().reshape(-1)
+    size = flat.element_size()
+    if flat.storage_offset() * size % _WORD_BYTES:
+        flat = flat.clone()
+    whole = flat.numel() * size // _WORD_BYTES * _WORD_BYTES // size
+    # Words, which are added twenty times faster than numbers that are made wider first.
+    words, rest = flat[:whole].view(torch.int64), flat[whole:]
+    # Every other word counts more, so that two that have changed places are seen; and each an odd number of times, so that a sum
+    # that wraps around loses no bit.
+    total = words.sum() * 31 + words[::2].sum() * 2
+    return total + rest.view(_BITS[size]).sum(dtype=torch.int64) * 37 if rest.numel() else total
+
+
+def _sums(copies: Iterable[tuple[_Copy, torch.Tensor]]) -> _Sums:
+    return {copy: checksum(values) for copy, values in copies}
+
+
+def _read(sums: _Sums) -> dict[_Copy, int]:
+    """In one transfer from each device."""
+    devices = {value.device for value in sums.values()}
+    found: dict[_Copy, int] = {}
+    for device in devices:
+        there = {copy: value for copy, value in sums.items() if value.device == device}
+        found |= zip(there, (value % _WRAPS for value in torch.stack(list(there.values())).tolist()))
+    return found
+
+
+def _digests(notes: Sequence[_Note]) -> dict[tuple[tuple[int, ...], int], str]:
+    """Of all that was held: each part and shard of the model → what ranks that have it have alike."""
+    held: dict[tuple[tuple[int, ...], int], list] = {}
+    for number, note in enumerate(notes):
+        for copy, value in sorted(note.held.items()):
+            held.setdefault(copy[:2], []).append((number, copy, value))
+    return {group: hashlib.sha256(repr(values).encode()).hexdigest() for group, values in held.items()}
+
+
+def _first_difference(of_ranks: Mapping[int, Sequence[_Note]]) -> _Findings:
+    """Ranks make notes at the same moments, so that theirs of one number belong together."""
+    for notes in zip(*of_ranks.values()):
+        here = dict(zip(of_ranks, notes))
+        for copy in dict.fromkeys(copy for note in notes for copy in note.held):
+            values = {rank: note.held[copy] for rank, note in here.items() if copy in note.held}
+            if len(set(values.values())) > 1:
+                return _Findings(copy, notes[0], values, _at_fault(copy, values, here))
+    raise AssertionError("hf_zero: replicas differ, and no value of theirs does; please report this")
+
+
+def _at_fault(copy: _Copy, values: Mapping[int, int], here: Mapping[int, _Note]) -> list[int]:
+    """The ranks whose copy is not what its owners had behind the last update; none where that is in doubt."""
+    owned = {
+        rank: {
+            each.shard: value for each, value in (note.owned or {}).items() if each._replace(shard=copy.shard) == copy
+        }
+        for rank, note in here.items()
+    }
+    if copy.shard >= 0:
+        expected = {rank: theirs.get(copy.shard) for rank, theirs in owned.items() if rank in values}
+    else:
+        # Each shard's owners; replicas that disagreed behind the update had come apart before.
+        by_shard: dict[int, set[int]] = {}
+        for theirs in owned.values():
+            for shard, value in theirs.items():
+                by_shard.setdefault(shard, set()).add(value)
+        if not by_shard or any(len(found) > 1 for found in by_shard.values()):
+            return []
+        expected = dict.fromkeys(values, sum(min(found) for found in by_shard.values()) % _WRAPS)
+    at_fault = [rank for rank, value in values.items() if value != expected[rank]]
+    return [] if len(at_fault) == len(values) else at_fault
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:_LISTED]))}{more}"

@@ -1,0 +1,543 @@
+"""The user's optimizer over this rank's rows, and the check that it is element-wise."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import Bucket, ParameterSlot, Row
+from ..buckets.sharded import ShardedGradient
+from ..comm.groups import Groups
+from ..config import AUTO, ConfigError, ZeroConfig
+from ..disguise import look_only
+from ..hooks import WeakHook, engine_attached_to
+from ..layout.slots import Interval
+from .holder import StateHolder
+from .state_kinds import (
+    NO_ARGUMENTS,
+    double_of,
+    enter_training,
+    group_with,
+    is_of_torch,
+    note_arguments,
+    own_step,
+    settings_of,
+    with_dimensions,
+)
+
+# ---- Whether an optimizer updates each element by itself, and so may be given parts of parameters ----
+
+
+class UpdateScope(Enum):
+    """What the update of an element depends on.
+
+    ELEMENT: that element alone. PARAMETER: the parameter it is in (a norm, a row's mean, a matrix product). MODEL: other
+    parameters too. UNKNOWN: the optimizer could not be tried.
+    """
+
+    ELEMENT = "element"
+    PARAMETER = "parameter"
+    MODEL = "model"
+    UNKNOWN = "unknown"
+
+
+_OF_TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+"""Of torch.optim, and element-wise whatever their settings; `capturable` ones could not be tried on the host."""
+
+_NOT_STEPPED_SO = {
+    "lbfgs": "calls backward in the middle of its step",
+    "lomo": "steps inside backward",
+    "adalomo": "steps inside backward",
+    "sparseadam": "wants sparse gradients, which have no place in a flat bucket",
+}
+"""Lower-case class name → why no layout fits."""
+
+_SHAPE = (4, 6)
+_CUT = 10
+
+_LARGE_SHAPE = (128, 96)
+"""A multiple of the usual 256 elements of a block, and above the usual 4096 below which state is not in blocks."""
+
+_LARGE_CUT = 4105
+_SCALES = (1.0, 0.1, 0.3)
+"""Of the gradients of three steps on it: a sign of their average then hangs on the digits of each."""
+
+
+def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ValueError` for an optimizer that steps another one, such as Lookahead or SAM."""
+    name = type(optimizer).__name__
+    inner = next((value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)), None)
+    if inner is not None:
+        raise ValueError(
+            f"hf_zero: the optimizer {name} has another one in it, {type(inner).__name__}, whose state would be in no shard and "
+            f"in no checkpoint. Prepare the {type(inner).__name__} by itself, or train without hf_zero."
+        )
+
+
+def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards: int) -> bool:
+    """Whether parameters must not be cut for this optimizer, each being one rank's whole.
+
+    Args:
+        config: `split_parameters` of auto judges the optimizer, True and False are the user's word for one that cannot be
+            tried.
+        shards: ranks over which its parameters are dealt.
+
+    Raises:
+        ConfigError: `split_parameters: true` for an optimizer that looks further than an element.
+        ValueError: an optimizer that no layout suits.
+    """
+    name = type(optimizer).__name__
+    if name.lower() in _NOT_STEPPED_SO:
+        raise ValueError(
+            f"hf_zero: the optimizer {name} {_NOT_STEPPED_SO[name.lower()]}, so it cannot be stepped over shards. Use AdamW, "
+            "Adam, SGD, RMSprop, Adagrad, NAdam, RAdam, Lion, Muon, Adafactor, ..., or train without hf_zero."
+        )
+    scope = update_scope_of(optimizer)
+    if scope is UpdateScope.MODEL and (shards > 1 or config.steps_by_bucket):
+        raise ValueError(
+            f"hf_zero: the optimizer {name} updates a parameter by what other parameters are, and here only some of them are "
+            "stepped at a time. Set `stage: 0`, where each rank has all, without `offload.optimizer: nvme` and `rounding: "
+            "stochastic` and `moments: 8bit`, which step a bucket at a time; or use another optimizer."
+        )
+    split = config.split_parameters
+    if split is True and scope in (UpdateScope.PARAMETER, UpdateScope.MODEL):
+        raise ConfigError(
+            f"hf_zero config: `split_parameters: true`, and the optimizer {name} updates an element by what the rest of its "
+            "parameter is, so that parts of it would be trained otherwise than the whole. Leave `split_parameters` at auto."
+        )
+    return scope is not UpdateScope.ELEMENT if split == AUTO else not split
+
+
+def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it finds a Parameter's settings as bitsandbytes does: by identity, and by the place in `param_groups`."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("get_config", "check_overrides"))
+
+
+def kept_by_parameter(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] | set[Any]]:
+    """Dicts and sets that the optimizer keeps beside its state, and in which a parameter of it, or its `id`, is a key."""
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = (value for name, value in vars(optimizer).items() if name != "state" and isinstance(value, dict | set))
+    return [held for held in own if any((id(key) if torch.is_tensor(key) else key) in ids for key in held)]
+
+
+def update_scope_of(optimizer: torch.optim.Optimizer) -> UpdateScope:
+    """How far the optimizer looks by the settings of any of its groups, seen by trial steps of copies that leave it alone.
+
+    Two matrices are stepped together, each alone, and cut into flat pieces, and so is a larger one; whatever gives the same
+    values does not tell those cases apart. What a step finds by a Parameter's identity, no trial shows: that is looked for.
+    """
+    if type(optimizer) in [getattr(torch.optim, name) for name in _OF_TORCH]:
+        return UpdateScope.ELEMENT
+    # What a script has said of a parameter is said of the whole.
+    least = UpdateScope.ELEMENT
+    if is_of_bitsandbytes(optimizer) or kept_by_parameter(optimizer):
+        least = UpdateScope.PARAMETER
+    # An optimizer may do in some groups only what it is chosen for: Muon's step, GaLore's projection, LAMB's trust ratio.
+    scopes = (_scope_with(optimizer, settings) for settings in _unlike_settings(optimizer))
+    return max((least, *scopes), key=_REACH.index)
+
+
+_REACH = (UpdateScope.ELEMENT, UpdateScope.UNKNOWN, UpdateScope.PARAMETER, UpdateScope.MODEL)
+
+
+def _unlike_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Those of the optimizer's groups, once each. A group for each layer, with a learning rate of its own, is no other trial."""
+    # A learning rate of 0 (warm-up) would hide every difference.
+    found = [settings_of(group) | {"lr": 0.1, "initial_lr": 0.1} for group in optimizer.param_groups]
+    for settings in found:
+        # A trial has parameters of its own.
+        settings.pop("param_names", None)
+    return list({repr(sorted(settings.items())): settings for settings in found}.values()) or [{"lr": 0.1}]
+
+
+def _scope_with(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> UpdateScope:
+    generator = torch.Generator().manual_seed(0)
+    matrices, gradients = ([torch.randn(_SHAPE, generator=generator) for _ in range(2)] for _ in range(2))
+    # Unlike each other in each piece, so that whatever is taken over a parameter or several (a sign, a norm) differs.
+    gradients[0].abs_().view(-1)[_CUT:].mul_(-3.0)
+    gradients[1].mul_(0.1)
+
+    def stepped(values: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        return _stepped(optimizer, settings, values, [gradients, gradients])
+
+    try:
+        together = stepped(matrices, gradients)
+        alone = [*stepped(matrices[:1], gradients[:1]), *stepped(matrices[1:], gradients[1:])]
+    except Exception:
+        # A class that cannot step outside its own construction tells nothing about its arithmetic.
+        return UpdateScope.UNKNOWN
+    if _same(together, matrices):
+        # Nor does one that has others step in its place.
+        return UpdateScope.UNKNOWN
+    if not _same(together, alone):
+        return UpdateScope.MODEL
+    try:
+        pieces = stepped(_cut(matrices[0]), _cut(gradients[0]))
+    except Exception:
+        # Made for matrices.
+        return UpdateScope.PARAMETER
+    is_of_elements = _same(pieces, _cut(alone[0])) and not _looks_at_size(optimizer, settings)
+    return UpdateScope.ELEMENT if is_of_elements else UpdateScope.PARAMETER
+
+
+def _looks_at_size(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> bool:
+    """Whether pieces of a larger matrix are stepped otherwise than the whole, as by optimizers that keep state in blocks."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, *gradients = (torch.randn(_LARGE_SHAPE, generator=generator) * scale for scale in (1.0, *_SCALES))
+    try:
+        [whole] = _stepped(optimizer, settings, [matrix], [[gradient] for gradient in gradients])
+        cut = partial(_cut, at=_LARGE_CUT)
+        pieces = _stepped(optimizer, settings, cut(matrix), list(map(cut, gradients)))
+    except Exception:
+        # It can step a small matrix and its pieces, and these not.
+        return True
+    return not _same(pieces, cut(whole))
+
+
+def _cut(whole: torch.Tensor, at: int = _CUT) -> list[torch.Tensor]:
+    flat = whole.reshape(-1)
+    return [flat[:at], flat[at:]]
+
+
+def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(some, others, strict=True))
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    values: list[torch.Tensor],
+    passes: Iterable[list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """The values behind a step with the gradients of each of `passes`."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    trial = double_of(optimizer, settings_of(settings) | {"params": parameters}, {})
+    with torch.random.fork_rng(devices=[]):
+        enter_training(trial)
+        for gradients in passes:
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient.clone()
+            own_step(trial)
+    return [parameter.detach() for parameter in parameters]
+
+
+# ---- The user's own optimizer object, given this rank's rows instead of whole parameters ----
+
+SCALES_ITSELF = "_step_supports_amp_scaling"
+"""What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
+
+_MARK = "hf_zero_shard"
+
+RowStates = dict[nn.Parameter, dict[str, Any]]
+"""By the whole parameter, the state of the row that a rank has of it, with its values."""
+
+
+class ShardedOptimizer:
+    """Swaps the parameters in an optimizer's groups for rows, and calls the engine around each step.
+
+    The object, its groups and their order stay, so schedulers, per-group settings and later edits of them go on working.
+    A parameter of which this rank owns nothing leaves its group; a group may be empty.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer` whose update scope (elementwise.py) the rows suit; state that it has is cut to
+            them.
+        rows: this rank's row of each parameter that it owns a part of.
+        trained: all parameters that the engine has in buckets.
+        identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.
+        before_step: called before each step; returns whether the step is to be taken.
+        after_step: called behind each step, with the same answer.
+        holder: who has the state of the rows.
+
+    Attributes:
+        rows: of this optimizer, in its order.
+        whole_groups: the parameters that the script gave to each group.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        rows: Mapping[nn.Parameter, Row],
+        trained: set[nn.Parameter],
+        identity: str,
+        before_step: Callable[[], bool],
+        after_step: Callable[[bool], None],
+        holder: StateHolder,
+    ):
+        self.optimizer = optimizer
+        self._identity = identity
+        self._holder = holder
+        self._is_whole = all(row.is_parameter for row in rows.values())
+        self._before_step = before_step
+        self._after_step = after_step
+        self._skipped_groups: list[dict[str, Any]] | None = None
+        self.whole_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._whole_names = [group.get("param_names") for group in optimizer.param_groups]
+        self.rows = [rows[p] for group in self.whole_groups for p in group if p in rows]
+        kept = kept_by_parameter(optimizer)
+        for group in optimizer.param_groups:
+            group.update(group_with(group, lambda p: p in rows or p not in trained))
+            group["params"] = [rows[p].tensor if p in rows else p for p in group["params"]]
+        for row in self.rows:
+            self._cut_state(row)
+        self._stand_ins = [(held, _stand_in(held, [row for row in self.rows if not row.is_parameter])) for held in kept]
+        if is_of_bitsandbytes(optimizer):
+            self._look_up_whole(rows)
+        self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._hooks = [
+            optimizer.register_step_pre_hook(WeakHook(self, ShardedOptimizer._on_step)),
+            optimizer.register_step_post_hook(WeakHook(self, ShardedOptimizer._on_stepped)),
+            optimizer.register_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_state_dict)),
+            optimizer.register_load_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._on_load_state_dict)),
+        ]
+        # torch's own GradScaler, which would skip on one rank alone, then tells a step what it found; see NonFiniteCheck.
+        self._scales_itself = optimizer.__dict__.get(SCALES_ITSELF)
+        optimizer.__dict__[SCALES_ITSELF] = True
+        self._stock_zero_grad = optimizer.zero_grad
+        changed: Any = optimizer
+        changed.zero_grad = self._make_zero_grad()
+        # The optimizer keeps its side of the engine alive; the hooks above, copied with it, do not.
+        changed._hf_zero_keeps = self
+
+    def group_names(self, slot_of: Mapping[nn.Parameter, ParameterSlot]) -> list[list[str]]:
+        """Names of the trained parameters in each group, in the user's order."""
+        return [[slot_of[p].name for p in whole if p in slot_of] for whole in self.whole_groups]
+
+    def refuse_strangers(self) -> None:
+        """Raises `ValueError` for parameters that came into the optimizer's groups after the engine was built."""
+        for group in self.optimizer.param_groups:
+            if self._known.issuperset(map(id, group["params"])):
+                continue
+            strangers = [p for p in group["params"] if id(p) not in self._known]
+            raise ValueError(
+                f"hf_zero: {len(strangers)} parameters were added to the optimizer after it was prepared (first: shape "
+                f"{tuple(strangers[0].shape)}). Add them before accelerator.prepare, or prepare model and optimizer anew."
+            )
+
+    @property
+    def keeps_stepped_rows(self) -> bool:
+        """Whether rows keep what the holder steps them to, a bucket at a time, until `after_step`.
+
+        Classes that are not torch's, and hooks in between, may write to any row.
+        """
+        first = next(iter(self.optimizer._optimizer_step_post_hooks))
+        is_next = first == self._hooks[1].id and self._holder.comes_last(self.optimizer)
+        return is_next and is_of_torch(self.optimizer)
+
+    @property
+    def is_in_files(self) -> bool:
+        """Whether the state of rows lies in files, which go with the engine."""
+        return self._holder.is_in_files
+
+    def places(self) -> dict[nn.Parameter, Interval]:
+        """Which elements of each whole parameter this rank has in a row."""
+        return {row.slot.parameter: row.layout.in_parameter for row in self.rows}
+
+    def row_states(self) -> RowStates:
+        """The state that rows have, taken out of wherever it is held."""
+        register = self.optimizer.state
+        return {r.slot.parameter: self._fetched(r, register[r.tensor]) for r in self.rows if r.tensor in register}
+
+    def put_row_states(self, states: RowStates) -> None:
+        """Replaces the state of rows; those that are not in `states` keep theirs."""
+        for row in self.rows:
+            if row.slot.parameter in states:
+                self.optimizer.state[row.tensor] = self._holder.put(row, states[row.slot.parameter])
+
+    def release(self) -> None:
+        """Gives the optimizer its whole parameters back. Its state, which exists in rows only, is dropped."""
+        for hook in self._hooks:
+            hook.remove()
+        for group, whole, names in zip(self.optimizer.param_groups, self.whole_groups, self._whole_names, strict=True):
+            group["params"] = whole
+            if names is not None:
+                group["param_names"] = names
+        for held, added in self._stand_ins:
+            for key in added:
+                if isinstance(held, dict):
+                    held.pop(key, None)
+                else:
+                    held.discard(key)
+        for method in ("get_config", "check_overrides") if is_of_bitsandbytes(self.optimizer) else ():
+            self.optimizer.__dict__.pop(method, None)
+        if not self._is_whole:
+            self.optimizer.state.clear()
+        del self.optimizer.__dict__[SCALES_ITSELF]
+        if self._scales_itself is not None:
+            self.optimizer.__dict__[SCALES_ITSELF] = self._scales_itself
+        changed: Any = self.optimizer
+        del changed.zero_grad
+        del changed._hf_zero_keeps
+
+    def _look_up_whole(self, rows: Mapping[nn.Parameter, Row]) -> None:
+        """Has an optimizer of bitsandbytes look a row up where its whole parameter is in the groups that the script made.
+
+        What a script has said of a Parameter to `GlobalOptimManager` is found by identity and by that place. Rows are other
+        tensors, and a rank's groups have fewer.
+        """
+        changed: Any = self.optimizer
+        groups = [{"params": whole} for whole in self.whole_groups]
+        place_of = {
+            id(rows[p].tensor): (number, place)
+            for number, whole in enumerate(self.whole_groups)
+            for place, p in enumerate(whole)
+            if p in rows
+        }
+
+        @contextmanager
+        def in_whole_groups() -> Iterator[None]:
+            changed.param_groups, own = groups, changed.param_groups
+            try:
+                yield
+            finally:
+                changed.param_groups = own
+
+        def get_config(gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            place = place_of.get(id(changed.param_groups[gindex]["params"][pindex]), (gindex, pindex))
+            with in_whole_groups():
+                return type(changed).get_config(changed, *place, group)
+
+        def check_overrides() -> None:
+            with in_whole_groups():
+                type(changed).check_overrides(changed)
+
+        changed.get_config, changed.check_overrides = get_config, check_overrides
+
+    def _make_zero_grad(self) -> Callable[..., None]:
+        """The optimizer's own zero_grad for its rows, and the same for the whole parameters.
+
+        Rows hold what was reduced. What micro-batches have accumulated since lies in `p.grad` of the whole parameters, some
+        of which this rank has no row of; a script that drops a batch means that too.
+        """
+
+        @functools.wraps(self._stock_zero_grad)
+        def zero_grad(*args, **kwargs) -> None:
+            set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+            if not set_to_none:
+                for row in self.rows:
+                    row.slot.bucket.await_gradient()
+            self._stock_zero_grad(*args, **kwargs)
+            with look_only():
+                gradients = [(p, p.grad) for group in self.whole_groups for p in group if p.grad is not None]
+                for parameter, gradient in gradients:
+                    if not set_to_none:
+                        gradient.zero_()
+                        continue
+                    if isinstance(gradient, ShardedGradient):
+                        gradient.pending = None
+                    parameter.grad = None
+
+        return zero_grad
+
+    def _cut_state(self, row: Row) -> None:
+        parameter = row.slot.parameter
+        if row.is_parameter or parameter not in self.optimizer.state:
+            return
+        whole = self.optimizer.state.pop(parameter)
+        settings = self.optimizer.param_groups[row.slot.bucket.key.group]
+        self.optimizer.state[row.tensor] = with_dimensions(
+            {name: cut_to(value, row) for name, value in whole.items()}, row, self.optimizer, settings
+        )
+
+    def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> None:
+        # args[0] is the optimizer itself.
+        if any(callable(value) and not torch.is_tensor(value) for value in (*args[1:], *kwargs.values())):
+            raise ValueError(
+                "hf_zero: optimizer.step(closure) is not supported: the closure would run backward in the middle of the "
+                "step. Call backward first, then optimizer.step()."
+            )
+        is_given = any(value is not None for value in (*args[1:], *kwargs.values()))
+        note_arguments(self.optimizer, (args[1:], kwargs) if is_given else NO_ARGUMENTS)
+        self._end_skip()
+        self.refuse_strangers()
+        if not self._before_step():
+            self._begin_skip()
+
+    def _on_stepped(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        note_arguments(self.optimizer, NO_ARGUMENTS)
+        is_taken = self._skipped_groups is None
+        self._end_skip()
+        self._after_step(is_taken)
+
+    def _begin_skip(self) -> None:
+        """Lets the step that has begun run over groups without parameters. What it counts in them goes with these copies."""
+        self._skipped_groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [group_with(group, lambda _: False) for group in self._skipped_groups]
+
+    def _end_skip(self) -> None:
+        if self._skipped_groups is not None:
+            self.optimizer.param_groups, self._skipped_groups = self._skipped_groups, None
+
+    def _on_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        row_of = {id(row.tensor): row for row in self.rows}
+        tensors = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {
+            index: values if id(tensors[index]) not in row_of else self._fetched(row_of[id(tensors[index])], values)
+            for index, values in state_dict["state"].items()
+        }
+        state_dict = {**state_dict, "state": state}
+        return state_dict if self._is_whole else {**state_dict, _MARK: self._identity}
+
+    def _fetched(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._holder.values(row, name, value) for name, value in state.items()}
+
+    def _on_load_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> None:
+        if self._is_whole and _MARK not in state_dict:
+            return
+        if state_dict["state"] and state_dict.get(_MARK) != self._identity:
+            raise ValueError(
+                f"hf_zero: this state dict is of {state_dict.get(_MARK, 'a whole optimizer')}, and this optimizer is "
+                f"{self._identity}. optimizer.state_dict() holds one rank's shard and fits that shard alone; to move state "
+                "between runs use accelerator.save_state/load_state or Trainer's checkpoints."
+            )
+
+
+def _stand_in(held: dict[Any, Any] | set[Any], rows: Iterable[Row]) -> list[Any]:
+    """Has rows found in a dict or set of an optimizer's own where their parameters are; returns the keys that they have there."""
+    row_of = {id(row.slot.parameter): row for row in rows}
+    added: list[Any] = []
+    for key in list(held):
+        row = row_of.get(id(key) if torch.is_tensor(key) else key)
+        if row is None:
+            continue
+        added.append(row.tensor if torch.is_tensor(key) else id(row.tensor))
+        if isinstance(held, dict):
+            held[added[-1]] = held[key]
+        else:
+            held.add(added[-1])
+    return added
+
+
+def identity_of(groups: Groups, stage: int, buckets: Sequence[Bucket]) -> str:
+    """Which shard of which layout an optimizer's state belongs to, in words; equal for shards that are laid out alike."""
+    numel = sum(bucket.layout.numel for bucket in buckets)
+    return f"rank {groups.shard_rank} of {groups.shard_size}, stage {stage}, {len(buckets)} buckets of {numel} elements"
+
+
+def engine_stepped_by(optimizer: torch.optim.Optimizer) -> Any:
+    """The live ZeroEngine whose parameters the optimizer steps; None for an optimizer that no engine has."""
+    sharded = optimizer.__dict__.get("_hf_zero_keeps")
+    parameters = () if sharded is None else (p for group in sharded.whole_groups for p in group)
+    return next((engine for engine in map(engine_attached_to, parameters) if engine is not None), None)
+
+
+def cut_to(value: Any, row: Row) -> Any:
+    """A row's part of a state tensor of the whole parameter, in the row's shape and on its device; scalars as they are."""
+    if not torch.is_tensor(value) or value.dim() == 0:
+        return value
+    if value.shape == row.slot.parameter.shape:
+        cut = row.layout.in_parameter
+        value = value.reshape(-1)[cut.start : cut.stop].view(row.tensor.shape)
+    return value.to(row.tensor.device, copy=True)
+
+
+def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters that the script gave to an optimizer, whether or not an engine has put rows in their place since."""
+    sharded = optimizer.__dict__.get("_hf_zero_keeps")
+    groups = [group["params"] for group in optimizer.param_groups] if sharded is None else sharded.whole_groups
+    return [parameter for group in groups for parameter in group]

@@ -1,1 +1,0 @@
-"""The user's optimizers over this rank's rows: their state, its kinds, and loss scaling."""

@@ -1,0 +1,328 @@
+"""Optimizer state row by row: read, written, gathered whole, and resized."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import ParameterSlot, Row
+from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, PackedPart, Read, StateRow, kind_of, name_of
+from ..buckets.sharded import widen
+from ..comm.ledger import Label
+from ..device import allocate
+from ..layout.slots import Interval
+from .bucket_state import is_elementwise
+from .holder import StateHolder
+from .sharded_optimizer import ShardedOptimizer
+from .state_kinds import with_dimensions
+
+# ---- Optimizer state of this rank's rows as (kind, name, interval, tensor), for saving and loading ----
+
+
+def state_rows(
+    optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder, replica: int
+) -> Iterator[StateRow]:
+    """All that is a tensor with dimensions: masters with more digits than the parameters, and optimizer state.
+
+    What `holder` has in files or in blocks is read when the tensor is looked at, so that a part at a time passes through memory.
+
+    Args:
+        replica: of which model the state is. Masters are the same in all, and the first's only.
+    """
+    prefix = f"{REPLICA}{replica}." if replica else ""
+    for row in rows:
+        state = state_of(optimizers, row)
+        tensors = {kind_of(n): holder.view(row, n, there) for n, there in elementwise_state(state, row).items()}
+        if row.slot.bucket.precision.rounds and not replica:
+            tensors = {MASTER: holder.master_view(row), **tensors}
+        for kind, tensor in tensors.items():
+            yield StateRow(
+                kind=prefix + kind,
+                name=row.slot.name,
+                interval=row.layout.in_parameter,
+                own_shape=None,
+                tensor=tensor if isinstance(tensor, PackedPart) else tensor.reshape(-1),
+            )
+        for name, tensor in own_shaped_state(state, row).items():
+            yield StateRow(
+                kind=prefix + kind_of(name),
+                name=row.slot.name,
+                interval=Interval(0, tensor.numel()),
+                own_shape=tuple(tensor.shape),
+                tensor=tensor.reshape(-1),
+            )
+
+
+def state_scalars(
+    optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder
+) -> dict[str, dict[str, Any]]:
+    """Parameter name → state that is one value for all its elements (`step`): numbers, or 0-d tensors as they are."""
+    scalars: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        state = state_of(optimizers, row)
+        tensors = elementwise_state(state, row) | own_shaped_state(state, row)
+        scalars[row.slot.name] = {kind_of(name): value for name, value in state.items() if name not in tensors}
+    return scalars
+
+
+def fill_rows(
+    optimizers: Sequence[ShardedOptimizer],
+    rows: Sequence[Row],
+    read: Read,
+    kinds_of: KindsOf,
+    scalars_of: Callable[[str], dict[str, Any]],
+    holder: StateHolder,
+    replica: int,
+) -> None:
+    """Replaces the state of `rows` by what a checkpoint holds.
+
+    Args:
+        read: (kind, name, interval) → 1-D host tensor of the interval's elements.
+        kinds_of: name → kinds of which the checkpoint has a tensor with one value an element.
+        scalars_of: name → the parameter's scalars, and its state tensors of a shape of their own.
+        holder: who takes them.
+        replica: of which model the state is to be; one that the checkpoint does not have gets the first's.
+
+    Raises:
+        ValueError: a state tensor of a shape of its own for a parameter of which this rank has a part only.
+    """
+    for row in rows:
+        name, interval = row.slot.name, row.layout.in_parameter
+        scalars = scalars_of(name)
+        state = {
+            name_of(kind): _placed(scalars[saved], kind, row)
+            for kind, saved in _kinds_for(replica, scalars.keys()).items()
+        }
+        for kind, saved in _kinds_for(replica, kinds_of(name)).items():
+            values = read(saved, name, interval)
+            if kind == MASTER:
+                if row.slot.bucket.precision.has_master:
+                    holder.put_master(row, values)
+                continue
+            state[name_of(kind)] = values.view(row.tensor.shape).to(row.tensor.device)
+        owner = _owner_of(optimizers, row)
+        if owner is not None:
+            optimizer, group = owner.optimizer, owner.optimizer.param_groups[row.slot.bucket.key.group]
+            state = _with_step_in_place(with_dimensions(state, row, optimizer, group), row, group)
+            kept = holder.put(row, state)
+            # An empty entry would look like a step taken.
+            optimizer.state.pop(row.tensor, None)
+            if kept:
+                optimizer.state[row.tensor] = kept
+
+
+def _kinds_for(replica: int, saved: Iterable[str]) -> dict[str, str]:
+    """Kind of a model's state → the kind under which a checkpoint has it."""
+    kinds = {kind: kind for kind in saved if not kind.startswith((RESIDUAL, OUTER, REPLICA))}
+    prefix = f"{REPLICA}{replica}."
+    return kinds | {kind.removeprefix(prefix): kind for kind in saved if kind.startswith(prefix)}
+
+
+def _owner_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> ShardedOptimizer | None:
+    index = row.slot.bucket.key.optimizer
+    return optimizers[index] if index >= 0 else None
+
+
+def state_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> dict[str, Any]:
+    """The optimizer's state of a row; empty before its first step."""
+    owner = _owner_of(optimizers, row)
+    return {} if owner is None else owner.optimizer.state.get(row.tensor, {})
+
+
+def elementwise_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
+    """The part of a row's state that has one value an element."""
+    return {name: value for name, value in state.items() if is_elementwise(value, row)}
+
+
+def own_shaped_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
+    """The tensors of a whole parameter's state that have dimensions, and not one value an element (a factor of rows, say)."""
+    tensors = {n: v for n, v in state.items() if torch.is_tensor(v) and v.dim() > 0 and v.shape != row.tensor.shape}
+    return tensors if _is_whole(row) else {}
+
+
+def _is_whole(row: Row) -> bool:
+    return row.tensor.shape == row.slot.parameter.shape
+
+
+def _with_step_in_place(state: dict[str, Any], row: Row, group: Mapping[str, Any]) -> dict[str, Any]:
+    """`step` where torch's `load_state_dict` puts it: fused and capturable steps read it on the parameter's device."""
+    step = state.get("step")
+    if not isinstance(step, torch.Tensor) or not (group.get("fused") or group.get("capturable")):
+        return state
+    return {**state, "step": step.to(row.tensor.device, torch.float32)}
+
+
+def _placed(value: Any, kind: str, row: Row) -> Any:
+    if not torch.is_tensor(value) or value.dim() == 0:
+        return value
+    if value.numel() > 1 and not _is_whole(row):
+        raise ValueError(
+            f"{kind} of {row.slot.name!r} is of the whole parameter, and this run cuts it (`split_parameters`); leave "
+            "`split_parameters` as it was when the checkpoint was made"
+        )
+    return value.to(row.tensor.device)
+
+
+# Gathers the full gradient or optimizer state of one parameter from the ranks' shards. Each function is collective.
+#
+# `timeout_s` is how long ranks that come wait for those that do not.
+
+
+@torch.no_grad()
+def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
+    """The reduced gradient in the parameter's shape; None where no rank has any."""
+    slot.bucket.group.transport.meet("full_grad", timeout_s)
+    row = slot.row
+    if row is None or not row.has_gradient:
+        return _gather(slot, None)
+    slot.bucket.await_gradient()
+    widen(row.tensor)
+    return _gather(slot, row.tensor.grad)
+
+
+@torch.no_grad()
+def full_state(
+    slot: ParameterSlot, optimizers: Sequence[ShardedOptimizer], holder: StateHolder, timeout_s: float
+) -> dict[str, torch.Tensor | object]:
+    """The optimizer's state by name, whole where it has one value an element.
+
+    Args:
+        holder: who has it.
+    """
+    transport = slot.bucket.group.transport
+    transport.meet("full_state", timeout_s)
+    row = slot.row
+    mine: dict[str, Any] = {}
+    # By name: whether it has one value an element, as the ranks with a row of the parameter see it.
+    elementwise: dict[str, bool] = {}
+    if row is not None:
+        mine = state_of(optimizers, row)
+        elementwise = {name: name in elementwise_state(mine, row) for name in mine}
+    everyone = transport.exchange(elementwise)
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    state: dict[str, torch.Tensor | object] = {}
+    for name in names:
+        if any(theirs.get(name) for theirs in everyone):
+            state[name] = _gather(
+                slot, None if row is None or name not in mine else holder.values(row, name, mine[name])
+            )
+        else:
+            state[name] = next(v for v in transport.exchange(mine.get(name)) if v is not None)
+    return state
+
+
+def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
+    bucket, have = slot.bucket, torch.tensor([mine is not None], dtype=torch.uint8)
+    transport = bucket.group.transport
+    if not transport.agree_max(have, Label(kind="agreement on a look", subject=slot.name)).item():
+        return None
+    dtype = bucket.precision.master if mine is None else mine.dtype
+    if bucket.group.groups.shard_size == 1:
+        # Each rank has all of it.
+        parameter = slot.parameter
+        return None if mine is None else mine.detach().reshape(parameter.shape).to(parameter.device, copy=True)
+    flat = allocate(bucket.layout.numel, dtype, bucket.device)
+    own = flat[bucket.own_interval.start : bucket.own_interval.stop]
+    if mine is not None and slot.row is not None:
+        own[slot.row.layout.in_shard.start : slot.row.layout.in_shard.stop].copy_(mine.reshape(-1))
+    transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
+    return slot.view_of(flat).clone()
+
+
+def slot_of(parameter: nn.Parameter, slots: Mapping[nn.Parameter, ParameterSlot]) -> ParameterSlot:
+    """A trained parameter's slot; raises `ValueError` for another tensor."""
+    if parameter not in slots:
+        raise ValueError(
+            f"hf_zero: no trained parameter of this engine's model: {tuple(parameter.shape)}. Pass the model's own "
+            "parameter object (model.get_parameter(name)), not a copy or a frozen one."
+        )
+    return slots[parameter]
+
+
+# ---- Optimizer state of whole parameters, some of which have come back with another number of rows ----
+
+
+def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state with its tensors in host memory."""
+    return {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items()}
+
+
+def resize_whole(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    states: Mapping[str, Mapping[str, Any]],
+    num_tokens: int,
+    **kwargs: Any,
+) -> None:
+    """`model.resize_token_embeddings` of a model that no engine holds, with its optimizers' state.
+
+    Args:
+        states: parameter name → its whole state, which the optimizers get.
+        kwargs: passed on to `resize_token_embeddings`.
+    """
+    before = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in before.items()}
+    cast(Any, model).resize_token_embeddings(num_tokens, **kwargs)
+    _renew_resized(model, shapes)
+    put_state_back(optimizers, states, shapes, before, dict(model.named_parameters()))
+
+
+def _renew_resized(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
+    """Hangs new Parameter objects in the place of those that were given data of another shape than in `shapes`.
+
+    A graph that is still alive (the last step's loss) expects gradients of the old shape for the old object.
+    """
+    renewed = {
+        parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+        if name in shapes and parameter.shape != shapes[name]
+    }
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter in renewed:
+                module._parameters[name] = renewed[parameter]
+
+
+def put_state_back(
+    optimizers: Sequence[torch.optim.Optimizer],
+    states: Mapping[str, Mapping[str, Any]],
+    shapes: Mapping[str, torch.Size],
+    before: Mapping[str, nn.Parameter],
+    after: Mapping[str, nn.Parameter],
+) -> None:
+    """Gives the optimizers the parameters `after` in the place of those `before`, with the state of the latter.
+
+    Args:
+        states: parameter name → its whole state; tensors of the old shape get the new one, zero where they had nothing. Where
+            some are of neither shape (factors of rows, say), a resized parameter starts without state.
+        shapes: of the parameters before.
+    """
+    replacement = {parameter: after[name] for name, parameter in before.items() if name in after}
+    name_of = {parameter: name for name, parameter in after.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [replacement.get(parameter, parameter) for parameter in group["params"]]
+            for parameter in group["params"]:
+                name = name_of.get(parameter)
+                if name is None or not states.get(name):
+                    continue
+                old_shape = shapes[name]
+                if _can_be_fitted(states[name], old_shape, parameter.shape):
+                    optimizer.state[parameter] = {
+                        kind: _fitted(value, old_shape, parameter.shape) for kind, value in states[name].items()
+                    }
+
+
+def _can_be_fitted(state: Mapping[str, Any], old_shape: torch.Size, new_shape: torch.Size) -> bool:
+    tensors = [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
+    return old_shape == new_shape or all(value.shape == old_shape for value in tensors)
+
+
+def _fitted(value: Any, old_shape: torch.Size, new_shape: torch.Size) -> Any:
+    if not torch.is_tensor(value) or value.shape != old_shape or old_shape == new_shape:
+        return value
+    fitted = value.new_zeros(new_shape)
+    common = tuple(slice(0, min(old, new)) for old, new in zip(old_shape, new_shape))
+    fitted[common] = value[common]
+    return fitted

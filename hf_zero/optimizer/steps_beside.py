@@ -1,0 +1,408 @@
+"""Steps taken on copies of the state in a thread, while backward goes on."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import Bucket, Row
+from ..buckets.rows import MASTER
+from ..device import Arrival, allocate, enter_thread
+from ..offload.files import ReadRegion
+from ..offload.host_memory import HostCores
+from ..offload.tiers import StateFiles, Tier
+from .bucket_state import BucketState, Placeholders
+from .state_kinds import (
+    Arguments,
+    Trial,
+    arguments_of,
+    double_of,
+    group_with,
+    note_arguments,
+    own_step,
+    settings_of,
+    try_step,
+)
+
+# ---- What a step depends on, and the step itself on tensors of the caller's ----
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a bucket's step depends on, as it was at one moment.
+
+    Attributes:
+        rows: those with a gradient, in their group's order, each with its gradient and its state.
+        settings: of the group.
+        arguments: that the script has given to the step.
+        marks: (object, version) of every tensor and dict that the step reads. The objects are kept, so that none of their
+            addresses is given to another.
+    """
+
+    rows: tuple[tuple[Row, torch.Tensor, dict[str, Any]], ...]
+    settings: dict[str, Any]
+    arguments: Arguments
+    marks: tuple[tuple[Any, Any], ...]
+
+    def equals(self, other: "Seen") -> bool:
+        """Whether a step would read the same: the same objects, none of them written to since, and equal settings."""
+        return (
+            len(self.marks) == len(other.marks)
+            and all(a is b and old == new for (a, old), (b, new) in zip(self.marks, other.marks))
+            and _are_equal(self.settings, other.settings)
+            and _are_equal(self.arguments, other.arguments)
+        )
+
+    def with_marks(self, *marks: tuple[Any, Any]) -> "Seen":
+        """The same, and more that the step depends on."""
+        return replace(self, marks=self.marks + marks)
+
+
+def seen_now(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
+    """What a step of the bucket would depend on now. Reads no tensor's values, but those of tensors in the settings."""
+    group = optimizer.param_groups[bucket.key.group]
+    has = {id(row.tensor): (row, gradient) for row in bucket.rows if (gradient := row.tensor.grad) is not None}
+    group = group_with(group, lambda tensor: id(tensor) in has)
+    rows = [has[id(tensor)] for tensor in group["params"]]
+    # By `get`: the register makes an entry for whoever asks, and an empty one would look like a step taken.
+    found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient in rows)
+    return Seen(found, settings_of(group), arguments_of(optimizer), _marks(bucket, optimizer, found))
+
+
+def _marks(
+    bucket: Bucket,
+    optimizer: torch.optim.Optimizer,
+    rows: tuple[tuple[Row, torch.Tensor, dict[str, Any]], ...],
+) -> tuple[tuple[Any, Any], ...]:
+    # A gradient scaler hands these to a fused step at the last moment.
+    of_scaler = ((getattr(optimizer, name, None), name) for name in ("grad_scale", "found_inf"))
+    return ((bucket.master, bucket.master._version), *of_scaler, *_marks_of(rows))
+
+
+def _marks_of(rows: tuple[tuple[Row, torch.Tensor, dict[str, Any]], ...]) -> Iterator[tuple[Any, Any]]:
+    for row, gradient, state in rows:
+        yield row.tensor, row.tensor._version
+        yield gradient, gradient._version
+        for name, value in state.items():
+            yield name, None
+            yield (value, value._version) if torch.is_tensor(value) else (None, value)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if torch.is_tensor(one) or torch.is_tensor(other):
+        return torch.is_tensor(one) and torch.is_tensor(other) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return type(one) is type(other) and one == other
+
+
+def step_on(
+    optimizer: torch.optim.Optimizer,
+    seen: Seen,
+    master: torch.Tensor,
+    states: Mapping[Row, dict[str, Any]],
+    scratch: torch.Tensor,
+) -> dict[Row, dict[str, Any]]:
+    """Takes the step that `seen` describes on `master`, (shard_numel,), and on `states`, both the caller's; returns the rows'
+    state after it.
+
+    Args:
+        scratch: (shard_numel,) of the master dtype, for the gradients.
+    """
+    doubles: dict[Row, nn.Parameter] = {}
+    for row, gradient, _ in seen.rows:
+        double = doubles[row] = nn.Parameter(row.of(master))
+        double.grad = row.of(scratch).copy_(gradient)
+    group = settings_of(seen.settings) | {"params": list(doubles.values())}
+    # An empty entry would look like a step taken.
+    register: dict[torch.Tensor, dict[str, Any]] = {doubles[row]: state for row, state in states.items() if state}
+    twin = double_of(optimizer, group, register)
+    note_arguments(twin, seen.arguments)
+    own_step(twin)
+    return {row: dict(twin.state[double]) for row, double in doubles.items()}
+
+
+# ---- The next step of one bucket, taken on copies, to be taken over or forgotten ----
+
+Stepped = dict[Row, dict[str, Any]]
+"""Of each row that has been stepped, what the optimizer's register is to have."""
+
+
+class Double:
+    """Copies of a bucket's master and state, on which its next step is taken while training still reads the old ones.
+
+    [Note: two copies of the state]
+    An optimizer's step writes in place. Taken early, on copies, it changes nothing that anyone can see: a look at the state, a
+    save, a gradient that is clipped after all find what they would find without it. If the step that then comes would read
+    what was read early (`Seen.equals`), the copies become the state and the old tensors become the next copies. Else the copies
+    are forgotten, and the step is taken as ever. Both ways, the bits are those of a step taken in its time.
+
+    What is in a file is copied to the file's other side; see [Note: two sides of a file].
+
+    Edits that torch does not count (through `.data` or numpy, of rows or their gradients) are not noticed.
+    """
+
+    def __init__(self, state: BucketState, optimizer: torch.optim.Optimizer):
+        self.state = state
+        self.optimizer = optimizer
+        if state.shard is not None:
+            state.shard.add_side()
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the master where it lives is what a step in its time would find."""
+        # A parameter that a script has edited has another master than the file.
+        return self.state.shard is None or not self.state.bucket.edited_rows
+
+    def seen(self) -> Seen:
+        """What a step would depend on now."""
+        return seen_now(self.state.bucket, self.optimizer).with_marks(*self._marks())
+
+    @torch.no_grad()
+    def step(self, seen: Seen, scratch: torch.Tensor, buffer: torch.Tensor | None) -> Stepped:
+        """Takes the step that `seen` describes on copies. Runs in a thread of its own; calls follow each other.
+
+        Args:
+            scratch: (at least shard_numel,) of the master dtype: some optimizers write into their gradients.
+            buffer: with the contents of the bucket's file; afterwards what its other side is to have.
+        """
+        regions = self.state.regions_in(buffer)
+        master = self.state.master.begin_aside(regions)
+        begun = self.state.state.begin_aside({row: state for row, _, state in seen.rows}, regions)
+        stepped = step_on(self.optimizer, seen, master, begun, scratch)
+        self.state.state.end_aside(stepped, regions)
+        return stepped
+
+    def take_over(self, stepped: Stepped) -> None:
+        """Makes the copies the state, and the state the next copies."""
+        if self.state.shard is not None:
+            self.state.shard.exchange()
+        self.state.master.take_over_aside()
+        self.state.state.exchange_aside()
+        for row, state in stepped.items():
+            register = self.optimizer.state[row.tensor]
+            self.state.state.take_over_aside(row, register)
+            register.clear()
+            register.update(state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies in memory, while they wait for the next step."""
+        return self.state.master.aside_bytes + self.state.state.aside_bytes
+
+    def _marks(self) -> tuple[tuple[Any, Any], ...]:
+        shard = self.state.shard
+        if shard is None:
+            return ()
+        parameters = ((row.slot.parameter, row.slot.parameter._version) for row in self.state.bucket.rows)
+        return ((shard, shard.edition), *parameters)
+
+
+# ---- The thread on which steps run beside training ----
+
+_HOST = torch.device("cpu")
+_Result = TypeVar("_Result")
+
+
+class StepThread:
+    """One thread, so that steps follow each other, with its own number of CPU threads for torch's operations.
+
+    Args:
+        cores: that those run on.
+        device: of the gradients that it waits for.
+    """
+
+    def __init__(self, cores: HostCores, device: torch.device):
+        enter = partial(enter_thread, device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_zero-step", initializer=enter)
+        self._scratch: torch.Tensor | None = None
+        before = torch.get_num_threads()
+        self._thread.submit(cores.enter).result()
+        # What a thread sets for itself is what threads that start later have too, until another sets it.
+        torch.set_num_threads(before)
+
+    def submit(self, call: Callable[..., _Result], *arguments) -> Future[_Result]:
+        return self._thread.submit(call, *arguments)
+
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 for the call that runs: some optimizers write into their gradients."""
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = allocate(nbytes, torch.uint8, _HOST)
+        return self._scratch[:nbytes]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What `scratch` has come to hold."""
+        return 0 if self._scratch is None else self._scratch.nbytes
+
+    def close(self) -> None:
+        """Returns when what was submitted has ended."""
+        self._thread.shutdown()
+
+
+# ---- Steps on copies of the state, taken beside training ----
+
+
+class StepsBeside:
+    """The doubles of buckets, and the threads that step them.
+
+    Arithmetic is done by one thread, so that steps follow each other. What is in a file is read before and written behind by
+    the threads that do so for steps in their time, with as many buffers as those have.
+
+    Args:
+        tier: whose cores a step runs on.
+        files: the tier whose files hold state; None where there are none.
+
+    Attributes:
+        doubles: of the buckets that are stepped so.
+    """
+
+    def __init__(self, tier: Tier, files: StateFiles | None, placeholders: Placeholders):
+        self._files = files
+        self._placeholders = placeholders
+        self._thread = StepThread(tier.cores, tier.device)
+        self._buffers = self._no_buffers()
+        self._running: dict[Bucket, Future[Stepped]] = {}
+        self.doubles: dict[Bucket, Double] = {}
+        self._most_copy_bytes = 0
+
+    def add(self, optimizer: torch.optim.Optimizer, state: BucketState, memory_bytes: int) -> None:
+        """Has a bucket stepped here, whose copies come to `memory_bytes` in memory."""
+        self.doubles[state.bucket] = Double(state, optimizer)
+        self._most_copy_bytes += memory_bytes
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[Bucket]:
+        """The optimizer's buckets that are stepped here."""
+        return [bucket for bucket, double in self.doubles.items() if double.optimizer is optimizer]
+
+    def start(self, bucket: Bucket, seen: Seen, arrival: Arrival) -> Future[Stepped]:
+        """Begins the step that `seen` describes, once the gradient has arrived."""
+        double = self.doubles[bucket]
+        if self._files is None or double.state.shard is None:
+            self._running[bucket] = self._thread.submit(self._step_in_memory, double, seen, arrival)
+        else:
+            before = [self._running[bucket]] if bucket in self._running else []
+            self._running[bucket] = self._files.window.submit(self._step_by_file, double, seen, arrival, before)
+        return self._running[bucket]
+
+    def end(self) -> None:
+        """Waits for all that has begun. What has failed is raised where its result is taken."""
+        wait(self._running.values())
+        self._running.clear()
+
+    def give_back_buffers(self) -> None:
+        """Leaves the memory of buffers to the steps that still have them."""
+        self._buffers = self._no_buffers()
+
+    def take_over(self, stepped: dict[Bucket, Stepped]) -> None:
+        """Makes these steps the buckets' state, and has parameters follow masters in files.
+
+        Raises:
+            OffloadError: a file failed.
+        """
+        for bucket, states in stepped.items():
+            self.doubles[bucket].take_over(states)
+        shards = {bucket: self.doubles[bucket].state.shard for bucket in stepped if bucket.is_away}
+        followed = {ReadRegion(shard, MASTER): b for b, shard in shards.items() if shard and b.has_second_copy}
+        if self._files is None or not followed:
+            return
+        with closing(self._files.window.walk(list(followed))) as walk:
+            for region, buffer in walk:
+                bucket = followed[region]
+                bucket.bring(region.values(buffer))
+                bucket.write_back()
+                bucket.put_away(self._placeholders.of((), bucket.precision.master))
+
+    def copy_bytes(self) -> int:
+        """Bytes of copies of state in memory."""
+        return sum(double.nbytes for double in self.doubles.values())
+
+    def file_copy_bytes(self) -> int:
+        """Bytes of copies of state in files."""
+        shards = (double.state.shard for double in self.doubles.values())
+        return sum(shard.nbytes for shard in shards if shard is not None)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory for the gradients of the step that is taken."""
+        return self._thread.scratch_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Memory that all copies and `scratch_bytes` come to."""
+        return self._most_copy_bytes + max((bucket.gradient_bytes for bucket in self.doubles), default=0)
+
+    def close(self) -> None:
+        wait(self._running.values())
+        self._thread.close()
+
+    def _step_in_memory(self, double: Double, seen: Seen, arrival: Arrival) -> Stepped:
+        arrival.wait()
+        return self._step(double, seen, None)
+
+    def _step_by_file(self, double: Double, seen: Seen, arrival: Arrival, before: Iterable[Future[Stepped]]) -> Stepped:
+        """Takes a step into the other side of the bucket's file. `before`: one of the same bucket that has been forgotten."""
+        wait(before)
+        buffers, shard = self._buffers, double.state.shard
+        buffer = buffers.get()
+        if self._files is None or shard is None:
+            raise AssertionError("hf_zero: a bucket without a file was to be stepped in one; please report this")
+        if buffer is None:
+            buffer = self._files.window.make_buffer(self._largest)
+        try:
+            shard.read(buffer)
+            arrival.wait()
+            stepped = self._thread.submit(self._step, double, seen, buffer).result()
+            shard.write_aside(buffer)
+            return stepped
+        finally:
+            buffers.put(buffer)
+
+    def _step(self, double: Double, seen: Seen, buffer: torch.Tensor | None) -> Stepped:
+        bucket = double.state.bucket
+        scratch = self._thread.scratch(bucket.gradient_bytes).view(bucket.precision.master)
+        return double.step(seen, scratch, buffer)
+
+    @property
+    def _largest(self) -> int:
+        shards = (double.state.shard for double in self.doubles.values())
+        return max(shard.nbytes for shard in shards if shard is not None)
+
+    def _no_buffers(self) -> SimpleQueue[torch.Tensor | None]:
+        """As many places as there may be buffers, each of which gets one when it is first used."""
+        buffers: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+        for _ in range(0 if self._files is None else self._files.window.size + 1):
+            buffers.put(None)
+        return buffers
+
+
+def try_aside(optimizer: torch.optim.Optimizer, state: BucketState) -> tuple[Trial | None, str | None]:
+    """(what a trial step of the bucket's group shows, why the bucket cannot be stepped by itself and not in its time).
+
+    The second is None if it can; the first is not None then.
+    """
+    bucket, name = state.bucket, type(optimizer).__name__
+    trial = try_step(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
+    if bucket.layout.intact:
+        # It may look at more than one of them, too: LAMB in some forms takes a norm over all.
+        return trial, f"{name} looks at whole parameters"
+    if trial is None:
+        return None, f"{name} cannot be tried beforehand"
+    if state.shard is not None and not state.master.is_away:
+        # A layer that backward has yet to gather comes from there.
+        return trial, "masters are the parameters themselves, in host memory"
+    return trial, trial.hindrance
+
+
+def memory_bytes(state: BucketState, trial: Trial) -> int:
+    """Memory that a bucket's copies come to."""
+    of_state = state.state.most_aside_bytes(state.bucket, [dtype for _, dtype in trial.kinds])
+    return state.master.most_aside_bytes + of_state

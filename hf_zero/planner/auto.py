@@ -1,0 +1,535 @@
+"""`stage: auto`: plans at prepare and at the start of training."""
+
+import dataclasses
+import inspect
+import logging
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..buckets.precision import resolve_casts
+from ..config import AUTO, ConfigError, ZeroConfig
+from ..forecast import CLOSE, FITS, RESERVE, Activations, AtStart, NothingFitsError, PlanError, Room, of, size
+from ..integrations.announce import micro_batches_of
+from ..integrations.environment import find_in_callers
+from ..offload.files import free_disk_bytes
+from ..offload.host_memory import ranks_on_this_host
+from .layouts import COMMUNICATORS_BYTES, WORKSPACES_BYTES, Job
+from .planner import candidates_of
+from .request import SetUp, batch_of, host_machine, inner_model, longest, optimizer_like_trainers, set_ups
+from .search import Candidate, Choice, Machine, choose
+from .trace import free_for_training, free_on_host, reserve_on, trace
+
+# ---- `stage: auto`: the planner inside a run, with the memory that is free on all ranks ----
+#
+# [Note: one choice on all ranks] Each rank tells what it has free, rank 0 plans with the least of it and sends what it has
+# chosen, or why it could not. So all ranks build the same engine. These two exchanges are before training; a step has none
+# more.
+
+_LONGEST = 2048
+_ROWS = 8
+"""Of a micro-batch whose data loader is not known."""
+
+_TRIED_BUCKETS: tuple[int | str, ...] = (AUTO, "8MiB", "64MiB")
+_TRIED_PREFETCH = (1, 2, 0)
+_PAYS = 0.97
+"""A setting that is not the default has to make a step so much shorter."""
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What is assumed of a micro-batch, and where that is from.
+
+    Attributes:
+        source: in words.
+        micro_batches: of a step.
+    """
+
+    rows: int
+    length: int
+    source: str
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What auto has come to.
+
+    Attributes:
+        settings: of the config, nested, without those that the user has set.
+        lines: what was chosen and why.
+        rejected: the settings of the fastest set-up that is too large; None where none is.
+    """
+
+    config: ZeroConfig
+    settings: Mapping[str, Any]
+    lines: tuple[str, ...] = ()
+    rejected: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Free:
+    """What a rank has."""
+
+    device: int
+    host: int
+    disk: int | None
+
+
+@dataclass(kw_only=True)
+class _Answer:
+    """What rank 0 sends."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    rejected: dict[str, Any] | None = None
+    lines: tuple[str, ...] = ()
+    fault: str | None = None
+
+
+def assume(model: nn.Module, rows: int | None, length: int | None, micro_batches: int = 1) -> MicroBatch:
+    """The micro-batch to plan with: what is known of it, and else the model's longest row and a usual number of rows."""
+    most = longest(inner_model(model))
+    from_model = min(_LONGEST, most or _LONGEST)
+    known = "the data loader" if rows is not None else "assumed, since no data loader was there"
+    how_long = "as told" if length is not None else "the model's longest" if most and most <= _LONGEST else "assumed"
+    return MicroBatch(
+        rows=rows or _ROWS,
+        length=min(length or from_model, most or sys.maxsize),
+        source=f"rows: {known}; length: {how_long}",
+        micro_batches=micro_batches,
+    )
+
+
+def choose_config(
+    config: ZeroConfig,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    device: torch.device,
+    mixed_precision: str,
+    batch: MicroBatch,
+) -> Chosen:
+    """The finished config for `stage: auto`, the same on all ranks; rank 0 says it on stderr. Collective.
+
+    Args:
+        optimizers: over the model's parameters; none: AdamW, as Trainer makes it, is planned with.
+
+    Raises:
+        PlanError: on every rank alike; `NothingFitsError` where every set-up is too large.
+    """
+    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    kept, decides = _kept(config), not together or dist.get_rank() == 0
+    # First: what a trace loads stays in memory, and is not free then.
+    traced = _activations(model, batch, mixed_precision, config.param_dtype) if decides else (None, None)
+    mine = _Free(
+        device=free_for_training(device) + _held_bytes(model, device),
+        host=free_on_host(),
+        disk=None
+        if config.offload.nvme_path is None
+        else free_disk_bytes(config.offload.files_folder) // ranks_on_this_host(),
+    )
+    everyones: list[Any] = [mine]
+    if together:
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, mine)
+    answers: list[_Answer | None] = [None]
+    if decides:
+        answers = [_answer(config, kept, model, optimizers, everyones, device, mixed_precision, batch, traced)]
+    if together:
+        dist.broadcast_object_list(answers, src=0, device=device if device.type == "cuda" else None)
+    answer = answers[0]
+    if answer is None:
+        raise AssertionError("hf_zero: rank 0 sent no choice; please report this")
+    if answer.fault is not None and answer.rejected is not None:
+        raise NothingFitsError(answer.fault, answer.rejected)
+    if answer.fault is not None:
+        raise PlanError(answer.fault)
+    if decides:
+        print("".join(f"hf_zero: {line}\n" for line in answer.lines), file=sys.stderr, end="", flush=True)
+    return Chosen(
+        config=ZeroConfig.from_dict({**kept, **answer.settings}),
+        settings=answer.settings,
+        lines=answer.lines,
+        rejected=answer.rejected,
+    )
+
+
+def _answer(
+    config: ZeroConfig,
+    kept: dict[str, Any],
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    free: Sequence[_Free],
+    device: torch.device,
+    mixed_precision: str,
+    batch: MicroBatch,
+    traced: tuple[Activations | None, str | None],
+) -> _Answer:
+    """On rank 0. What fails here fails on all ranks."""
+    try:
+        activations, unknown = traced
+        job = Job(
+            model=model,
+            optimizers=list(optimizers) or [optimizer_like_trainers(model)],
+            device=device,
+            world_size=len(free),
+            ranks_a_node=ranks_on_this_host(),
+            activations=activations,
+            accumulates=batch.micro_batches > 1,
+            runtime_bytes=_still_to_come_bytes(device, len(free)),
+        )
+        disks = [each.disk for each in free if each.disk is not None]
+        room = Room(
+            device=min(each.device for each in free),
+            host=min(each.host for each in free),
+            disk=min(disks, default=0),
+            reserve=reserve_on(device) if activations is not None else RESERVE["activations unknown"],
+        )
+        is_16_bit = mixed_precision != "no" or any(p.itemsize == 2 for p in model.parameters())
+        machine = _machine(device, len(free), is_16_bit or config.param_dtype in ("bfloat16", "float16"))
+        wanted = set_ups(
+            kept,
+            world_size=len(free),
+            on_host=job.on_host,
+            nvme_path=config.offload.nvme_path,
+        )
+        candidates, faults = candidates_of(job, wanted, machine, batch.micro_batches, mixed_precision)
+        if not candidates:
+            raise PlanError(f"hf_zero: stage: auto found no set-up: {'; '.join(faults)}")
+        choice = choose(candidates, room)
+        if choice.candidate is None:
+            least = choice.rejected
+            return _Answer(
+                rejected=None if least is None else dict(least.forecast.settings),
+                fault="hf_zero: stage: auto. " + " ".join(choice.why),
+            )
+        tuned = _tune(job, choice.candidate, kept, room, machine, batch, mixed_precision)
+        return _said(choice, tuned, kept, room, batch, unknown)
+    except (ConfigError, ValueError) as error:
+        return _Answer(fault=str(error))
+
+
+def _kept(config: ZeroConfig) -> dict[str, Any]:
+    """The settings that are not the defaults, nested, without the stage."""
+
+    def differing(value: Any, default: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for each in dataclasses.fields(value):
+            mine, usual = getattr(value, each.name), getattr(default, each.name)
+            if dataclasses.is_dataclass(mine):
+                inner = differing(mine, usual)
+                if inner:
+                    found[each.name] = inner
+            elif mine != usual:
+                found[each.name] = list(mine) if isinstance(mine, tuple) else mine
+        return found
+
+    return {name: value for name, value in differing(config, ZeroConfig()).items() if name != "stage"}
+
+
+def _held_bytes(model: nn.Module, device: torch.device) -> int:
+    """Of the model's own tensors on the device, which are counted once more in every forecast."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
+
+
+def _activations(
+    model: nn.Module, batch: MicroBatch, mixed_precision: str, param_dtype: str
+) -> tuple[Activations | None, str | None]:
+    try:
+        traced = trace(
+            model,
+            lambda: batch_of(model, batch.rows, batch.length),
+            shape=f"{batch.rows} x {batch.length}",
+            tokens=batch.rows * batch.length,
+            autocast=_AUTOCAST.get(mixed_precision),
+            param_dtype=param_dtype,
+        )
+    except PlanError as error:
+        return None, str(error).removeprefix("hf_zero: ")
+    return traced, None
+
+
+def _machine(device: torch.device, ranks: int, is_16_bit: bool) -> Machine:
+    here = min(ranks, ranks_on_this_host())
+    nodes = max(1, ranks // max(1, here))
+    if device.type == "cpu":
+        return host_machine(nodes=nodes, ranks_a_node=here)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Machine.of(name, nodes=nodes, ranks_a_node=here, is_16_bit=is_16_bit)
+
+
+def _still_to_come_bytes(device: torch.device, ranks: int) -> int | None:
+    """Of a device's memory that libraries take behind the plan; None on the host, where the forecast has its own figure.
+
+    The context of the device is there when free memory is read.
+    """
+    if device.type == "cpu":
+        return None
+    return WORKSPACES_BYTES + (COMMUNICATORS_BYTES if ranks > 1 else 0)
+
+
+def _tune(
+    job: Job,
+    chosen: Candidate,
+    kept: Mapping[str, Any],
+    room: Room,
+    machine: Machine,
+    batch: MicroBatch,
+    mixed_precision: str,
+) -> Candidate:
+    """The same set-up with the bucket size and the prefetch depth that are quickest, of those that the user has not set.
+
+    One that is close takes those that need least.
+    """
+    best, is_close = chosen, room.fit_of(chosen.forecast) == CLOSE
+    choices: list[dict[str, Any]] = []
+    if "bucket_bytes" not in kept:
+        choices += [{"bucket_bytes": size} for size in _TRIED_BUCKETS if size != AUTO]
+    if chosen.forecast.settings.get("stage") == 3 and "prefetch_units" not in kept:
+        choices += [{"prefetch_units": depth} for depth in _TRIED_PREFETCH if depth != ZeroConfig.prefetch_units]
+    for more in choices if job.activations is not None else ():
+        settings = {**best.forecast.settings, **more}
+        tried, _ = candidates_of(
+            job, [SetUp(name=chosen.name, settings=settings)], machine, batch.micro_batches, mixed_precision
+        )
+        for each in tried:
+            quicker = each.step is not None and best.step is not None and each.step.step_s < _PAYS * best.step.step_s
+            smaller = each.forecast.device_bytes < best.forecast.device_bytes
+            if smaller if is_close else quicker and room.fit_of(each.forecast) == FITS:
+                best = each
+    return best
+
+
+def _said(
+    choice: Choice, tuned: Candidate, kept: Mapping[str, Any], room: Room, batch: MicroBatch, unknown: str | None
+) -> _Answer:
+    settings = dict(tuned.forecast.settings)
+    config = resolve_casts(ZeroConfig.from_dict(settings), "no")
+    name = f"{tuned.name} (nothing sharded, as DDP)" if settings["stage"] == 0 else tuned.name
+    fits = room.fit_of(tuned.forecast) == FITS
+    if not fits:
+        why = "may run out of memory: nothing fits, and of what is close it needs least"
+    else:
+        why = "fits and is fastest" if choice.has_others else "is all that fits"
+    left_out = "; ".join(
+        f"{each.name} is {room.describe(each.forecast)}" for each in (choice.close, choice.rejected) if each is not None
+    )
+    buckets = "sized for the model" if config.bucket_bytes == AUTO else f"{size(int(config.bucket_bytes))} each"
+    ahead = (
+        f", {config.prefetch_units} unit{'s' * (config.prefetch_units != 1)} gathered ahead"
+        if config.stage == 3
+        else ""
+    )
+    wire = "as they are" if not config.comm.quantises else f"{config.comm.gradients}, weights {config.comm.weights}"
+    lines = (
+        f"stage: auto is {name}, which {why}",
+        f"it {'fits' if fits else 'is close'}: {of(tuned.forecast.device_bytes, room.device)} on the rank that has least, model "
+        f"included; what fits leaves {room.reserve:.0%} free",
+        f"for a micro-batch of {batch.rows} x {batch.length} ({batch.source})"
+        + (f"; activations are not counted: {unknown}" if unknown else ""),
+        f"left out: {left_out}" if left_out else "no other set-up had to be left out",
+        f"buckets are {buckets}{ahead}; gradients travel {wire}. To keep this: {_as_flag(settings)}",
+    )
+    return _Answer(
+        settings={key: value for key, value in settings.items() if key not in kept or value != kept[key]},
+        rejected=None if choice.rejected is None else dict(choice.rejected.forecast.settings),
+        lines=lines,
+    )
+
+
+def _as_flag(settings: Mapping[str, Any], prefix: str = "") -> str:
+    """Nested settings as text for --zero."""
+    parts = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            parts.append(_as_flag(value, f"{prefix}{name}."))
+        else:
+            parts.append(f"{prefix}{name}={str(value).lower() if isinstance(value, bool) else value}")
+    return ",".join(parts)
+
+
+# ---- `stage: auto` when accelerate prepares a model: what is known of the job then ----
+
+_UNSET_LENGTH = 10**6
+"""Tokenizers say 1e30 where they know no longest text."""
+
+
+def config_for(config: ZeroConfig, accelerator: Accelerator, args: Sequence[Any]) -> ZeroConfig:
+    """The config that a model among `args` is trained with; `config` where there is none, or its stage is known. Collective."""
+    model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
+    if not config.is_open or model is None:
+        return config
+    parameters = set(model.parameters())
+    prepared = [getattr(each, "optimizer", each) for each in accelerator._optimizers]
+    optimizers = [
+        each
+        for each in (*(arg for arg in args if isinstance(arg, torch.optim.Optimizer)), *prepared)
+        if any(p in parameters for group in each.param_groups for p in group["params"])
+    ]
+    return choose_config(
+        config,
+        model,
+        optimizers,
+        device=accelerator.device,
+        mixed_precision=accelerator.mixed_precision,
+        batch=_micro_batch(accelerator, model, args),
+    ).config
+
+
+def _micro_batch(accelerator: Accelerator, model: nn.Module, args: Sequence[Any]) -> MicroBatch:
+    rows: Any = None
+    length: Any = None
+    loaders = [*(arg for arg in args if isinstance(arg, DataLoader)), *accelerator._dataloaders]
+    if loaders:
+        sampler = getattr(loaders[0], "batch_sampler", None)
+        rows = getattr(sampler, "batch_size", None) or getattr(loaders[0], "batch_size", None)
+        if getattr(sampler, "split_batches", False) or (loaders[0] in args and accelerator.split_batches):
+            rows = rows and max(1, rows // accelerator.num_processes)
+    trainer = _trainer()
+    if trainer is not None:
+        rows = rows or trainer.args.train_batch_size
+        tokenizer = getattr(trainer, "processing_class", None)
+        length = getattr(trainer.args, "max_length", None) or getattr(tokenizer, "model_max_length", None)
+    is_length = isinstance(length, int) and 0 < length < _UNSET_LENGTH
+    return assume(
+        model, rows if isinstance(rows, int) else None, length if is_length else None, micro_batches_of(accelerator)
+    )
+
+
+def _trainer() -> Any:
+    if "transformers.trainer" not in sys.modules:
+        return None
+    from transformers import Trainer
+
+    return find_in_callers(lambda candidate: isinstance(candidate, Trainer))
+
+
+# Activations and peak memory of a run that is about to start, forecast on rank 0 from the first rows of its data.
+#
+# [Note: the first rows] A prepared data loader's data set is asked for as many rows as a micro-batch has, and its
+# `collate_fn` makes a batch of them. The sampler is not asked, and what random numbers that takes are given back, so the
+# run sees the same batches with or without this.
+
+
+def forecast_at_start(
+    accelerator: Accelerator, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
+) -> AtStart | None:
+    """What a rank will need at its peak; None where it would not be said: on other ranks, and where warnings are not shown.
+
+    Args:
+        model: before it has an engine.
+    """
+    if not accelerator.is_main_process or _is_quiet():
+        return None
+    try:
+        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+            raise PlanError("hf_zero: the model is split over ranks")
+        batch = _named(_first_batch(accelerator), model)
+        shape = _shape_of(batch)
+        with _random_numbers_given_back():
+            traced = trace(
+                model,
+                batch,
+                shape=shape,
+                tokens=0,
+                autocast=_AUTOCAST.get(accelerator.mixed_precision),
+                param_dtype=config.param_dtype,
+            )
+        job = Job(
+            model=model,
+            optimizers=optimizers,
+            device=accelerator.device,
+            world_size=accelerator.num_processes,
+            ranks_a_node=ranks_on_this_host(),
+            activations=traced,
+            accumulates=micro_batches_of(accelerator) > 1,
+        )
+        return AtStart(batch=shape, ours=job.forecast("", {}, config), ddp=job.forecast_ddp())
+    except (ConfigError, ValueError) as error:
+        # PlanError is among them. What the engine refuses it will say itself.
+        return AtStart(batch=str(error).removeprefix("hf_zero: "))
+
+
+def _is_quiet() -> bool:
+    if not logging.getLogger("hf_zero").isEnabledFor(logging.WARNING):
+        return True
+    if "transformers" not in sys.modules:
+        return False
+    from transformers.utils.logging import get_verbosity
+
+    return get_verbosity() > logging.WARNING
+
+
+def _first_batch(accelerator: Accelerator) -> Any:
+    """What the data loader makes of the first rows of the data; see [Note: the first rows]."""
+    loader = next(iter(accelerator._dataloaders), None)
+    if loader is None:
+        raise PlanError("hf_zero: no data loader was prepared before or with the model")
+    dataset: Any = getattr(loader, "dataset", None)
+    collate = getattr(loader, "collate_fn", None)
+    rows = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not is_indexed or collate is None or not isinstance(rows, int):
+        raise PlanError("hf_zero: the data set has no rows to be asked for by number")
+    if getattr(loader.batch_sampler, "split_batches", False):
+        rows = max(1, rows // accelerator.num_processes)
+    try:
+        with _random_numbers_given_back():
+            batch = collate([dataset[number] for number in range(min(rows, len(dataset)))])
+    except Exception as error:
+        # Any code of the script's.
+        raise PlanError(
+            f"hf_zero: the first rows of the data cannot be collated ({type(error).__name__}: {str(error)[:100]})"
+        ) from error
+    return batch
+
+
+def _named(batch: Any, model: nn.Module) -> Mapping[str, Any]:
+    """A batch as keyword arguments of the model's forward.
+
+    The tensors of a tuple are taken for the model's input, an attention mask where there are three, and labels, in this order.
+    """
+    if isinstance(batch, Mapping):
+        return batch
+    tensors = [batch] if torch.is_tensor(batch) else batch
+    kinds = inspect.signature(model.forward).parameters
+    names = [name for name, kind in kinds.items() if kind.kind is kind.POSITIONAL_OR_KEYWORD]
+    if not (isinstance(tensors, list | tuple) and tensors and all(map(torch.is_tensor, tensors)) and names):
+        raise PlanError("hf_zero: batches are neither the keyword arguments of a forward nor tensors")
+    main = getattr(model, "main_input_name", None)
+    found = {main if main in names else names[0]: tensors[0]}
+    if len(tensors) > 1 and "labels" in names:
+        found["labels"] = tensors[-1]
+    if len(tensors) == 3 and "attention_mask" in names:
+        found["attention_mask"] = tensors[1]
+    return found
+
+
+def _shape_of(batch: Mapping[str, Any]) -> str:
+    largest = max((value for value in batch.values() if torch.is_tensor(value)), key=torch.Tensor.numel, default=None)
+    return "" if largest is None else " x ".join(map(str, largest.shape))
+
+
+@contextmanager
+def _random_numbers_given_back() -> Iterator[None]:
+    numpy: Any = sys.modules.get("numpy")
+    pythons, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(pythons)
+        if numpys is not None:
+            numpy.random.set_state(numpys)

@@ -1,0 +1,481 @@
+"""Layouts, forecasts and times of a model under given settings."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import BucketKey
+from ..buckets.precision import Precision
+from ..comm.groups import Groups, RankGroup
+from ..config import ZeroConfig
+from ..engine.bucketing import Division, Part, SplitKinds, owners, precision_of
+from ..forecast import (
+    Activations,
+    BucketCost,
+    DdpState,
+    Forecast,
+    Passing,
+    StatePlan,
+    forecast,
+    forecast_ddp,
+    plan_ddp,
+    plan_states,
+)
+from ..layout.slots import GRAD_BUFFERS, USUAL_ALIGNMENT, BucketLayout
+from ..offload.files import WINDOW
+from ..optimizer.state_kinds import state_itemsizes
+from .search import Machine, Piece, StepTime, Work, simulate
+
+# The engine's own layout of a model's state, with any number of ranks, moving nothing: a model without memory will do.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedBucket:
+    """A bucket as the engine would make it.
+
+    Attributes:
+        unit: the modules of the unit of stage 3 that gathers it; "" for the root's and for what is in no unit.
+        passing_bytes: what gathering it takes beyond the shard; 0 for one that is whole all the time.
+        gathered_bytes: of all of it, in the dtype in which it is gathered.
+    """
+
+    unit: str
+    cost: BucketCost
+    passing_bytes: int
+    gathered_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A model's buckets with one config.
+
+    Attributes:
+        buckets: in the order in which they are reduced.
+        kept_whole: bytes of frozen parameters and buffers that are in no bucket.
+        groups: the ranks, as the engine would group them.
+    """
+
+    config: ZeroConfig
+    groups: Groups
+    buckets: tuple[PlannedBucket, ...]
+    kept_whole: int
+
+    @property
+    def costs(self) -> list[BucketCost]:
+        return [bucket.cost for bucket in self.buckets]
+
+    def plan(self, *, accumulates: bool = False) -> StatePlan:
+        """Bytes of state. `accumulates`: a step has several micro-batches."""
+        return plan_states(
+            self.costs,
+            self.config,
+            self.groups.replicate.size,
+            kept_whole=self.kept_whole,
+            accumulates=accumulates,
+        )
+
+    def gathered_bytes(self) -> int:
+        """Parameters of stage 3 that are whole at a time, beyond the shards: the root, the unit in use and those ahead."""
+        units: dict[str, int] = {}
+        for bucket in self.buckets:
+            if bucket.passing_bytes:
+                units[bucket.unit] = units.get(bucket.unit, 0) + bucket.passing_bytes
+        root = units.pop("", 0)
+        if self.config.reshard_after_forward is False:
+            return root + sum(units.values())
+        return root + sum(sorted(units.values(), reverse=True)[: 1 + self.config.prefetch_units])
+
+
+def ranks_without_a_group(world_size: int, ranks_a_node: int, config: ZeroConfig, backend: str) -> Groups:
+    """Rank 0's groups of a run with so many ranks, which need not exist."""
+    everyone = RankGroup(ranks=tuple(range(world_size)), place=0)
+    alone = RankGroup(ranks=(0,), place=0)
+    wanted = config.comm.shard_group_size
+    size = 1 if config.stage == 0 else wanted if isinstance(wanted, int) else world_size
+    shard = RankGroup(ranks=tuple(range(size)), place=0)
+    replicate = RankGroup(ranks=tuple(range(0, world_size, size)), place=0)
+    return Groups(
+        backend="local" if world_size == 1 else backend,
+        world=everyone,
+        shard=shard if size > 1 else alone,
+        replicate=replicate if world_size > size else alone,
+        gather=shard if size > 1 else alone,
+        nodes=tuple(rank // max(1, ranks_a_node) for rank in range(world_size)),
+    )
+
+
+def lay_out(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+    groups: Groups,
+    device: torch.device,
+    experts: Collection[nn.Parameter] = (),
+    expert_ranks: int = 1,
+) -> Layout:
+    """The buckets that the engine would make of a model.
+
+    Args:
+        device: that it is trained on; the model may be elsewhere.
+        experts: parameters that only `expert_ranks` ranks share.
+
+    Raises:
+        ConfigError, ValueError: as the engine would.
+    """
+    owner = owners(model, optimizers)
+    division = Division(
+        model,
+        owner,
+        optimizers,
+        config,
+        groups,
+        device=device,
+        align=USUAL_ALIGNMENT,
+        split=SplitKinds(experts=experts, expert_shards=1 if config.stage == 0 else expert_ranks),
+    )
+    places = _Places(config, device, sum(p.numel() for p in owner))
+    state_of: dict[tuple[int, int, torch.dtype], tuple[int, ...] | None] = {}
+    buckets: list[PlannedBucket] = []
+    taken: set[str] = set()
+    may_lie_in_place = device.type == "cpu" and not config.offload.moves_params
+    for part in division.parts:
+        for layout in division.layouts_of(part, first_index=len(buckets)):
+            key = cast(BucketKey, layout.key)
+            taken.update(slot.name for slot in layout.slots)
+            place = places.next(key, sum(slot.interval.numel for slot in layout.slots), sharded=part.sharded)
+            apart = place.masters_apart
+            adds = groups.backend == "gloo" and device.type == "cpu" and groups.shard_size > 1
+            precision = precision_of(config, key, weights=None, adds_in_master=adds, apart=apart)
+            tried = (key.optimizer, key.group, precision.master)
+            if tried not in state_of:
+                state_of[tried] = _state_of(optimizers, *tried)
+            buckets.append(_planned(part, layout, place, precision, state_of[tried], in_place=may_lie_in_place))
+    others = [p for name, p in model.named_parameters() if name not in taken]
+    kept_whole = sum(p.nbytes for p in others) + sum(buffer.nbytes for buffer in model.buffers())
+    return Layout(config=config, groups=groups, buckets=tuple(buckets), kept_whole=kept_whole)
+
+
+def _planned(
+    part: Part,
+    layout: BucketLayout,
+    place: "_Place",
+    precision: Precision,
+    state: tuple[int, ...] | None,
+    *,
+    in_place: bool,
+) -> PlannedBucket:
+    """A bucket and what it costs.
+
+    Args:
+        state: bytes an element of each kind of optimizer state.
+        in_place: a shard that is kept in the dtype of the parameters may be part of what is gathered.
+    """
+    is_master = place.parameters_are_masters and precision.master == precision.kept
+    keeps_master = precision.keeps_master and not is_master
+    whole_bytes = layout.numel * precision.param.itemsize
+    own_bytes = layout.shard_numel * precision.param.itemsize if in_place and precision.param == precision.kept else 0
+    return PlannedBucket(
+        unit=" ".join(part.modules),
+        gathered_bytes=whole_bytes,
+        passing_bytes=whole_bytes - own_bytes if part.sharded else 0,
+        cost=BucketCost(
+            layout=layout,
+            param_bytes=precision.kept.itemsize,
+            reduce_bytes=precision.reduce.itemsize,
+            reduced_bytes=precision.reduced.itemsize,
+            gradient_bytes=precision.master.itemsize,
+            master_bytes=precision.master.itemsize,
+            has_master=precision.has_master,
+            keeps_master=keeps_master,
+            state_itemsizes=state,
+            sharded=part.sharded,
+            trained=cast(BucketKey, layout.key).trained,
+            apart=place.is_apart,
+            in_files=place.bytes_in_files(
+                precision.kept.itemsize * part.sharded, sum(state or ()), precision.master.itemsize * keeps_master
+            ),
+        ),
+    )
+
+
+def ddp_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], world_size: int) -> DdpState:
+    """The bytes of state that each rank would hold under DistributedDataParallel."""
+    config = ZeroConfig(stage=0)
+    groups = ranks_without_a_group(world_size, world_size, config, "gloo")
+    layout = lay_out(model, optimizers, config, groups, torch.device("cpu"))
+    return plan_ddp(layout.costs, world_size, layout.kept_whole)
+
+
+def _state_of(
+    optimizers: Sequence[torch.optim.Optimizer], optimizer: int, group: int, dtype: torch.dtype
+) -> tuple[int, ...] | None:
+    if optimizer < 0:
+        return ()
+    tried = optimizers[optimizer]
+    return state_itemsizes(tried, tried.param_groups[group], dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a bucket's state and its shard of parameters would be; what tiers know of themselves, without their folders."""
+
+    is_apart: bool
+    masters_apart: bool
+    state_in_files: bool
+    parameters_in_files: bool
+    parameters_are_masters: bool
+
+    def bytes_in_files(self, parameter: int, state: int, master: int) -> int:
+        """An element's."""
+        return (
+            self.parameters_in_files * parameter
+            + self.state_in_files * state
+            + (self.state_in_files or self.parameters_in_files) * master
+        )
+
+
+class _Places:
+    """Deals buckets to tiers as `Placement` does, see [Note: which part moves]."""
+
+    def __init__(self, config: ZeroConfig, device: torch.device, trained_numel: int):
+        self._offload, self._on_host = config.offload, device.type == "cpu"
+        self._left_numel = self._offload.ratio * trained_numel if self._offload.moves_state else 0.0
+
+    def next(self, key: BucketKey, numel: int, *, sharded: bool) -> _Place:
+        offload = self._offload
+        moves = key.trained and self._left_numel > 0.5
+        self._left_numel -= numel if key.trained else 0
+        in_files = moves and offload.optimizer == "nvme"
+        early = isinstance(offload.speculate_bytes, int) and offload.speculate_bytes > 0
+        is_apart = moves and (not in_files or not self._on_host or early)
+        params: Mapping[str, bool] = {"none": is_apart, "cpu": not moves, "nvme": True}
+        return _Place(
+            is_apart=is_apart,
+            masters_apart=params[offload.params] if sharded else is_apart,
+            state_in_files=in_files,
+            parameters_in_files=sharded and offload.params == "nvme",
+            parameters_are_masters=sharded and offload.params == "nvme" and moves,
+        )
+
+
+# ---- Forecasts for every set-up of a model: the engine's layout of its state, and a trace of its activations ----
+
+RUNTIME_ON_HOST_BYTES = 28 * 2**20
+"""Thread pools, libraries that load at the first product, buffers of gloo: set by hand, from the peaks of planned_peaks.py."""
+
+CONTEXT_BYTES, WORKSPACES_BYTES, COMMUNICATORS_BYTES = 400 * 2**20, 144 * 2**20, 256 * 2**20
+"""A CUDA context; workspaces of cuBLAS with kernels that are loaded at their first call; buffers of NCCL. Not measured here."""
+
+_FUSED_BY_KERNELS = ("AdamW", "Adam", "SGD", "Lion")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, where.
+
+    Attributes:
+        model: with or without memory; nothing of it is touched.
+        optimizers: over its parameters.
+        device: that it will be trained on.
+        world_size: ranks; `ranks_a_node` of them on one host.
+        activations: of a micro-batch; None where they are not known.
+        accumulates: a step has several micro-batches.
+        runtime_bytes: that libraries take when training begins; None is what they usually do.
+        experts: parameters that only `expert_ranks` of the ranks share.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    device: torch.device
+    world_size: int
+    ranks_a_node: int
+    activations: Activations | None
+    accumulates: bool = False
+    runtime_bytes: int | None = None
+    experts: Collection[nn.Parameter] = ()
+    expert_ranks: int = 1
+
+    @property
+    def on_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def backend(self) -> str:
+        return "gloo" if self.on_host else "nccl"
+
+    def layout(self, config: ZeroConfig) -> Layout:
+        """The engine's buckets under a config."""
+        groups = ranks_without_a_group(self.world_size, self.ranks_a_node, config, self.backend)
+        return lay_out(self.model, self.optimizers, config, groups, self.device, self.experts, self.expert_ranks)
+
+    def forecast(self, name: str, settings: Mapping[str, Any], config: ZeroConfig) -> Forecast:
+        """Bytes that a rank needs under a config.
+
+        Raises:
+            ConfigError, ValueError: the engine would refuse it.
+        """
+        return self.forecast_of(name, settings, self.layout(config))
+
+    def forecast_of(self, name: str, settings: Mapping[str, Any], layout: Layout) -> Forecast:
+        """The same for a layout."""
+        config, plan = layout.config, layout.plan(accumulates=self.accumulates)
+        passing = self._passing(
+            gathered=layout.gathered_bytes(),
+            received=_received_bytes(layout, reduces_in_place=not plan.gradient_buffers) if self.on_host else 0,
+            step=self._step_bytes(
+                [bucket.cost.layout.shard_numel * bucket.cost.master_bytes for bucket in layout.buckets]
+            ),
+            window=_window_bytes(layout),
+        )
+        return forecast(
+            name,
+            settings,
+            config,
+            plan,
+            layout.costs,
+            passing,
+            self.activations,
+            on_host=self.on_host,
+            accumulates=self.accumulates,
+        )
+
+    def forecast_ddp(self) -> Forecast:
+        """The same under DistributedDataParallel."""
+        state = ddp_state(self.model, self.optimizers, self.world_size)
+        largest = [p.nbytes for p in self.model.parameters() if p.requires_grad]
+        passing = self._passing(step=self._step_bytes(largest, kernels=False))
+        return forecast_ddp(state, passing, self.activations, accumulates=self.accumulates)
+
+    def _passing(self, **held: int) -> Passing:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        usual = RUNTIME_ON_HOST_BYTES if self.on_host else CONTEXT_BYTES + WORKSPACES_BYTES + COMMUNICATORS_BYTES
+        return Passing(
+            runtime=usual if self.runtime_bytes is None else self.runtime_bytes,
+            largest_parameter=max((tensor.nbytes for tensor in tensors), default=0),
+            model=sum(tensor.nbytes for tensor in tensors),
+            **held,
+        )
+
+    def _step_bytes(self, sizes: Sequence[int], *, kernels: bool = True) -> int:
+        """Temporaries of a step over tensors of these sizes: of the largest on the host, of all with foreach loops."""
+        found = 0
+        for optimizer in self.optimizers:
+            settings = optimizer.param_groups[0]
+            if settings.get("fused"):
+                continue
+            if self.on_host and not settings.get("foreach"):
+                largest = max((p.nbytes for group in optimizer.param_groups for p in group["params"]), default=0)
+                found = max(found, 2 * min(largest, max(sizes, default=0)))
+            elif not kernels or type(optimizer).__name__ not in _FUSED_BY_KERNELS:
+                found = max(found, sum(sizes))
+        return found
+
+
+def _received_bytes(layout: Layout, *, reduces_in_place: bool) -> int:
+    """Parts of gradients that peers have sent, where ranks send to each other point to point.
+
+    Args:
+        reduces_in_place: all buckets may be on their way until backward ends, and what a rank adds up lies among what it sends.
+            Otherwise a few are, and the first part lands where the sum stays.
+    """
+    # Through a pool, the first of the other ranks' parts is what the sum is taken in.
+    spared = 1 if reduces_in_place else 2
+    received = (
+        max(0, cost.layout.shards - spared) * cost.layout.shard_numel * cost.reduce_bytes
+        for cost in layout.costs
+        if cost.trained
+    )
+    parts = sorted(received, reverse=True)
+    return sum(parts if reduces_in_place else parts[:GRAD_BUFFERS])
+
+
+def _window_bytes(layout: Layout) -> int:
+    """State that passes through host memory on its way from and to files: of the largest buckets."""
+    offload = layout.config.offload
+    if offload.optimizer != "nvme":
+        return 0
+    sizes = []
+    for cost in layout.costs:
+        if cost.trained and cost.in_files:
+            state = sum(cost.state_itemsizes or ()) + cost.master_bytes * cost.keeps_master
+            sizes.append(cost.layout.shard_numel * state)
+    return sum(sorted(sizes, reverse=True)[: 1 + WINDOW])
+
+
+# ---- The time of a step of a set-up: the engine's buckets and the traced work, simulated ----
+
+_DDP_BUCKET_BYTES = 25 * 2**20
+
+
+def step_time(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> StepTime:
+    """Of an optimizer step with a layout.
+
+    Args:
+        micro_batches: of a step.
+    """
+    groups, config = layout.groups, layout.config
+    group = groups.shard if groups.shard.size > 1 else groups.replicate
+    nodes = len({groups.nodes[rank] for rank in group.ranks})
+    work = _work(layout, activations, micro_batches)
+    return simulate(_pieces(layout), config, machine, work, ranks=group.size, nodes=nodes)
+
+
+def ddp_step_time(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> StepTime:
+    """Under DistributedDataParallel: its all-reduces are stage 0's, in buckets of 25 MiB.
+
+    Args:
+        layout: of stage 0.
+    """
+    config = ZeroConfig(stage=0)
+    pieces: list[Piece] = []
+    for piece in _pieces(layout):
+        parts = max(1, -(-piece.reduce_bytes // _DDP_BUCKET_BYTES))
+        each = Piece(numel=piece.numel // parts, reduce_bytes=piece.reduce_bytes // parts, gather_bytes=0)
+        pieces += [each] * parts
+    group = layout.groups.replicate
+    nodes = len({layout.groups.nodes[rank] for rank in group.ranks})
+    work = _work(layout, activations, micro_batches)
+    return simulate(pieces, config, machine, work, ranks=group.size, nodes=nodes)
+
+
+def _pieces(layout: Layout) -> list[Piece]:
+    """Buckets in the order of reduction; at stage 3 a unit's together."""
+    found: dict[object, Piece] = {}
+    for number, bucket in enumerate(layout.buckets):
+        cost = bucket.cost
+        key = (bucket.unit, bool(bucket.unit) or number) if layout.config.stage == 3 else number
+        before = found.get(key, Piece(numel=0, reduce_bytes=0, gather_bytes=0))
+        found[key] = Piece(
+            numel=before.numel + cost.own_numel,
+            reduce_bytes=before.reduce_bytes + cost.layout.numel * cost.reduce_bytes * cost.trained,
+            gather_bytes=before.gather_bytes + bucket.gathered_bytes,
+        )
+    return list(found.values())
+
+
+def _work(layout: Layout, activations: Activations, micro_batches: int) -> Work:
+    offload = layout.config.offload
+    stepped, in_files, reduced, parameters = 0, 0, 0, 0
+    for cost in (bucket.cost for bucket in layout.buckets if bucket.cost.trained):
+        numel = cost.layout.shard_numel
+        state = sum(cost.state_itemsizes or ())
+        stepped += numel * (cost.gradient_bytes + 2 * (cost.master_bytes + state) + cost.param_bytes * cost.has_master)
+        in_files += 2 * numel * cost.in_files
+        reduced += numel * cost.gradient_bytes
+        parameters += numel * cost.param_bytes
+    moves = offload.moves_state
+    fetched = sum(b.cost.parameter_bytes for b in layout.buckets) if offload.moves_params else 0
+    return Work(
+        forward_flops=activations.forward_flops,
+        backward_flops=activations.flops - activations.forward_flops,
+        model_flops=3 * activations.forward_flops,
+        micro_batches=micro_batches,
+        step_bytes=0 if moves else stepped,
+        host_step_bytes=stepped if moves else 0,
+        moved_bytes=reduced + parameters if moves else 0,
+        disk_bytes=in_files,
+        fetched_bytes=fetched,
+    )

@@ -1,0 +1,442 @@
+"""`make_plan`: tries settings, and shows them as tables and a chart."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from ..buckets.precision import resolve_casts
+from ..config import AUTO, ConfigError
+from ..forecast import FITS, KINDS, Activations, PlanError, Room, gb, size
+from .layouts import Job, ddp_step_time, step_time
+from .request import (
+    PlanRequest,
+    SetUp,
+    batch_of,
+    longest,
+    model_without_memory,
+    optimizer_like_trainers,
+    set_ups,
+    split_without_memory,
+)
+from .search import Candidate, Choice, Machine, choose
+from .trace import Batch, reserve_on, trace
+
+# ---- `make_plan`: every set-up of a model on a machine, what each needs, and the one to take ----
+
+_LONGEST = 2048
+FILES_FOLDER = "/path/to/a/local/disk"
+"""`offload.nvme_path` of a plan: which folder it is, the machine knows."""
+
+_LEFT_OUT = (
+    "the model is split over ranks (tp_size, ep_size): state is that of a rank's part over those with the same; activations, "
+    "step times and what the ranks of a copy send each other are left out"
+)
+
+_AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a planner found.
+
+    Attributes:
+        model: its name, in words; `parameters` and `trained` are its elements.
+        held: elements of the part that a rank's copy has, where tensor parallelism splits the model; else all.
+        activations: of a micro-batch; None where they could not be traced, and then `warnings` says why.
+        candidates: the set-ups, the simplest first.
+        choice: the recommended one, with reasons.
+    """
+
+    model: str
+    parameters: int
+    trained: int
+    held: int
+    request: PlanRequest
+    room: Room
+    activations: Activations | None
+    candidates: tuple[Candidate, ...]
+    choice: Choice
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> Mapping[str, Any] | None:
+        """Of the recommended set-up; None where nothing fits, {} where DDP does."""
+        chosen = self.choice.candidate
+        return None if chosen is None else chosen.forecast.settings
+
+    def yaml(self) -> str:
+        """The recommended set-up as a config file. Raises `PlanError` where nothing fits."""
+        if self.settings is None:
+            raise PlanError(" ".join(self.choice.why))
+        settings = dict(self.settings) or {"stage": 0}
+        why = "".join(f"# {line}\n" for line in self.choice.why)
+        return f"# {self.model}: {self.request.world_size} ranks\n{why}{yaml.safe_dump(settings, sort_keys=False)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        request = {name: getattr(self.request, name) for name in self.request.__dataclass_fields__}
+        chosen, traced = self.choice.candidate, self.activations
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "trained": self.trained,
+            "held": self.held,
+            "request": request,
+            "activations": None
+            if traced is None
+            else {
+                "shape": traced.shape,
+                "peak_bytes": traced.peak_bytes,
+                "saved_bytes": traced.saved_bytes,
+                "flops": traced.flops,
+            },
+            "set_ups": [
+                {
+                    **each.forecast.to_dict(),
+                    "class": self.room.fit_of(each.forecast),
+                    "fit": self.room.describe(each.forecast),
+                    "step": _step(each),
+                }
+                for each in self.candidates
+            ],
+            "recommended": None if chosen is None else chosen.name,
+            "settings": self.settings,
+            "why": list(self.choice.why),
+            "warnings": list(self.warnings),
+        }
+
+
+def _step(candidate: Candidate) -> dict[str, float] | None:
+    return None if candidate.step is None else dict(vars(candidate.step))
+
+
+def make_plan(
+    model: str | Path | nn.Module,
+    *,
+    batch: int | Batch = 1,
+    kept: Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Plan:
+    """Forecasts memory and step time of each stage and tier, and says which to take. Needs no weights and no accelerator.
+
+    Args:
+        model: a Hub name, a folder, a config.json, or a model, with or without memory.
+        batch: rows of a micro-batch; or the keyword arguments of a forward, for models whose inputs are not known here.
+        kept: settings of the config that stay as they are.
+        optimizer: over the model's parameters; by default AdamW as Trainer makes it.
+        options: see `PlanRequest`.
+
+    Raises:
+        PlanError, ConfigError: what cannot be planned, or contradicts itself.
+    """
+    request = _request_of(batch, options)
+    made = model if isinstance(model, nn.Module) else _model_of(model, request)
+    if optimizer is not None and isinstance(model, str | Path):
+        raise PlanError("hf_zero: an optimizer goes with a model, not with a model's name.")
+    numels = _numels(made)
+    wanted = set_ups(
+        kept or {},
+        world_size=request.data_ranks,
+        on_host=request.on_cpu,
+        nvme_path=FILES_FOLDER if request.disk else None,
+    )
+    experts: frozenset[nn.Parameter] = frozenset()
+    if request.is_split:
+        experts = _split(made, model, request)
+        activations, warnings = None, [_LEFT_OUT]
+    else:
+        # One that is kept is the same in each set-up.
+        param_dtype = wanted[0].config.param_dtype if wanted else AUTO
+        activations, warnings = _traced(made, batch if isinstance(batch, Mapping) else None, request, param_dtype)
+    job = Job(
+        model=made,
+        optimizers=[optimizer or optimizer_like_trainers(made)],
+        device=torch.device("cpu" if request.on_cpu else "cuda"),
+        world_size=request.data_ranks,
+        ranks_a_node=request.gpus // request.tp_size,
+        activations=activations,
+        accumulates=request.accumulation > 1,
+        experts=experts,
+        expert_ranks=request.world_size // request.ep_size,
+    )
+    room = _room_of(request, job.device)
+    found, faults = candidates_of(job, wanted, request.machine, request.accumulation, request.mixed_precision)
+    if not kept:
+        found = [_ddp(job, request), *found]
+    if not found:
+        raise PlanError(
+            f"hf_zero: no set-up suits this model: {faults[0] if faults else 'none goes with what is kept'}"
+        )
+    return Plan(
+        model=str(model) if isinstance(model, str | Path) else type(model).__name__,
+        parameters=numels[0],
+        trained=numels[1],
+        held=_numels(made)[0],
+        request=request,
+        room=room,
+        activations=activations,
+        candidates=tuple(found),
+        choice=choose(found, room),
+        warnings=(*warnings, *faults),
+    )
+
+
+def _split(made: nn.Module, model: str | Path | nn.Module, request: PlanRequest) -> frozenset[nn.Parameter]:
+    """Leaves one rank's part of a model that was made of the name or folder `model`; returns experts that fewer ranks share."""
+    if isinstance(model, nn.Module):
+        raise PlanError(
+            "hf_zero: tp_size and ep_size go with a model's name, a folder or a config.json, not with a model."
+        )
+    experts = split_without_memory(made, request.tp_size, request.ep_size)
+    return experts if request.ep_size > request.tp_size else frozenset()
+
+
+def _room_of(request: PlanRequest, device: torch.device) -> Room:
+    return Room(
+        device=request.bytes_of("gpu_memory") or 0,
+        host=request.bytes_of("host_memory") or 0,
+        disk=request.bytes_of("disk") or 0,
+        reserve=reserve_on(device),
+    )
+
+
+def _request_of(batch: int | Batch, options: Mapping[str, Any]) -> PlanRequest:
+    unknown = set(options) - set(PlanRequest.__dataclass_fields__)
+    if unknown:
+        known = ", ".join(PlanRequest.__dataclass_fields__)
+        raise PlanError(f"hf_zero: make_plan has no option {sorted(unknown)[0]!r}; it has: {known}.")
+    return PlanRequest(**options) if isinstance(batch, Mapping) else PlanRequest(batch=batch, **options)
+
+
+def _numels(model: nn.Module) -> tuple[int, int]:
+    """Elements of a model's parameters, and those of the trained ones."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return sum(p.numel() for p in model.parameters()), trained
+
+
+def candidates_of(
+    job: Job, wanted: list[SetUp], machine: Machine, micro_batches: int, mixed_precision: str
+) -> tuple[list[Candidate], list[str]]:
+    """Those set-ups with what they need, and why others are left out."""
+    found, faults = [], []
+    for each in wanted:
+        try:
+            config = resolve_casts(each.config, mixed_precision)
+            layout = job.layout(config)
+            forecast = job.forecast_of(each.name, each.settings, layout)
+        except (ConfigError, ValueError) as error:
+            faults.append(f"{each.name}: {str(error).removeprefix('hf_zero: ')}")
+            continue
+        step = None if job.activations is None else step_time(layout, machine, job.activations, micro_batches)
+        found.append(Candidate(forecast=forecast, step=step))
+    return found, faults
+
+
+def _ddp(job: Job, request: PlanRequest) -> Candidate:
+    forecast = job.forecast_ddp()
+    if job.activations is None:
+        return Candidate(forecast=forecast)
+    layout = job.layout(SetUp(name="", settings={"stage": 0}).config)
+    step = ddp_step_time(layout, request.machine, job.activations, request.accumulation)
+    return Candidate(forecast=forecast, step=step)
+
+
+def _model_of(name: str | Path, request: PlanRequest) -> nn.Module:
+    return model_without_memory(
+        name,
+        dtype=getattr(torch, request.dtype),
+        checkpointing=request.checkpointing,
+        lora_rank=request.lora,
+    )
+
+
+def _traced(
+    model: nn.Module, batch: Batch | None, request: PlanRequest, param_dtype: str
+) -> tuple[Activations | None, list[str]]:
+    most = longest(model)
+    length = request.seq or min(_LONGEST, most or _LONGEST)
+    if most is not None and length > most:
+        raise PlanError(f"hf_zero: seq is {length}, and the model reads {most} at most.")
+    rows = request.batch
+    try:
+        traced = trace(
+            model,
+            batch if batch is not None else lambda: batch_of(model, rows, length),
+            shape="as given" if batch is not None else f"{rows} x {length}",
+            tokens=rows * length,
+            autocast=_AUTOCAST[request.mixed_precision],
+            param_dtype=param_dtype,
+        )
+    except PlanError as error:
+        return None, [str(error).removeprefix("hf_zero: ")]
+    return traced, []
+
+
+# ---- A plan as a table and as lines ----
+
+_SHOWN = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer state": "optimizer",
+    "masters": "masters",
+    "gradient buffers": "buffers",
+    "gathered": "gathered",
+    "activations": "activations",
+}
+
+
+def header(plan: Plan) -> Iterator[str]:
+    """What was planned, in lines."""
+    request = plan.request
+    where = f"{request.nodes} x {request.gpus}" if request.nodes > 1 else f"{request.gpus}"
+    kind = "ranks on the CPU" if request.on_cpu else "accelerators"
+    trained = "" if plan.trained == plan.parameters else f", {plan.trained:,} of them trained"
+    yield f"{plan.model}: {plan.parameters:,} parameters{trained}; {where} {kind} with {size(plan.room.device)} each"
+    if request.is_split:
+        sizes = {
+            f"layers over {request.tp_size} (tp_size)": request.tp_size,
+            f"experts over {request.ep_size} (ep_size)": request.ep_size,
+        }
+        split = " and ".join(words for words, size in sizes.items() if size > 1)
+        yield f"split over ranks, {split}: {plan.held:,} parameters a rank, sharded over the ranks that have the same"
+    if plan.activations is not None:
+        traced = plan.activations
+        yield (
+            f"a micro-batch of {traced.shape} a rank, {request.accumulation} a step: {traced.flops / 1e12:.3g} TFLOP, and "
+            f"{size(traced.saved_bytes)} saved for backward"
+        )
+    yield from plan.warnings
+
+
+_LAST_LEFT_OUT = ("save", "load", "other", "MFU", "waits", "disk", "host")
+"""Columns that a narrow terminal does without, after those of kinds of memory; in this order."""
+
+
+_LEAST_LAST = 15
+"""Characters of the last column, which may be wrapped."""
+
+
+def table_of(plan: Plan, console: Console) -> Table:
+    """A row a set-up: GB a rank by kind, the host's, the disk's, and the time of a step.
+
+    Columns for which the console has no room are left out, and named below the table.
+    """
+    out: list[str] = []
+    table = _table(plan, out)
+    kinds = [str(column.header) for column in table.columns if str(column.header) in _SHOWN.values()]
+    for heading in (*reversed(kinds), *_LAST_LEFT_OUT):
+        if _least_width(table) <= console.width:
+            break
+        out.append(heading)
+        table = _table(plan, out)
+    return table
+
+
+def _least_width(table: Table) -> int:
+    """Characters of a line in which only the last column is wrapped."""
+    widths = [max(map(len, (str(column.header), *map(str, column.cells)))) for column in table.columns]
+    return sum(widths[:-1]) + min(widths[-1], _LEAST_LAST) + 3 * len(widths) + 1
+
+
+def _table(plan: Plan, left_out: Sequence[str]) -> Table:
+    held = [kind for kind in KINDS if kind in _SHOWN and any(c.forecast.device.get(kind) for c in plan.candidates)]
+    headings = ("set-up", *(_SHOWN[kind] for kind in held), "other", "in all", "host", "disk", "save", "load")
+    headings += ("step", "waits", "MFU", "fits")
+    shown = [index for index, heading in enumerate(headings) if heading not in left_out]
+    table = Table(title="GB a rank, at most", title_justify="left")
+    if left_out:
+        table.caption = f"left out: {', '.join(left_out)} (a wider terminal has room, --json has them)"
+        table.caption_justify = "left"
+    for index in shown:
+        heading = headings[index]
+        is_text = heading in ("set-up", "fits")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "fits")
+    for each in plan.candidates:
+        device = each.forecast.device
+        other = each.forecast.device_bytes - sum(device.get(kind, 0) for kind in held)
+        step, fit = each.step, plan.room.fit_of(each.forecast)
+        times = ("", "", "") if step is None else (_time(step.step_s), _time(step.exposed_s), f"{step.mfu:.0%}")
+        chosen = plan.choice.candidate is each
+        cells = (
+            each.name,
+            *(_gb(device.get(kind, 0)) for kind in held),
+            _gb(other),
+            _gb(each.forecast.device_bytes),
+            *(_gb(n) for n in (each.forecast.host_bytes, each.forecast.disk_bytes)),
+            *(_gb(n) for n in (each.forecast.save_bytes, each.forecast.load_bytes)),
+            *times,
+            ("take this, " if chosen else "") + (FITS if fit == FITS else plan.room.describe(each.forecast)),
+        )
+        style = "bold" if chosen else "" if fit == FITS else "dim"
+        table.add_row(*(cells[index] for index in shown), style=style)
+    return table
+
+
+def _gb(nbytes: int) -> str:
+    return gb(nbytes) if nbytes else ""
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+# ---- A plan as a picture: a stacked bar of a rank's memory for each set-up ----
+
+_COLOURS = {
+    "parameters": "#4477aa",
+    "frozen": "#99bbdd",
+    "gradients": "#ee6677",
+    "masters": "#228833",
+    "optimizer state": "#66bb66",
+    "residuals": "#bbcc33",
+    "copies": "#aaaa00",
+    "gradient buffers": "#eeaabb",
+    "gathered": "#aa3377",
+    "activations": "#ccbb44",
+    "step": "#777777",
+    "runtime": "#bbbbbb",
+}
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Writes the picture as a PNG.
+
+    Raises:
+        PlanError: there is no matplotlib.
+    """
+    if find_spec("matplotlib") is None:
+        raise PlanError("hf_zero: a picture needs matplotlib: pip install 'hf-zero[card]'.")
+    # Without pyplot, which keeps figures and a backend for the whole process.
+    from matplotlib.figure import Figure
+
+    rows = list(plan.candidates)[::-1]
+    figure = Figure(figsize=(10, 1.6 + 0.42 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    left = [0.0] * len(rows)
+    for kind in KINDS:
+        held = [each.forecast.device.get(kind, 0) / 1e9 for each in rows]
+        if any(held):
+            axes.barh(range(len(rows)), held, left=left, color=_COLOURS[kind], label=kind, height=0.7)
+            left = [before + more for before, more in zip(left, held)]
+    axes.axvline(plan.room.device / 1e9, color="black", linestyle="--", linewidth=1, label="a rank's memory")
+    chosen = plan.choice.candidate
+    axes.set_yticks(range(len(rows)), [f"{'> ' if each is chosen else ''}{each.name}" for each in rows])
+    for label, each in zip(axes.get_yticklabels(), rows):
+        label.set_fontweight("bold" if each is chosen else "normal")
+    for place, total in enumerate(left):
+        axes.text(total, place, f" {total:.3g}", va="center", fontsize=8)
+    axes.set_xlabel("GB a rank, at most")
+    axes.set_title(f"{plan.model}, {plan.request.world_size} ranks", loc="left")
+    axes.set_xlim(0, 1.08 * max([*left, plan.room.device / 1e9]))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130, format="png", metadata={"Software": None})

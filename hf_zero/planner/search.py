@@ -1,0 +1,442 @@
+"""Simulated step times on a machine, and the choice between settings."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import ZeroConfig
+from ..forecast import CLOSE, DDP, FITS, TOO_LARGE, Forecast, PlanError, Room, size
+from ..layout.slots import GRAD_BUFFERS
+
+# ---- What accelerators, links and disks do in a second, for the forecast of a step's time ----
+
+_GB = 10**9
+
+_ACCELERATORS = {
+    # By a part of the device's name, the longer names of one family first.
+    "B200": (2250, 1125, 8000),
+    "H200": (989, 67, 4800),
+    "H100 NVL": (835, 60, 3900),
+    "H100 PCIe": (756, 51, 2000),
+    "H100": (989, 67, 3350),
+    "A100-PCIE-40GB": (312, 19.5, 1555),
+    "A100-SXM4-40GB": (312, 19.5, 1555),
+    "A100": (312, 19.5, 2039),
+    "L40S": (362, 91.6, 864),
+    "L4": (121, 30.3, 300),
+    "A10G": (70, 35, 600),
+    "A10": (125, 31.2, 600),
+    "RTX 4090": (165, 82.6, 1008),
+    "RTX 3090": (71, 35.6, 936),
+    "RTX A6000": (155, 38.7, 768),
+    "V100": (125, 15.7, 900),
+    "T4": (65, 8.1, 320),
+}
+"""What makers' data sheets say, without sparsity: TFLOPS of 16-bit and of 32-bit matrix products, GB/s of memory."""
+
+_REACHED_FLOPS, _REACHED_BANDWIDTH = 0.45, 0.75
+"""The parts of these that kernels reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Hosts with accelerators, and the links between them.
+
+    The constants of latency and the default rates are those of buckets/precision.py, from the tables that NCCL chooses its algorithms by.
+
+    Attributes:
+        nodes, ranks_a_node: each rank has one accelerator.
+        flops: floating-point operations a second that a rank's kernels reach in forward and backward: a part of what its maker
+            says, `peak_flops`.
+        call_s: of starting a collective; `step_s` of a step of its ring inside a node, `step_between_s` between two.
+        node_bytes_a_second: that a ring moves inside a node.
+        link_bytes_a_second: of the links between nodes, for each rank of a node: a ring goes over all of them.
+        memory_bytes_a_second: of the accelerator's memory, which an optimizer's step reads and writes.
+        host_bytes_a_second: between an accelerator and host memory.
+        host_step_bytes_a_second: of state that a rank's part of a host steps.
+        disk_bytes_a_second: of a node's disk.
+    """
+
+    nodes: int = 1
+    ranks_a_node: int = 8
+    flops: float = 140e12
+    peak_flops: float = 312e12
+    call_s: float = 8.4e-6
+    step_s: float = 3.4e-6
+    step_between_s: float = 9.6e-6
+    node_bytes_a_second: float = 235 * _GB
+    link_bytes_a_second: float = 25 * _GB
+    memory_bytes_a_second: float = 1500 * _GB
+    host_bytes_a_second: float = 20 * _GB
+    host_step_bytes_a_second: float = 10 * _GB
+    disk_bytes_a_second: float = 3 * _GB
+
+    @classmethod
+    def of(cls, accelerator: str, *, nodes: int, ranks_a_node: int, is_16_bit: bool) -> "Machine":
+        """Hosts with accelerators of a name, as the driver says the name; an unknown one counts as an A100.
+
+        Args:
+            is_16_bit: matrix products are of bfloat16 or float16.
+        """
+        name = next((each for each in _ACCELERATORS if each in accelerator), "A100")
+        in_16_bit, in_32_bit, gb_a_second = _ACCELERATORS[name]
+        peak = 1e12 * (in_16_bit if is_16_bit else in_32_bit)
+        return cls(
+            nodes=nodes,
+            ranks_a_node=ranks_a_node,
+            peak_flops=peak,
+            flops=_REACHED_FLOPS * peak,
+            memory_bytes_a_second=_REACHED_BANDWIDTH * gb_a_second * _GB,
+        )
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_a_node
+
+    def latency_s(self, ranks: int, nodes: int) -> float:
+        """Of a collective over a ring of `ranks` on `nodes`."""
+        between = nodes - 1
+        return self.call_s + (ranks - 1 - between) * self.step_s + between * self.step_between_s
+
+    def bytes_a_second(self, ranks: int, nodes: int) -> float:
+        """That a ring moves: the slower of its two levels."""
+        if nodes == 1:
+            return self.node_bytes_a_second
+        return min(self.node_bytes_a_second, self.link_bytes_a_second * ranks / nodes)
+
+    def collective_s(self, nbytes: float, ranks: int, nodes: int) -> float:
+        """Of a reduce-scatter or an all-gather of `nbytes` in all: latency, and bytes by bandwidth."""
+        if ranks == 1 or not nbytes:
+            return 0.0
+        return self.latency_s(ranks, nodes) + nbytes * (ranks - 1) / ranks / self.bytes_a_second(ranks, nodes)
+
+
+# The time of a step, bucket by bucket, as the engine schedules it: kernels in one queue, collectives in another.
+#
+# [Note: the simulated step] Backward brings buckets in the order of their numbers; a bucket's reduce-scatter may begin when
+# all its gradients are there, and goes behind the one before it on the link. Above stage 0 there are `GRAD_BUFFERS` of them
+# at a time, and backward waits for the oldest one; not at stage 1 where micro-batches have accumulated, each bucket in a
+# buffer of its own. When all have ended and the optimizer has stepped, stages 1 and 2 gather the parameters behind the
+# step, in the order in which the next forward reads them, and the forward waits for each. Stage 3 gathers a unit for its
+# forward and again for its backward, `prefetch_units` ahead, over the same link as the reductions. The work of forward and
+# backward is dealt over buckets by their elements. What is simulated is a step in the middle of a run, from optimizer step
+# to optimizer step.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A bucket, or at stage 3 all buckets of a unit, as it comes and goes.
+
+    Attributes:
+        numel: elements, by which work is dealt.
+        reduce_bytes: of its gradients as they travel; `gather_bytes`, of its parameters. 0 for what does not travel.
+    """
+
+    numel: int
+    reduce_bytes: int
+    gather_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a rank computes in a step.
+
+    Attributes:
+        forward_flops, backward_flops: of a micro-batch; recomputation is in backward.
+        model_flops: of a micro-batch without recomputation, by which MFU is counted.
+        micro_batches: of a step.
+        step_bytes: that the optimizer reads and writes; `host_step_bytes`, `moved_bytes`, `disk_bytes`: of these on the host,
+            between host and accelerator, and from and to files.
+        fetched_bytes: of parameters that come from host memory for each gather.
+    """
+
+    forward_flops: float
+    backward_flops: float
+    model_flops: float
+    micro_batches: int = 1
+    step_bytes: float = 0.0
+    host_step_bytes: float = 0.0
+    moved_bytes: float = 0.0
+    disk_bytes: float = 0.0
+    fetched_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, and what they go to.
+
+    Attributes:
+        exposed_s: in which kernels wait for collectives.
+        communication_s: that the link is busy.
+        optimizer_s: from the last gradient to the last parameter.
+        mfu: model FLOPs utilisation: of `Machine.peak_flops`, without recomputation.
+        flops_a_second: of a rank, recomputation included.
+    """
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    communication_s: float
+    optimizer_s: float
+    mfu: float
+    flops_a_second: float
+
+
+class _Link:
+    """A queue of collectives, one at a time."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+        self.busy_s = 0.0
+
+    def send(self, ready_s: float, seconds: float) -> float:
+        """When what is ready then has arrived."""
+        self.free_s = max(self.free_s, ready_s) + seconds
+        self.busy_s += seconds
+        return self.free_s
+
+
+class _Simulation:
+    """One step.
+
+    Args:
+        pieces: in the order in which backward brings them.
+        ranks, nodes: over which a piece is sharded, or at stage 0 reduced.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], config: ZeroConfig, machine: Machine, work: Work, ranks: int, nodes: int
+    ):
+        self._pieces, self._config, self._work = pieces, config, work
+        self._machine, self._ranks, self._nodes = machine, ranks, nodes
+        self._link = _Link()
+        self._numel = sum(piece.numel for piece in pieces) or 1
+
+    def run(self) -> StepTime:
+        work, machine = self._work, self._machine
+        now = 0.0
+        for index in range(work.micro_batches):
+            is_last = index == work.micro_batches - 1
+            now = self._forward(now, after_step=index == 0)
+            reduces = is_last or not self._config.accumulates_locally
+            now = self._backward(now, reduces=reduces)
+        optimizer_s = self._optimizer_s()
+        compute_s = work.micro_batches * (work.forward_flops + work.backward_flops) / machine.flops
+        step_s = now + optimizer_s
+        return StepTime(
+            step_s=step_s,
+            compute_s=compute_s,
+            exposed_s=max(0.0, now - compute_s),
+            communication_s=self._link.busy_s,
+            optimizer_s=optimizer_s,
+            mfu=work.micro_batches * work.model_flops / step_s / machine.peak_flops,
+            flops_a_second=work.micro_batches * (work.forward_flops + work.backward_flops) / step_s,
+        )
+
+    def _seconds(self, nbytes: float) -> float:
+        return self._machine.collective_s(nbytes, self._ranks, self._nodes)
+
+    def _forward(self, now: float, *, after_step: bool) -> float:
+        order = list(reversed(self._pieces))
+        if self._config.stage == 3:
+            return self._through_units(order, now, self._work.forward_flops, reduces=False)
+        arrived = [0.0] * len(order)
+        if after_step and self._config.stage > 0:
+            arrived = [self._link.send(now, self._seconds(piece.gather_bytes)) for piece in order]
+        for piece, there in zip(order, arrived):
+            now = max(now, there) + self._share(piece, self._work.forward_flops)
+        return now
+
+    def _backward(self, now: float, *, reduces: bool) -> float:
+        if self._config.stage == 3:
+            again = self._config.reshard_after_forward is not False
+            return self._through_units(self._pieces, now, self._work.backward_flops, reduces=reduces, gathers=again)
+        # Stage 0 all-reduces: a reduce-scatter and an all-gather.
+        times = 2 if self._config.stage == 0 else 1
+        has_whole = self._config.stage == 0 or (self._config.stage == 1 and self._work.micro_batches > 1)
+        room = len(self._pieces) if has_whole else GRAD_BUFFERS
+        under_way: deque[float] = deque()
+        for piece in self._pieces:
+            if reduces and len(under_way) >= room:
+                now = max(now, under_way.popleft())
+            now += self._share(piece, self._work.backward_flops)
+            if reduces:
+                under_way.append(self._link.send(now, times * self._seconds(piece.reduce_bytes)))
+        return max([now, *under_way])
+
+    def _through_units(
+        self, order: Sequence[Piece], now: float, flops: float, *, reduces: bool, gathers: bool = True
+    ) -> float:
+        """Units of stage 3: each is gathered ahead of its use, and in backward reduced behind it."""
+        ahead = self._config.prefetch_units
+        arrived: dict[int, float] = {}
+        under_way: deque[float] = deque()
+        fetch = self._work.fetched_bytes / self._machine.host_bytes_a_second
+        for index, piece in enumerate(order):
+            for wanted in range(index, min(len(order), index + 1 + ahead)):
+                if gathers and wanted not in arrived:
+                    share = order[wanted].numel / self._numel
+                    arrived[wanted] = self._link.send(now, self._seconds(order[wanted].gather_bytes) + fetch * share)
+            if reduces and len(under_way) >= GRAD_BUFFERS:
+                now = max(now, under_way.popleft())
+            now = max(now, arrived.get(index, 0.0)) + self._share(piece, flops)
+            if reduces:
+                under_way.append(self._link.send(now, self._seconds(piece.reduce_bytes)))
+        return max([now, *under_way])
+
+    def _share(self, piece: Piece, flops: float) -> float:
+        return flops / self._machine.flops * piece.numel / self._numel
+
+    def _optimizer_s(self) -> float:
+        work, machine = self._work, self._machine
+        return (
+            work.step_bytes / machine.memory_bytes_a_second
+            + work.host_step_bytes / machine.host_step_bytes_a_second
+            + work.moved_bytes / machine.host_bytes_a_second
+            + work.disk_bytes / (machine.disk_bytes_a_second / machine.ranks_a_node)
+        )
+
+
+def simulate(
+    pieces: Sequence[Piece], config: ZeroConfig, machine: Machine, work: Work, *, ranks: int, nodes: int
+) -> StepTime:
+    """The time of a step, see [Note: the simulated step].
+
+    Args:
+        pieces: in the order in which backward brings them.
+        ranks, nodes: over which state is sharded, or at stage 0 gradients are reduced.
+    """
+    return _Simulation(pieces, config, machine, work, ranks, nodes).run()
+
+
+# ---- Which set-up fits, which of those is fastest, and why, in words ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A set-up with what it needs and how long its step takes; `step` is None where that is not known."""
+
+    forecast: Forecast
+    step: StepTime | None = None
+
+    @property
+    def name(self) -> str:
+        return self.forecast.name
+
+    @property
+    def is_exactly_stage_0(self) -> bool:
+        """DDP, or stage 0 by this engine, which shards nothing either."""
+        return self.name == DDP or self.forecast.settings.get("stage") == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a planner recommends.
+
+    Attributes:
+        candidate: the recommended one; None where all are too large.
+        rejected: the fastest of those that are too large, if any; where all are, the one that needs least.
+        close: the fastest of those that are close and not recommended, if any.
+        has_others: others fit, too.
+        why: lines.
+    """
+
+    candidate: Candidate | None
+    rejected: Candidate | None
+    close: Candidate | None
+    has_others: bool
+    why: tuple[str, ...]
+
+
+_SIMPLER = 0.03
+"""A step that is so much shorter is no reason for a higher stage or another tier."""
+
+
+def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
+    """The fastest that fits; of those as fast as it, the one that stands first: the simplest. Where none fits, of those that
+    are close the one that needs least.
+
+    Raises:
+        PlanError: there is nothing to choose from.
+    """
+    if not candidates:
+        raise PlanError("hf_zero: no set-up goes with the settings that are kept.")
+    of_class: dict[str, list[Candidate]] = {FITS: [], CLOSE: [], TOO_LARGE: []}
+    for each in candidates:
+        of_class[room.fit_of(each.forecast)].append(each)
+    fitting, close, too_large = of_class[FITS], of_class[CLOSE], of_class[TOO_LARGE]
+    if not fitting and not close:
+        least = min(candidates, key=_bytes)
+        return Choice(candidate=None, rejected=least, close=None, has_others=False, why=_nothing_fits(least, room))
+    if fitting:
+        quickest = min(_seconds(each) for each in fitting)
+        chosen = next(each for each in fitting if _seconds(each) <= quickest * (1 + _SIMPLER))
+    else:
+        chosen = min(close, key=_bytes)
+    left = [each for each in close if each is not chosen]
+    rejected, close_one = min(too_large, key=_speed, default=None), min(left, key=_speed, default=None)
+    return Choice(
+        candidate=chosen,
+        rejected=rejected,
+        close=close_one,
+        has_others=len(fitting) > 1,
+        why=_reasons(chosen, rejected, close_one, fitting, room),
+    )
+
+
+def _bytes(candidate: Candidate) -> int:
+    return candidate.forecast.device_bytes
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.step.step_s if candidate.step is not None else 0.0
+
+
+def _speed(candidate: Candidate) -> tuple[float, int]:
+    return _seconds(candidate), _bytes(candidate)
+
+
+def _reasons(
+    chosen: Candidate,
+    rejected: Candidate | None,
+    close: Candidate | None,
+    fitting: Sequence[Candidate],
+    room: Room,
+) -> tuple[str, ...]:
+    needs = f"{size(_bytes(chosen))} of {size(room.device)} a rank"
+    if not fitting:
+        lines = [f"{chosen.name} may run out of memory: {needs}. Nothing fits, and of what is close it needs least."]
+    else:
+        name = f"{chosen.name} fits and is fastest" if len(fitting) > 1 else f"{chosen.name} is all that fits"
+        lines = [f"{name}: {needs}, {size(room.device - _bytes(chosen))} to spare."]
+    lines += [f"{each.name} is {room.describe(each.forecast)}." for each in (close, rejected) if each is not None]
+    slower = [each for each in fitting if each is not chosen and each.step is not None]
+    if slower and chosen.step is not None:
+        other = min(slower, key=_bytes)
+        if _bytes(other) < _bytes(chosen):
+            lines.append(
+                f"Less memory: {other.name} needs {size(_bytes(other))}, with a step of "
+                f"{_time(other.step)} in place of {_time(chosen.step)}."
+            )
+    if chosen.forecast.unknown:
+        lines.append(f"Not counted, since not known beforehand: {', '.join(chosen.forecast.unknown)}.")
+    return tuple(lines)
+
+
+def _time(step: Any) -> str:
+    return f"{step.step_s:.3g} s" if step is not None else "unknown time"
+
+
+def _nothing_fits(least: Candidate, room: Room) -> tuple[str, ...]:
+    device = least.forecast.device
+    largest = max(device, key=lambda kind: device[kind])
+    remedies = {
+        "activations": "Use fewer rows a micro-batch and more of them, shorter ones, or activation checkpointing.",
+        "parameters": "Use more ranks, state and parameters in host memory, or a smaller model.",
+    }
+    remedy = remedies.get(largest, "Use more ranks, more memory, or state in host memory or in files.")
+    return (
+        f"Nothing fits. The least is {least.name}, which is {room.describe(least.forecast)}.",
+        f"Most of that are {largest}: {size(device[largest])}. {remedy}",
+    )

@@ -1,0 +1,256 @@
+"""Traces a model's activations, and measures free memory."""
+
+import copy
+import os
+import resource
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from ..buckets.precision import uncast_parameters
+from ..config import AUTO
+from ..device import free_bytes
+from ..forecast import RESERVE, Activations, PlanError
+from ..offload.host_memory import available_host_bytes, ranks_on_this_host
+
+# What a micro-batch holds in memory: one forward and one backward on tensors without memory, each tensor counted as it lives.
+#
+# [Note: a trace] FakeTensorMode runs a model's own forward and autograd's own backward, and only the kernels do nothing. So
+# the trace sees what the attention implementation in use saves, what is saved twice or as a view, what checkpointing drops
+# and recomputes, casts of autocast and of the loss, and the moment at which each goes. Storages are counted, from their
+# birth until the last reference to them goes. What a kernel takes for itself inside one call is not seen. Tensors pass for
+# ones of the host, on which attention by `sdpa` saves what the fused kernels of an accelerator save, too.
+
+_HOST = torch.device("cpu")
+_ATTENTION_ON_HOST = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_ITS_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_ASKS_FOR_DEVICE = torch.ops.prim.device.default
+"""Two of three calls in a trace: autograd asks it of every gradient."""
+
+_BETWEEN_RANKS = ("c10d", "_c10d_functional")
+"""Where torch has its collectives among operations."""
+
+Batch = Mapping[str, Any]
+
+
+def trace(
+    model: nn.Module,
+    batch: Batch | Callable[[], Batch],
+    *,
+    shape: str,
+    tokens: int,
+    autocast: torch.dtype | None = None,
+    param_dtype: str = AUTO,
+) -> Activations:
+    """Counts what a forward and a backward of `model` hold, without touching it or any memory.
+
+    Args:
+        batch: keyword arguments of the model's forward; tensors on the meta device will do. A function makes them inside.
+        shape: of the micro-batch, in words; `tokens`: its elements.
+        autocast: the dtype of mixed precision, if any.
+        param_dtype: of floating-point parameters, as the config says it; `auto` leaves them as they are.
+
+    Raises:
+        PlanError: the model cannot be copied, or its forward needs values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    living = _LivingBytes()
+    try:
+        fake = _without_memory(model, mode, living, None if param_dtype == AUTO else getattr(torch, param_dtype))
+        with mode:
+            made = batch() if callable(batch) else batch
+            inputs = tree_map(lambda value: _like(value) if isinstance(value, torch.Tensor) else value, dict(made))
+        for value in tree_leaves(inputs):
+            if isinstance(value, torch.Tensor):
+                living.leave_out(value)
+        casts: AbstractContextManager = torch.autocast("cpu", autocast) if autocast else nullcontext()
+        with torch.random.fork_rng(devices=[]), mode, living:
+            with torch.enable_grad(), casts:
+                loss = _loss_of(fake(**inputs))
+            saved, forward_flops = living.now, living.flops
+            loss.backward()
+            del loss
+    except PlanError:
+        raise
+    except Exception as error:
+        # Any code of the model's may run into what has no value here.
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise PlanError(
+            f"hf_zero: activations of {type(model).__name__} cannot be traced without values ({type(error).__name__}: "
+            f"{reason[0][:200]}). Plan without them, or measure a step."
+        ) from error
+    return Activations(
+        curve=tuple(living.curve),
+        saved_bytes=saved,
+        flops=living.flops,
+        forward_flops=forward_flops,
+        tokens=tokens,
+        shape=shape,
+    )
+
+
+def _loss_of(outputs: Any) -> torch.Tensor:
+    loss = getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss.mean()
+    found = [value for value in tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)]
+    sums = [value.float().mean() for value in found if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not sums:
+        raise PlanError("hf_zero: the model returns nothing that a gradient could come from, so nothing can be traced.")
+    return sums[0]
+
+
+def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Its shape on the host, of another dtype if it holds floating-point numbers."""
+    is_cast = dtype is not None and tensor.is_floating_point()
+    return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=_HOST)
+
+
+def _without_memory(
+    model: nn.Module, mode: FakeTensorMode, living: "_LivingBytes", dtype: torch.dtype | None
+) -> nn.Module:
+    """A copy of the model whose parameters and buffers have no memory, and whose gradients go where they come.
+
+    It has no hooks on modules: a script's own would count, log or keep what is no step of training.
+    """
+    copies: dict[int, Any] = {}
+    uncast = frozenset() if dtype is None else uncast_parameters(model, dtype)
+    with mode:
+        for parameter in model.parameters():
+            like = _like(parameter, None if parameter in uncast else dtype)
+            copies[id(parameter)] = nn.Parameter(like, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            copies[id(buffer)] = _like(buffer)
+    for each in copies.values():
+        living.leave_out(each)
+    fake = copy.deepcopy(model, copies)
+    for module in fake.modules():
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            hooks.clear()
+    for parameter in fake.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(living.take_gradient)
+    return fake.train()
+
+
+class _LivingBytes(TorchDispatchMode):
+    """Counts the bytes of storages while they live, and floating-point operations.
+
+    Attributes:
+        now: bytes.
+        curve: see `Activations`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.flops = 0
+        self.curve = [(0, 0)]
+        self._known: set[int] = set()
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """What is there all the time."""
+        self._known.add(tensor.untyped_storage()._cdata)
+
+    def take_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            nbytes, parameter.grad = parameter.grad.nbytes, None
+            self.curve.append((self.curve[-1][0] + nbytes, self.now))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _ASKS_FOR_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func.namespace in _BETWEEN_RANKS:
+            # The others may not be in this forward, and would be waited for.
+            raise PlanError("hf_zero: the model's forward talks to other ranks")
+        result = func(*args, **(kwargs or {}))
+        self._count_operations(func, args, kwargs or {}, result)
+        for tensor in tree_leaves(result):
+            # A real tensor is one that the module holds as an attribute.
+            if isinstance(tensor, FakeTensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self._known:
+            return
+        self._known.add(address)
+        nbytes = storage.nbytes()
+        self.now += nbytes
+        come, most = self.curve[-1]
+        self.curve[-1] = (come, max(most, self.now))
+        weakref.finalize(storage, self._forget, address, nbytes)
+
+    def _forget(self, address: int, nbytes: int) -> None:
+        self._known.discard(address)
+        self.now -= nbytes
+
+    def _count_operations(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif packet in (_ATTENTION_ON_HOST, _ITS_BACKWARD):
+            # (rows, heads, length, width): two products forward; five backward, which computes the scores again.
+            backward = packet is _ITS_BACKWARD
+            query, key = args[1:3] if backward else args[:2]
+            rows, heads, length, width = query.shape
+            self.flops += 2 * rows * heads * length * key.shape[-2] * width * (5 if backward else 2)
+
+
+# ---- Memory that a rank may still take ----
+
+_STATUS = Path("/proc/self/status")
+_LIMITED = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
+
+
+def free_for_training(device: torch.device) -> int:
+    """Bytes that this rank could still allocate on its training device; on the host, its part of what is left there.
+
+    On the host that is the least of what the system has, of what a control group leaves, and of the process's own limits.
+    """
+    if device.type != "cpu":
+        return free_bytes(device)
+    return min(available_host_bytes() // ranks_on_this_host(), _within_limits())
+
+
+def free_on_host() -> int:
+    """This rank's part of the host's memory, for what is offloaded from an accelerator."""
+    return min(available_host_bytes() // ranks_on_this_host(), _within_limits())
+
+
+def reserve_on(device: torch.device) -> float:
+    """The part of a training device that a set-up which fits leaves free, by what this process's allocator gives back."""
+    if device.type != "cpu":
+        return RESERVE["accelerator"]
+    return RESERVE["host" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "host's heap"]
+
+
+def _within_limits() -> int:
+    """What the process's own limits leave."""
+    left = 2**63 - 1
+    used = _used() if _STATUS.is_file() else {}
+    for limit, name in _LIMITED:
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY and name in used:
+            left = min(left, max(0, soft - used[name]))
+    return left
+
+
+def _used() -> dict[str, int]:
+    lines = (line.partition(":") for line in _STATUS.read_text().splitlines())
+    return {name: int(value.split()[0]) * 1024 for name, _, value in lines if name.startswith("Vm")}

@@ -1,0 +1,319 @@
+"""The files of a recorded run: written line by line, read without trust."""
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from ..checkpoint.files import CheckpointError, no_folder, read_mapping, shown
+from ..checkpoint.structure import STATE_NAME
+
+# The log of a run: one JSON object a line, appended and never changed, so that what was written survives any end.
+#
+# [Note: lines of the log]
+# Each line has a `kind`, the wall clock's `time` in seconds and the optimizer `step` that it was written behind.
+#
+# | kind | what it tells |
+# |---|---|
+# | `start` | training begins or goes on: ranks, settings, bytes by the plan |
+# | `steps` | some steps together: seconds, rows, tokens, loss, norm, learning rate, bytes sent, seconds waited |
+# | `log` | what the script or Trainer logged |
+# | `memory` | bytes that the rank holds, by kind |
+# | `comm` | calls, bytes and waits by kind of collective, since the line `start` |
+# | `trace` | one step's time, span by span |
+# | `stall` | seconds for which a save held training up |
+# | `end` | how the run ended |
+#
+# A float that is not finite is written as the text "nan", "inf" or "-inf", which JSON has no number for.
+
+LOG_NAME = "zero_log.jsonl"
+PAGE_NAME = "zero_report.html"
+_LAST_STEP = 2**53
+_LONGEST_TEXT = 2000
+
+
+class LogFile:
+    """Appends to the log in a folder, which is made if it is missing.
+
+    Each line goes to the system at once: a process that is killed leaves all of them but perhaps a part of the last. Where one
+    cannot be written, as on a full disk, that is said once and no more are: training goes on.
+
+    Attributes:
+        path: of the file.
+    """
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / LOG_NAME
+        is_cut_off = _ends_within_a_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        if is_cut_off:
+            self._file.write("\n")
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        line = {"kind": kind, "time": round(time.time(), 3), "step": step, **values}
+        if self._file.closed:
+            return
+        try:
+            self._file.write(json.dumps(plain(line), separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            print(f"hf_zero: {self.path} is kept no longer ({error}). Training goes on.", file=sys.stderr, flush=True)
+            self.close()
+
+    def close(self) -> None:
+        # What could not be written would be tried again here.
+        with suppress(OSError):
+            self._file.close()
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: numbers that are not finite, and objects, as text."""
+    if isinstance(value, bool) or value is None or isinstance(value, int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return str(value)
+
+
+def read_lines(folder: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """The lines of the log in a folder with their numbers, from 1; None for one that is no line of ours, or is cut off."""
+    with (folder / LOG_NAME).open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                yield number, _parsed(text)
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_line = isinstance(line, dict) and isinstance(line.get("kind"), str) and is_step(line.get("step"))
+    if not is_line or not isinstance(line.get("time"), int | float):
+        return None
+    return {shown(name): _as_meant(value) for name, value in line.items()}
+
+
+def is_step(value: object) -> TypeGuard[int]:
+    """Whether a value counts steps. Beyond 2**53, a float does not tell a step from the next."""
+    return type(value) is int and 0 <= value <= _LAST_STEP
+
+
+def _as_meant(value: Any) -> Any:
+    """Numbers that are not finite are text in JSON; other text is made fit to be shown."""
+    if isinstance(value, str):
+        return float(value) if value in ("nan", "inf", "-inf") else shown(value, _LONGEST_TEXT)
+    if isinstance(value, dict):
+        return {shown(name): _as_meant(inner) for name, inner in value.items()}
+    return [_as_meant(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+# ---- What the files in a run's folder tell: our log or, without one, the state that Trainer saved ----
+
+Line = dict[str, Any]
+
+
+_LEAST, _MOST = 1e-150, 1e150
+
+
+class ReportError(Exception):
+    """A folder of which no report can be made."""
+
+
+@dataclass
+class RunLines:
+    """Lines of a run by kind, in order; see [Note: lines of the log].
+
+    Attributes:
+        has_log: whether our log was there; else `logs` is all that is known.
+        earlier: lines of runs in the same folder that began anew afterwards.
+        taken_again: steps that a resumed run has taken a second time; the first are left out.
+        unread: numbers of lines that are no JSON, such as the last of a run that was killed.
+    """
+
+    folder: Path
+    has_log: bool
+    starts: list[Line] = field(default_factory=list)
+    steps: list[Line] = field(default_factory=list)
+    logs: list[Line] = field(default_factory=list)
+    memory: list[Line] = field(default_factory=list)
+    comm: list[Line] = field(default_factory=list)
+    traces: list[Line] = field(default_factory=list)
+    stalls: list[Line] = field(default_factory=list)
+    end: Line | None = None
+    earlier: int = 0
+    taken_again: int = 0
+    unread: list[int] = field(default_factory=list)
+    lines: int = 0
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a line can be calculated with, be it finite or not."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+def is_finite(value: object) -> bool:
+    """Whether sums, differences and ratios of such values are numbers again: no loss is beyond 1e150, and none below 1e-150."""
+    return is_number(value) and (value == 0 or _LEAST <= abs(value) <= _MOST)  # type: ignore[arg-type]  # it is a number
+
+
+def _is_amount(value: object) -> bool:
+    return is_finite(value) and 0 <= value < 2**63  # type: ignore[operator]  # it is a number
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and _is_amount(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+_AMOUNTS = ("forward_s", "backward_s", "optimizer_s", "between_s", "wait_s", "sent_bytes", "peak_bytes", "seconds")
+_COUNTS = ("steps", "rows", "tokens", "skipped")
+_WHAT_IS_WHAT: dict[str, dict[str, Callable[[object], bool]]] = {
+    "start": {
+        "ranks": lambda value: _is_count(value) and value != 0,
+        "parameters": _is_count,
+        "stage": _is_count,
+        "optimizers": _is_list,
+        "said": _is_mapping,
+        "plan": _is_mapping,
+        "model": _is_text,
+        "device": _is_text,
+        "backend": _is_text,
+    },
+    "steps": {
+        **dict.fromkeys(_AMOUNTS, _is_amount),
+        **dict.fromkeys(_COUNTS, _is_count),
+        **dict.fromkeys(("loss", "grad_norm", "lr"), is_number),
+    },
+    "log": {"values": _is_mapping},
+    "memory": {"rows": _is_list},
+    "comm": {"rows": _is_list},
+    "trace": {"seconds": _is_amount},
+    "stall": {"seconds": _is_amount},
+    "end": {"how": _is_text},
+}
+"""Of each kind of line, the fields that are relied on; one with another value is taken for one that is not there."""
+
+_LISTS = {
+    "steps": "steps",
+    "log": "logs",
+    "memory": "memory",
+    "comm": "comm",
+    "trace": "traces",
+    "stall": "stalls",
+}
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def read_run(folder: Path) -> RunLines:
+    """The run in a folder.
+
+    Raises:
+        ReportError: there is no such folder, or neither log nor trainer state in it.
+    """
+    if not folder.is_dir():
+        raise ReportError(f"hf_zero: {no_folder(folder)}.")
+    log = folder / LOG_NAME
+    if log.is_file():
+        run = _of_log(folder)
+        if run.starts or run.logs:
+            return run
+    state = _newest_state(folder)
+    if state is None:
+        why = "holds no line that can be read" if log.is_file() else "is not there"
+        raise ReportError(
+            f"hf_zero: {folder} has nothing to report on: {LOG_NAME} {why}, and there is no {STATE_NAME}, here or in a "
+            "checkpoint-N. Give the output_dir of a run, or the folder that a run with `report: true` wrote its log to."
+        )
+    return _of_state(folder, state)
+
+
+def _of_log(folder: Path) -> RunLines:
+    run = RunLines(folder=folder, has_log=True)
+    for number, line in read_lines(folder):
+        run.lines = number
+        if line is None:
+            run.unread.append(number)
+            continue
+        line = _checked(line)
+        if line["kind"] == "start":
+            _begin(run, line)
+        elif line["kind"] == "end":
+            run.end = line
+        elif line["kind"] in _LISTS:
+            getattr(run, _LISTS[line["kind"]]).append(line)
+    return run
+
+
+def _checked(line: Line) -> Line:
+    known = _WHAT_IS_WHAT.get(line["kind"], {})
+    return {name: value for name, value in line.items() if name not in known or known[name](value)}
+
+
+def _begin(run: RunLines, start: Line) -> None:
+    """A run that begins anew replaces what was there; one that goes on, what came behind the step that it goes on from."""
+    step = start["step"]
+    last = max((line["step"] for line in run.steps), default=0)
+    if step == 0 and run.starts:
+        run.earlier += len(run.starts)
+        run.starts = []
+    run.taken_again += max(0, last - step) if step else 0
+    for name in _LISTS.values():
+        setattr(run, name, [line for line in getattr(run, name) if 0 < line["step"] <= step])
+    # It counts from the last start.
+    run.comm = []
+    run.starts.append(start)
+    run.end = None
+
+
+def _newest_state(folder: Path) -> Path | None:
+    found = [path for path in folder.glob(f"checkpoint-*/{STATE_NAME}") if _CHECKPOINT.fullmatch(path.parent.name)]
+    found.sort(key=lambda path: int(path.parent.name.rpartition("-")[2]))
+    own = folder / STATE_NAME
+    # Trainer writes its folder's own at the end.
+    return own if own.is_file() else found[-1] if found else None
+
+
+def _of_state(folder: Path, path: Path) -> RunLines:
+    try:
+        history = read_mapping(path).get("log_history")
+    except CheckpointError as error:
+        raise ReportError(str(error)) from error
+    if not isinstance(history, list):
+        raise ReportError(f"hf_zero: {path} has no log_history, so there is nothing to report on.")
+    run = RunLines(folder=folder, has_log=False)
+    for entry in history:
+        if isinstance(entry, Mapping) and is_step(entry.get("step")):
+            values = {name: value for name, value in entry.items() if is_number(value)}
+            run.logs.append({"kind": "log", "step": entry["step"], "values": values})
+    return run
