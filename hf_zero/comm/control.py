@@ -15,7 +15,8 @@ from .arrivals import CommunicationError, PeerFailure
 from .diagnosis import OTHER_LAYERS
 from .groups import Groups
 from .transport import hidden_from_profiler
-from .watch import Watch, script_line
+from .watch import Watch
+from .whereabouts import script_line
 
 # ---- Whether ranks gather the same parameters in the same order, which a backend of devices cannot tell ----
 #

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .arrivals import RankProcess
-from .watch import LABEL, STARTED, CollectiveLog, ScriptCollective, Wait, Whereabouts, in_brackets, script_frame
+from .watch import LABEL, STARTED, CollectiveLog, ScriptCollective, Wait
+from .whereabouts import Whereabouts, in_brackets, script_frame
 
 # ---- Says which rank a collective waits for, and why ----
 

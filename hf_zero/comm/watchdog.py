@@ -22,7 +22,8 @@ from .arrivals import CommunicationError, PeerFailure, RankProcesses, break_all_
 from .control import control_of
 from .diagnosis import Absence, DeviceQueue, ScriptCall, Verdict, is_to_end, others_are_behind
 from .groups import Groups
-from .watch import SAVE, Wait, Watch, Whereabouts, end_process, main_stack, script_line
+from .watch import SAVE, Wait, Watch, end_process
+from .whereabouts import Whereabouts, main_stack, script_line
 
 # ---- Calls to the store that the ranks were launched with, which hold nobody up for longer than said ----
 #

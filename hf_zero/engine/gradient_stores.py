@@ -12,7 +12,7 @@ from ..buckets.sharded import GradientState, ShardedGradient, widen
 from ..comm.transport import Handle
 from ..config import ZeroConfig
 from ..device import Arrival, Reservation, reserve
-from ..layout import slots as pool
+from ..layout import slots
 from ..offload.copies import Downlink
 from ..offload.tiers import Tier
 from .gradient_store import BufferPool, GradientStore, Landing, OpenBuffer, add_or_set, new_buffer
@@ -126,11 +126,11 @@ class ShardedGradients(GradientStore):
         self,
         reduction: Reduction,
         landing: Landing,
-        pool: BufferPool,
+        slots: BufferPool,
         buffers: Literal["pooled", "accumulated", "lasting"],
     ):
         super().__init__(reduction, landing)
-        self._pool = pool
+        self._pool = slots
         self._buffers = buffers
         self._accumulated: set[Bucket] = set()
         self._shards: dict[Bucket, torch.Tensor] = {}
@@ -348,6 +348,6 @@ def choose_store(
     # Where the shard is all of the bucket, there is no smaller place to reduce it into.
     is_replicated = all(bucket.group.groups.shard_size == 1 for bucket in buckets)
     is_whole = is_replicated and not any(bucket.tier.is_apart for bucket in buckets)
-    passing = BufferPool(buckets, pool.GRAD_BUFFERS, buckets[0].device)
+    passing = BufferPool(buckets, slots.GRAD_BUFFERS, buckets[0].device)
     kept: Literal["accumulated", "pooled"] = "accumulated" if config.stage == 1 else "pooled"
     return ShardedGradients(reduction, landing, passing, "lasting" if is_whole else kept)

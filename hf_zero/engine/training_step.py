@@ -16,7 +16,7 @@ from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
 from ..hooks import WeakHook, engine_attached_to
-from ..layout import slots as pool
+from ..layout import slots
 from ..optimizer.holder import StateHolder
 from ..optimizer.row_writes import RowWrites
 from ..optimizer.sharded_optimizer import ShardedOptimizer, identity_of
@@ -218,7 +218,7 @@ class TrainingStep:
 
     def _make_store(self) -> GradientStore:
         parts = self._parts
-        most = pool.GRAD_BUFFERS if parts.holder.timing.steps_early else None
+        most = slots.GRAD_BUFFERS if parts.holder.timing.steps_early else None
         landing = Landing(
             downlink=parts.tier.downlink,
             landed=self._landed,

@@ -43,7 +43,8 @@ _REACHED_FLOPS, _REACHED_BANDWIDTH = 0.45, 0.75
 class Machine:
     """Hosts with accelerators, and the links between them.
 
-    The constants of latency and the default rates are those of buckets/precision.py, from the tables that NCCL chooses its algorithms by.
+    The constants of latency and the default rates are those of buckets/precision.py. They come from the tables by which NCCL
+    chooses its algorithms.
 
     Attributes:
         nodes, ranks_a_node: each rank has one accelerator.

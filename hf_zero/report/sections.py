@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..checkpoint import files as text
+from ..checkpoint import files
 from .curves import (
     Bar,
     Bars,
@@ -447,13 +447,13 @@ def make_report(folder: Path) -> Report:
     )
     there = tuple(section for section in sections if section is not None)
     return Report(
-        title=text.shown(_title(run) or folder.resolve().name),
-        folder=text.shown(folder, 1000),
+        title=files.shown(_title(run) or folder.resolve().name),
+        folder=files.shown(folder, 1000),
         state=state_of(run),
         answers=_answers(run, ranks),
         found=findings(run),
         sections=there,
-        facts=(("folder", text.shown(folder.resolve().name)), *_facts(run)),
+        facts=(("folder", files.shown(folder.resolve().name)), *_facts(run)),
         missing=_missing(run, there),
     )
 

@@ -23,7 +23,7 @@ from ranks import run_ranks
 from hf_zero import engine_of
 from hf_zero.comm.diagnosis import ScriptCall
 from hf_zero.comm.ledger import Label, Ledger
-from hf_zero.comm.watch import script_frame
+from hf_zero.comm.whereabouts import script_frame
 
 MOST_SHARE = 0.005
 LOOKS_A_SECOND = 2

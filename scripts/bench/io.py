@@ -166,12 +166,12 @@ def resumes(
     """Seconds from `train(resume_from_checkpoint)` to the first step, and bytes that this rank read from the disk."""
     if not is_shared:
         from hf_zero.checkpoint.commit import Disk
-        from hf_zero.integrations import resume as resuming
+        from hf_zero.integrations import resume
 
         shutil.copytree(folder, f"{folder}-of-rank-{rank}")
         folder = f"{folder}-of-rank-{rank}"
         # The copies stand for one file system whose pages hosts do not share, where ranks share the checking.
-        resuming.disk_with = lambda path, rank, exchange: Disk.shared(rank, world_size)
+        resume.disk_with = lambda path, rank, exchange: Disk.shared(rank, world_size)
     trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder, callbacks=(StopsWhenLoaded(),))
     gc.collect()
     _to_disk(*(path for path in Path(folder).rglob("*") if path.is_file()), forgets=True)

@@ -39,7 +39,7 @@ from ranks import RankFailedError, RanksTimedOutError, run_alone
 
 from hf_zero.device import peak_bytes, wait_for_device
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.offload import files as stored
+from hf_zero.offload import files
 
 TORCHAO_HOMES = ("torchao.optim", "torchao.prototype.low_bit_optim")
 """Where CPUOffloadOptimizer is, in newer and in older versions."""
@@ -243,7 +243,7 @@ def measure(
 
 def time_of_hashing() -> list[float]:
     """Milliseconds of CPU time that each checksum of a part of a file takes, from now on."""
-    found, stock = [], stored._sum_of
+    found, stock = [], files._sum_of
 
     def timed(chunk: torch.Tensor) -> int:
         began = time.thread_time()
@@ -251,7 +251,7 @@ def time_of_hashing() -> list[float]:
         found.append(1000 * (time.thread_time() - began))
         return value
 
-    stored._sum_of = timed
+    files._sum_of = timed
     return found
 
 

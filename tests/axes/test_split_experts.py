@@ -13,7 +13,7 @@ from transformers import MixtralForCausalLM, core_model_loading
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.pieces import mapped_tensors
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations import saved_weights as file_blocks
+from hf_zero.integrations import saved_weights
 from hf_zero.integrations.file_weights import load_weights_into
 
 
@@ -54,14 +54,14 @@ def test_files_with_a_tensor_an_expert_are_read_into_a_split_model(folder, ep):
 def test_tensors_that_are_computed_and_not_cut_are_refused_by_name(folder, monkeypatch):
     model = MixtralForCausalLM.from_pretrained(folder / "checkpoint")
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    blocks = file_blocks.blocks_in_files(model, shapes, then="")
+    blocks = saved_weights.blocks_in_files(model, shapes, then="")
     w3 = blocks["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
     assert (w3.name, w3.offsets, w3.sizes) == ("model.layers.0.mlp.experts.gate_up_proj", (2, 48, 0), (1, 48, 32))
     monkeypatch.setattr(
         core_model_loading, "revert_weight_conversion", lambda _, state: {"sum": state["lm_head.weight"] + 1}
     )
     with pytest.raises(CheckpointError, match="'sum' of a weights file is no block of one of the model's tensors"):
-        file_blocks.blocks_in_files(model, shapes, then="")
+        saved_weights.blocks_in_files(model, shapes, then="")
     # Every second row, and a transposed matrix.
     for view in (lambda value: value[::2], lambda value: value.t()):
         monkeypatch.setattr(
@@ -70,4 +70,4 @@ def test_tensors_that_are_computed_and_not_cut_are_refused_by_name(folder, monke
             lambda _, state, view=view: {"view": view(state["lm_head.weight"])},
         )
         with pytest.raises(CheckpointError, match="'view' of a weights file"):
-            file_blocks.blocks_in_files(model, shapes, then="")
+            saved_weights.blocks_in_files(model, shapes, then="")

@@ -20,7 +20,7 @@ from hf_zero.checkpoint import pieces
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.pieces import LivePieces, Piece, lay_out
-from hf_zero.integrations import trainer_saves as saving
+from hf_zero.integrations import trainer_saves
 from hf_zero.integrations.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(120)
@@ -123,7 +123,7 @@ class Interrupted(TrainerCallback):
 def is_interrupted(rank: int, world_size: int, output_dir: str) -> None:
     as_launched(rank, world_size)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    saving._PATIENCE_S, pieces._CHUNK_BYTES = 0.5, 1024
+    trainer_saves._PATIENCE_S, pieces._CHUNK_BYTES = 0.5, 1024
     trainer = make_trainer("flag 2", "gpt2", output_dir, callbacks=[Interrupted()], **{**SAVING, "max_steps": 6})
     pwrite = os.pwrite
 

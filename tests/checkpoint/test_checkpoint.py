@@ -28,7 +28,7 @@ from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.structure import plain_settings, restore_settings
 from hf_zero.checkpoint.writer import plan_rows, write_pieces
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations import verify as shares
+from hf_zero.integrations import verify
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.integrations.verify import checkpoint_faults, own_chunks
 from hf_zero.layout.slots import Interval
@@ -229,17 +229,17 @@ def test_other_models_and_optimizers_are_refused(tmp_path):
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=8), st.integers(1, 9))
 def test_ranks_share_the_hashing_of_files_by_their_bytes(sizes, world_size):
     named = {f"file{i}": size for i, size in enumerate(sizes)}
-    shares = [share_of(named, rank, world_size) for rank in range(world_size)]
+    verify = [share_of(named, rank, world_size) for rank in range(world_size)]
     everything = [(name, index) for name, size in named.items() for index in range(chunks_in(size))]
-    assert sorted(chunk for share in shares for chunk in share) == sorted(everything)
-    for share in shares:
+    assert sorted(chunk for share in verify for chunk in share) == sorted(everything)
+    for share in verify:
         nbytes = sum(min(CHUNK_BYTES, named[name] - index * CHUNK_BYTES) for name, index in share)
         assert nbytes <= sum(sizes) / world_size + CHUNK_BYTES
 
 
 def test_a_flipped_bit_in_any_chunk_of_a_file_is_found_by_the_rank_that_looks_there(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(shares, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(verify, "CHUNK_BYTES", 1000)
     manifest = save_alone(tmp_path / "zero", [("exp_avg", "w", Interval(0, 30), torch.randn(30))])
     (tmp_path / "other").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "empty").touch()
@@ -305,7 +305,7 @@ def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_kno
         optimizers=(),
         files={name: FileRecord(size=size, xxh3=("",) * chunks_in(size)) for name, size in sizes.items()},
     )
-    with mock.patch.object(files, "CHUNK_BYTES", 512), mock.patch.object(shares, "CHUNK_BYTES", 512):
+    with mock.patch.object(files, "CHUNK_BYTES", 512), mock.patch.object(verify, "CHUNK_BYTES", 512):
         looked_at = [set(own_chunks(folder, manifest, rank=rank, world_size=readers)) for rank in range(readers)]
         everything = {(name, index) for name, size in sizes.items() for index in range(chunks_in(size))}
         assert set().union(*looked_at) == everything

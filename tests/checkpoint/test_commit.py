@@ -45,7 +45,7 @@ from hf_zero.checkpoint.commit import (
 from hf_zero.checkpoint.files import CheckpointError, FileRecord, files_below
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.integrations import trainer_saves as saving
+from hf_zero.integrations import trainer_saves
 from hf_zero.integrations.elastic import exchange_between_ranks
 from hf_zero.integrations.trainer_saves import CheckpointSaver
 from hf_zero.integrations.verify import checkpoint_faults, find_good, newest_first
@@ -194,7 +194,7 @@ def _join_and_run(rank: int, world_size: int, store: str, arguments: dict) -> No
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # A survivor gives a dead rank's part of a save up, which would take it ten seconds.
-    saving._PATIENCE_S = 1.0
+    trainer_saves._PATIENCE_S = 1.0
     # A rank that hangs says where.
     faulthandler.dump_traceback_later(50)
     with joined_process_group(rank, world_size, store, 60):
@@ -254,7 +254,7 @@ class Struck:
     """Whether a kill met its rank alive, and inside a save."""
 
     alive: bool
-    saving: bool
+    trainer_saves: bool
 
 
 def kill_then_resume(

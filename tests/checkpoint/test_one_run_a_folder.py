@@ -18,7 +18,7 @@ from ranks import run_alone, run_ranks
 from trainer_job import as_launched, make_trainer
 from transformers import TrainerCallback
 
-from hf_zero.checkpoint import commit as run_lock
+from hf_zero.checkpoint import commit
 from hf_zero.checkpoint.commit import LOCK_NAME, Disk, disk_asked, held_alone
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.integrations.verify import checkpoint_faults
@@ -56,7 +56,7 @@ def holder(tmp_path):
 def test_a_folder_that_another_process_has_is_refused_by_its_number_and_free_when_that_is_killed(
     holder, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(commit, "PATIENCE_S", 0.3)
     with pytest.raises(CheckpointError, match=rf"another run writes there now \(process {holder.pid} on .*its own"):
         with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
             pass
@@ -98,7 +98,7 @@ def test_nothing_that_is_no_lock_file_is_written_to_for_one(put, tmp_path):
 
 
 def test_what_a_lock_file_says_of_its_holder_is_not_obeyed_by_a_terminal(holder, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(commit, "PATIENCE_S", 0.1)
     (tmp_path / LOCK_NAME).write_text(json.dumps({"pid": "\x1b[31m7", "host": "h"}))
     with pytest.raises(CheckpointError, match=r"process \\x1b\[31m7 on h"):
         with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
@@ -144,7 +144,7 @@ def trains(rank: int, world_size: int, folder: str) -> None:
 
 def is_refused(rank: int, world_size: int, folder: str) -> str:
     as_launched(rank, world_size)
-    run_lock.PATIENCE_S = 0.3
+    commit.PATIENCE_S = 0.3
     trainer = make_trainer("flag 2", "bert", f"{folder}/run", save_strategy="steps", save_steps=2, max_steps=6)
     try:
         trainer.train(resume_from_checkpoint="last-good")
@@ -179,7 +179,7 @@ def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch):
     def refuses(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(run_lock.fcntl, "lockf", refuses)
+    monkeypatch.setattr(commit.fcntl, "lockf", refuses)
     with (
         pytest.warns(
             UserWarning, match=r"on a file system without locks \(No locks available\).*an output_dir of its own"

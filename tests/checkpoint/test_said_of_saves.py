@@ -11,7 +11,7 @@ from ranks import run_ranks
 from trainer_job import as_launched, make_trainer
 from training import adamw_in_two_groups, gpt2, gpt2_batch
 
-from hf_zero.integrations import state_io as progress
+from hf_zero.integrations import state_io
 from hf_zero.integrations.state_io import progress_bar
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 def said_by(rank: int, world_size: int, jobs: list[tuple], is_terminal: bool = True) -> list[str]:
     """What each of these Trainer runs prints to stderr: door, folder, the checkpoint to resume from, and arguments."""
     as_launched(rank, world_size)
-    progress._PATIENCE_S = 0.0
+    state_io._PATIENCE_S = 0.0
     said = []
     for door, folder, resume, overrides in jobs:
         sys.stderr = Terminal() if is_terminal else io.StringIO()
@@ -115,7 +115,7 @@ def test_the_log_has_a_saves_stall_once_and_nothing_of_what_one_rank_does_not_se
 def saved_and_loaded(rank: int, world_size: int, folder: str) -> str:
     """What save_state and load_state of a loop print to stderr."""
     as_launched(rank, world_size)
-    progress._PATIENCE_S = 0.0
+    state_io._PATIENCE_S = 0.0
     accelerator = make_accelerator("plugin 2", cpu=True)
     model = gpt2()
     model, optimizer = accelerator.prepare(model, adamw_in_two_groups(model))
@@ -143,7 +143,7 @@ def test_a_loops_state_is_saved_and_loaded_with_bars_and_says_what_is_resumed(tm
 
 
 def test_a_bar_is_for_the_main_rank_and_a_terminal_alone(monkeypatch):
-    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(state_io, "_PATIENCE_S", 0.0)
 
     def shown(file: io.StringIO, *, is_main: bool) -> str:
         monkeypatch.setattr(sys, "stderr", file)

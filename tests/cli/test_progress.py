@@ -23,7 +23,7 @@ from transformers.utils import logging
 from hf_zero import ZeroEngine
 from hf_zero.checkpoint.files import CHUNK_BYTES, FileRecord, faults_of
 from hf_zero.cli.checkpoints import consolidate, verify
-from hf_zero.integrations import state_io as progress
+from hf_zero.integrations import state_io
 from hf_zero.integrations.state_io import progress_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -59,8 +59,8 @@ def terminal() -> Iterator[Callable[[], str]]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    monkeypatch.setattr(state_io, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(state_io, "_EVERY_S", 0.0)
 
 
 def saves(rank: int, world_size: int, folder: str) -> None:
@@ -108,7 +108,7 @@ def test_both_libraries_switches_turn_bars_off(off, on, checkpoint):
 
 
 def built(rank: int, world_size: int) -> str:
-    progress._PATIENCE_S = progress._EVERY_S = 0.0
+    state_io._PATIENCE_S = state_io._EVERY_S = 0.0
     as_launched(rank, world_size)
     with terminal() as said:
         accelerator = make_accelerator("plugin stage=3", cpu=True)
@@ -124,7 +124,7 @@ def test_the_first_build_shows_its_bar_on_the_main_rank():
 
 
 def resumed(rank: int, world_size: int, folder: str) -> str:
-    progress._PATIENCE_S = progress._EVERY_S = 0.0
+    state_io._PATIENCE_S = state_io._EVERY_S = 0.0
     as_launched(rank, world_size)
     with terminal() as said:
         make_trainer("flag 3", "bert", folder, max_steps=3, disable_tqdm=False).train(resume_from_checkpoint=True)

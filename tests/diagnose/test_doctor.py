@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import hf_zero
 from hf_zero.cli.app import app
-from hf_zero.diagnose import doctor as link_checks
+from hf_zero.diagnose import doctor
 from hf_zero.diagnose import findings as device_checks
 from hf_zero.diagnose.doctor import environment, limits, links, placement, shared_memory
 from hf_zero.diagnose.findings import (
@@ -316,13 +316,13 @@ def test_a_folder_that_cannot_be_written_and_a_full_disk_are_found(tmp_path, mon
 
 
 def test_ranks_that_cannot_start_are_a_fault_that_says_what_they_said(monkeypatch):
-    monkeypatch.setattr(link_checks.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(doctor.sys, "executable", shutil.which("false"))
     [finding] = links(2)
     assert finding.status == "bad" and "exit code 1" in finding.value
 
 
 def test_ranks_that_never_end_are_killed_and_named(monkeypatch):
-    monkeypatch.setattr(link_checks, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(doctor, "_PATIENCE_S", 0.5)
     [finding] = links(2)
     assert finding.status == "bad" and "ranks [0, 1] have not ended" in finding.value
 

@@ -29,8 +29,9 @@ from hf_zero import ZeroEngine, engine_of
 from hf_zero.comm.diagnosis import Absence, DeviceQueue, Verdict, is_to_end, others_are_behind
 from hf_zero.comm.ledger import Label, Ledger
 from hf_zero.comm.transport import Handle
-from hf_zero.comm.watch import SAVE, CollectiveLog, ScriptCollective, Wait, Watch, Whereabouts, script_frame
+from hf_zero.comm.watch import SAVE, CollectiveLog, ScriptCollective, Wait, Watch
 from hf_zero.comm.watchdog import LateWatch
+from hf_zero.comm.whereabouts import Whereabouts, script_frame
 from hf_zero.optimizer.replicas import ReplicasDivergedError, checksum
 
 pytestmark = pytest.mark.timeout(120)
@@ -306,7 +307,7 @@ def test_the_main_threads_frames_are_read_without_pythons_collector(monkeypatch)
 
 
 OF_A_LIBRARY = """
-from hf_zero.comm.watch import script_line
+from hf_zero.comm.whereabouts import script_line
 def run_backward():
     return script_line()[0]
 """

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.layout import slots as pool
+from hf_zero.layout import slots
 
 STAGES = (0, 1, 2, 3)
 
@@ -116,7 +116,7 @@ def train(case: Case, rank: int, world_size: int, stage: int | None) -> Outcome:
     if stage is not None:
         settings = settings_at(case, stage)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pool, "GRAD_BUFFERS", settings.pop("buffers"))
+            patch.setattr(slots, "GRAD_BUFFERS", settings.pop("buffers"))
             engine = ZeroEngine(model, [optimizer], settings)
     entry = wrapped(case, model, world_size) if engine is None else model
     no_sync = entry.no_sync if engine is None else engine.no_sync

@@ -18,15 +18,14 @@ from hypothesis import strategies as st
 from launching import SUPPORT, run_forked
 from optimizer_steps import MOMENTS, place_of
 
-from hf_zero.kernels import base as choose
-from hf_zero.kernels import statistics
+from hf_zero.kernels import base, statistics
 from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded
 from hf_zero.kernels.steps import SGD, AdamW, Lion, adamw, adamw_in_blocks, lion, sgd
 
 TIME_LIMIT_S = 240
 NEWEST = kernel_compile.ARCHITECTURES[-1]
 
-needs_triton = pytest.mark.skipif(not choose.has_triton(), reason="triton is not installed")
+needs_triton = pytest.mark.skipif(not base.has_triton(), reason="triton is not installed")
 
 
 def in_a_new_process(*command: str) -> dict:
@@ -116,7 +115,7 @@ def test_files_with_kernels_do_not_import_triton(compiled):
 
 
 def test_the_host_runs_the_references():
-    assert not choose.runs_triton(torch.device("cpu"))
+    assert not base.runs_triton(torch.device("cpu"))
 
 
 @given(

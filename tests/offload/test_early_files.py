@@ -18,7 +18,7 @@ from hf_zero.config import OffloadConfig, ZeroConfig
 from hf_zero.engine import holders
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
-from hf_zero.layout import slots as pool
+from hf_zero.layout import slots
 from hf_zero.offload.files import ALIGNMENT, OffloadError, aligned
 
 pytestmark = pytest.mark.timeout(180)
@@ -89,7 +89,7 @@ def test_no_offload_has_the_same_trajectory_bit_for_bit(world_size, tmp_path):
 
 
 def test_a_bucket_is_read_stepped_and_written_while_backward_goes_on_and_nothing_has_changed(monkeypatch, tmp_path):
-    monkeypatch.setattr(pool, "GRAD_BUFFERS", 1)
+    monkeypatch.setattr(slots, "GRAD_BUFFERS", 1)
     model, optimizer, engine = built(early(tmp_path), OPTIMIZERS["adamw"])
     one_step(model, optimizer)
     weights, state = weights_of(model), state_of(engine)

@@ -26,8 +26,7 @@ from hf_zero.engine import holders
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
 from hf_zero.layout.slots import Interval
-from hf_zero.offload import files
-from hf_zero.offload import tiers as run_folder
+from hf_zero.offload import files, tiers
 from hf_zero.offload.files import ALIGNMENT, AlignedFile, Kind, OffloadError, StoredShard, Window, aligned
 from hf_zero.offload.host_memory import HostCores
 from hf_zero.offload.tiers import RunFolder
@@ -588,7 +587,7 @@ def test_a_failed_write_ends_the_walk_and_leaves_no_thread_at_work(tmp_path):
 @pytest.mark.timeout(20)
 def test_a_folder_that_is_collected_while_another_is_made_is_removed_and_waits_for_nothing(tmp_path, monkeypatch):
     """An engine that was dropped without `close()` goes whenever the garbage collector runs."""
-    stock = run_folder._remove_dead
+    stock = tiers._remove_dead
 
     def collects_first(parent):
         gc.collect()
@@ -597,7 +596,7 @@ def test_a_folder_that_is_collected_while_another_is_made_is_removed_and_waits_f
     cycle = [RunFolder(tmp_path)]
     cycle.append(cycle)
     dropped = cycle[0].path
-    monkeypatch.setattr(run_folder, "_remove_dead", collects_first)
+    monkeypatch.setattr(tiers, "_remove_dead", collects_first)
     del cycle
     made = RunFolder(tmp_path)
     assert not dropped.exists() and made.path.exists()

@@ -21,7 +21,7 @@ from hf_zero.buckets.bucket import Bucket, Row
 from hf_zero.comm.watch import LABEL, SITE, STARTED, STEP
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce, state_plan
-from hf_zero.offload import host_memory as budget
+from hf_zero.offload import host_memory
 from hf_zero.offload.host_memory import HostCores, available_host_bytes, host_memory_fault
 from hf_zero.offload.shards import Placement
 from hf_zero.offload.tiers import HostTier
@@ -143,7 +143,7 @@ def test_an_edit_of_a_parameter_reaches_the_master():
 
 
 def test_too_little_host_memory_is_refused_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr(budget.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
     with pytest.raises(MemoryError, match=r"needs 0\.00 GiB of host memory for each of 1 ranks.*leave"):
         built(CPU)
 

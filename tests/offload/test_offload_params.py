@@ -17,13 +17,13 @@ from torch import nn
 from training import VOCABULARY, Job, fused_adamw, gpt2, gpt2_batch
 
 import hf_zero
-from hf_zero.buckets import memory as offloaded_memory
+from hf_zero.buckets import memory
 from hf_zero.buckets.memory import OffloadedMemory
 from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.device import PAGE_BYTES, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce, state_plan
-from hf_zero.offload import host_memory as budget
+from hf_zero.offload import host_memory
 from hf_zero.offload.files import OffloadError
 
 pytestmark = pytest.mark.timeout(180)
@@ -108,7 +108,7 @@ def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing(tmp_pa
     def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> ResizedReservation:
         return ResizedReservation(numel, dtype, kept, device)
 
-    with mock.patch.object(offloaded_memory, "reserve", resized):
+    with mock.patch.object(memory, "reserve", resized):
         variants = [moved("cpu", "cpu", tmp_path), moved("nvme", "nvme", tmp_path)]
         assert_bitwise(compared(0, 1, {"clipped": replace(CLIPPED, steps=2)}, variants, BASE))
 
@@ -318,7 +318,7 @@ def test_it_is_of_stage_3(stage):
 def test_too_little_host_memory_or_disk_is_refused_with_the_setting(monkeypatch, tmp_path):
     torch.manual_seed(0)
     gpt2().save_pretrained(tmp_path / "pretrained")
-    monkeypatch.setattr(budget.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
     with hf_zero.init(BASE):
         model = hf_zero_model(tmp_path / "pretrained")
     with pytest.raises(MemoryError, match=r"`offload.params: cpu` needs .* of host memory for each of 1 ranks"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.offload import tiers as run_folder
+from hf_zero.offload import tiers
 from hf_zero.offload.tiers import RunFolder
 
 
@@ -25,7 +25,7 @@ def test_folders_of_other_users_are_left_alone(tmp_path, monkeypatch, capsys):
     dead = tmp_path / "hf_zero-run-1-0"
     dead.mkdir()
     user = os.getuid()
-    monkeypatch.setattr(run_folder.os, "getuid", lambda: user + 1)
+    monkeypatch.setattr(tiers.os, "getuid", lambda: user + 1)
     ours = RunFolder(tmp_path)
     assert dead.is_dir() and theirs.path.is_dir() and not capsys.readouterr().err
     ours.close()
@@ -128,7 +128,7 @@ def test_a_new_folder_that_another_process_takes_away_is_made_again(tmp_path, mo
             folder.rmdir()
         stock(lock, kind)
 
-    monkeypatch.setattr(run_folder.fcntl, "flock", takes_the_first)
+    monkeypatch.setattr(tiers.fcntl, "flock", takes_the_first)
     folder = RunFolder(tmp_path)
     assert folder.path != taken[0] and (folder.path / "lock").is_file()
     folder.close()

@@ -10,7 +10,7 @@ from training import bert, gpt2
 from transformers import GPT2Config
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
-from hf_zero.cli import checkpoints as output
+from hf_zero.cli import checkpoints
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -105,7 +105,7 @@ def test_importing_the_package_loads_no_planner():
 
 @pytest.mark.parametrize("width", [60, 80, 120, 250])
 def test_a_plan_is_as_wide_as_the_terminal_and_names_the_columns_for_which_there_is_no_room(config, monkeypatch, width):
-    monkeypatch.setattr(output.console, "_width", width)
+    monkeypatch.setattr(checkpoints.console, "_width", width)
     lines = hf_zero("plan", config, "--gpus", 4, "--seq", 64).stdout.splitlines()
     table = [line for line in lines if line[:1] in "┏┃┡│└"]
     assert table and max(map(len, table)) <= width

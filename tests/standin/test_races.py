@@ -345,7 +345,7 @@ def ways_up(rank: int, world_size: int, library: Path, folder: str, name: str) -
             train(placed(SETTINGS[name], folder), WAYS["gpt2"], Path(folder))
     entries = [entry for entry in map(Entry._make, trace) if entry.actor.startswith("stream")]
     [computes] = {entry.actor for entry in entries if entry.name == "aten::addmm"}
-    kinds = {"uplink.py": "do", "gathers.py": "give"}
+    kinds = {"copies.py": "do", "wire.py": "give"}
     return computes, [
         (file, each.actor)
         for each in entries
@@ -357,7 +357,7 @@ def ways_up(rank: int, world_size: int, library: Path, folder: str, name: str) -
 def test_a_master_goes_up_beside_what_the_device_computes_and_is_sent_at_once(library, tmp_path):
     arguments = {"library": library, "folder": str(tmp_path), "name": "bf16, state in host memory at stage 2"}
     for computes, found in RANKS[2].run(ways_up, **arguments):
-        assert [file for file, _ in found] == ["uplink.py", "gathers.py"] * (len(found) // 2)
+        assert [file for file, _ in found] == ["copies.py", "wire.py"] * (len(found) // 2)
         assert found and computes not in [actor for _, actor in found]
 
 

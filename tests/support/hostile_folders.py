@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_zero.checkpoint.files import FileRecord
 from hf_zero.cli.app import app
-from hf_zero.integrations import hub as pushing
+from hf_zero.integrations import hub
 from hf_zero.integrations.card import card_facts, write_card
 from hf_zero.integrations.reasons import HubError
 
@@ -58,7 +58,7 @@ def by_command(*words: object) -> tuple[int, str]:
         raise HubError(f"hf_zero: {len(os.listdir(folder))} files would be sent.")
 
     with (
-        mock.patch.object(pushing, "push_folder", arrived),
+        mock.patch.object(hub, "push_folder", arrived),
         mock.patch.dict(os.environ, {"HF_TOKEN": "hf_" + "x" * 20}),
     ):
         result = CliRunner().invoke(app, [str(word) for word in words])

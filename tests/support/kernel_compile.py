@@ -24,12 +24,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.kernels import quantise, statistics, stochastic
-from hf_zero.kernels import steps as adamw
-from hf_zero.kernels import steps as adamw_in_blocks
-from hf_zero.kernels import steps as lion
-from hf_zero.kernels import steps as sgd
-from hf_zero.kernels import steps as stepping
+from hf_zero.kernels import quantise, statistics, steps, stochastic
 from hf_zero.kernels.base import Kernel
 from hf_zero.kernels.quantise import INT4, INT8, BlockFormat, Code
 
@@ -120,8 +115,8 @@ def step_case(
     return Case(
         kernel=kernel,
         types={k: f"*{v}" for k, v in dtypes.items()} | scalars | {"numel": "i64"} | dict.fromkeys(numbers, "fp32"),
-        constants={"BLOCK": stepping.BLOCK_NUMEL, "INTERPRETED": False, **constants},
-        num_warps=stepping.NUM_WARPS,
+        constants={"BLOCK": steps.STEP_BLOCK_NUMEL, "INTERPRETED": False, **constants},
+        num_warps=steps.NUM_WARPS,
         promise=Promise(
             registers=registers,
             loads=loads,
@@ -139,10 +134,10 @@ PLAIN = {"weights": "fp32", "gradient": "fp32"}
 for title, dtypes in (("bf16 copy", MASTER), ("fp32", PLAIN), ("bf16", {"weights": "bf16", "gradient": "bf16"})):
     none = {} if "copy" in dtypes else {"copy": None}
     moments = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
-    CASES[f"adamw {title}"] = step_case(adamw._adamw, dtypes | moments, ADAMW_NUMBERS, none, registers=40)
-    CASES[f"lion {title}"] = step_case(lion._lion, dtypes | {"exp_avg": "fp32"}, LION_NUMBERS, none, registers=32)
+    CASES[f"adamw {title}"] = step_case(steps._adamw, dtypes | moments, ADAMW_NUMBERS, none, registers=40)
+    CASES[f"lion {title}"] = step_case(steps._lion, dtypes | {"exp_avg": "fp32"}, LION_NUMBERS, none, registers=32)
     CASES[f"sgd {title}"] = step_case(
-        sgd._sgd, dtypes | {"momentum_buffer": "fp32"}, SGD_NUMBERS, {"NESTEROV": True, **none}, registers=32
+        steps._sgd, dtypes | {"momentum_buffer": "fp32"}, SGD_NUMBERS, {"NESTEROV": True, **none}, registers=32
     )
 
 
@@ -157,18 +152,18 @@ MOMENTS_IN_BLOCKS = {
 }
 CASES |= {
     f"adamw in blocks {title}": Case(
-        kernel=adamw_in_blocks._adamw_in_blocks,
+        kernel=steps._adamw_in_blocks,
         types={name: f"*{dtype}" for name, dtype in dtypes.items()}
         | MOMENTS_IN_BLOCKS
         | {"multiplier": "*fp32", "found_inf": "*fp32", "numel": "i64"}
         | dict.fromkeys(ADAMW_NUMBERS, "fp32"),
         constants={
-            "SMALLEST": adamw_in_blocks.SMALLEST_NORMAL,
-            "BLOCK": adamw_in_blocks.BLOCK_NUMEL,
+            "SMALLEST": steps.SMALLEST_NORMAL,
+            "BLOCK": steps.BLOCK_NUMEL,
             "INTERPRETED": False,
             **({} if "copy" in dtypes else {"copy": None}),
         },
-        num_warps=adamw_in_blocks.NUM_WARPS,
+        num_warps=steps._WARPS_IN_BLOCKS,
         # Eight elements a thread. A look-up is a narrow load: of both moments' elements, a first code (8 bits), a value and a
         # threshold; then two scales, multiplier and found_inf.
         promise=Promise(
@@ -384,7 +379,7 @@ def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
 def main() -> None:
     """Compiles for the architecture named by the first word; for the newest, a launch's other forms too."""
     architecture = int(sys.argv[1])
-    for path in Path(adamw.__file__).parent.glob("*.py"):
+    for path in Path(steps.__file__).parent.glob("*.py"):
         import_module(f"hf_zero.kernels.{path.stem}")
     triton_is_imported = "triton" in sys.modules
     cases = {name: case for name, case in CASES.items() if architecture in case.architectures}

@@ -23,8 +23,7 @@ from unittest import mock
 from hf_zero import device
 from hf_zero.checkpoint import pieces
 from hf_zero.device import PinnedPool
-from hf_zero.offload import copies as downlink
-from hf_zero.offload import files as window
+from hf_zero.offload import copies, files
 from hf_zero.offload.files import AlignedFile
 from hf_zero.optimizer import steps_beside
 
@@ -343,12 +342,12 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         (ThreadPoolExecutor, "submit", submit),
         (Future, "result", result),
         (Future, "exception", exception),
-        (window, "wait", wait_for),
+        (files, "wait", wait_for),
         (steps_beside, "wait", wait_for),
         (Thread, "start", start),
         (Thread, "run", run),
         (Thread, "join", join),
-        (downlink, "Lock", HandedLock),
+        (copies, "Lock", HandedLock),
         (pieces, "threading", SimpleNamespace(Lock=HandedLock)),
         (pieces.LivePieces, "secure", secure),
         (device, "weakref", SimpleNamespace(finalize=finalize)),

@@ -10,7 +10,7 @@ from training import bert, bert_batch, gpt2, gpt2_batch, llama
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from hf_zero import ZeroCallback, ZeroTrainingArguments
-from hf_zero.planner import auto as at_start
+from hf_zero.planner import auto
 
 MODELS = {"bert": (bert, bert_batch), "gpt2": (gpt2, gpt2_batch), "llama": (llama, gpt2_batch)}
 
@@ -22,7 +22,7 @@ def as_launched(rank: int, world_size: int, *, forecasts: bool = False) -> None:
         forecasts: memory is forecast at the start. A model is traced for it, which costs as much as ten steps.
     """
     if not forecasts:
-        at_start.forecast_at_start = lambda *_: None
+        auto.forecast_at_start = lambda *_: None
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
     # The group has met already; accelerate only asks that an address is there.

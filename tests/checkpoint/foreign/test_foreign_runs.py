@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.cli.app import app
-from hf_zero.foreign import dcp as dcp_folder
+from hf_zero.foreign import dcp
 from hf_zero.foreign.find import open_foreign
 from hf_zero.foreign.pickles import load_dcp_metadata
 from hf_zero.integrations.verify import checkpoint_faults
@@ -187,7 +187,7 @@ def writes_boxes(rank: int, world_size: int, folder: str) -> None:
 
 def test_boxes_of_any_direction_are_put_together(tmp_path):
     on_ranks(writes_boxes, 4, folder=str(tmp_path))
-    folder, expected = dcp_folder.DcpFolder(tmp_path), torch.arange(35.0)
+    folder, expected = dcp.DcpFolder(tmp_path), torch.arange(35.0)
     for name in ("columns", "blocks", "whole"):
         for start, stop in ((0, 35), (3, 4), (6, 22), (34, 35), (9, 9)):
             assert torch.equal(folder.read(("model", name), Interval(start, stop)), expected[start:stop]), name
@@ -196,9 +196,9 @@ def test_boxes_of_any_direction_are_put_together(tmp_path):
 
 def test_a_rank_reads_only_the_chunks_of_its_rows(sharded, monkeypatch):
     read_bytes = []
-    load = dcp_folder.load_stream
+    load = dcp.load_stream
     monkeypatch.setattr(
-        dcp_folder, "load_stream", lambda content, path: read_bytes.append(len(content)) or load(content, path)
+        dcp, "load_stream", lambda content, path: read_bytes.append(len(content)) or load(content, path)
     )
     foreign = open_foreign(sharded / "checkpoint-4")
     name = "bert.embeddings.word_embeddings.weight"

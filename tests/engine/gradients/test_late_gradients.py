@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
-from hf_zero.layout import slots as pool
+from hf_zero.layout import slots
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -82,7 +82,7 @@ def train(rank: int, world_size: int, loop: Loop, *, saves: bool) -> list[torch.
     optimizer = torch.optim.AdamW(groups, eps=1e-2)
     settings = {"bucket_bytes": 300, **loop.settings}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "GRAD_BUFFERS", settings.pop("buffers", pool.GRAD_BUFFERS))
+        patch.setattr(slots, "GRAD_BUFFERS", settings.pop("buffers", slots.GRAD_BUFFERS))
         engine = ZeroEngine(model, [optimizer], settings)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):

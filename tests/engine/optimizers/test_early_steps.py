@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.integrations.announce import announce
-from hf_zero.layout import slots as pool
-from hf_zero.offload import shards as choose
+from hf_zero.layout import slots
+from hf_zero.offload import shards
 from hf_zero.offload.host_memory import ShareOfCores
-from hf_zero.optimizer import steps_beside as double
+from hf_zero.optimizer import steps_beside
 from hf_zero.optimizer.early import Trust
 
 pytestmark = pytest.mark.timeout(180)
@@ -53,12 +53,12 @@ def test_ranks_forget_and_keep_together_bit_for_bit(world_size, count):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_bucket_is_stepped_while_backward_goes_on(stage, monkeypatch):
-    monkeypatch.setattr(pool, "GRAD_BUFFERS", 1)
+    monkeypatch.setattr(slots, "GRAD_BUFFERS", 1)
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"], stage)
     one_step(model, optimizer)
     stepped, waited = threading.Event(), []
-    stock = double.Double.step
-    monkeypatch.setattr(double.Double, "step", lambda *args: (stock(*args), stepped.set())[0])
+    stock = steps_beside.Double.step
+    monkeypatch.setattr(steps_beside.Double, "step", lambda *args: (stock(*args), stepped.set())[0])
     model[0][0].weight.register_hook(lambda _: waited.append(stepped.wait(20)))
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.ones(4, WIDTH)).square().sum().backward()
@@ -73,7 +73,7 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
     def fail(*_):
         raise MemoryError("no room for copies")
 
-    monkeypatch.setattr(double.Double, "step", fail)
+    monkeypatch.setattr(steps_beside.Double, "step", fail)
     before = {(row.kind, row.name): row.tensor.clone() for row in engine.state.rows()}
     model(torch.ones(4, WIDTH)).square().sum().backward()
     with pytest.raises(MemoryError, match="no room for copies"):
@@ -88,9 +88,9 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
 def test_early_steps_have_their_own_number_of_threads(monkeypatch):
     own = torch.get_num_threads()
     seen = set()
-    stock = double.Double.step
-    monkeypatch.setattr(double.Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
-    monkeypatch.setattr(choose, "choose_host_cores", lambda _: ShareOfCores(own + 2))
+    stock = steps_beside.Double.step
+    monkeypatch.setattr(steps_beside.Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
+    monkeypatch.setattr(shards, "choose_host_cores", lambda _: ShareOfCores(own + 2))
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"])
     for _ in range(3):
         one_step(model, optimizer)

@@ -28,8 +28,7 @@ from training import bert
 from transformers import AutoModelForSequenceClassification
 
 from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.integrations import hub as hub_module
-from hf_zero.integrations import hub as hub_push
+from hf_zero.integrations import hub
 from hf_zero.integrations.card import TEMPLATE
 from hf_zero.integrations.hub import Destination, push_folder
 from hf_zero.integrations.reasons import HubError
@@ -46,7 +45,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_st
 def as_at_first(monkeypatch):
     for name in CLIENT_SETTINGS:
         monkeypatch.setattr(constants, name, getattr(constants, name))
-    monkeypatch.setattr(hub_module, "WAITS_S", (0.02, 0.02, 0.02))
+    monkeypatch.setattr(hub, "WAITS_S", (0.02, 0.02, 0.02))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
 
 
@@ -547,7 +546,7 @@ def no_room(checkpoint: Path, out: Path) -> None:
 def trains_and_pushes(rank: int, world_size: int, url: str, door: str, output_dir: str, **overrides: object) -> dict:
     as_launched(rank, world_size)
     talk_to(url)
-    hub_module.WAITS_S = (0.02, 0.02, 0.02)
+    hub.WAITS_S = (0.02, 0.02, 0.02)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -555,7 +554,7 @@ def trains_and_pushes(rank: int, world_size: int, url: str, door: str, output_di
     logging.getLogger("hf_zero").addHandler(handler)
     final = overrides.pop("final_push", False)
     if overrides.pop("full_disk", False):
-        hub_push.stage_checkpoint = no_room
+        hub.stage_checkpoint = no_room
     trainer = make_trainer(door, "bert", output_dir, **SAVING, push_to_hub=True, hub_token=TOKEN, **overrides)
     trainer.train()
     error = None

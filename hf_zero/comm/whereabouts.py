@@ -1,0 +1,145 @@
+"""Where a rank is: in which collective, or in which line of the script."""
+
+import gc
+import linecache
+import os
+import sys
+import threading
+import traceback
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_PYTHON = str(Path(os.__file__).parent) + os.sep
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
+"""Those that may lie in a checkout of their source, where nothing says that they are installed."""
+_COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
+_INNERMOST = 20
+"""Frames of a stack that are told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """What a rank says of itself when it is asked.
+
+    Attributes:
+        waits_in: the collective of hf_zero that it waits in, or is failing in.
+        kind: of that collective, where it is one of training's.
+        seconds: since when.
+        failure: why that fails, where it does.
+        torch_call: the function of torch.distributed that it is in by itself, outside of hf_zero.
+        line: of the script that it is in.
+        begun: how often each kind of collective has been started.
+        holds: the module or the parameters that the bucket of `waits_in` holds.
+        place: where training is: backward, evaluate, ..., and the step.
+        began: where training was when `waits_in` was started.
+        starts: how often each collective has been started, by its name.
+        stack, recent: of the main thread, and its last collectives. These and `starts` are empty unless they were asked for.
+    """
+
+    waits_in: str | None
+    kind: str | None
+    seconds: float
+    failure: str | None
+    torch_call: str | None
+    line: str
+    begun: dict[str, int]
+    holds: str = ""
+    place: str = ""
+    began: str = ""
+    starts: dict[str, int] = field(default_factory=dict)
+    stack: str = ""
+    recent: tuple[str, ...] = ()
+
+    @property
+    def collective(self) -> str | None:
+        """What it waits in and where, in words; None where it waits in nothing."""
+        if self.waits_in is not None:
+            return f"{self.waits_in}{in_brackets(self.holds, self.place)}"
+        return None if self.torch_call is None else f"torch.distributed.{self.torch_call}{in_brackets(self.place)}"
+
+    def __str__(self) -> str:
+        at = in_brackets(self.holds, self.place, self.line)
+        if self.failure is not None:
+            return f"gave up in the {self.waits_in} after {self.seconds:.0f} s: {self.failure}{at}"
+        if self.waits_in is not None:
+            return f"has waited {self.seconds:.0f} s in the {self.waits_in}{at}"
+        if self.torch_call is not None:
+            return f"is in torch.distributed.{self.torch_call}, which the script called by itself{at}"
+        return f"is in no collective{at}"
+
+
+def script_line() -> tuple[str, str | None]:
+    """The line of the script that the main thread is in, and the function of torch.distributed that it is in there."""
+    frame, torch_call = script_frame()
+    return "" if frame is None else _in_words(frame), torch_call
+
+
+def script_frame() -> tuple[FrameType | None, str | None]:
+    """The innermost frame of the main thread in the script, else of all, and the function of torch.distributed inside of it."""
+    frame = innermost = _main_frame()
+    torch_call = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.endswith(_COLLECTIVES) and frame.f_code.co_name != "wrapper":
+            torch_call = frame.f_code.co_name
+        if not path.startswith((_OURS, "<")) and (
+            frame.f_globals.get("__name__") == "__main__" or not _is_library(path)
+        ):
+            return frame, torch_call
+        frame = frame.f_back
+    return innermost, torch_call
+
+
+def _is_library(path: str) -> bool:
+    """Whether a file is of Python's own library or of an installed package, wherever that lies.
+
+    A cluster's libraries may lie in several folders: of the system, of a user, of `pip install --target`.
+    """
+    folders = [os.path.dirname(getattr(sys.modules.get(name), "__file__", None) or "") for name in _LIBRARIES]
+    return path.startswith((_PYTHON, *(folder + os.sep for folder in folders if folder))) or _is_installed(path)
+
+
+@cache
+def _is_installed(path: str) -> bool:
+    """Whether a folder above a file is one that pip installs to."""
+    return any(next(folder.glob("*.dist-info"), None) is not None for folder in Path(path).parents)
+
+
+def _main_frame() -> FrameType | None:
+    """The main thread's innermost frame.
+
+    Without Python's collector: one that runs inside `_current_frames`, as in Python before 3.11.8 and 3.12.2 it may, and comes to
+    a finalizer that waits for another thread, never ends, for that thread's end waits for `_current_frames` (gh-106883).
+    """
+    main, collects = threading.main_thread().ident, gc.isenabled()
+    if main is None:
+        return None
+    gc.disable()
+    try:
+        return sys._current_frames().get(main)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def in_brackets(*words: str) -> str:
+    """Those that are not empty, as they stand behind what they explain."""
+    found = "; ".join(filter(None, words))
+    return f" ({found})" if found else ""
+
+
+def main_stack() -> str:
+    """Where the main thread is, as in a traceback."""
+    frame = _main_frame()
+    return "" if frame is None else "".join(traceback.format_stack(frame)[-_INNERMOST:])
+
+
+def _in_words(frame: FrameType) -> str:
+    path, number = frame.f_code.co_filename, frame.f_lineno
+    # None of a file that another thread looks up just now.
+    lines = linecache.getlines(path) or []
+    source = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    return f"{Path(path).name}:{number}{f': {source[:100]}' if source else ''}"
