@@ -8,6 +8,7 @@ Memory that is freed may be given out again by the next allocation on its stream
 `record_stream` has named the streams that still use it. Memory that is unpinned may be given out at once.
 """
 
+import re
 import weakref
 from bisect import bisect_right, insort
 from collections import defaultdict
@@ -32,12 +33,12 @@ SCRIPT = "script"
 
 # Waits of the host for the device that order nothing here: those that a script or a model asks for (no call of the package is
 # under way), since others do without; and those of the look for unseen edits, since later steps do.
-NOT_RELIED_ON = ("unseen_edits.py",)
+NOT_RELIED_ON = re.compile(r"engine/unit\.py:\d+ (begin|refuse)\b")
 
 # Pairs of places that may come in any order. A step on copies that has been begun early reads a gradient while clip scales it:
 # the gradient's version has changed, and the copies are forgotten (`Early.take`). A step that ends late copies the master while
-# a script's edit is taken into it: the master's version has changed, and the step is taken anew (`Late.take_over`).
-HARMLESS = (("seen_step.py", "clip.py"), ("masters.py", "follow_values"))
+# a script's edit is taken into it: the master's version has changed, and the step is forgotten.
+HARMLESS = (("step_on", "clip.py"), ("begin_aside", "follow_values"))
 
 
 class Clock(dict[str, int]):
@@ -217,7 +218,7 @@ def _counts(entry: Entry) -> bool:
     """Whether it may be relied on for order. All may but some of the host's waits for the device."""
     if entry.actor or entry.id.startswith(_HAND_OVER):
         return True
-    return entry.where != "" and not any(place in entry.where for place in NOT_RELIED_ON)
+    return entry.where != "" and NOT_RELIED_ON.search(entry.where) is None
 
 
 # ---- what threads hand each other ----
