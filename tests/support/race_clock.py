@@ -33,7 +33,7 @@ SCRIPT = "script"
 
 # Waits of the host for the device that order nothing here: those that a script or a model asks for (no call of the package is
 # under way), since others do without; and those of the look for unseen edits, since later steps do.
-NOT_RELIED_ON = re.compile(r"engine/unit\.py:\d+ (begin|refuse)\b")
+NOT_RELIED_ON = re.compile(r"engine/unit\.py:\d+ (begin|refuse|refuse_unseen_edits)\b")
 
 # Pairs of places that may come in any order. A step on copies that has been begun early reads a gradient while clip scales it:
 # the gradient's version has changed, and the copies are forgotten (`Early.take`). A step that ends late copies the master while
