@@ -97,10 +97,12 @@ def _locked(path: Path) -> int | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), path.lstat()):
-            return lock
+        is_held = os.path.samestat(os.fstat(lock), path.lstat())
     except (BlockingIOError, FileNotFoundError):
-        pass
+        # Another process removes the file: it has locked the file first, or has taken its name away.
+        is_held = False
+    if is_held:
+        return lock
     os.close(lock)
     return None
 
