@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from ..device import Reservation, alias, allocate, ask_for, reserve, reserve_apart, side_queue
+from ..device import alias, allocate, ask_for, reserve, reserve_apart, side_queue
 from ..disguise import look_only
 from ..layout.slots import BucketLayout, Interval
 from ..offload.copies import Uplink
@@ -28,10 +28,10 @@ def clear_padding(flat: torch.Tensor, layout: BucketLayout, part: Interval | Non
     Args:
         flat: 1-D, laid out as a bucket, or as the elements `part` of one.
     """
-    part = part or Interval(0, layout.numel)
     for gap in layout.padding:
-        common = gap.intersect(part)
-        if common is not None:
+        if part is None:
+            flat[gap.start : gap.stop].zero_()
+        elif (common := gap.intersect(part)) is not None:
             flat[common.start - part.start : common.stop - part.start].zero_()
     return flat
 
@@ -87,12 +87,10 @@ class ParameterMemory(ABC):
     def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         """Copies a parameter's values to its `place` in `flat`, which are the elements `interval`."""
 
-    @abstractmethod
-    def end_filling(self) -> None:
+    def end_filling(self) -> None:  # noqa: B027 (all of it may last)
         """Called when all parameters are in: gives back what does not last."""
 
-    @abstractmethod
-    def rest(self, master: Region | None) -> None:
+    def rest(self, master: Region | None) -> None:  # noqa: B027 (the shard may stay on the device)
         """Called when the bucket is built. `master`: where in a file its master lies, in the parameters' own digits."""
 
     def read_own(self) -> torch.Tensor:
@@ -166,12 +164,6 @@ class UnshardedMemory(ParameterMemory):
         ask_for(parameter)
         place.copy_(parameter)
 
-    def end_filling(self) -> None:
-        """All of it lasts."""
-
-    def rest(self, master: Region | None) -> None:
-        """It stays on the device."""
-
     def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         parameter.data = alias(place)
 
@@ -185,35 +177,65 @@ class UnshardedMemory(ParameterMemory):
 
 
 class GatheredMemory(ParameterMemory):
-    """Parameters that are unsharded from `gather` to `drop` (stage 3). Subclasses know where the shard is kept.
+    """Parameters that are unsharded from `gather` to `drop` (stage 3); the shard is on the training device.
+
+    The shard is a part of `flat` where the rest of `flat` can be freed without it. It has memory of its own where gathered
+    parameters have other values: blocks leave them fewer digits, or forward and backward read another dtype. Then the shard is
+    cast for them, and gathered `exactly`, as it is, to be looked at, edited and saved.
 
     A parameter that is not gathered keeps its shape, and its values are hidden. What gets at them past Python, as autograd may,
     finds one NaN of stride 0: that shows in the loss, and cannot crash the process as freed memory would.
 
     Args:
-        reservation: of `flat`.
+        dtype: of `flat`, on the training `device`.
         shard: this rank's interval of it.
-
-    The shard may be of another dtype than `flat`, which forward and backward read. It is cast to that for them, and gathered
-    `exactly`, as it is, to be looked at, edited and saved.
+        kept: dtype of the shard; None where the shard lies elsewhere.
+        rounded: what is gathered has other values than the shards.
 
     Attributes:
         read_as: what parameters are cast to when they are gathered, where that is not the param dtype.
+        edits_last: the shard is a part of `flat`, so that edits of that change it at once.
     """
 
-    def __init__(self, reservation: Reservation, shard: Interval):
+    def __init__(
+        self,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Interval,
+        kept: torch.dtype | None,
+        *,
+        rounded: bool = False,
+    ):
+        in_flat = slice(shard.start, shard.stop) if kept == dtype else slice(0, 0)
+        self._reservation = (reserve_apart if rounded else reserve)(layout.numel, dtype, device, in_flat)
+        self._own = self._reservation.own
+        if kept not in (None, dtype):
+            self._own = allocate(layout.shard_numel, kept, device)
+        self.edits_last = kept == dtype and self._reservation.in_place
         self._shard = shard
-        self._reservation = reservation
-        self.shown = self.flat = reservation.flat
+        self.shown = self.flat = self._reservation.flat
         self._absent = torch.full((), float("nan"), dtype=self.flat.dtype, device=self.flat.device)
         self.is_readable = False
         self.read_as: torch.dtype | None = None
         self._absences: list[torch.Tensor] | None = None
 
     @property
-    @abstractmethod
+    def own(self) -> torch.Tensor:
+        return self._own
+
+    @property
+    def source(self) -> torch.Tensor:
+        return self.own_place if self.is_rounded else self.own
+
+    @property
+    def lasting_bytes(self) -> int:
+        return self.own.nbytes
+
+    @property
     def passing_bytes(self) -> int:
         """Bytes that `gather` takes and `drop` gives back."""
+        return self.flat.nbytes - (self.own.nbytes if self.edits_last else 0)
 
     @property
     def casts(self) -> bool:
@@ -231,11 +253,6 @@ class GatheredMemory(ParameterMemory):
         return self.casts and not self.is_shown_exactly
 
     @property
-    def edits_last(self) -> bool:
-        """Whether the shard is a part of `flat`, so that edits of that change it at once."""
-        return False
-
-    @property
     def exact_bytes(self) -> int:
         """Bytes that an exact `gather` takes."""
         return self.flat.numel() * self.own.itemsize if self.casts else self.passing_bytes
@@ -245,23 +262,23 @@ class GatheredMemory(ParameterMemory):
         """This rank's part of `shown`."""
         return self.shown[self._shard.start : self._shard.stop]
 
-    @abstractmethod
     def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
         """Gives `shown` memory, to be filled from each rank's `source` by an all-gather that is started inside.
 
         Args:
             exactly: in the dtype of the shard, where `flat` has another.
         """
+        self._make_room(exactly=exactly)
+        if self.is_rounded:
+            self.own_place.copy_(self.own)
+        return nullcontext()
 
-    @abstractmethod
     def arrive(self) -> None:
         """Called before that all-gather is finished."""
 
-    @abstractmethod
     def start_fetch(self) -> None:
         """Begins to bring the shard to where `gather` takes it from."""
 
-    @abstractmethod
     def forget_fetch(self) -> None:
         """Gives up what was fetched and not gathered, and waits for copies from the shard: it is about to be written."""
 
@@ -269,9 +286,10 @@ class GatheredMemory(ParameterMemory):
         """A copy of the shard where edits of `flat` change it at once; None where `drop` forgets them."""
         return self.own.clone() if self.edits_last else None
 
-    @abstractmethod
     def keep_edits(self) -> None:
-        """Takes this rank's part of an edited `flat` into the shard."""
+        """Takes this rank's part of edited whole parameters into the shard."""
+        if not self.edits_last:
+            self.own.copy_(self.own_place)
 
     def _make_room(self, *, exactly: bool) -> None:
         self.is_readable = True
@@ -358,101 +376,6 @@ class GatheredMemory(ParameterMemory):
         return self.shown[start : start + place.numel()].view(place.shape)
 
 
-class ShardMemory(GatheredMemory):
-    """The shard is on the training device: a part of `flat` where the rest of `flat` can be freed without it."""
-
-    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
-        super().__init__(self._reserve(layout.numel, dtype, device, slice(shard.start, shard.stop)), shard)
-
-    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-        return reserve(numel, dtype, device, kept)
-
-    @property
-    def own(self) -> torch.Tensor:
-        return self._reservation.own
-
-    @property
-    def lasting_bytes(self) -> int:
-        return self.own.nbytes
-
-    @property
-    def passing_bytes(self) -> int:
-        return self.flat.nbytes - (self.own.nbytes if self._reservation.in_place else 0)
-
-    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
-        self._make_room(exactly=exactly)
-        return nullcontext()
-
-    def arrive(self) -> None:
-        """The transport has waited."""
-
-    def start_fetch(self) -> None:
-        """It is there."""
-
-    def forget_fetch(self) -> None:
-        """Nothing was fetched."""
-
-    @property
-    def edits_last(self) -> bool:
-        return self._reservation.in_place
-
-    def keep_edits(self) -> None:
-        if not self.edits_last:
-            self.own.copy_(self.flat[self._shard.start : self._shard.stop])
-
-    def rest(self, master: Region | None) -> None:
-        """It stays on the device."""
-
-
-class ApartShardMemory(ShardMemory):
-    """A shard apart from the gather buffer, so that it stays exact where what is gathered is quantised."""
-
-    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-        return reserve_apart(numel, dtype, device, kept)
-
-
-class CastShardMemory(ShardMemory):
-    """A shard of another dtype than the gather buffer, in memory of its own.
-
-    Args:
-        kept: dtype of the shard.
-    """
-
-    def __init__(
-        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
-    ):
-        super().__init__(layout, dtype, device, shard)
-        self._own = allocate(layout.shard_numel, kept, device)
-
-    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-        return reserve(numel, dtype, device, slice(0, 0))
-
-    @property
-    def own(self) -> torch.Tensor:
-        return self._own
-
-    @property
-    def passing_bytes(self) -> int:
-        return self.flat.nbytes
-
-    @property
-    def edits_last(self) -> bool:
-        return False
-
-    def keep_edits(self) -> None:
-        self._own.copy_(self.own_place)
-
-    @property
-    def source(self) -> torch.Tensor:
-        return self._own if self.is_shown_exactly else self.own_place
-
-    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
-        self._make_room(exactly=exactly)
-        if not self.is_shown_exactly:
-            self.source.copy_(self._own)
-        return nullcontext()
-
-
 # ---- Memory of a bucket whose shard of the parameters is offloaded to host memory or a file ----
 
 
@@ -472,7 +395,7 @@ class OffloadedMemory(GatheredMemory):
         *,
         values: ParameterShard,
     ):
-        super().__init__(reserve(layout.numel, dtype, device, slice(0, 0)), shard)
+        super().__init__(layout, dtype, device, shard, kept=None)
         self._values = values
         self._queue = side_queue(device)
         self._copied = self._queue.mark()
@@ -492,14 +415,6 @@ class OffloadedMemory(GatheredMemory):
     @property
     def is_master(self) -> bool:
         return self._values.is_master
-
-    @property
-    def lasting_bytes(self) -> int:
-        return self.own.nbytes
-
-    @property
-    def passing_bytes(self) -> int:
-        return self.flat.nbytes
 
     @contextmanager
     def gather(self, *, exactly: bool) -> Iterator[None]:
@@ -565,6 +480,4 @@ def sharded_memory(
     values = tier.shard(f"bucket {layout.index}", layout.shard_numel, kept)
     if values is not None:
         return OffloadedMemory(layout, dtype, device, shard, values=values)
-    if kept != dtype:
-        return CastShardMemory(layout, dtype, device, shard, kept)
-    return (ApartShardMemory if rounded else ShardMemory)(layout, dtype, device, shard)
+    return GatheredMemory(layout, dtype, device, shard, kept, rounded=rounded and kept == dtype)

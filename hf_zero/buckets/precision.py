@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -104,27 +105,27 @@ class Precision:
     stochastic: bool = False
     adds_in_master: bool = False
 
-    @property
+    @cached_property
     def reduced(self) -> torch.dtype:
         """In which the sum over the ranks arrives. Another one that is wider holds no more digits of it."""
         return self.master if self.adds_in_master else self.reduce
 
-    @property
+    @cached_property
     def has_master(self) -> bool:
         """Whether the optimizer steps on other tensors than the parameters."""
         return self.apart or self.master != self.kept or self.weights is not None
 
-    @property
+    @cached_property
     def keeps_master(self) -> bool:
         """Whether these last from step to step."""
         return self.has_master and not self.stochastic
 
-    @property
+    @cached_property
     def rounds(self) -> bool:
         """Whether the master has digits that the saved parameter has not, so that a checkpoint needs both."""
         return self.keeps_master and self.master != self.kept
 
-    @property
+    @cached_property
     def casts(self) -> bool:
         """Whether forward and backward see the parameters in another dtype than the one they are kept in."""
         return self.kept != self.param

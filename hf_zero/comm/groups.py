@@ -276,7 +276,7 @@ class RankGroup:
     place: int
     handle: dist.ProcessGroup | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 
@@ -435,7 +435,7 @@ class Groups:
     def rank(self) -> int:
         return self.world.place
 
-    @property
+    @cached_property
     def shard_size(self) -> int:
         return self.shard.size
 

@@ -20,13 +20,13 @@ from ..config import AUTO, ConfigError, OffloadConfig, ZeroConfig
 from ..device import with_index
 from ..kernels.base import give_up_triton
 from ..kernels.statistics import launch_fault
-from ..offload.activations import Activations
-from ..offload.shards import ParameterTier, Placement, choose_activations, choose_tiers
+from ..offload.activations import ActivationsInHostMemory
+from ..offload.shards import ParameterTier, Placement, choose_tiers
 from ..offload.tiers import Tier
 from ..optimizer.holder import StateHolder
 from ..optimizer.replicas import ReplicaCheck
 from .bucketing import BucketBuilder, Division, SplitKinds, check_parameters, owners
-from .buffers import ModelBuffers, ignored_parameters, start_buffers
+from .buffers import ModelBuffers, has_buffers, ignored_parameters, start_buffers
 from .checks import refuse_beside_split, refuse_renormed_embeddings, refuse_shared_storage
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
 from .mesh import Mesh
@@ -132,6 +132,9 @@ class Parts:
         slot_of: every trained parameter's place in its bucket.
         row_of: this rank's part of a trained parameter, for those that it has any of.
         copies: None, unless the model is split over ranks.
+        model_buffers: None where each rank keeps its own, or there are none.
+        activations: None where they stay on the device.
+        replicas: None unless `check_replicas_every` is set.
     """
 
     config: ZeroConfig
@@ -148,13 +151,13 @@ class Parts:
     row_of: dict[nn.Parameter, Row]
     sharded: ShardedModel
     outer: OuterSteps
-    model_buffers: ModelBuffers
+    model_buffers: ModelBuffers | None
     parameter_gather: ParameterGather
     exact: ExactWeights
     parameter_places: ParameterPlaces
-    activations: Activations
+    activations: ActivationsInHostMemory | None
     norm: GradientNorm
-    replicas: ReplicaCheck
+    replicas: ReplicaCheck | None
     copies: CopyChecks | None
 
 
@@ -260,12 +263,12 @@ def _assemble(
         row_of=row_of,
         sharded=ShardedModel(model, schedule, transport, holder, config, device=device),
         outer=choose_outer(transport, all_groups.outer, config.comm, buckets, holder.at_hand),
-        model_buffers=ModelBuffers(model, mesh.dp.transport, device, wanted=is_shared),
+        model_buffers=ModelBuffers(model, mesh.dp.transport, device) if is_shared and has_buffers(model) else None,
         parameter_gather=ParameterGather(model, unsharded, wire.gather),
         exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),
         parameter_places=ParameterPlaces(model, all_buckets),
-        activations=choose_activations(config.offload, device),
-        replicas=_replica_check(model, all_buckets, holder, mesh, config),
+        activations=ActivationsInHostMemory(device) if config.offload.activations == "cpu" else None,
+        replicas=_replica_check(model, all_buckets, holder, mesh, config) if config.check_replicas_every else None,
         copies=copies,
         norm=_choose_norm(mesh, config, device, buckets, copies),
     )

@@ -52,6 +52,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(list(vars(leaf).values()))
 
 
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class BackwardEnd:
     """Calls `on_end` once after each backward pass.
 

@@ -82,25 +82,28 @@ class _SharedBuffers:
         )
 
 
+def has_buffers(model: nn.Module) -> bool:
+    """Whether the model has buffers that all ranks are to have alike."""
+    return bool(_SharedBuffers(model).held())
+
+
 class ModelBuffers:
     """Broadcasts all buffers of a model in one message: before training forwards as DDP does, and behind steps.
 
     Args:
         device: that the transport sends from.
-        wanted: False leaves every rank its own (`broadcast_buffers: false`, or one rank alone).
 
     Attributes:
         is_due: the next training forward sends them; DDP's `require_forward_param_sync`.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport, device: torch.device, wanted: bool):
+    def __init__(self, model: nn.Module, transport: Transport, device: torch.device):
         self._model = model
         self._buffers = _SharedBuffers(model)
         self._are_saved = self._buffers.are_saved
         self._transport = transport
         self._device = device
-        self._wanted = wanted and bool(self._buffers.held())
-        self.is_due = self._wanted
+        self.is_due = True
         self._is_due_behind_step = False
         # Training forwards that have begun, and how many of them had when the last pass ended.
         self._begun = self._begun_before = 0
@@ -115,7 +118,7 @@ class ModelBuffers:
     def after_forward(self, *, under_no_sync: bool) -> None:
         """Notes whether the next training forward is to send."""
         if self._is_training:
-            self.is_due = self._wanted and not under_no_sync
+            self.is_due = not under_no_sync
             self._is_due_behind_step = self.is_due and self._are_saved
 
     def after_step(self) -> None:

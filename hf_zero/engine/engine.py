@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import rows_with_gradient
+from ..buckets.sharded import widen
 from ..comm.ledger import Label
 from ..comm.watch import LastWords
 from ..config import ConfigLike, ZeroConfig
 from ..hooks import attach, detach
 from ..layout.slots import Interval
-from ..optimizer.clip import clamp_values
 from ..optimizer.sharded_optimizer import RowStates, ShardedOptimizer
 from ..optimizer.state_rows import full_gradient, full_state, on_host, resize_whole, slot_of
 from .assemble import Parts, assemble
@@ -145,8 +145,13 @@ class ZeroEngine:
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
-        parts = self._parts
-        clamp_values(rows_with_gradient(parts.row_of, parts.slot_of if parameters is None else parameters), clip_value)
+        rows = rows_with_gradient(self._parts.row_of, self._parts.slot_of if parameters is None else parameters)
+        for row in rows:
+            widen(row.tensor)
+        gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
+        if gradients:
+            torch._foreach_clamp_min_(gradients, -clip_value)
+            torch._foreach_clamp_max_(gradients, clip_value)
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter lies in this engine's buckets."""

@@ -15,38 +15,9 @@ from ..device import free_bytes
 from ..optimizer.holder import StateHolder
 from .report_tables import mib
 from .schedule import Unsharding
-from .unit import Unit
+from .unit import TRANSFORMED, Unit
 
 # ---- Backward nodes that have saved whole parameters: the parameters are gathered again when such a node runs ----
-
-_TRANSFORMED = (
-    "hf_zero: torch.func of a model at stage 3 cannot be trained through. For values, call it inside `with torch.no_grad(), "
-    "hf_zero.gathered(model):`; to train, use torch.autograd.grad(..., create_graph=True) or `stage: 2`."
-)
-
-
-def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
-    """Whether torch.func runs a forward over a unit that stays whole, which needs nothing done.
-
-    Args:
-        is_watched: inside `gathered_again`.
-        refuses: False behind a forward, which has been refused or has not.
-
-    Raises:
-        RuntimeError: it runs one that the unit would have to be gathered for, or gathered again in the backward.
-    """
-    stack = torch._C._functorch.get_interpreter_stack()
-    if not stack:
-        return False
-    is_whole = unit.holds > 0 or not unit.slots
-    if is_whole and not (is_watched and torch.is_grad_enabled()):
-        return True
-    if not torch.is_grad_enabled() and all(each.key() == torch._C._functorch.TransformType.Vmap for each in stack):
-        # What is gathered has no dimension of vmap's.
-        return False
-    if refuses:
-        raise RuntimeError(_TRANSFORMED)
-    return True
 
 
 @contextmanager
@@ -80,7 +51,7 @@ def gathered_again(units: Sequence[Unit], gather: Callable[[Unit], None]) -> Ite
         except RuntimeError as error:
             if "saved tensor hooks" in str(error):
                 # torch's own words, which begin a transform of torch.func.
-                raise RuntimeError(_TRANSFORMED) from error
+                raise RuntimeError(TRANSFORMED) from error
             raise
 
 
@@ -186,6 +157,10 @@ class GatheredParameters:
         transport: between all ranks that come.
         holder: has the masters, which follow edits.
         timeout_s: how long ranks that come wait for those that do not.
+
+    Attributes:
+        is_lent: the model's own methods take parameters for what they are just now.
+        watching: open `gathered` contexts whose parameters are gathered again for the backward of a computation inside.
     """
 
     def __init__(
@@ -203,19 +178,11 @@ class GatheredParameters:
         self._holder = holder
         self._device = device
         self._timeout_s = timeout_s
-        self._lent: dict[nn.Parameter, torch.Tensor] | None = None
+        self._lent: dict[nn.Parameter, torch.Tensor] = {}
         self._open: list[_Record] = []
-        self._watching = 0
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether a `gathered` is open whose parameters are gathered again for the backward of what it computes."""
-        return self._watching > 0
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether the model's own methods are to take parameters for what they are just now."""
-        return self._lent is not None
+        # Attributes and no properties: each layer's hooks look at both.
+        self.is_lent = False
+        self.watching = 0
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """The units of these parameters, each once, in the order of the parameters."""
@@ -273,12 +240,12 @@ class GatheredParameters:
         try:
             self._schedule.unshard(units)
             record.take(units)
-            self._watching += (watches := bool(units) and torch.is_grad_enabled())
+            self.watching += (watches := bool(units) and torch.is_grad_enabled())
             try:
                 with gathered_again(units, self._schedule.before_saved_read):
                     yield
             finally:
-                self._watching -= watches
+                self.watching -= watches
             if writeback:
                 self._keep_edits(units)
             record.refuse_edits()
@@ -299,7 +266,7 @@ class GatheredParameters:
         Args:
             wanted: False takes part in the gathers without keeping copies.
         """
-        if self._lent is not None:
+        if self.is_lent:
             yield self._lent
             return
         parameters = set(module.parameters())
@@ -352,11 +319,11 @@ class GatheredParameters:
 
     @contextmanager
     def _lending(self, copies: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
-        self._lent = copies
+        self._lent, self.is_lent = copies, True
         try:
             yield
         finally:
-            self._lent = None
+            self._lent, self.is_lent = {}, False
 
     def _keep_edits(self, units: Iterable[Unit]) -> None:
         for unit in units:

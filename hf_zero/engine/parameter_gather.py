@@ -8,6 +8,7 @@ module. So the modules that hold parameters in flight have dicts as their `_para
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, cast
 
@@ -122,7 +123,7 @@ class ParameterGather:
         """Starts gathering what the optimizer has just updated in these buckets; who reads their parameters waits."""
         for bucket in buckets:
             self.finish(bucket)
-            with bucket.tier.uplink.aside():
+            with bucket.tier.uplink.aside() if bucket.tier.is_apart else nullcontext():
                 self._in_flight[bucket] = self._gather.start(bucket)
         for started in buckets:
             _ARRIVING.put_on(started.parameters)

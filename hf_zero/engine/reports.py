@@ -11,7 +11,7 @@ from ..buckets.precision import Precision
 from ..config import ZeroConfig
 from ..device import peak_bytes
 from ..layout.slots import is_in_blocks
-from ..offload.activations import Activations
+from ..offload.activations import ActivationsInHostMemory
 from ..offload.shards import ParameterTier
 from ..offload.tiers import Tier
 from ..optimizer.holder import StateHolder
@@ -33,7 +33,7 @@ class Places:
     state: Tier
     parameters: ParameterTier
     holder: StateHolder
-    activations: Activations
+    activations: ActivationsInHostMemory | None
     outer: OuterSteps
 
     def traffic(self) -> TrafficReport | None:
@@ -68,7 +68,7 @@ def report_memory(
         places: where what is.
     """
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
-    moved = places.activations.most_bytes
+    moved = 0 if places.activations is None else places.activations.most_bytes
     return MemoryReport(
         rows=(
             *_parameter_rows(model, buckets, trained, sharded, places.parameters.name),

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from .backward import differentiable_tensors, has_tensors
-from .unit import Unit, UnitState, is_in_backward, refuse_unseen_edits
+from .backward import differentiable_tensors, has_tensors, is_in_backward
+from .unit import Unit, UnitState, refuse_unseen_edits
 from .wire import Gather, Wire
 
 

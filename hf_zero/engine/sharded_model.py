@@ -15,10 +15,10 @@ from ..config import ZeroConfig
 from ..hooks import WeakHook
 from ..optimizer.holder import StateHolder
 from .buffers import place_buffers
-from .gathered import GatheredParameters, runs_transformed
+from .gathered import GatheredParameters
 from .module_guards import ModuleGuard, ModuleMethods
 from .schedule import Unsharding
-from .unit import Unit
+from .unit import Unit, runs_transformed
 
 # ---- Layer norms with 16-bit weights on the CPU: their inputs are cast to the dtype of the weights ----
 #
@@ -222,8 +222,8 @@ class ShardedModel:
     def _is_passed_by(self, unit: Unit, *, refuses: bool = False) -> bool:
         """Whether a forward needs nothing done for it. Errors: as of `runs_transformed`."""
         # While copies are lent, one rank alone may call a part of the model: what it saves is computed (a prompt encoder's).
-        watched = self.gathered.is_watching
-        return self.gathered.is_lent or runs_transformed(unit, is_watched=watched, refuses=refuses)
+        gathered = self.gathered
+        return gathered.is_lent or runs_transformed(unit, is_watched=gathered.watching > 0, refuses=refuses)
 
     def _before_layer(self, _module: nn.Module, args: tuple, kwargs: dict, unit: Unit) -> None:
         if not self._is_passed_by(unit, refuses=True):

@@ -21,12 +21,10 @@ from ..optimizer.holder import StateHolder
 from ..optimizer.row_writes import RowWrites
 from ..optimizer.sharded_optimizer import ShardedOptimizer, identity_of
 from .assemble import Parts
-from .backward import Gradients
-from .gradient_store import GradientStore, Landing
-from .gradient_stores import choose_store
+from .backward import Gradients, is_in_backward
+from .gradient_store import GradientStore, Landing, choose_store
 from .nonfinite import BadSteps, BatchLog
 from .parameter_gather import is_compiled
-from .unit import is_in_backward
 
 # ---- Edits of parameters that their masters would not follow, because autograd does not count them ----
 
@@ -245,8 +243,10 @@ class TrainingStep:
     def install(self, entry: nn.Module) -> list:
         """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls."""
         self._entry = entry
-        for sharded, buckets in self._by_optimizer():
-            self._parts.replicas.after_update(sharded.optimizer, buckets)
+        replicas = self._parts.replicas
+        if replicas is not None:
+            for sharded, buckets in self._by_optimizer():
+                replicas.after_update(sharded.optimizer, buckets)
         self._waits_at_the_root = is_compiled(entry)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
@@ -268,7 +268,7 @@ class TrainingStep:
 
     def _compare_batches(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
         copies = self._parts.copies
-        if copies and copies.compares_batches and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if copies and copies.compares_batches and torch.is_grad_enabled() and not is_in_backward():
             copies.compare_batches(args, kwargs)
 
     @property
@@ -323,7 +323,7 @@ class TrainingStep:
     def _look_for_flipped_bits(self) -> None:
         """Before gradients are called bad: those of a rank whose parameters were harmed often are."""
         replicas, step = self._parts.replicas, self._log.step
-        if replicas.is_due(step + 1, at_once=True):
+        if replicas is not None:
             self._parts.parameter_gather.finish_all()
             for sharded, buckets in self._by_optimizer():
                 replicas.before_update(step, sharded.optimizer, buckets)
@@ -344,7 +344,8 @@ class TrainingStep:
     def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
         """See `ZeroEngine.drop_failed`."""
         self.has_rescue = True
-        self._parts.model_buffers.after_pass(failed=failed)
+        if self._parts.model_buffers is not None:
+            self._parts.model_buffers.after_pass(failed=failed)
         if failed and self.gradients.ended == ended_before:
             self.gradients.take_part_in_the_rest()
         mine = torch.tensor([failed], dtype=torch.uint8)
@@ -361,34 +362,39 @@ class TrainingStep:
 
     def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
         parts = self._parts
-        if torch._C._current_graph_task_id() != -1 or parts.sharded.gathered.is_lent:
+        if is_in_backward() or parts.sharded.gathered.is_lent:
             # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
             return
         self._log.site = "forward" if torch.is_grad_enabled() else "evaluate"
         self.row_writes.refuse_unsent("a forward begins")
         self.gradients.recover()
-        parts.tier.cores.give_back()
+        if parts.tier.cores is not None:
+            parts.tier.cores.give_back()
         parts.holder.before_forward()
         if self._gathers_layers:
             parts.sharded.before_forward()
         if self._waits_at_the_root:
             parts.parameter_gather.finish_all()
-        parts.model_buffers.before_forward()
-        if torch.is_grad_enabled():
+        if parts.model_buffers is not None:
+            parts.model_buffers.before_forward()
+        if parts.activations is not None and torch.is_grad_enabled():
             flats = (bucket.flat for bucket in parts.all_buckets)
             parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.parameter_places.frozen, flats))
 
     def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
-        self._parts.activations.end()
+        parts = self._parts
+        if parts.activations is not None:
+            parts.activations.end()
         if self._gathers_layers:
-            self._parts.sharded.after_forward(outputs)
+            parts.sharded.after_forward(outputs)
         if torch.is_grad_enabled():
             self._log.site = "backward"
             # As DDP, which reads what a script has set on it in a forward, for the backward behind it.
             self._choose_reducing()
             self.gradients.end.watch(outputs)
             self._batches.forward(outputs)
-            self._parts.model_buffers.after_forward(under_no_sync=self.is_accumulating)
+            if parts.model_buffers is not None:
+                parts.model_buffers.after_forward(under_no_sync=self.is_accumulating)
 
     # ---- backward ----
 
@@ -403,7 +409,7 @@ class TrainingStep:
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Else another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
-        if not self.is_accumulating:
+        if self._parts.holder.timing.steps_early and not self.is_accumulating:
             self._parts.holder.timing.landed(bucket, arrival)
 
     # ---- the optimizer's step ----
@@ -423,11 +429,12 @@ class TrainingStep:
         self._end_reads()
         self.gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()
-        self._parts.replicas.before_update(self._log.step, optimizer, buckets)
-        # In the first steps at once: a flipped bit would be taken for an edit of the script's.
-        is_watched = bool(self._uncounted_edits.watched)
-        if is_first and self._parts.replicas.is_due(self._log.step + 1, at_once=is_watched):
-            self._parts.replicas.compare(self._log.step + 1)
+        replicas = self._parts.replicas
+        if replicas is not None:
+            replicas.before_update(self._log.step, optimizer, buckets)
+            # In the first steps at once: a flipped bit would be taken for an edit of the script's.
+            if is_first and (self._uncounted_edits.watched or replicas.is_due(self._log.step + 1)):
+                replicas.compare(self._log.step + 1)
         if is_first:
             for allocation in self.allocations:
                 allocation.before_step()
@@ -448,7 +455,8 @@ class TrainingStep:
             return False
         self._written, self._to_send = set(), deque(reversed(buckets))
         self._sends_early = self._may_send_early and sharded.keeps_stepped_rows
-        self._parts.tier.cores.take()
+        if self._parts.tier.cores is not None:
+            self._parts.tier.cores.take()
         # A clip has left its own name.
         self._log.site = "optimizer step"
         return True
@@ -463,7 +471,8 @@ class TrainingStep:
     def _end_reads(self) -> None:
         # The last gathers still send from the shards that the optimizer is about to write, and copies read its masters.
         self._parts.parameter_gather.finish_all()
-        self._parts.tier.uplink.wait()
+        if self._parts.tier.is_apart:
+            self._parts.tier.uplink.wait()
         if self._gathers_layers:
             self._parts.sharded.schedule.reshard_all()
 
@@ -477,7 +486,8 @@ class TrainingStep:
             self._hand_over(optimizer, buckets)
         if is_taken and is_first:
             self.bad_steps.taken()
-        self._parts.model_buffers.after_step()
+        if self._parts.model_buffers is not None:
+            self._parts.model_buffers.after_step()
         self._log.step += is_first
         self._log.site = "between steps"
         parts = self._parts
@@ -516,13 +526,16 @@ class TrainingStep:
         parts.holder.after_step()
         left = [bucket for bucket in buckets if bucket not in self._written]
         parts.holder.write_back(left)
-        parts.tier.cores.give_back()
-        parts.outer.after_step(buckets)
+        if parts.tier.cores is not None:
+            parts.tier.cores.give_back()
+        if parts.mesh.dp.all_groups.outer is not None:
+            parts.outer.after_step(buckets)
         for bucket in buckets:
             if not bucket.rows_are_parameters:
                 bucket.end_step()
             self.store.release(bucket)
-        parts.replicas.after_update(optimizer, buckets)
+        if parts.replicas is not None:
+            parts.replicas.after_update(optimizer, buckets)
         self.share(self._to_send)
         self.row_writes.follow(left)
         if any(bucket.layout.shards == 1 or not isinstance(bucket.memory, UnshardedMemory) for bucket in self._written):
@@ -530,7 +543,8 @@ class TrainingStep:
             parts.tier.uplink.hold_up_device()
         if not self._config.overlap_param_gather:
             parts.parameter_gather.finish_all()
-        parts.parameter_tier.end_step()
+        if parts.parameter_tier.files is not None:
+            parts.parameter_tier.files.end_step()
 
 
 def _refuse_inside_backward() -> None:

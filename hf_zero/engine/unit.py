@@ -296,6 +296,33 @@ def _lost_edit(name: str) -> RuntimeError:
     )
 
 
-def is_in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
+# ---- torch.func over a model at stage 3 ----
+
+TRANSFORMED = (
+    "hf_zero: torch.func of a model at stage 3 cannot be trained through. For values, call it inside `with torch.no_grad(), "
+    "hf_zero.gathered(model):`; to train, use torch.autograd.grad(..., create_graph=True) or `stage: 2`."
+)
+
+
+def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
+    """Whether torch.func runs a forward over a unit that stays whole, which needs nothing done.
+
+    Args:
+        is_watched: inside `gathered_again`.
+        refuses: False behind a forward, which has been refused or has not.
+
+    Raises:
+        RuntimeError: it runs one that the unit would have to be gathered for, or gathered again in the backward.
+    """
+    stack = torch._C._functorch.get_interpreter_stack()
+    if not stack:
+        return False
+    is_whole = unit.holds > 0 or not unit.slots
+    if is_whole and not (is_watched and torch.is_grad_enabled()):
+        return True
+    if not torch.is_grad_enabled() and all(each.key() == torch._C._functorch.TransformType.Vmap for each in stack):
+        # What is gathered has no dimension of vmap's.
+        return False
+    if refuses:
+        raise RuntimeError(TRANSFORMED)
+    return True

@@ -183,7 +183,7 @@ class BucketLayout:
     oversize: bool = False
     intact: bool = False
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         return self.numel // self.shards
 

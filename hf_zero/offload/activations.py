@@ -27,32 +27,19 @@ _ON_THE_WAY = 2
 """Storages that are copied down at a time before the device waits, and fetched ahead of the one in use."""
 
 
-class Activations:
-    """What a training forward does with tensors that are saved for its backward: they stay where they are made.
-
-    Attributes:
-        held_bytes: in another memory now.
-        most_bytes: the most that has been there at a time.
-    """
-
-    held_bytes = 0
-    most_bytes = 0
-
-    def begin(self, lasting: Iterable[torch.Tensor]) -> None:
-        """A training forward starts. `lasting`: tensors of the storages that stay."""
-
-    def end(self) -> None:
-        """It is over, or an exception has ended it. May be called without `begin`."""
-
-
-class ActivationsInHostMemory(Activations):
-    """They are copied to host memory behind the forward, and back ahead of the backward.
+class ActivationsInHostMemory:
+    """Copies tensors that a training forward saves to host memory behind the forward, and back ahead of the backward.
 
     Args:
         device: on which they are made; tensors elsewhere stay.
+
+    Attributes:
+        held_bytes: in host memory now.
+        most_bytes: the most that has been there at a time.
     """
 
     def __init__(self, device: torch.device):
+        self.held_bytes = self.most_bytes = 0
         self._device = device
         self._queue = side_queue(device)
         self._lasting: set[int] = set()
@@ -63,6 +50,7 @@ class ActivationsInHostMemory(Activations):
         self._hooks: AbstractContextManager | None = None
 
     def begin(self, lasting: Iterable[torch.Tensor]) -> None:
+        """A training forward starts. `lasting`: tensors of the storages that stay."""
         self.end()
         self._drop_ahead(0)
         self._moved = {key: entry for key, entry in self._moved.items() if not entry[0].expired()}
@@ -72,6 +60,7 @@ class ActivationsInHostMemory(Activations):
         self._hooks.__enter__()
 
     def end(self) -> None:
+        """The forward is over, or an exception has ended it. May be called without `begin`."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__(None, None, None)

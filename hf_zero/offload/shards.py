@@ -10,7 +10,6 @@ import torch
 from ..config import AUTO, OffloadConfig
 from ..device import allocate, enter_thread, passing_host_bytes
 from ..layout.slots import Interval
-from .activations import Activations, ActivationsInHostMemory
 from .files import WINDOW, Kind, StoredShard
 from .host_memory import HostCores, choose_host_cores
 from .tiers import HostTier, NvmeTier, StateFiles, Tier
@@ -207,9 +206,6 @@ class ParameterTier:
         """A shard whose values are to be put in; `name` is the bucket's. None where it is beside what is gathered from it."""
         return None
 
-    def end_step(self) -> None:
-        """Called when a step's parameters have been handed over."""
-
     def close(self) -> None:
         """Ends what runs on, and gives back what does not go with its last tensor."""
 
@@ -254,20 +250,12 @@ class FileParameters(ParameterTier):
     def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:
         return FileShard(numel, dtype, lambda kind: self.files.store(f"{name} parameters", [kind]), self._mover)
 
-    def end_step(self) -> None:
-        self.files.end_step()
-
     def close(self) -> None:
         self._mover.close()
         self.files.close()
 
 
 # The tiers that a config asks for, chosen once when the engine is built, and which of them each bucket's state is in.
-
-
-def choose_activations(config: OffloadConfig, device: torch.device) -> Activations:
-    """What is done with what a training forward on `device` saves for its backward."""
-    return ActivationsInHostMemory(device) if config.activations == "cpu" else Activations()
 
 
 def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, ParameterTier]:

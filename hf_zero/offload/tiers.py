@@ -243,7 +243,7 @@ class Tier:
         is_apart: it is other memory than the parameters': the optimizer steps there, on masters and gradients of its own.
         scratch_name: of the memory in which `scratch` is.
         device: of the parameters.
-        cores: of the host, that steps in this memory run on.
+        cores: of the host, that steps in this memory run on; None where they are the script's own.
         uplink: how masters here become parameters on the device.
         downlink: how gradients come here from it.
         files: that it keeps state in; None where all is in its memory.
@@ -252,10 +252,10 @@ class Tier:
     name = scratch_name = "device"
     is_apart = False
     files: StateFiles | None = None
+    cores: HostCores | None = None
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.cores = HostCores(torch.get_num_threads())
         self.uplink = Uplink()
         self.downlink = Downlink()
 
@@ -288,6 +288,7 @@ class HostTier(Tier):
 
     name = scratch_name = "host memory"
     is_apart = True
+    cores: HostCores
 
     def __init__(self, device: torch.device, cores: HostCores):
         self.device = device

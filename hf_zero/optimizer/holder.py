@@ -19,7 +19,6 @@ from ..hooks import WeakHook
 from ..offload.files import OffloadError, StoredShard, Window
 from ..offload.tiers import StateFiles
 from .bucket_state import BucketState, EarlyReport, KernelReport, StatePlace
-from .clip import scale_gradients
 from .state_kinds import DUE, group_with, own_step
 
 # ---- One step of a stock optimizer as many steps, a bucket at a time, that come to the same bits ----
@@ -295,9 +294,22 @@ class StepChoice:
     def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
         """Clips: whoever reads the rows' gradients from now on finds them multiplied by `coefficient`, a scalar.
 
-        None leaves them.
+        None leaves them. For gradients in host memory a coefficient of 1 is seen, and they are left as they are; for those on an
+        accelerator it stays there and is multiplied in.
         """
-        scale_gradients(rows, coefficient)
+        if coefficient is None:
+            return
+        for row in rows:
+            widen(row.tensor)
+        gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
+        devices = {gradient.device for gradient in gradients}
+        for device in devices:
+            there = (
+                gradients if len(devices) == 1 else [gradient for gradient in gradients if gradient.device == device]
+            )
+            mine = coefficient.to(there[0])
+            if device.type != "cpu" or mine != 1:
+                torch._foreach_mul_(there, mine)
 
     def unwritten(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Those of the buckets whose parameters have not been written beside their masters since the last call."""

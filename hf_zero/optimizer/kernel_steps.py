@@ -14,7 +14,6 @@ from ..kernels.dynamic import Coded
 from ..kernels.steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
 from ..layout.slots import is_in_blocks
 from .bucket_state import BucketState, KernelReport
-from .clip import scale_gradients
 from .holder import Assigned, BucketStep, LentStep, StepChoice
 from .moments8 import StateInBlocks
 
@@ -479,7 +478,7 @@ class KernelSteps(StepChoice):
         return [assigned for assigned in found if assigned.states]
 
     def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
-        scale_gradients(self._share.clip_later(rows, coefficient), coefficient)
+        super().scale_gradients(self._share.clip_later(rows, coefficient), coefficient)
 
     def unwritten(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         return self._share.unwritten(buckets)

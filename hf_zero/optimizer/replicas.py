@@ -99,7 +99,7 @@ class ReplicaCheck:
     """Notes checksums at each step, and compares them over the ranks every few steps; see [Note: what an update hides].
 
     Args:
-        every: steps between two comparisons; 0 for none, and then nothing is noted.
+        every: steps between two comparisons.
         buckets: all of the model's.
         frozen: parameters of no bucket, by name.
         has_copies: other ranks hold this rank's shards and optimizer state, too.
@@ -131,7 +131,7 @@ class ReplicaCheck:
         self._notes: list[_Unread] = []
         # By the optimizer that has made the last update.
         self._owned: dict[torch.optim.Optimizer, _Sums] = {}
-        self._owned_frozen = self._untouched() if every else None
+        self._owned_frozen = self._untouched()
         self._compared = 0
 
     @torch.no_grad()
@@ -141,23 +141,17 @@ class ReplicaCheck:
         Args:
             step: updates that the run has made.
         """
-        if self._every:
-            held = _sums([*self._weights(buckets), *self._state(optimizer, buckets)])
-            self._notes.append(_Unread(since=step, step=step, held=held, owned=self._owned.get(optimizer)))
+        held = _sums([*self._weights(buckets), *self._state(optimizer, buckets)])
+        self._notes.append(_Unread(since=step, step=step, held=held, owned=self._owned.get(optimizer)))
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Notes what this rank owns of them, before it is sent; and at the start, what it begins with."""
-        if self._every:
-            self._owned[optimizer] = _sums([*self._own_weights(buckets), *self._state(optimizer, buckets)])
+        self._owned[optimizer] = _sums([*self._own_weights(buckets), *self._state(optimizer, buckets)])
 
-    def is_due(self, step: int, *, at_once: bool = False) -> bool:
-        """Whether copies are compared before the update that makes this step.
-
-        Args:
-            at_once: something is wrong with the step, or would be taken for something else.
-        """
-        return self._every > 0 and (at_once or step % self._every == 0)
+    def is_due(self, step: int) -> bool:
+        """Whether copies are compared before the update that makes this step."""
+        return step % self._every == 0
 
     @torch.no_grad()
     def compare(self, step: int) -> None:

@@ -276,6 +276,7 @@ class ShardedOptimizer:
         self._before_step = before_step
         self._after_step = after_step
         self._skipped_groups: list[dict[str, Any]] | None = None
+        self._has_arguments = False
         self.whole_groups = [list(group["params"]) for group in optimizer.param_groups]
         self._whole_names = [group.get("param_names") for group in optimizer.param_groups]
         self.rows = [rows[p] for group in self.whole_groups for p in group if p in rows]
@@ -452,14 +453,18 @@ class ShardedOptimizer:
                 "step. Call backward first, then optimizer.step()."
             )
         is_given = any(value is not None for value in (*args[1:], *kwargs.values()))
-        note_arguments(self.optimizer, (args[1:], kwargs) if is_given else NO_ARGUMENTS)
+        if is_given or self._has_arguments:
+            note_arguments(self.optimizer, (args[1:], kwargs) if is_given else NO_ARGUMENTS)
+            self._has_arguments = is_given
         self._end_skip()
         self.refuse_strangers()
         if not self._before_step():
             self._begin_skip()
 
     def _on_stepped(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
-        note_arguments(self.optimizer, NO_ARGUMENTS)
+        if self._has_arguments:
+            note_arguments(self.optimizer, NO_ARGUMENTS)
+            self._has_arguments = False
         is_taken = self._skipped_groups is None
         self._end_skip()
         self._after_step(is_taken)

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -268,7 +268,7 @@ class StepsBeside:
     def __init__(self, tier: Tier, files: StateFiles | None, placeholders: Placeholders):
         self._files = files
         self._placeholders = placeholders
-        self._thread = StepThread(tier.cores, tier.device)
+        self._thread = StepThread(cast(HostCores, tier.cores), tier.device)
         self._buffers = self._no_buffers()
         self._running: dict[Bucket, Future[Stepped]] = {}
         self.doubles: dict[Bucket, Double] = {}

@@ -14,7 +14,7 @@ from torch import nn
 from hf_zero.buckets.sharded import ClippedGradient
 from hf_zero.comm.transport import Agreement
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.optimizer.clip import scale_gradients
+from hf_zero.optimizer.holder import StepChoice
 from hf_zero.optimizer.loss_scale import GradScaler
 
 WITH_ROWS = {
@@ -160,7 +160,7 @@ def test_any_order_comes_to_the_bits_of_clipping_at_once(acts, setting):
     for at_once in (False, True):
         model, optimizer, engine = small(SIZES, **WITH_ROWS[setting])
         if at_once:
-            engine._parts.holder.choice.scale_gradients = scale_gradients
+            engine._parts.holder.choice.scale_gradients = StepChoice().scale_gradients
         model().backward()
         seen = [ACTS[act](engine, model, optimizer) or [] for act in acts]
         assert not (at_once and any(clipped(engine)))
