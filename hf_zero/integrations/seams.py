@@ -154,7 +154,7 @@ SEAMS = (
     Seam(
         owner="torch:_C",
         names=("_functorch",),
-        where=("engine/gathered",),
+        where=("engine/unit",),
         why="Whether torch.func runs a forward, whose tensors are its own: gathers and hooks of stage 3 cannot work on them.",
         test="test_sharded_reads.py::test_torch_func_gives_the_values_of_a_plain_model_or_is_refused_by_name",
     ),
