@@ -35,8 +35,7 @@ SLACK = 1.03
 PACKAGE = ROOT / "hf_zero"
 
 EXTRAS = (
-    *("kernels/", "optimizer/kernel_steps", "optimizer/early", "optimizer/steps_beside"),
-    *("comm/quantised", "engine/quantised_reductions", "engine/outer"),
+    *("kernels/", "wire/", "optimizer/early", "optimizer/steps_beside"),
     *("foreign/", "integrations/foreign", "integrations/elastic", "planner/", "diagnose/", "integrations/recorded"),
     *("report/run_files", "report/curves", "report/sections", "report/page", "integrations/card"),
 )

@@ -15,7 +15,6 @@ from ..comm.transport import DataParallelGroup
 from ..device import Arrival
 from ..disguise import look_only
 from ..hooks import WeakHook
-from ..kernels.quantise import round_to_blocks
 from ..layout.slots import BucketLayout, Interval, RowLayout, rows_of_shard
 from ..offload.shards import Region
 from ..offload.tiers import Tier
@@ -477,7 +476,7 @@ class Bucket:
         shown = self.master
         if self.precision.weights is not None:
             shown = self.master.to(values, copy=True)
-            round_to_blocks(shown, shown, self.precision.weights)
+            self.precision.weights(shown)
         for row in edited:
             master, own = row.of(self.master), row.of(values)
             is_as_shown = own == row.of(shown).to(own)

@@ -3,7 +3,7 @@
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,7 +16,6 @@ from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, ZeroConfig
 from ..device import ask_for
-from ..kernels.quantise import BlockFormat
 
 # Parameters whose values still lie in a checkpoint file, memory-mapped, until the engine takes this rank's part.
 
@@ -89,8 +88,8 @@ class Precision:
         reduce: in which gradients travel.
         master: of the copy that the optimizer updates; the parameters themselves where it equals `kept`. The shard of
             the reduced gradient has this dtype too, since optimizers ask for equal dtypes.
-        weights: the blocks in which parameters come to every rank, and which leave them fewer digits than the master; None
-            where they come as they are, and for parameters of which a rank keeps an exact shard (stage 3).
+        weights: rounds parameters, in place, as the blocks do in which they come to every rank, and which leave them fewer digits
+            than the master; None where they come as they are, and for those of which a rank keeps an exact shard (stage 3).
         apart: masters live in other memory than the parameters, so that there is one even where the dtypes are equal.
         stochastic: parameters are their master rounded by chance, so that it is there for the step only.
         adds_in_master: gradients are summed over the ranks in the master dtype, whatever they travel in.
@@ -100,7 +99,7 @@ class Precision:
     kept: torch.dtype
     reduce: torch.dtype
     master: torch.dtype
-    weights: BlockFormat | None = None
+    weights: Callable[[torch.Tensor], None] | None = None
     apart: bool = False
     stochastic: bool = False
     adds_in_master: bool = False
@@ -137,7 +136,7 @@ def resolve_precision(
     *,
     gathered: torch.dtype | None = None,
     apart: bool = False,
-    weights: BlockFormat | None = None,
+    weights: Callable[[torch.Tensor], None] | None = None,
     adds_in_master: bool = False,
 ) -> Precision:
     """The dtypes for parameters that the model holds in `model_dtype`. A 16-bit parameter gets an fp32 master.

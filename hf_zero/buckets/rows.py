@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..kernels.dynamic import Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
 from ..layout.slots import BLOCK_NUMEL, Interval, blocks
 from ..offload.tiers import Tier
+from .dynamic import Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
 
 # One state tensor of a rank's shard in 8-bit blocks, and parts of it that become float32 when they are looked at.
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ..arithmetic import sum_in_rank_order
 from ..device import clock
-from ..kernels.statistics import sum_in_rank_order
 from .arrivals import CommunicationError
 from .control import GatherOrder, Transfers, control_of, finish_abandoned
 from .groups import Groups, RankGroup

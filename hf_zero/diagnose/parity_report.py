@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..arithmetic import uses_kernels
 from ..config import ZeroConfig
-from ..kernels.base import uses_kernels
 
 # ---- Files of a recorded run: losses by rank, gradients and parameters by step ----
 

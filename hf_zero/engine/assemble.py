@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..arithmetic import give_up_triton, runs_triton
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
 from ..buckets.precision import wanted_dtype
@@ -18,8 +19,7 @@ from ..comm.groups import Groups, with_time_limits
 from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, OffloadConfig, ZeroConfig
 from ..device import with_index
-from ..kernels.base import give_up_triton
-from ..kernels.statistics import launch_fault
+from ..extras import extra
 from ..offload.activations import ActivationsInHostMemory
 from ..offload.shards import ParameterTier, Placement, choose_tiers
 from ..offload.tiers import Tier
@@ -100,7 +100,7 @@ def with_kernels_that_run(config: ZeroConfig, groups: Groups, transport: Transpo
     Raises:
         ConfigError: with `kernels: always`.
     """
-    faults = transport.exchange(launch_fault(device))
+    faults = transport.exchange(extra("kernels", "launch_fault")(device) if runs_triton(device) else None)
     found = [(rank, fault) for rank, fault in enumerate(faults) if fault is not None]
     if not found:
         return config

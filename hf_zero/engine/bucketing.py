@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from ..arithmetic import FLOAT_DTYPES
 from ..buckets.bucket import Bucket, BucketKey
 from ..buckets.memory import ParameterMemory, UnshardedMemory, sharded_memory
 from ..buckets.precision import (
@@ -23,8 +24,6 @@ from ..buckets.precision import (
 )
 from ..comm.groups import Groups
 from ..config import AUTO, ConfigError, ZeroConfig
-from ..kernels.base import FLOAT_DTYPES
-from ..kernels.quantise import BlockFormat
 from ..layout.slots import IN_BLOCKS, Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ..offload.shards import ParameterTier, Placement
 from ..optimizer.sharded_optimizer import keeps_intact, refuse_wrapper
@@ -392,12 +391,17 @@ class Division:
 
 
 def precision_of(
-    config: ZeroConfig, key: BucketKey, *, weights: BlockFormat | None, adds_in_master: bool, apart: bool
+    config: ZeroConfig,
+    key: BucketKey,
+    *,
+    weights: Callable[[torch.Tensor], None] | None,
+    adds_in_master: bool,
+    apart: bool,
 ) -> Precision:
     """The dtypes of a bucket.
 
     Args:
-        weights: the blocks in which parameters come to every rank; None where they come as they are.
+        weights: see `Precision`.
         adds_in_master: gradients are summed over the ranks in the master dtype.
         apart: masters live elsewhere than parameters.
     """
@@ -470,19 +474,19 @@ class BucketBuilder:
                 self._start_alike(parameter)
             key = cast(BucketKey, layout.key)
             group = self.mesh.expert_dp if key.is_expert else self.mesh.dp
-            format = self.wire.weight_format(group)
+            rounds = self.wire.rounding_in(group)
             numel = sum(p.numel() for p in parameters)
             tier = self.placement.next_tier(numel) if key.trained else self.placement.device_tier
             precision = precision_of(
                 self.config,
                 key,
-                weights=None if part.sharded else format,
+                weights=None if part.sharded else rounds,
                 adds_in_master=self.wire.adds_in_wider(group),
                 apart=self.parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart,
             )
             place = (layout, precision.param, self.device, layout.shard(group.groups.shard_rank))
             memory: ParameterMemory = (
-                sharded_memory(*place, precision.kept, tier=self.parameter_tier, rounded=format is not None)
+                sharded_memory(*place, precision.kept, tier=self.parameter_tier, rounded=rounds is not None)
                 if part.sharded
                 else UnshardedMemory(*place)
             )

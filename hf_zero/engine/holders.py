@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..arithmetic import uses_kernels
 from ..buckets.precision import is_loaded, resolve_precision, wanted_dtype
 from ..comm.all_or_none import all_or_none
 from ..comm.groups import Groups
 from ..comm.transport import Transport
 from ..config import AUTO, OffloadConfig, ZeroConfig
 from ..device import free_bytes
-from ..kernels.base import uses_kernels
+from ..extras import extra
 from ..offload.files import free_disk_bytes
 from ..offload.host_memory import available_host_bytes, disk_fault, host_memory_fault, ranks_on_this_host
 from ..offload.shards import ParameterTier
@@ -21,7 +22,6 @@ from ..offload.tiers import Tier
 from ..optimizer.bucket_state import Placeholders
 from ..optimizer.early import Early
 from ..optimizer.holder import StateHolder, StepChoice, StepTiming
-from ..optimizer.kernel_steps import KernelSteps
 from ..optimizer.places import Places
 from ..optimizer.state_kinds import tier_bytes_needed
 from .mesh import Mesh
@@ -59,10 +59,16 @@ def choose_holder(
     return StateHolder(
         place=places.of,
         timing=_choose_timing(config.offload, tier, places.placeholders, needed),
-        choice=KernelSteps(lambda: nonfinite.found_inf) if uses_kernels(config.kernels, tier.device) else StepChoice(),
+        choice=_choose_steps(config, tier, nonfinite),
         files=tier.files,
         transport=transport,
     )
+
+
+def _choose_steps(config: ZeroConfig, tier: Tier, nonfinite: NonFiniteCheck) -> StepChoice:
+    if not uses_kernels(config.kernels, tier.device):
+        return StepChoice()
+    return extra("kernels", "KernelSteps")(lambda: nonfinite.found_inf)
 
 
 def _choose_timing(

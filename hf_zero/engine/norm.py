@@ -7,14 +7,14 @@ from functools import partial
 
 import torch
 
-from ..buckets.bucket import Bucket, Row, runs_of
+from ..arithmetic import FLOAT_DTYPES, sums_of_squares, uses_kernels
+from ..buckets.bucket import Bucket, Row
 from ..comm.ledger import Label
 from ..comm.transport import Agreement
 from ..config import ZeroConfig
-from ..kernels.base import FLOAT_DTYPES, uses_kernels
-from ..kernels.statistics import COEFFICIENT, FOUND_INF, NORM, gradient_statistics, step_scalars, sums_of_squares
+from ..extras import extra
 
-_NORM = Label(kind="agreement on the gradient norm", subject="the step")
+NORM_LABEL = Label(kind="agreement on the gradient norm", subject="the step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class GradientNorm:
         dtype: torch.dtype,
         counts: Callable[[Row], bool] | None = None,
     ):
-        self._among = among
-        self._device = device
+        self.among = among
+        self.device = device
         self._dtype = dtype
         self._counts = counts
 
@@ -74,32 +74,13 @@ class GradientNorm:
 
     def _norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The sum over ranks travels as float64."""
-        device = self._device
+        device = self.device
         if math.isinf(norm_type):
             largest = _each_on(device, [g for g in gradients if g.numel()], _largest)
             mine = largest.max() if largest.numel() else torch.zeros((), dtype=torch.float64, device=device)
-            return self._among.agree_largest(mine)
+            return self.among.agree_largest(mine)
         mine = _each_on(device, gradients, partial(_sums_of_powers, norm_type=norm_type)).sum()
-        return self._among.agree_sum(mine.reshape(1), _NORM)[0].pow(1.0 / norm_type)
-
-
-class NormByKernels(GradientNorm):
-    """The 2-norm by a launch for each run of rows and two for the rest. On an accelerator the host only queues them."""
-
-    def _measure(self, rows: Sequence[Row], norm_type: float, max_norm: float) -> Measured:
-        if norm_type != 2:
-            return super()._measure(rows, norm_type, max_norm)
-        flats = [run.gradient for run in runs_of(row for row in rows if row.tensor.grad is not None)]
-        mine = torch.zeros(2, dtype=torch.float64, device=self._device)
-        # Gradients in host memory are measured there.
-        for memory in {flat.device for flat in flats}:
-            mine += gradient_statistics([flat for flat in flats if flat.device == memory]).to(self._device)
-        scalars = step_scalars(self._among.agree_sum(mine, _NORM), max_norm)
-        return Measured(
-            norm=scalars[NORM],
-            coefficient=None if math.isinf(max_norm) else scalars[COEFFICIENT],
-            found_inf=scalars[FOUND_INF],
-        )
+        return self.among.agree_sum(mine.reshape(1), NORM_LABEL)[0].pow(1.0 / norm_type)
 
 
 def choose_norm(
@@ -114,7 +95,8 @@ def choose_norm(
     dtypes = {bucket.precision.master for bucket in buckets}
     digits = torch.float64 if torch.float64 in dtypes else torch.float32
     by_kernels = uses_kernels(config.kernels, device) and dtypes <= set(FLOAT_DTYPES)
-    return (NormByKernels if by_kernels else GradientNorm)(among, device=device, dtype=digits, counts=counts)
+    kind = extra("kernels", "NormByKernels") if by_kernels else GradientNorm
+    return kind(among, device=device, dtype=digits, counts=counts)
 
 
 def _each_on(

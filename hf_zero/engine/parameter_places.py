@@ -13,7 +13,6 @@ from ..buckets.sharded import show_values
 from ..comm.transport import Transport
 from ..disguise import look_only
 from ..hooks import WeakHook
-from ..kernels.quantise import round_to_blocks
 from ..optimizer.holder import StateHolder
 from .buffers import ignored_parameters
 from .parameter_gather import is_compiled
@@ -251,7 +250,7 @@ class ExactWeights:
     def __init__(
         self, buckets: Sequence[Bucket], gather: Gather, holder: StateHolder, transport: Transport, timeout_s: float
     ):
-        self._format_of = {b: format for b in buckets if (format := b.precision.weights) is not None}
+        self._rounding_of = {b: rounds for b in buckets if (rounds := b.precision.weights) is not None}
         self._gather = gather
         self._holder = holder
         self._transport = transport
@@ -262,7 +261,7 @@ class ExactWeights:
 
     @property
     def is_empty(self) -> bool:
-        return not self._format_of
+        return not self._rounding_of
 
     @contextmanager
     def at_hand(self, purpose: str, alone: str = "") -> Iterator[None]:
@@ -271,9 +270,9 @@ class ExactWeights:
         Args:
             alone: see `Transport.meet`.
         """
-        if self._format_of and not self._depth:
+        if self._rounding_of and not self._depth:
             self._transport.meet(purpose, self._timeout_s, alone)
-            for bucket in self._format_of:
+            for bucket in self._rounding_of:
                 with self._holder.at_hand(bucket):
                     bucket.follow_edits()
                     bucket.write_back()
@@ -290,5 +289,5 @@ class ExactWeights:
 
         Shards are whole blocks, so that the blocks of the whole are those of the shards.
         """
-        for bucket, format in self._format_of.items() if not self._depth else ():
-            round_to_blocks(bucket.flat, bucket.flat, format)
+        for bucket, rounds in self._rounding_of.items() if not self._depth else ():
+            rounds(bucket.flat)

@@ -1,23 +1,22 @@
-"""How gradients and parameters travel: all-gathers exact, cast, quantised or inside the node, and the choice."""
+"""How gradients and parameters travel: all-gathers exact, cast or inside the node, and which the settings ask for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ..buckets.bucket import Bucket
 from ..comm.groups import Groups, RankGroup
-from ..comm.quantised import all_gather_blocks
 from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
 from ..config import ZeroConfig
 from ..device import SideQueue, side_queue
-from ..kernels.quantise import CODES, BlockFormat
+from ..extras import extra
 from ..layout.slots import USUAL_ALIGNMENT, Alignment
-from .quantised_reductions import QuantisedReduction, choose_route
 from .reductions import HybridReduction, Reduction, ReplicatedReduction
 
-# ---- All-gathers of a bucket's parameters: exact, cast or quantised ----
+# ---- All-gathers of a bucket's parameters: exact or cast ----
 
-_KIND = "all-gather parameters"
+GATHER = "all-gather parameters"
 
 
 class Gather:
@@ -38,7 +37,7 @@ class Gather:
     def start(self, bucket: Bucket) -> Handle:
         """Starts filling `bucket.flat`, which has memory, from the `source` of each rank's."""
         memory = bucket.memory
-        return bucket.group.transport.start_all_gather(memory.shown, memory.source, bucket.label(_KIND))
+        return bucket.group.transport.start_all_gather(memory.shown, memory.source, bucket.label(GATHER))
 
     @property
     def held_bytes(self) -> int:
@@ -47,26 +46,6 @@ class Gather:
 
     def forget(self) -> None:
         """Called when the parameters are about to change."""
-
-
-class QuantisedGather(Gather):
-    """What blocks leave of the parameters, on every rank the same, this rank's own part too. One rank's own stay as they are.
-
-    Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
-    """
-
-    takes_edits = False
-
-    def __init__(self, format: BlockFormat):
-        super().__init__()
-        self._format = format
-
-    def start(self, bucket: Bucket) -> Handle:
-        group = bucket.group
-        if group.groups.shard_size == 1:
-            return super().start(bucket)
-        flat, own, label = bucket.flat, bucket.memory.source, bucket.label(_KIND)
-        return all_gather_blocks(group.transport, self._format, flat, own, group.groups.gather, label)
 
 
 # ---- Secondary shards: parameters that a forward gathered stay sharded inside the node for its backward ----
@@ -142,7 +121,8 @@ class Wire:
         gather: of the parameters that forward and backward compute with.
         forward, backward: the same for parameters that are dropped in between.
         exact: of parameters that are looked at, edited or saved.
-        weights, gradients: the blocks in which `gather` and `reduction` send; None where they send what there is.
+        round_weights: rounds parameters, in place, as the blocks do in which `gather` sends; None where it sends what there is.
+        quantises_gradients: `reduction` sends blocks.
         align: of shards, so that none ends inside a block.
     """
 
@@ -151,18 +131,18 @@ class Wire:
     forward: Gather
     backward: Gather
     exact: Gather
-    weights: BlockFormat | None = None
-    gradients: BlockFormat | None = None
+    round_weights: Callable[[torch.Tensor], None] | None = None
+    quantises_gradients: bool = False
     align: Alignment = USUAL_ALIGNMENT
 
-    def weight_format(self, group: DataParallelGroup) -> BlockFormat | None:
-        """The blocks that parameters come in to each rank of a group; None where they come as they are."""
-        return self.weights if group.groups.shard_size > 1 else None
+    def rounding_in(self, group: DataParallelGroup) -> Callable[[torch.Tensor], None] | None:
+        """`round_weights` where parameters come in blocks to each rank of a group; None where they come as they are."""
+        return self.round_weights if group.groups.shard_size > 1 else None
 
     def adds_in_wider(self, group: DataParallelGroup) -> bool:
         """Whether gradients are summed over a group in the dtype of the result, where that is wider than theirs."""
         is_summed = group.groups.shard_size > 1
-        return is_summed and (self.gradients is not None or group.transport.adds_in_wider)
+        return is_summed and (self.quantises_gradients or group.transport.adds_in_wider)
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of lasting memory by kind."""
@@ -180,22 +160,23 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
     in_passes = Gather() if config.gather_dtype == "bfloat16" else exact
     if groups.shard_size == 1:
         return Wire(reduction=ReplicatedReduction(), gather=exact, forward=in_passes, backward=in_passes, exact=exact)
-    weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
     order, queue = StepsInOrder(), side_queue(device)
-    if gradients is None:
-        reduction = _exact_reduction(groups, order, queue)
+    quantises_weights, quantises_gradients = (kind != "none" for kind in (config.comm.weights, config.comm.gradients))
+    if quantises_gradients:
+        sample = _exact_reduction(groups, order, queue, of="a sample")
+        reduction = extra("wire", "quantised_reduction")(config.comm, groups, order, sample)
     else:
-        route = choose_route(groups, gradients, order, error_feedback=config.comm.error_feedback)
-        reduction = QuantisedReduction(route, _exact_reduction(groups, order, queue, of="a sample"))
-    gather = exact if weights is None else QuantisedGather(weights)
+        reduction = _exact_reduction(groups, order, queue)
+    weights = extra("wire", "block_format")(config.comm.weights, config.comm.block_numel) if quantises_weights else None
+    gather = exact if weights is None else extra("wire", "QuantisedGather")(weights)
     forward = backward = in_passes if weights is None else gather
     if groups.node is not None:
         keeping = ForwardGather(forward, groups.node)
         forward, backward = keeping, BackwardGather(keeping)
     align = USUAL_ALIGNMENT
-    if not weights is gradients is None:
+    if config.comm.quantises:
         # Shards of gradients are cut once more between several groups.
-        parts = 1 if gradients is None else groups.replicate.size
+        parts = groups.replicate.size if quantises_gradients else 1
         align = Alignment(shard_numel=max(align.shard_numel, config.comm.block_numel) * parts)
     return Wire(
         reduction=reduction,
@@ -203,8 +184,8 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
         forward=forward,
         backward=backward,
         exact=exact,
-        weights=weights,
-        gradients=gradients,
+        round_weights=None if weights is None else weights.round_in_place,
+        quantises_gradients=quantises_gradients,
         align=align,
     )
 
@@ -217,7 +198,3 @@ def _exact_reduction(groups: Groups, order: StepsInOrder, queue: SideQueue, **of
     """
     within = Reduction(**of)
     return within if groups.replicate.size == 1 else HybridReduction(within, order, queue, **of)
-
-
-def _format(config: ZeroConfig, kind: str) -> BlockFormat | None:
-    return BlockFormat(code=CODES[kind], block_numel=config.comm.block_numel) if kind in CODES else None

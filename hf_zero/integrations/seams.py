@@ -118,7 +118,7 @@ SEAMS = (
     Seam(
         owner="torch:Tensor",
         names=("_make_subclass", "_make_wrapper_subclass", "_version"),
-        where=("buckets", "engine", "optimizer", "offload", "integrations/trainer_saves"),
+        where=("buckets", "engine", "kernels", "optimizer", "offload", "integrations/trainer_saves"),
         why="Gradients without memory; writes to parameters and activations are seen by autograd's count of them.",
         test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),
@@ -140,7 +140,7 @@ SEAMS = (
             "_foreach_mul_",
             "_foreach_norm",
         ),
-        where=("engine", "optimizer", "kernels"),
+        where=("arithmetic", "engine", "optimizer", "kernels"),
         why="One call for a list of tensors; torch's own optimizers rest on them.",
         test="test_gradients.py::test_several_backward_calls_add_up",
     ),
@@ -315,7 +315,7 @@ SEAMS = (
     Seam(
         owner="lion_pytorch:Lion",
         names=("_init_lr",),
-        where=("optimizer/kernel_steps",),
+        where=("kernels/bucket_steps",),
         why="What decoupled weight decay is measured by.",
         test="test_kernel_steps.py",
     ),

@@ -1,18 +1,15 @@
-"""When kernels run, how they are compiled at first use, and how they round."""
+"""How kernels are compiled at first use, and how they round."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
-import os
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import AUTO
 from ..device import current
 
 if TYPE_CHECKING:
@@ -79,31 +76,7 @@ def is_interpreted() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def ceil_div(numel: int, block: int) -> int:
-    return -(-numel // block)
-
-
-# ---- What every kernel asks of the tensors it is given: a kernel trusts them and would write beside them ----
-
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def check_flat(
-    name: str, tensor: torch.Tensor, *, numel: int, device: torch.device, dtypes: Sequence[torch.dtype]
-) -> None:
-    """Raises `ValueError` unless `tensor` is flat, contiguous, on `device`, and has `numel` elements of one of `dtypes`."""
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"hf_zero: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and kernels take flat contiguous "
-            "tensors. Pass a contiguous `view(-1)`."
-        )
-    if tensor.numel() != numel:
-        raise ValueError(f"hf_zero: {name} has {tensor.numel()} elements, and {numel} are needed. Cut or pad it.")
-    if tensor.device != device:
-        raise ValueError(f"hf_zero: {name} is on {tensor.device}, and the others are on {device}. Move it there.")
-    if tensor.dtype not in dtypes:
-        allowed = ", ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"hf_zero: {name} is {tensor.dtype}, and {allowed} are allowed. Cast it first.")
+# ---- What a kernel asks of a scalar: it would write beside a shorter tensor ----
 
 
 def check_scalar(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -113,41 +86,6 @@ def check_scalar(name: str, tensor: torch.Tensor, device: torch.device) -> None:
             f"hf_zero: {name} is {tensor.numel()} elements of {tensor.dtype} on {tensor.device}; it must be one float32 "
             f"element on {device}, so that no value crosses to the host."
         )
-
-
-# ---- Which form of a kernel runs: Triton's on a CUDA device where triton is installed, else the torch reference ----
-
-_GIVEN_UP: set[str] = set()
-"""Types of devices on which no kernel is launched any more."""
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether triton is installed; found without importing it."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def runs_triton(device: torch.device) -> bool:
-    """Whether kernels on tensors of `device` run in their Triton form; on the host, where TRITON_INTERPRET=1 asks for it."""
-    if device.type in _GIVEN_UP:
-        return False
-    if device.type == "cpu":
-        return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
-    return device.type == "cuda" and torch.version.cuda is not None and has_triton()
-
-
-def give_up_triton(device: torch.device) -> None:
-    """From now on, kernels on this kind of device run as their torch references in this process."""
-    _GIVEN_UP.add(device.type)
-
-
-def uses_kernels(wanted: str, device: torch.device) -> bool:
-    """Whether an engine on `device` measures gradients and steps by kernels.
-
-    Args:
-        wanted: the config's `kernels`. `auto` is where they run in their Triton form.
-    """
-    return runs_triton(device) if wanted == AUTO else wanted == "always"
 
 
 # ---- Rounding of float32 inside a kernel: to a 16-bit dtype, to integers ----

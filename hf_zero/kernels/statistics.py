@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from .base import FLOAT_DTYPES, ceil_div, check_flat, check_scalar, kernel, runs_triton
+from ..arithmetic import FLOAT_DTYPES, PART_NUMEL, ceil_div, check_flat, runs_triton, sum_of_squares
+from ..buckets.bucket import Row, runs_of
+from ..engine.norm import NORM_LABEL, GradientNorm, Measured
+from .base import check_scalar, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -23,44 +27,15 @@ if TYPE_CHECKING:
 # millions of elements would lose the seventh digit that the clipping norm is compared in. The parts depend on nothing but
 # the number of elements and nothing is added atomically, so the same gradients give the same bits on every run.
 
-PART_NUMEL = 1 << 16
 BLOCK_NUMEL = 4096
 """Elements that a program of the first stage reads at a time."""
 
-_SHORT_ROW_NUMEL = 1 << 9
 
 PARTS_A_STEP = 1024
 """Parts that the program of the second stage reads at a time."""
 
 NORM, COEFFICIENT, MULTIPLIER, FOUND_INF = range(4)
 """Places in what `step_scalars` gives."""
-
-
-def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of the squares of a flat tensor, as a float64 scalar on its device; NaN or inf where an element is."""
-    if flat.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=flat.device)
-    # torch adds 16-bit elements one by one, which loses the sixth digit over a part; short rows keep the seventh.
-    row_numel = PART_NUMEL if flat.dtype == torch.float32 else _SHORT_ROW_NUMEL
-    whole = flat.numel() // row_numel * row_numel
-    parts = [flat[:whole].view(-1, row_numel), flat[whole:].view(1, -1)]
-    dtype = torch.promote_types(flat.dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(p, dim=1, dtype=dtype) for p in parts if p.numel()]
-    return torch.cat(norms).double().square_().sum()
-
-
-def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`sum_of_squares` of each of some tensors on one device, contiguous and at least one, as a float64 vector."""
-    # Most parameters of a model are short, and are one part: their norms come from one call.
-    is_short = [t.dtype is torch.float32 and 0 < t.numel() < PART_NUMEL for t in tensors]
-    short = [t for t, one_part in zip(tensors, is_short) if one_part]
-    squares = torch.stack(torch._foreach_norm(short)).double().square_() if short else torch.empty(0)
-    if len(short) == len(tensors):
-        return squares
-    found = iter(squares)
-    return torch.stack(
-        [next(found) if one_part else sum_of_squares(t.reshape(-1)) for t, one_part in zip(tensors, is_short)]
-    )
 
 
 def gradient_statistics(shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -199,31 +174,6 @@ def _scalars(statistics, inverse_scale, out, max_norm):
     tl.store(out + 3, tl.where(is_bad, 1.0, 0.0))
 
 
-# ---- Sum of the ranks' parts in rank order ----
-
-
-def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """`out = ((parts[0] + parts[1]) + parts[2]) + …`, so that the result does not depend on who arrived first.
-
-    Args:
-        parts: one flat tensor a rank, of equal numel and dtype; all but the last may be overwritten.
-        out: flat, same numel; may share memory with any part. With a wider dtype the sum is taken in that dtype.
-    """
-    if len(parts) == 1:
-        if out.data_ptr() != parts[0].data_ptr():
-            out.copy_(parts[0])
-        return
-    if out.dtype == parts[0].dtype:
-        total = parts[0]
-        for part in parts[1:-1]:
-            total.add_(part)
-        torch.add(total, parts[-1], out=out)
-        return
-    out.copy_(parts[0])
-    for part in parts[1:]:
-        out.add_(part)
-
-
 # ---- A launch of the smallest kernel, before training depends on one ----
 #
 # That triton can be imported says little: it compiles at the first launch, for which it needs a C compiler, Python's
@@ -231,9 +181,7 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def launch_fault(device: torch.device) -> str | None:
-    """Why kernels do not run in their Triton form on `device`, in one line; None where they do or are not to."""
-    if not runs_triton(device):
-        return None
+    """Why kernels do not run in their Triton form on `device`, in one line; None where they do."""
     try:
         step_scalars(torch.ones(2, dtype=torch.float64, device=device), max_norm=1.0).tolist()
     except Exception as error:
@@ -241,3 +189,25 @@ def launch_fault(device: torch.device) -> str | None:
         first_line = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {first_line}"
     return None
+
+
+# ---- The norm of a step by these kernels ----
+
+
+class NormByKernels(GradientNorm):
+    """The 2-norm by a launch for each run of rows and two for the rest. On an accelerator the host only queues them."""
+
+    def _measure(self, rows: Sequence[Row], norm_type: float, max_norm: float) -> Measured:
+        if norm_type != 2:
+            return super()._measure(rows, norm_type, max_norm)
+        flats = [run.gradient for run in runs_of(row for row in rows if row.tensor.grad is not None)]
+        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
+        # Gradients in host memory are measured there.
+        for memory in {flat.device for flat in flats}:
+            mine += gradient_statistics([flat for flat in flats if flat.device == memory]).to(self.device)
+        scalars = step_scalars(self.among.agree_sum(mine, NORM_LABEL), max_norm)
+        return Measured(
+            norm=scalars[NORM],
+            coefficient=None if math.isinf(max_norm) else scalars[COEFFICIENT],
+            found_inf=scalars[FOUND_INF],
+        )

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..arithmetic import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
+from ..buckets.dynamic import SIGNED, SMALLEST_NORMAL, UNSIGNED, dequantise_dynamic, quantise_dynamic, tables_of
 from ..layout.slots import BLOCK_NUMEL, blocks
-from .base import FLOAT_DTYPES, Kernel, ceil_div, check_flat, check_scalar, is_interpreted, kernel, rounded, runs_triton
-from .dynamic import SIGNED, SMALLEST_NORMAL, UNSIGNED, dequantise_dynamic, quantise_dynamic, tables_of
+from .base import Kernel, check_scalar, is_interpreted, kernel, rounded
 
 if TYPE_CHECKING:
     import triton.language as tl

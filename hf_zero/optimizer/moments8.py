@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from ..buckets.bucket import Bucket, Row
+from ..buckets.dynamic import SIGNED, UNSIGNED, DynamicCode
 from ..buckets.rows import PackedPart, PackedState
 from ..config import ConfigError
-from ..kernels.dynamic import SIGNED, UNSIGNED, DynamicCode
 from ..layout.slots import block_bytes, has_blocks, is_in_blocks
 from .bucket_state import Placeholders, Regions, StatePlace, States, is_elementwise
 from .state_kinds import state_kinds

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from ..arithmetic import REGION_NUMEL, counters_for, round_stochastically
 from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import MASTER, PackedPart, PackedState
 from ..config import ZeroConfig
 from ..device import allocate
-from ..kernels.stochastic import REGION_NUMEL, counters_for, round_stochastically
 from ..layout.slots import BLOCK_NUMEL, Interval, blocks
 from ..offload.files import Kind, StoredShard
 from ..offload.shards import Region

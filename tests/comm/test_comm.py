@@ -22,6 +22,7 @@ from ranks import RankFailedError, run_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
 
+from hf_zero.arithmetic import sum_in_rank_order, sum_of_squares
 from hf_zero.comm import groups as own_groups
 from hf_zero.comm.arrivals import CommunicationError, RankProcess
 from hf_zero.comm.groups import Groups, urgent_options
@@ -30,7 +31,6 @@ from hf_zero.comm.transports import CollectiveTransport, Meetings, PointToPointT
 from hf_zero.comm.watchdog import Lookout
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.kernels.statistics import sum_in_rank_order, sum_of_squares
 
 pytestmark = pytest.mark.timeout(120)
 LABEL = Label(kind="reduce-scatter gradients", subject="bucket 0")

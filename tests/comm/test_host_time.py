@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
 
+from hf_zero.arithmetic import sum_of_squares, sums_of_squares
 from hf_zero.buckets.bucket import FlatViews
 from hf_zero.buckets.sharded import ShardedValues
 from hf_zero.comm.control import Control
 from hf_zero.comm.groups import receiving_threads
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.kernels.statistics import PART_NUMEL, sum_of_squares, sums_of_squares
+from hf_zero.kernels.statistics import PART_NUMEL
 from hf_zero.layout.slots import Interval
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,14 +15,14 @@ from saved_engines import save_engine
 from torch import nn
 from training import adamw_in_two_groups, fused_adamw, gpt2, gpt2_batch
 
+from hf_zero.arithmetic import has_triton
+from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic
 from hf_zero.comm.ledger import Label, Ledger
 from hf_zero.comm.transport import Handle
 from hf_zero.device import clock
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.nonfinite import NonFiniteGradientError
 from hf_zero.integrations.state_io import load_engine
-from hf_zero.kernels.base import has_triton
-from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic
 from hf_zero.layout.slots import blocks
 from hf_zero.optimizer.loss_scale import GradScaler
 

@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from launching import SUPPORT, run_forked
 from optimizer_steps import MOMENTS, place_of
 
-from hf_zero.kernels import base, statistics
-from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded
+from hf_zero import arithmetic
+from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, Coded
+from hf_zero.kernels import statistics
 from hf_zero.kernels.steps import SGD, AdamW, Lion, adamw, adamw_in_blocks, lion, sgd
 
 TIME_LIMIT_S = 240
 NEWEST = kernel_compile.ARCHITECTURES[-1]
 
-needs_triton = pytest.mark.skipif(not base.has_triton(), reason="triton is not installed")
+needs_triton = pytest.mark.skipif(not arithmetic.has_triton(), reason="triton is not installed")
 
 
 def in_a_new_process(*command: str) -> dict:
@@ -115,7 +116,7 @@ def test_files_with_kernels_do_not_import_triton(compiled):
 
 
 def test_the_host_runs_the_references():
-    assert not base.runs_triton(torch.device("cpu"))
+    assert not arithmetic.runs_triton(torch.device("cpu"))
 
 
 @given(
@@ -135,7 +136,7 @@ def test_statistics_are_float64s_to_the_sixth_digit(sizes, dtype, seed):
 @pytest.mark.parametrize("dtype", [*kernel_interpreted.DTYPES, torch.float64])
 def test_sum_of_squares_of_a_long_shard_keeps_the_sixth_digit(dtype):
     flat = kernel_interpreted.normal(1_000_003, 0, dtype)
-    assert statistics.sum_of_squares(flat).item() == pytest.approx(flat.double().square().sum().item(), rel=1e-6)
+    assert arithmetic.sum_of_squares(flat).item() == pytest.approx(flat.double().square().sum().item(), rel=1e-6)
 
 
 def test_statistics_tell_overflow_from_elements_that_are_not_finite():

@@ -8,9 +8,9 @@ from pictures import PACKAGE, imports_of, module_name
 
 # Pairs that a floor alone would not keep apart.
 STRANGERS = {
-    ("kernels", "forecast"),
+    ("arithmetic", "forecast"),
     ("checkpoint", "forecast"),
-    ("checkpoint", "kernels"),
+    ("checkpoint", "arithmetic"),
     ("checkpoint", "comm"),
 }
 STRANGERS |= {
@@ -32,7 +32,7 @@ LIBRARIES = {
     "transformers": {"diagnose", "integrations", "planner", "cli"},
     "accelerate": {"diagnose", "integrations", "planner", "cli"},
     "datasets": {"diagnose", "integrations", "planner", "cli"},
-    "triton": {"kernels"},
+    "triton": {"kernels", "wire"},
 }
 
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}

@@ -2,11 +2,12 @@
 
 FLOOR = {
     "config": 0,
+    "extras": 0,
     "layout": 0,
     "device": 0,
     "hooks": 0,
     "disguise": 0,
-    "kernels": 1,
+    "arithmetic": 1,
     "forecast": 1,
     "comm": 2,
     "checkpoint": 2,
@@ -15,6 +16,8 @@ FLOOR = {
     "buckets": 4,
     "optimizer": 5,
     "engine": 6,
+    "kernels": 7,
+    "wire": 7,
     "diagnose": 7,
     "report": 7,
     "planner": 8,

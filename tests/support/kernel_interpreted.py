@@ -18,11 +18,13 @@ import torch
 from optimizer_steps import MOMENTS, STEPPERS, Stepper, make_tensors, place_of, worst_error
 from triton_interpreter import interpret
 
-from hf_zero.kernels import quantise, statistics, stochastic
-from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
-from hf_zero.kernels.quantise import BlockFormat
+from hf_zero import arithmetic
+from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
+from hf_zero.kernels import statistics, stochastic
 from hf_zero.kernels.steps import AdamW, adamw_in_blocks_reference, adamw_in_blocks_triton
 from hf_zero.layout.slots import blocks
+from hf_zero.wire import quantise
+from hf_zero.wire.quantise import BlockFormat
 
 # Of the last one, statistics take several parts. Other kernels have ten programs at 5,003 elements, and the interpreter
 # takes a millisecond for each.
@@ -348,7 +350,7 @@ def stochastic_rounding_is_the_references_bit_for_bit_at_every_block_size():
             expected = torch.zeros(numel, dtype=torch.bfloat16)
             stochastic.stochastic_triton(source, out, seed, offset)
             stochastic.stochastic_triton(source, wide, seed, offset, regions_a_program=16)
-            stochastic.stochastic_reference(source, expected, seed, offset)
+            arithmetic.stochastic_reference(source, expected, seed, offset)
             guard.check()
             assert same_bits(out, expected) and same_bits(wide, expected), (numel, seed, offset)
 

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .base import (
-    FLOAT_DTYPES,
-    Kernel,
-    ceil_div,
-    check_flat,
-    is_interpreted,
-    kernel,
-    nearest_integer,
-    rounded,
-    runs_triton,
-)
+from ..arithmetic import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
+from ..kernels.base import Kernel, is_interpreted, kernel, nearest_integer, rounded
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -84,6 +75,10 @@ class BlockFormat:
     def code_bytes(self, numel: int) -> int:
         """Bytes of the codes of a tensor of `numel` elements."""
         return self.blocks(numel) * self.block_numel * self.code.bits // 8
+
+    def round_in_place(self, values: torch.Tensor) -> None:
+        """Rounds values to what comes out of their blocks at the other end."""
+        round_to_blocks(values, values, self)
 
 
 # ---- What the kernels that quantise blocks have in common, whichever code they write ----
@@ -341,6 +336,11 @@ RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
 
 _SCRATCH_NUMEL = 1 << 17
 """Elements that the reference takes through all its passes at a time, so that they stay in a core's cache."""
+
+
+def block_format(code: str, block_numel: int) -> BlockFormat:
+    """Blocks as the settings name them."""
+    return BlockFormat(code=CODES[code], block_numel=block_numel)
 
 
 def quantise(

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from ..kernels.quantise import BlockFormat, dequantise, dequantise_sum, quantise
-from .groups import RankGroup
-from .ledger import Label
-from .transport import Handle, Transport
+from ..comm.groups import RankGroup
+from ..comm.ledger import Label
+from ..comm.transport import Handle, Transport
+from .quantise import BlockFormat, dequantise, dequantise_sum, quantise
 
 _SCALES_CHANNEL = 0x8000
 """Added to a bucket's channel, so that its scales are not taken for its codes."""

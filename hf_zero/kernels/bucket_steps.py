@@ -9,13 +9,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..buckets.bucket import Bucket, Row, Run, runs_of
+from ..buckets.dynamic import Coded
 from ..buckets.sharded import Coefficient, clip_later, take_coefficient
-from ..kernels.dynamic import Coded
-from ..kernels.steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
 from ..layout.slots import is_in_blocks
-from .bucket_state import BucketState, KernelReport
-from .holder import Assigned, BucketStep, LentStep, StepChoice
-from .moments8 import StateInBlocks
+from ..optimizer.bucket_state import BucketState, KernelReport
+from ..optimizer.holder import Assigned, BucketStep, LentStep, StepChoice
+from ..optimizer.moments8 import StateInBlocks
+from .steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
 
 # ---- What kernels know of optimizers: which settings they have a form for, and which state is whose ----
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..arithmetic import check_flat
 from ..layout.slots import BLOCK_NUMEL, blocks
-from .base import check_flat
 
 _DECADES = 7
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

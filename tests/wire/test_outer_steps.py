@@ -17,8 +17,8 @@ from hf_zero.comm.transports import PointToPointTransport
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.config.parts import OuterConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.outer import SyncedEvery
 from hf_zero.integrations.state_io import load_engine, seal_state, write_state
+from hf_zero.wire.outer import SyncedEvery
 
 pytestmark = pytest.mark.timeout(180)
 

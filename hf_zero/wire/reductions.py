@@ -1,4 +1,4 @@
-"""Reductions of gradients in int8 or int4 blocks, with error feedback."""
+"""Reductions of gradients in int8 or int4 blocks, with error feedback, and all-gathers of parameters in blocks."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -11,12 +11,14 @@ from ..buckets.bucket import Bucket
 from ..buckets.rows import RESIDUAL, KindsOf, Read, StateRow
 from ..comm.groups import Groups
 from ..comm.ledger import Label
-from ..comm.quantised import all_gather_blocks, reduce_scatter_blocks
 from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
+from ..config import CommConfig
 from ..device import allocate
-from ..kernels.quantise import BlockFormat
+from ..engine.reductions import Reduction
+from ..engine.wire import GATHER, Gather
 from ..layout.slots import Interval
-from .reductions import Reduction
+from .collectives import all_gather_blocks, reduce_scatter_blocks
+from .quantise import BlockFormat, block_format
 
 # ---- Error feedback: what quantised reductions have not sent of gradients, kept between steps and in checkpoints ----
 #
@@ -291,3 +293,32 @@ class QuantisedReduction(Reduction):
         sent_in_blocks = [bucket for bucket in buckets if bucket.group.groups.shard_size > 1]
         for residuals in self._route.residuals:
             residuals.fill(sent_in_blocks, read, kinds_of)
+
+
+def quantised_reduction(comm: CommConfig, groups: Groups, order: StepsInOrder, exact: Reduction) -> QuantisedReduction:
+    """The reduction that `comm.gradients` asks for. `exact`, `order`: see `QuantisedReduction` and `BetweenGroups`."""
+    format = block_format(comm.gradients, comm.block_numel)
+    return QuantisedReduction(choose_route(groups, format, order, error_feedback=comm.error_feedback), exact)
+
+
+# ---- All-gathers of parameters in blocks ----
+
+
+class QuantisedGather(Gather):
+    """What blocks leave of the parameters, on every rank the same, this rank's own part too. One rank's own stay as they are.
+
+    Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
+    """
+
+    takes_edits = False
+
+    def __init__(self, format: BlockFormat):
+        super().__init__()
+        self._format = format
+
+    def start(self, bucket: Bucket) -> Handle:
+        group = bucket.group
+        if group.groups.shard_size == 1:
+            return super().start(bucket)
+        flat, own, label = bucket.flat, bucket.memory.source, bucket.label(GATHER)
+        return all_gather_blocks(group.transport, self._format, flat, own, group.groups.gather, label)

@@ -1,0 +1,178 @@
+"""Outer steps: models that shard groups train by themselves, brought together every so many steps (`comm.sync_every`).
+
+DiLoCo: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105. Every
+group takes H steps of the user's optimizer from a common model, the anchor a. The mean of the ways that the models m have
+gone, a - mean(m), is then the gradient of one step of SGD with Nesterov's momentum on a, from where all go on. With learning
+rate 1 and no momentum it is local SGD (Stich 2019, arXiv 1805.09767). Optimizer state stays each group's own.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import Bucket
+from ..buckets.rows import OUTER, KindsOf, Read, StateRow
+from ..comm.groups import RankGroup
+from ..comm.transport import Transport
+from ..config import CommConfig, OuterConfig
+from ..device import allocate
+from ..engine.outer import AtHand, OuterSteps
+from ..layout.slots import Interval
+
+_MOMENTUM = "momentum_buffer"
+_KIND = f"{OUTER}{_MOMENTUM}"
+_PARTS = 3
+"""Of a bucket's outer step."""
+
+
+class Anchor:
+    """One rank's part of a bucket's common model, and the optimizer that moves it.
+
+    Attributes:
+        own: of the elements of the bucket's master, those that this part is of.
+        values: (ceil(shard_numel / R),) of the master's dtype; what is past the end of the master is zero.
+        steps: local ones since the last outer step.
+
+    Args:
+        at_hand: makes a context in which a bucket's master is in memory.
+    """
+
+    def __init__(self, bucket: Bucket, among: RankGroup, outer: OuterConfig, at_hand: AtHand):
+        self._bucket = bucket
+        self._at_hand = at_hand
+        self._among = among
+        numel = -(-bucket.master.numel() // among.size)
+        start, stop = (min(bucket.master.numel(), place * numel) for place in (among.place, among.place + 1))
+        self.own = Interval(start, stop)
+        self.values = nn.Parameter(torch.zeros(numel, dtype=bucket.master.dtype, device=bucket.master.device))
+        is_nesterov = outer.momentum > 0
+        self._optimizer = torch.optim.SGD([self.values], lr=outer.lr, momentum=outer.momentum, nesterov=is_nesterov)
+        self.start_from_master()
+
+    def start_from_master(self) -> None:
+        """Takes the master as it is for the common model."""
+        with self._at_hand(self._bucket):
+            self.values.data[: self.own.numel].copy_(self._bucket.master[self.own.start : self.own.stop])
+        self.steps = 0
+
+    def step(self, transport: Transport) -> Iterator[None]:
+        """Moves the anchor by the mean of the masters, and master and parameters to the anchor. Collective.
+
+        In three parts, between which those of other buckets may come: the sum starts; the anchor moves, and is sent; the
+        master becomes what has arrived.
+        """
+        bucket, among, numel = self._bucket, self._among, self._bucket.layout.shard_numel
+        # Where the parameters are: what moves between accelerators is in their memory, wherever masters live.
+        flat = allocate(self.values.numel() * among.size, self.values.dtype, bucket.device)
+        with self._at_hand(bucket):
+            flat[:numel].copy_(bucket.master)
+        flat[numel:].zero_()
+        mean = torch.empty(self.values.numel(), dtype=self.values.dtype, device=bucket.device)
+        label = bucket.label("reduce-scatter models")
+        models = transport.start_reduce_scatter(flat, mean, label, among=among)
+        yield
+        models.finish()
+        self._move(mean.div_(among.size))
+        own = flat.chunk(among.size)[among.place].copy_(self.values.data)
+        anchors = transport.start_all_gather(flat, own, bucket.label("all-gather models"), among=among)
+        yield
+        anchors.finish()
+        with self._at_hand(bucket):
+            bucket.master.copy_(flat[:numel])
+            bucket.write_back()
+        self.steps = 0
+
+    def _move(self, mean: torch.Tensor) -> None:
+        self.values.grad = self.values.data - mean.to(self.values.device)
+        self._optimizer.step()
+        self.values.grad = None
+
+    @property
+    def nbytes(self) -> int:
+        momentum = self.momentum
+        return self.values.nbytes + (0 if momentum is None else momentum.nbytes)
+
+    @property
+    def momentum(self) -> torch.Tensor | None:
+        """Like `values`; None before the first outer step, and where there is none."""
+        return self._optimizer.state[self.values].get(_MOMENTUM)
+
+    def drop_momentum(self) -> None:
+        """As before the first outer step."""
+        self._optimizer.state.clear()
+
+    def make_momentum(self) -> torch.Tensor:
+        """The momentum, to write to."""
+        return self._optimizer.state[self.values].setdefault(_MOMENTUM, torch.zeros_like(self.values.data))
+
+    def pieces(self) -> Iterator[tuple[str, Interval, Interval]]:
+        """Parameter, run of its elements, and where these are in `values`."""
+        for row in self._bucket.rows:
+            common = row.layout.in_shard.intersect(self.own)
+            if common is not None:
+                in_parameter = common.shift(row.layout.in_parameter.start - row.layout.in_shard.start)
+                yield row.slot.name, in_parameter, common.shift(-self.own.start)
+
+
+class SyncedEvery(OuterSteps):
+    """An outer step after each `sync_every` steps of an optimizer.
+
+    Every rank has the anchor and the momentum of 1/R of its shard, where R groups hold the same shard: the sum of the models
+    arrives by reduce-scatter, and the new anchor goes out by all-gather, of together 2(R-1)/R of the shard's bytes.
+
+    Args:
+        among: the ranks that hold this rank's shard, one of each group.
+        buckets: whose masters are equal in all groups when this is made.
+    """
+
+    def __init__(
+        self, transport: Transport, among: RankGroup, comm: CommConfig, buckets: Iterable[Bucket], at_hand: AtHand
+    ):
+        self._transport = transport
+        self._sync_every = comm.sync_every
+        self._has_momentum = comm.outer.momentum > 0
+        self.replica = among.place
+        self._anchors = {bucket: Anchor(bucket, among, comm.outer, at_hand) for bucket in buckets}
+
+    def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        for bucket in buckets:
+            self._anchors[bucket].steps += 1
+        return self._step([bucket for bucket in buckets if self._anchors[bucket].steps == self._sync_every])
+
+    def finish(self) -> list[Bucket]:
+        return self._step([bucket for bucket, anchor in self._anchors.items() if anchor.steps])
+
+    def _step(self, buckets: list[Bucket]) -> list[Bucket]:
+        # Each bucket is a part behind the one before it, which waits while the link has the next one's sum to carry. So three
+        # are under way at a time, each with a copy of its master.
+        steps = [self._anchors[bucket].step(self._transport) for bucket in buckets]
+        for turn in range(len(steps) + _PARTS - 1):
+            for step in reversed(steps[max(0, turn - _PARTS + 1) : turn + 1]):
+                next(step, None)
+        return buckets
+
+    def start_from_masters(self) -> None:
+        for anchor in self._anchors.values():
+            anchor.start_from_master()
+
+    def held_bytes(self, bucket: Bucket) -> int:
+        return self._anchors[bucket].nbytes
+
+    def rows(self) -> Iterator[StateRow]:
+        for anchor in self._anchors.values():
+            momentum = anchor.momentum
+            if momentum is None:
+                continue
+            for name, in_parameter, in_values in anchor.pieces():
+                values = momentum[in_values.start : in_values.stop]
+                yield StateRow(kind=_KIND, name=name, interval=in_parameter, own_shape=None, tensor=values)
+
+    def fill(self, read: Read, kinds_of: KindsOf) -> None:
+        self.start_from_masters()
+        for anchor in self._anchors.values() if self._has_momentum else ():
+            anchor.drop_momentum()
+            for name, in_parameter, in_values in anchor.pieces():
+                if _KIND in kinds_of(name):
+                    values = read(_KIND, name, in_parameter)
+                    anchor.make_momentum()[in_values.start : in_values.stop].copy_(values)
