@@ -38,6 +38,11 @@ EXTRAS = {
             "stochastic:stochastic_triton",
         ),
     ),
+    "early": Extra(
+        what="Steps of offloaded state that are taken while backward goes on.",
+        switch="`offload.speculate_bytes`",
+        factories=("timing:Early",),
+    ),
     "wire": Extra(
         what="Gradients and parameters in int8 or int4 blocks, and outer steps between groups of ranks.",
         switch="`comm.gradients`, `comm.weights` or `comm.sync_every`",

@@ -35,7 +35,7 @@ SLACK = 1.03
 PACKAGE = ROOT / "hf_zero"
 
 EXTRAS = (
-    *("kernels/", "wire/", "optimizer/early", "optimizer/steps_beside"),
+    *("kernels/", "wire/", "early/"),
     *("foreign/", "integrations/foreign", "integrations/elastic", "planner/", "diagnose/", "integrations/recorded"),
     *("report/run_files", "report/curves", "report/sections", "report/page", "integrations/card"),
 )

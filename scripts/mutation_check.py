@@ -487,7 +487,7 @@ BREAKS = (
     Break(
         name="clip-by-this-ranks-norm",
         place="GradientNorm._norm",
-        old="self._among.agree_sum(mine.reshape(1), _NORM)[0]",
+        old="self.among.agree_sum(mine.reshape(1), NORM_LABEL)[0]",
         new="mine",
         tests=("test_equivalence.py",),
         only="biting_clip and gpt2",

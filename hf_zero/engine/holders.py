@@ -20,7 +20,6 @@ from ..offload.host_memory import available_host_bytes, disk_fault, host_memory_
 from ..offload.shards import ParameterTier
 from ..offload.tiers import Tier
 from ..optimizer.bucket_state import Placeholders
-from ..optimizer.early import Early
 from ..optimizer.holder import StateHolder, StepChoice, StepTiming
 from ..optimizer.places import Places
 from ..optimizer.state_kinds import tier_bytes_needed
@@ -78,7 +77,9 @@ def _choose_timing(
     needed: Elsewhere,
 ) -> StepTiming:
     most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
-    return Early(tier, tier.files, placeholders, most_bytes=most_bytes) if most_bytes else StepTiming()
+    if not most_bytes:
+        return StepTiming()
+    return extra("early", "Early")(tier, tier.files, placeholders, most_bytes=most_bytes)
 
 
 def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:

@@ -20,6 +20,7 @@ from training import gpt2_batch
 
 from hf_zero.checkpoint.commit import Background
 from hf_zero.device import HostValue, alias, with_index
+from hf_zero.early.steps_beside import StepThread
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.kernels.base import Kernel
 from hf_zero.offload.files import Window
@@ -27,7 +28,6 @@ from hf_zero.offload.host_memory import HostCores
 from hf_zero.offload.shards import FileMover
 from hf_zero.offload.tiers import HostTier
 from hf_zero.optimizer.loss_scale import GradScaler
-from hf_zero.optimizer.steps_beside import StepThread
 
 pytestmark = [
     pytest.mark.timeout(400),

@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from hf_zero.early.timing import Trust
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.optimizer.early import Trust
 
 WIDTH = 24
 IN_TIME = {"optimizer": "cpu"}

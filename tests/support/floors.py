@@ -17,6 +17,7 @@ FLOOR = {
     "optimizer": 5,
     "engine": 6,
     "kernels": 7,
+    "early": 7,
     "wire": 7,
     "diagnose": 7,
     "report": 7,

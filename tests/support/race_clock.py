@@ -24,9 +24,9 @@ from unittest import mock
 from hf_zero import device
 from hf_zero.checkpoint import pieces
 from hf_zero.device import PinnedPool
+from hf_zero.early import steps_beside
 from hf_zero.offload import copies, files
 from hf_zero.offload.files import AlignedFile
-from hf_zero.optimizer import steps_beside
 
 SCRIPT = "script"
 """The actor of the main thread and of autograd's, of which one waits for the other."""

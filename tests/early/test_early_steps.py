@@ -15,12 +15,12 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_zero.early import steps_beside
+from hf_zero.early.timing import Trust
 from hf_zero.integrations.announce import announce
 from hf_zero.layout import slots
 from hf_zero.offload import shards
 from hf_zero.offload.host_memory import ShareOfCores
-from hf_zero.optimizer import steps_beside
-from hf_zero.optimizer.early import Trust
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -17,8 +17,8 @@ from ..device import Arrival, allocate, enter_thread
 from ..offload.files import ReadRegion
 from ..offload.host_memory import HostCores
 from ..offload.tiers import StateFiles, Tier
-from .bucket_state import BucketState, Placeholders
-from .state_kinds import (
+from ..optimizer.bucket_state import BucketState, Placeholders
+from ..optimizer.state_kinds import (
     Arguments,
     Trial,
     arguments_of,

@@ -9,8 +9,8 @@ import torch
 from ..buckets.bucket import Bucket
 from ..device import Arrival
 from ..offload.tiers import StateFiles, Tier
-from .bucket_state import BucketState, EarlyReport, Placeholders
-from .holder import StepTiming
+from ..optimizer.bucket_state import BucketState, EarlyReport, Placeholders
+from ..optimizer.holder import StepTiming
 from .steps_beside import Seen, Stepped, StepsBeside, memory_bytes, try_aside
 
 # Which next steps have been begun while backward goes on, and which of them hold when the script asks for the step.
