@@ -62,7 +62,6 @@ _PAGES = {
     "broadcast_buffers": "how-it-works.md#buffers-of-modules",
     "check_replicas_every": "troubleshooting.md#copies-of-the-parameters-have-diverged",
     "nonfinite": "gradients-and-reports.md#bad-steps",
-    "nonfinite_limit": "gradients-and-reports.md#bad-steps",
     "out_of_memory": "memory-and-traffic.md#when-memory-runs-out",
     "report": "report.md",
     "kernels": "optimizers.md#fused-kernels",

@@ -188,6 +188,7 @@ CUT: Final = {
     "comm.communicators": "Leave it out: on an accelerator gathers have a communicator of their own",
     "grad_buffers": "Leave it out: three buckets of gradients are on their way; `bucket_bytes` says how large they are",
     "check_nonfinite": "Leave it out; `nonfinite: ignore` steps with NaN and infinite gradients, as `check_nonfinite: false` did",
+    "nonfinite_limit": "Leave it out: `nonfinite: skip` ends a run behind ten bad steps in a row",
     "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
     "offload.delay": "Leave it out: `offload.speculate_bytes` steps buckets during backward, to the same bits",
     "offload.delay_warmup": "Leave it out: no step is delayed",

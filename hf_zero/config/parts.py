@@ -291,7 +291,6 @@ class ZeroSettings(TypedDict, total=False):
     broadcast_buffers: bool
     check_replicas_every: int
     nonfinite: str
-    nonfinite_limit: int
     out_of_memory: str
     report: bool | str
     kernels: str

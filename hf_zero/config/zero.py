@@ -67,8 +67,8 @@ class ZeroConfig:
         check_replicas_every: steps after which ranks that hold copies of the same parameters or optimizer state compare checksums
             of all steps since, and end where they differ; 0 for never.
         nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
-            on all ranks, drops its gradients and goes on; `ignore` does not look for them, and steps with them.
-        nonfinite_limit: how many bad steps in a row are skipped before the run ends all the same.
+            on all ranks, drops its gradients and goes on, for up to ten such steps in a row; `ignore` does not look for them, and
+            steps with them.
         out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
             step's gradients and takes its micro-batches again in twice as many parts, on all ranks, at stages 0 to 2. With
             Trainer and `hf_zero.Rescue`.
@@ -99,7 +99,6 @@ class ZeroConfig:
     broadcast_buffers: bool = True
     check_replicas_every: int = 0
     nonfinite: str = "stop"
-    nonfinite_limit: int = 10
     out_of_memory: str = "stop"
     report: bool | str = False
     kernels: str = AUTO
@@ -198,15 +197,7 @@ class ZeroConfig:
 
     def _check_nonfinite(self) -> None:
         one_of("nonfinite", self.nonfinite, ("stop", "skip", "ignore"))
-        whole_number("nonfinite_limit", self.nonfinite_limit, 1, what=" of steps,")
-        if self.nonfinite != "skip":
-            if self.nonfinite_limit != type(self).nonfinite_limit:
-                raise ConfigError(
-                    f"hf_zero config: `nonfinite_limit` is of `nonfinite: skip` (nonfinite is {self.nonfinite}). Set that, or "
-                    "leave it out."
-                )
-            return
-        if self.comm.sync_every > 1:
+        if self.nonfinite == "skip" and self.comm.sync_every > 1:
             raise ConfigError(
                 f"hf_zero config: `nonfinite: skip` does not go with `comm.sync_every: {self.comm.sync_every}`: groups of ranks "
                 "that step apart would not skip together. Leave one of the two out."

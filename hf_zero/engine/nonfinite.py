@@ -19,6 +19,9 @@ from .norm import Measured
 
 _log = logging.getLogger(__name__)
 
+_MOST_IN_A_ROW = 10
+"""Bad steps that are left out one behind the other before a run ends all the same: its model has most often diverged."""
+
 _OVERFLOW = Label(kind="agreement on overflow", subject="the step")
 
 
@@ -127,7 +130,7 @@ class BadSteps:
     """
 
     def __init__(self, config: ZeroConfig, *, speaks: bool):
-        self._limit = config.nonfinite_limit if config.nonfinite == "skip" else None
+        self._limit = _MOST_IN_A_ROW if config.nonfinite == "skip" else None
         self._speaks = speaks
         self._in_a_row = 0
         self.skipped = 0
@@ -158,7 +161,7 @@ class BadSteps:
         if self._in_a_row > self._limit:
             raise NonFiniteGradientError(
                 f"hf_zero: the gradient norm is {norm}, and {self._limit} bad steps in a row have been left out before "
-                f"(`nonfinite_limit`). {where}The model is likely to be beyond repair: resume from a checkpoint with a lower "
+                f"(`nonfinite: skip`). {where}The model is likely to be beyond repair: resume from a checkpoint with a lower "
                 "learning rate, or without the data that brings this."
             )
         # The 1st, 2nd, 4th, 8th...: a run with thousands of them is not to drown in them.

@@ -111,7 +111,7 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(taken_o
         ({"stage": True}, "`stage` is True"),
         ({"stage": "two"}, "`stage` is 'two'"),
         ({"stage": "2.0"}, "`stage` is '2.0'"),
-        ({"nonfinite_limit": "0"}, "`nonfinite_limit` is 0"),
+        ({"check_replicas_every": "-1"}, "`check_replicas_every` is -1"),
         ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2, 3"),
         ({"kernels": "fused"}, "`kernels` is 'fused'; allowed: auto, always, never"),
         ({"stage": 2, "prefetch_units": 3}, "`prefetch_units` is of stage 3"),
