@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config import CommConfig, ConfigError, ZeroConfig
+from .config import ConfigError, ZeroConfig
 from .layout.slots import GRAD_BUFFERS, BucketLayout, moment_bytes, pool_numel
 
 # ---- What a planner refuses ----
@@ -117,11 +117,6 @@ class DdpState:
         return self.parameters + self.frozen + self.gradients + self.gradient_buckets + (self.optimizer or 0)
 
 
-def keeps_residuals(comm: CommConfig) -> bool:
-    """Whether ranks keep what quantising loses of their gradients."""
-    return comm.gradients != "none" and comm.error_feedback
-
-
 def _residual_bytes(layout: BucketLayout, replicas: int) -> int:
     """What error feedback keeps of a bucket: the whole, and between several shard groups also a shard and a part of it."""
     if layout.shards == 1:
@@ -185,7 +180,9 @@ def plan_states(
         frozen=frozen,
         masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.keeps_master),
         gradients=gradients,
-        residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs) if keeps_residuals(config.comm) else 0,
+        residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs)
+        if config.comm.gradients != "none"
+        else 0,
         gradient_buffers=_buffer_bytes(costs, GRAD_BUFFERS) if pooled else 0,
         optimizer=_sum_if_known([_state_bytes(cost, config) for cost in costs]),
         beside=beside,

@@ -578,7 +578,7 @@ BREAKS = (
         old="residual[part].copy_(error)",
         new="pass",
         tests=("test_quantised_wire.py",),
-        only="without_error_feedback",
+        only="by_error_feedback",
     ),
     Break(
         name="residual-of-one-rank-alone-resumed",

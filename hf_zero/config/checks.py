@@ -186,6 +186,8 @@ CUT: Final = {
     "comm.weights: fp8": "Use int8: the same bytes, and less is lost",
     "comm.gradients: fp8": "Use int8: the same bytes, and less is lost",
     "comm.communicators": "Leave it out: on an accelerator gathers have a communicator of their own",
+    "comm.block_numel": "Leave it out: 256 elements share a scale",
+    "comm.error_feedback": "Leave it out: what quantising loses of a gradient is always sent with the next one",
     "grad_buffers": "Leave it out: three buckets of gradients are on their way; `bucket_bytes` says how large they are",
     "check_nonfinite": "Leave it out; `nonfinite: ignore` steps with NaN and infinite gradients, as `check_nonfinite: false` did",
     "nonfinite_limit": "Leave it out: `nonfinite: skip` ends a run behind ten bad steps in a row",

@@ -123,13 +123,9 @@ class CommConfig:
     """Stage 3: `node` keeps a part of what a forward has gathered on each rank of a node until the step, so that the backward's
     gathers stay inside the node."""
     weights: str = "none"
-    """Parameters travel as they are (`none`), or in blocks as `int8`, at stages 1 to 3."""
+    """Parameters travel as they are (`none`), or as `int8` in blocks of 256 with a scale each, at stages 1 to 3."""
     gradients: str = "none"
-    """Likewise gradients, in `int8` or `int4`."""
-    block_numel: int = 256
-    """Elements that share a scale in a quantised tensor."""
-    error_feedback: bool = True
-    """What quantising loses of a gradient is kept, and sent with the next one."""
+    """Likewise gradients, in `int8` or `int4`. What that loses of a gradient is kept, and sent with the next one."""
     sync_every: int = 1
     """Steps that each shard group takes by itself before an outer step brings the models of all together (DiLoCo): the links
     between them carry 1/sync_every of the bytes. Not exact. 1: all ranks take each step together."""
@@ -165,8 +161,6 @@ class CommConfig:
         one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
         one_of("comm.weights", self.weights, ("none", "int8"))
         one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
-        one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
-        one_of("comm.error_feedback", self.error_feedback, (True, False))
         seconds("comm.timeout_s", self.timeout_s, also=(AUTO,))
         seconds("comm.gather_timeout_s", self.gather_timeout_s)
         if type(self.late_s) not in (int, float) or self.late_s != 0:
@@ -256,8 +250,6 @@ class CommSettings(TypedDict, total=False):
     secondary_shard: str
     weights: str
     gradients: str
-    block_numel: int
-    error_feedback: bool
     sync_every: int
     outer: OuterSettings | OuterConfig
     timeout_s: float | Literal["auto"]

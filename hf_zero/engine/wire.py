@@ -11,7 +11,7 @@ from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
 from ..config import ZeroConfig
 from ..device import SideQueue, side_queue
 from ..extras import extra
-from ..layout.slots import USUAL_ALIGNMENT, Alignment
+from ..layout.slots import BLOCK_NUMEL, USUAL_ALIGNMENT, Alignment
 from .reductions import HybridReduction, Reduction, ReplicatedReduction
 
 # ---- All-gathers of a bucket's parameters: exact or cast ----
@@ -167,7 +167,7 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
         reduction = extra("wire", "quantised_reduction")(config.comm, groups, order, sample)
     else:
         reduction = _exact_reduction(groups, order, queue)
-    weights = extra("wire", "block_format")(config.comm.weights, config.comm.block_numel) if quantises_weights else None
+    weights = extra("wire", "block_format")(config.comm.weights) if quantises_weights else None
     gather = exact if weights is None else extra("wire", "QuantisedGather")(weights)
     forward = backward = in_passes if weights is None else gather
     if groups.node is not None:
@@ -177,7 +177,7 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
     if config.comm.quantises:
         # Shards of gradients are cut once more between several groups.
         parts = groups.replicate.size if quantises_gradients else 1
-        align = Alignment(shard_numel=max(align.shard_numel, config.comm.block_numel) * parts)
+        align = Alignment(shard_numel=max(align.shard_numel, BLOCK_NUMEL) * parts)
     return Wire(
         reduction=reduction,
         gather=gather,

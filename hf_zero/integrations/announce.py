@@ -354,7 +354,7 @@ def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]
     if not comm.quantises or engine.groups.shard_size == 1:
         return []
     kept = f", {in_units(plan.residuals)} of residuals" if plan.residuals else ""
-    travels = f"gradients {comm.gradients}{kept}; weights {comm.weights}; blocks of {comm.block_numel}"
+    travels = f"gradients {comm.gradients}{kept}; weights {comm.weights}"
     return [("quantised", travels)]
 
 

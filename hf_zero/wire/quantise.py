@@ -10,6 +10,7 @@ import torch
 
 from ..arithmetic import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
 from ..kernels.base import Kernel, is_interpreted, kernel, nearest_integer, rounded
+from ..layout.slots import BLOCK_NUMEL
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -60,7 +61,7 @@ class BlockFormat:
     """How an element is written, and how many elements share a scale, a power of two from 32 to 4096."""
 
     code: Code
-    block_numel: int = 256
+    block_numel: int = BLOCK_NUMEL
 
     def __post_init__(self) -> None:
         if not 32 <= self.block_numel <= 4096 or self.block_numel & (self.block_numel - 1):
@@ -338,9 +339,9 @@ _SCRATCH_NUMEL = 1 << 17
 """Elements that the reference takes through all its passes at a time, so that they stay in a core's cache."""
 
 
-def block_format(code: str, block_numel: int) -> BlockFormat:
+def block_format(code: str) -> BlockFormat:
     """Blocks as the settings name them."""
-    return BlockFormat(code=CODES[code], block_numel=block_numel)
+    return BlockFormat(code=CODES[code])
 
 
 def quantise(

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -42,7 +41,6 @@ class Residuals:
         kind_in: of their rows in a checkpoint, by the ranks that share a bucket.
         interval_of: what of a bucket this rank sends.
         takes: of a saved kind, whether they are added to by it among those ranks.
-        kept: False lets go what quantising loses.
     """
 
     def __init__(
@@ -50,24 +48,18 @@ class Residuals:
         kind_in: Callable[[Groups], str],
         interval_of: Callable[[Bucket], Interval],
         takes: Callable[[str, Groups], bool],
-        *,
-        kept: bool,
     ):
         self._kind_in = kind_in
         self._interval_of = interval_of
         self._takes = takes
-        self._is_kept = kept
         self._of: dict[Bucket, torch.Tensor] = {}
 
     @property
     def held_bytes(self) -> int:
         return sum(residual.nbytes for residual in self._of.values())
 
-    def of(self, bucket: Bucket) -> torch.Tensor | None:
-        """The bucket's, 1-D bfloat16, zeros at first; None where nothing is kept."""
-        return self._kept(bucket) if self._is_kept else None
-
-    def _kept(self, bucket: Bucket) -> torch.Tensor:
+    def of(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's, 1-D bfloat16, zeros at first."""
         if bucket not in self._of:
             self._of[bucket] = allocate(self._interval_of(bucket).numel, torch.bfloat16, bucket.device).zero_()
         return self._of[bucket]
@@ -88,10 +80,10 @@ class Residuals:
     def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
         """Replaces them by those of a checkpoint that they are to take; the arguments are `fill_rows`'s."""
         self._of.clear()
-        for bucket in buckets if self._is_kept else ():
+        for bucket in buckets:
             for name, in_parameter, in_residual in self._cuts(bucket):
                 for kind in (kind for kind in kinds_of(name) if self._takes(kind, bucket.group.groups)):
-                    place = self._kept(bucket)[in_residual]
+                    place = self.of(bucket)[in_residual]
                     place.add_(read(kind, name, in_parameter).to(place.device))
 
     def _cuts(self, bucket: Bucket) -> Iterator[tuple[str, Interval, slice]]:
@@ -172,12 +164,8 @@ class BetweenGroups(Route):
         return Handle(gathered, transport.ledger, finish)
 
 
-def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder, *, error_feedback: bool) -> Route:
-    """Between groups where there are several.
-
-    Args:
-        error_feedback: False lets go what quantising loses.
-    """
+def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder) -> Route:
+    """Between groups where there are several."""
 
     def of_rank(kind: str, groups: Groups) -> bool:
         if not kind.startswith(RESIDUAL):
@@ -195,16 +183,15 @@ def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder, *, er
         numel = bucket.own_interval.numel // replicate.size
         return Interval(0, numel).shift(bucket.own_interval.start + replicate.place * numel)
 
-    make = partial(Residuals, kept=error_feedback)
-    whole = make(lambda own: f"{RESIDUAL}{own.rank}", lambda bucket: Interval(0, bucket.layout.numel), of_rank)
+    whole = Residuals(lambda own: f"{RESIDUAL}{own.rank}", lambda bucket: Interval(0, bucket.layout.numel), of_rank)
     within = Route(format, whole)
     if groups.replicate.size == 1:
         return within
     return BetweenGroups(
         format,
         within=within,
-        between=make(lambda own: f"{BETWEEN}{own.replicate.place}", lambda bucket: bucket.own_interval, of_group),
-        of_sums=make(lambda own: OF_SUMS, part_of_shard, lambda kind, own: kind == OF_SUMS),
+        between=Residuals(lambda own: f"{BETWEEN}{own.replicate.place}", lambda bucket: bucket.own_interval, of_group),
+        of_sums=Residuals(lambda own: OF_SUMS, part_of_shard, lambda kind, own: kind == OF_SUMS),
         order=order,
     )
 
@@ -297,8 +284,7 @@ class QuantisedReduction(Reduction):
 
 def quantised_reduction(comm: CommConfig, groups: Groups, order: StepsInOrder, exact: Reduction) -> QuantisedReduction:
     """The reduction that `comm.gradients` asks for. `exact`, `order`: see `QuantisedReduction` and `BetweenGroups`."""
-    format = block_format(comm.gradients, comm.block_numel)
-    return QuantisedReduction(choose_route(groups, format, order, error_feedback=comm.error_feedback), exact)
+    return QuantisedReduction(choose_route(groups, block_format(comm.gradients), order), exact)
 
 
 # ---- All-gathers of parameters in blocks ----

@@ -100,7 +100,7 @@ def test_bf16_parameters_with_masters_follow_one_process(folder, changes):
 def test_values_that_all_ranks_of_a_copy_have_stay_alike_through_a_quantised_wire(folder):
     # They would not, if blocks had elements of theirs and of parameters that are split.
     job = SplitJob(folder=folder, steps=2)
-    comm = {"gradients": "int8", "weights": "int8", "block_numel": 64}
+    comm = {"gradients": "int8", "weights": "int8"}
     everyone, [alone] = both(job, [{"settings": {"stage": 2, "comm": comm}}])
     for [outcome] in everyone:
         assert_close(outcome, alone, tolerance=1e-2)

@@ -265,7 +265,7 @@ def refuses_one_node(rank: int, world_size: int) -> None:
 def in_blocks(rank: int, world_size: int, size: int, gradients: str) -> list[tuple[dict, float, str]]:
     """Settings, the largest difference of a loss to that of unquantised groups, and a hash of the weights."""
     found = []
-    comm = hybrid(size, gradients=gradients, block_numel=64)
+    comm = hybrid(size, gradients=gradients)
     variants = [
         setting(1, comm),
         setting(2, {**comm, "weights": "int8"}, grad_accumulation="local"),
