@@ -58,7 +58,6 @@ _PAGES = {
     "moments": "precision.md#8-bit-moments",
     "reduce_dtype": "precision.md",
     "split_parameters": "optimizers.md#which-optimizers-work",
-    "overlap_param_gather": "how-it-works.md#overlap",
     "broadcast_buffers": "how-it-works.md#buffers-of-modules",
     "check_replicas_every": "troubleshooting.md#copies-of-the-parameters-have-diverged",
     "nonfinite": "gradients-and-reports.md#bad-steps",

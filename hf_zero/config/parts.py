@@ -279,7 +279,6 @@ class ZeroSettings(TypedDict, total=False):
     moments: str
     reduce_dtype: str
     split_parameters: bool | Literal["auto"]
-    overlap_param_gather: bool
     broadcast_buffers: bool
     check_replicas_every: int
     nonfinite: str

@@ -61,8 +61,6 @@ class ZeroConfig:
         split_parameters: whether a parameter may be cut, so that ranks have parts of it. `auto` cuts for element-wise
             optimizers and deals whole parameters to the ranks for those that need them (Muon, Adafactor), as a trial step of
             the optimizer shows; true and false are for one that cannot be tried.
-        overlap_param_gather: let the parameter all-gathers of stages 1 and 2 run on behind the step; the first read of
-            a parameter waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_replicas_every: steps after which ranks that hold copies of the same parameters or optimizer state compare checksums
             of all steps since, and end where they differ; 0 for never.
@@ -95,7 +93,6 @@ class ZeroConfig:
     moments: str = "32bit"
     reduce_dtype: str = AUTO
     split_parameters: bool | Literal["auto"] = AUTO
-    overlap_param_gather: bool = True
     broadcast_buffers: bool = True
     check_replicas_every: int = 0
     nonfinite: str = "stop"
@@ -156,9 +153,8 @@ class ZeroConfig:
         one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
         if not is_auto(self.unit_modules):
             object.__setattr__(self, "unit_modules", class_names("unit_modules", self.unit_modules))
-        for name in ("overlap_param_gather", "broadcast_buffers"):
-            if not isinstance(getattr(self, name), bool):
-                raise refuse(name, getattr(self, name), "true, false")
+        if not isinstance(self.broadcast_buffers, bool):
+            raise refuse("broadcast_buffers", self.broadcast_buffers, "true, false")
         one_of("moments", self.moments, ("32bit", "8bit"))
         self._check_nonfinite()
         self._check_out_of_memory()

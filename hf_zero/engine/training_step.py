@@ -503,11 +503,7 @@ class TrainingStep:
         """
         config = self._config
         waits = config.check_replicas_every > 0 or self._parts.mesh.dp.all_groups.outer is not None
-        return (
-            config.overlap_param_gather
-            and not waits
-            and "nvme" not in (config.offload.optimizer, config.offload.params)
-        )
+        return not waits and "nvme" not in (config.offload.optimizer, config.offload.params)
 
     def _bucket_stepped(self, bucket: Bucket) -> None:
         """Writes a bucket back, and sends all that are stepped, in the order of all ranks: none before one that is not."""
@@ -541,8 +537,6 @@ class TrainingStep:
         if any(bucket.layout.shards == 1 or not isinstance(bucket.memory, UnshardedMemory) for bucket in self._written):
             # No all-gather comes between their copies and those that read them.
             parts.tier.uplink.hold_up_device()
-        if not self._config.overlap_param_gather:
-            parts.parameter_gather.finish_all()
         if parts.parameter_tier.files is not None:
             parts.parameter_tier.files.end_step()
 

@@ -212,7 +212,7 @@ def test_an_error_names_where_the_text_was_said(name, text):
     [
         ({"stage": "2"}, {"stage": 2}),
         ({"stage": " 3 ", "prefetch_units": "2"}, {"stage": 3, "prefetch_units": 2}),
-        ({"overlap_param_gather": "False"}, {"overlap_param_gather": False}),
+        ({"broadcast_buffers": "False"}, {"broadcast_buffers": False}),
         ({"split_parameters": "true"}, {"split_parameters": True}),
         ({"comm": {"sync_every": "1", "late_s": "1e1"}}, {"comm": {"sync_every": 1, "late_s": 10.0}}),
         ({"offload": {"optimizer": "cpu", "ratio": "0.5"}}, {"offload": {"optimizer": "cpu", "ratio": 0.5}}),

@@ -28,7 +28,6 @@ KEYS = {
     "bucket_bytes",
     "param_dtype",
     "reduce_dtype",
-    "overlap_param_gather",
     "broadcast_buffers",
     "nonfinite",
 }

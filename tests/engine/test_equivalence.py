@@ -37,7 +37,7 @@ LOCAL = {"stage": 2, "bucket_bytes": SMALL_BUCKETS, "grad_accumulation": "local"
 LOCAL_3 = {**LOCAL, "stage": 3}
 # In one bucket, and with parameters that stay whole until the step.
 OTHERWISE = [
-    {"stage": 2, "bucket_bytes": "1GiB", "overlap_param_gather": False},
+    {"stage": 2, "bucket_bytes": "1GiB"},
     {"stage": 3, "bucket_bytes": SMALL_BUCKETS, "reshard_after_forward": False, "prefetch_units": 2},
 ]
 BERT = Job(make_model=bert, make_batch=bert_batch)

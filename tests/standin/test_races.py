@@ -44,7 +44,6 @@ NODES = {"secondary_shard": "node", "node_size": 2}
 SETTINGS = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "reduced in bf16": {"stage": 0, "reduce_dtype": "bfloat16"},
-    "no overlap": {"stage": 2, "overlap_param_gather": False},
     "no prefetch": {"stage": 3, "prefetch_units": 0},
     "far prefetch": {"stage": 3, "prefetch_units": 3},
     "kept gathered": {"stage": 3, "reshard_after_forward": False},

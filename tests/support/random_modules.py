@@ -234,5 +234,3 @@ def _settings(r: random.Random) -> Iterator[tuple[str, object]]:
         yield "grad_accumulation", "local"
     if r.random() < 0.25:
         yield "offload", {"optimizer": "cpu", "speculate_bytes": r.choice([0, "1MiB"])}
-    if r.random() < 0.2:
-        yield "overlap_param_gather", False
