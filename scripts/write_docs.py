@@ -57,7 +57,6 @@ _PAGES = {
     "rounding": "precision.md#stochastic-rounding",
     "moments": "precision.md#8-bit-moments",
     "reduce_dtype": "precision.md",
-    "split_parameters": "optimizers.md#which-optimizers-work",
     "broadcast_buffers": "how-it-works.md#buffers-of-modules",
     "check_replicas_every": "troubleshooting.md#copies-of-the-parameters-have-diverged",
     "nonfinite": "gradients-and-reports.md#bad-steps",

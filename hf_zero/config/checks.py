@@ -190,6 +190,7 @@ CUT: Final = {
     "comm.error_feedback": "Leave it out: what quantising loses of a gradient is always sent with the next one",
     "grad_buffers": "Leave it out: three buckets of gradients are on their way; `bucket_bytes` says how large they are",
     "check_nonfinite": "Leave it out; `nonfinite: ignore` steps with NaN and infinite gradients, as `check_nonfinite: false` did",
+    "split_parameters": "Leave it out: a trial step of the optimizer shows whether parameters may be cut; `stage: 0` cuts none",
     "overlap_param_gather": "Leave it out: reads of parameters wait; `engine_of(model).finish_parameters()` waits for all",
     "nonfinite_limit": "Leave it out: `nonfinite: skip` ends a run behind ten bad steps in a row",
     "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",

@@ -278,7 +278,6 @@ class ZeroSettings(TypedDict, total=False):
     rounding: str
     moments: str
     reduce_dtype: str
-    split_parameters: bool | Literal["auto"]
     broadcast_buffers: bool
     check_replicas_every: int
     nonfinite: str

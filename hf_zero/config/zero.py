@@ -58,9 +58,6 @@ class ZeroConfig:
         moments: `32bit` leaves the optimizer's moments as it makes them; `8bit` keeps them in blocks of 256 8-bit codes with a
             scale each between steps, and steps a bucket at a time.
         reduce_dtype: dtype in which gradients travel; `auto` is each parameter's dtype.
-        split_parameters: whether a parameter may be cut, so that ranks have parts of it. `auto` cuts for element-wise
-            optimizers and deals whole parameters to the ranks for those that need them (Muon, Adafactor), as a trial step of
-            the optimizer shows; true and false are for one that cannot be tried.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_replicas_every: steps after which ranks that hold copies of the same parameters or optimizer state compare checksums
             of all steps since, and end where they differ; 0 for never.
@@ -92,7 +89,6 @@ class ZeroConfig:
     rounding: str = "nearest"
     moments: str = "32bit"
     reduce_dtype: str = AUTO
-    split_parameters: bool | Literal["auto"] = AUTO
     broadcast_buffers: bool = True
     check_replicas_every: int = 0
     nonfinite: str = "stop"
@@ -149,7 +145,6 @@ class ZeroConfig:
             )
         one_of("kernels", self.kernels, (AUTO, "always", "never"))
         self._check_report()
-        one_of("split_parameters", self.split_parameters, (True, False, AUTO))
         one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
         if not is_auto(self.unit_modules):
             object.__setattr__(self, "unit_modules", class_names("unit_modules", self.unit_modules))

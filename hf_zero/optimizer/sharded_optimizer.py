@@ -13,7 +13,7 @@ from torch import nn
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.sharded import ShardedGradient
 from ..comm.groups import Groups
-from ..config import AUTO, ConfigError, ZeroConfig
+from ..config import ZeroConfig
 from ..disguise import look_only
 from ..hooks import WeakHook, engine_attached_to
 from ..layout.slots import Interval
@@ -83,12 +83,10 @@ def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards
     """Whether parameters must not be cut for this optimizer, each being one rank's whole.
 
     Args:
-        config: `split_parameters` of auto judges the optimizer, True and False are the user's word for one that cannot be
-            tried.
+        config: whether buckets are stepped one at a time.
         shards: ranks over which its parameters are dealt.
 
     Raises:
-        ConfigError: `split_parameters: true` for an optimizer that looks further than an element.
         ValueError: an optimizer that no layout suits.
     """
     name = type(optimizer).__name__
@@ -104,13 +102,7 @@ def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards
             "stepped at a time. Set `stage: 0`, where each rank has all, without `offload.optimizer: nvme` and `rounding: "
             "stochastic` and `moments: 8bit`, which step a bucket at a time; or use another optimizer."
         )
-    split = config.split_parameters
-    if split is True and scope in (UpdateScope.PARAMETER, UpdateScope.MODEL):
-        raise ConfigError(
-            f"hf_zero config: `split_parameters: true`, and the optimizer {name} updates an element by what the rest of its "
-            "parameter is, so that parts of it would be trained otherwise than the whole. Leave `split_parameters` at auto."
-        )
-    return scope is not UpdateScope.ELEMENT if split == AUTO else not split
+    return scope is not UpdateScope.ELEMENT
 
 
 def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:

@@ -148,7 +148,6 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(taken_o
         ({"bucket_bytes": -1}, "`bucket_bytes` is -1; allowed: a number of bytes above 0"),
         ({"bucket_bytes": "many"}, "`bucket_bytes` is 'many'"),
         ({"stage": 1, "grad_accumulation": "sharded"}, "`grad_accumulation: sharded` needs stage 2"),
-        ({"split_parameters": "never"}, "`split_parameters` is 'never'; allowed: True, False, auto"),
         ({"broadcast_buffers": "yes"}, "`broadcast_buffers` is 'yes'; allowed: true, false"),
     ],
 )
@@ -213,7 +212,7 @@ def test_an_error_names_where_the_text_was_said(name, text):
         ({"stage": "2"}, {"stage": 2}),
         ({"stage": " 3 ", "prefetch_units": "2"}, {"stage": 3, "prefetch_units": 2}),
         ({"broadcast_buffers": "False"}, {"broadcast_buffers": False}),
-        ({"split_parameters": "true"}, {"split_parameters": True}),
+        ({"stage": "3", "reshard_after_forward": "false"}, {"stage": 3, "reshard_after_forward": False}),
         ({"comm": {"sync_every": "1", "late_s": "1e1"}}, {"comm": {"sync_every": 1, "late_s": 10.0}}),
         ({"offload": {"optimizer": "cpu", "ratio": "0.5"}}, {"offload": {"optimizer": "cpu", "ratio": 0.5}}),
     ],

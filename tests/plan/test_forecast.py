@@ -158,7 +158,6 @@ kept_settings = st.fixed_dictionaries(
         "moments": st.sampled_from(["32bit", "8bit"]),
         "rounding": st.sampled_from(["nearest", "stochastic"]),
         "prefetch_units": st.integers(-1, 3),
-        "split_parameters": st.sampled_from(["auto", True, False]),
         "comm": st.fixed_dictionaries({}, optional={"gradients": st.sampled_from(["none", "int8", "int9"])}),
         "offload": st.fixed_dictionaries({}, optional={"optimizer": st.sampled_from(["none", "cpu", "nvme"])}),
     },
@@ -182,9 +181,7 @@ def test_any_request_is_planned_or_refused_by_name(options, kept, batch):
         for stage in (1, 2, 3)
         if f"stage {stage}" in state
     ]
-    # Parameters that are not split lie unevenly: of a layer's, one rank may hold nearly all.
-    if kept.get("split_parameters") is not False:
-        assert lasting == sorted(lasting, reverse=True)
+    assert lasting == sorted(lasting, reverse=True)
     if plan.settings is not None:
         assert plan.yaml()
 

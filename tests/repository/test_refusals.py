@@ -29,7 +29,6 @@ ROWS = {
     "is of class {}: {}. Two engines": "models in DDP, DataParallel or FSDP",
     "Two engines cannot own one model": "FSDP, DeepSpeed, Megatron-LM, XLA",
     "two engines cannot own one model": "FSDP, DeepSpeed, Megatron-LM, XLA",
-    "`split_parameters: true`": "optimizers that need whole parameters",
     "updates a parameter by what other parameters are": "optimizers that look at all parameters together",
     "updates an element by what the rest": "optimizers that need whole parameters",
     "so it cannot be stepped over shards": "LBFGS, LOMO, SparseAdam",

@@ -14,7 +14,7 @@ from training import Job, Outcome, gpt2, gpt2_batch, train
 from transformers.optimization import Adafactor
 
 from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.config import ConfigError, ZeroConfig
+from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, load_state
@@ -439,9 +439,7 @@ def test_what_no_layout_suits_is_refused_by_name():
     assert keeps_intact(Prodigious(parameters), ZeroConfig(), shards=1)
     with pytest.raises(ValueError, match=r"without `offload\.optimizer: nvme` and `rounding: stochastic`"):
         keeps_intact(Prodigious(parameters), ZeroConfig(rounding="stochastic"), shards=1)
-    with pytest.raises(ConfigError, match=r"`split_parameters: true`, and the optimizer Muon updates an element by"):
-        keeps_intact(torch.optim.Muon(parameters), ZeroConfig(split_parameters=True), shards=2)
-    assert keeps_intact(torch.optim.AdamW(parameters), ZeroConfig(split_parameters=False), shards=2)
+    assert keeps_intact(torch.optim.Muon(parameters), ZeroConfig(), shards=2)
     assert not keeps_intact(torch.optim.AdamW(parameters), ZeroConfig(), shards=2)
 
 

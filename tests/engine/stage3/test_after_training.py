@@ -319,7 +319,7 @@ def reallocates(rank: int, world_size: int, stage: int | None, before_step: bool
         entry = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
         clip = partial(nn.utils.clip_grad_norm_, model.parameters())
     else:
-        clip = ZeroEngine(model, [optimizer], {"stage": stage, "split_parameters": True}).clip_grad_norm_
+        clip = ZeroEngine(model, [optimizer], {"stage": stage}).clip_grad_norm_
     generator, seen = torch.Generator().manual_seed(rank), []
     for step in range(6):
         loss = entry(**gpt2_batch(generator, 2)).loss
