@@ -78,7 +78,6 @@ _PAGES = {
     "comm.secondary_shard": "slow-links.md#several-shard-groups",
     "comm.timeout_s": "troubleshooting.md#waiting-for-a-rank",
     "comm.late_s": "troubleshooting.md#waiting-for-a-rank",
-    "comm.gather_timeout_s": "stage-3.md#what-changes-in-a-script",
     "checkpoint": "checkpoints-and-hub.md",
 }
 """Where a setting is explained at length. One without a page of its own has that of the settings it stands below."""

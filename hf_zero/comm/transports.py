@@ -126,7 +126,7 @@ def _came_alone(purpose: str, what: str, alone: str, lines: str = "") -> Communi
     where, otherwise = f"\n{lines}\n" if lines else " ", f", or {alone}" if alone else ""
     return CommunicationError(
         f"hf_zero: only some ranks came to {purpose}; {what}.{where}It is collective: call it on every rank, outside "
-        f"`if is_main_process`{otherwise}. The time limit is `comm.gather_timeout_s`, and of a save_state `comm.timeout_s`."
+        f"`if is_main_process`{otherwise}. The time limit is `comm.late_s`, and of a save_state `comm.timeout_s`."
     )
 
 

@@ -188,6 +188,7 @@ CUT: Final = {
     "comm.communicators": "Leave it out: on an accelerator gathers have a communicator of their own",
     "comm.block_numel": "Leave it out: 256 elements share a scale",
     "comm.error_feedback": "Leave it out: what quantising loses of a gradient is always sent with the next one",
+    "comm.gather_timeout_s": "Set `comm.late_s`, which holds for every wait for a rank",
     "grad_buffers": "Leave it out: three buckets of gradients are on their way; `bucket_bytes` says how large they are",
     "check_nonfinite": "Leave it out; `nonfinite: ignore` steps with NaN and infinite gradients, as `check_nonfinite: false` did",
     "split_parameters": "Leave it out: a trial step of the optimizer shows whether parameters may be cut; `stage: 0` cuts none",

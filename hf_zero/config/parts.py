@@ -135,11 +135,9 @@ class CommConfig:
     """Seconds after which a collective that a peer never joined is an error that names it. `auto` is the process group's own
     limit: Trainer's `ddp_timeout`, the `timeout` of `InitProcessGroupKwargs` or of `init_process_group`."""
     late_s: float | Literal["auto"] = AUTO
-    """Seconds that a rank may be late at a collective of training, or at a save. Then all ranks are asked where they are, and end
-    with an error that says so. `auto` is 120, or 600 on accelerators, where a rank may compile for minutes. Never more than
-    `timeout_s`. 0: only `timeout_s` ends a wait."""
-    gather_timeout_s: float = 120.0
-    """Seconds that ranks wait in a `state_dict()` or `gathered` of stage 3 for ranks that do not come."""
+    """Seconds that a rank may be late at a collective of training, a save, or a `state_dict()` or `gathered` of stage 3. Then all
+    ranks are asked where they are, and end with an error that says so. `auto` is 120, or 600 on accelerators, where a rank may
+    compile for minutes. Never more than `timeout_s`. 0: only `timeout_s` ends a wait."""
 
     @property
     def limit_s(self) -> float:
@@ -150,8 +148,8 @@ class CommConfig:
 
     @property
     def meeting_timeout_s(self) -> float:
-        """Seconds that ranks wait where they meet for whole parameters: no more than they do anywhere."""
-        return min(self.limit_s, self.gather_timeout_s)
+        """Seconds that ranks wait where they meet for whole parameters, as at any collective."""
+        return self.limit_s if self.late_s == 0 else float(self.late_s)
 
     def __post_init__(self):
         to_python_numbers(self)
@@ -162,7 +160,6 @@ class CommConfig:
         one_of("comm.weights", self.weights, ("none", "int8"))
         one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
         seconds("comm.timeout_s", self.timeout_s, also=(AUTO,))
-        seconds("comm.gather_timeout_s", self.gather_timeout_s)
         if type(self.late_s) not in (int, float) or self.late_s != 0:
             seconds("comm.late_s", self.late_s, also=(AUTO,))
 
@@ -254,7 +251,6 @@ class CommSettings(TypedDict, total=False):
     outer: OuterSettings | OuterConfig
     timeout_s: float | Literal["auto"]
     late_s: float | Literal["auto"]
-    gather_timeout_s: float
 
 
 class CheckpointSettings(TypedDict, total=False):

@@ -198,7 +198,7 @@ class ZeroEngine:
                 ignore keep each rank's edits.
 
         Raises:
-            CommunicationError: some rank did not come within `comm.gather_timeout_s`.
+            CommunicationError: some rank did not come within `comm.late_s`.
             MemoryError: they do not fit.
             RuntimeError: an edit without `writeback`.
         """

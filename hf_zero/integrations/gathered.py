@@ -55,7 +55,7 @@ def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], writebac
         writeback: keep what is written inside; rank 0's values are what all ranks have afterwards.
 
     Raises:
-        CommunicationError: some rank did not come within `comm.gather_timeout_s`.
+        CommunicationError: some rank did not come within `comm.late_s`.
         MemoryError: the whole parameters do not fit.
         RuntimeError: a parameter was edited without `writeback`.
     """

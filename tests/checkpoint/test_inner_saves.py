@@ -24,11 +24,11 @@ from transformers import Trainer
 
 from hf_zero import gathered
 from hf_zero.comm.arrivals import CommunicationError
+from hf_zero.config import CommConfig
 
 pytestmark = pytest.mark.timeout(180)
 
-SHARDED = "flag stage=3,comm.gather_timeout_s=6"
-"""A lone rank that waits for the others fails in time."""
+SHARDED = "flag stage=3"
 
 
 def with_classifier(model: nn.Module) -> nn.Module:
@@ -160,7 +160,7 @@ def with_a_step(accelerator: Accelerator, rank: int) -> nn.Module:
 
 def saves_in_a_loop(rank: int, world_size: int, folder: str) -> None:
     as_launched(rank, world_size)
-    accelerator = make_accelerator("plugin stage=3,comm.gather_timeout_s=6")
+    accelerator = make_accelerator("plugin stage=3")
     model = with_a_step(accelerator, rank)
     expected = get_peft_model_state_dict(model)
 
@@ -236,9 +236,11 @@ def test_an_adapter_is_saved_by_the_documented_line_where_the_main_process_has_t
 
 def saves_alone(rank: int, world_size: int, folder: str) -> None:
     as_launched(rank, world_size)
-    accelerator = make_accelerator("plugin stage=3,comm.gather_timeout_s=3")
+    accelerator = make_accelerator("plugin stage=3")
     model = gpt2()
-    model = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CommConfig, "meeting_timeout_s", 3.0)
+        model = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0]
     model(**gpt2_batch(torch.Generator().manual_seed(rank), 2)).loss.backward()
     if rank == 0:
         with pytest.raises(CommunicationError, match=r"(?s)save_pretrained\(\) of GPT2LMHeadModel.*on every rank"):

@@ -20,9 +20,10 @@ from training import bert, bert_batch, gpt2, gpt2_batch
 
 import hf_zero
 from hf_zero.comm.arrivals import CommunicationError, RankProcess, RankProcesses
+from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
 
-GATHER_TIMEOUT_S = 3.0
+TIMEOUT_S = 3.0
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -103,7 +104,7 @@ def test_load_state_dict_writes_through(trained):
 
 
 def sharded_and_whole(
-    rank: int, make, make_batch, gather_timeout_s: float = GATHER_TIMEOUT_S
+    rank: int, make, make_batch, timeout_s: float = TIMEOUT_S
 ) -> tuple[nn.Module, nn.Module, ZeroEngine]:
     """A model after a step at stage 3, and the same one trained whole in this process on all ranks' rows."""
     models, ranks = [], dist.get_world_size()
@@ -112,8 +113,9 @@ def sharded_and_whole(
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if sharded:
-            settings = {"stage": 3, "comm": {"gather_timeout_s": gather_timeout_s}}
-            engine = ZeroEngine(model, [optimizer], settings)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(CommConfig, "meeting_timeout_s", timeout_s)
+                engine = ZeroEngine(model, [optimizer], 3)
         batches = [make_batch(torch.Generator().manual_seed(r), 2) for r in range(ranks)]
         for batch in [batches[rank]] if sharded else batches:
             (model(**batch).loss / (1 if sharded else ranks)).backward()
@@ -182,7 +184,7 @@ def some_ranks_save(rank: int, world_size: int, come: tuple[int, ...], folder: s
         with pytest.raises(CommunicationError, match=r"only some ranks came to save_pretrained\(\) of GPT2LMHeadModel"):
             model.save_pretrained(f"{folder}/{rank}")
         waited = time.monotonic() - started
-        assert GATHER_TIMEOUT_S - 0.5 < waited < GATHER_TIMEOUT_S + 60, f"waited {waited:.1f} s"
+        assert TIMEOUT_S - 0.5 < waited < TIMEOUT_S + 60, f"waited {waited:.1f} s"
         tell(f"rank {rank}'s error")
     # The rest is somewhere else, and lives on.
     wait_until_told(*(f"rank {each}'s error" for each in come))
@@ -196,7 +198,7 @@ def test_a_save_to_which_not_all_ranks_come_is_named_within_the_time_limit(come,
 
 
 def one_rank_has_ended(rank: int, world_size: int, ends_first: bool) -> None:
-    model = sharded_and_whole(rank, gpt2, gpt2_batch, gather_timeout_s=100)[0]
+    model = sharded_and_whole(rank, gpt2, gpt2_batch, timeout_s=100)[0]
     process = [None] * world_size
     dist.all_gather_object(process, RankProcess())
     if rank == 1:
@@ -217,7 +219,7 @@ def test_ranks_that_have_ended_are_not_waited_for(ends_first):
 
 
 def one_rank_leaves(rank: int, world_size: int) -> None:
-    model = sharded_and_whole(rank, gpt2, gpt2_batch, gather_timeout_s=100)[0]
+    model = sharded_and_whole(rank, gpt2, gpt2_batch, timeout_s=100)[0]
     if rank == 1:
         assert RankProcesses().leave(patience_s=0.2) == [0]
     else:

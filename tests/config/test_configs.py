@@ -38,7 +38,6 @@ KEYS_OF_STAGE_3 = {
     "persist_below_numel",
     "unit_modules",
     "unit_bytes",
-    "comm",
 }
 
 SAY_WHERE = """

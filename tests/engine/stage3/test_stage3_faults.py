@@ -33,6 +33,7 @@ from training import VOCABULARY, Answer, gpt2
 import hf_zero
 from hf_zero.buckets.sharded import ShardedParametersError, are_hidden
 from hf_zero.comm.arrivals import CommunicationError
+from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)
@@ -395,7 +396,9 @@ def test_a_layer_that_one_rank_visits_alone_is_an_error_that_names_the_all_gathe
 
 
 def looks_alone(rank: int, world_size: int, way: str, alone: int) -> str:
-    run = Run(rank, gpt2, {**SHARDED, "comm": {"gather_timeout_s": 3}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CommConfig, "meeting_timeout_s", 3.0)
+        run = Run(rank, gpt2, SHARDED)
     run.step()
     message = ""
     if rank == alone:
@@ -416,11 +419,13 @@ def looks_alone(rank: int, world_size: int, way: str, alone: int) -> str:
 @pytest.mark.parametrize(("way", "alone"), [("state_dict", 0), ("gathered", 1)])
 def test_looking_on_one_rank_alone_is_an_error_in_time(way, alone):
     message = run_on_ranks(looks_alone, way=way, alone=alone)[alone]
-    assert way in message and "call it on every rank" in message and "gather_timeout_s" in message
+    assert way in message and "call it on every rank" in message and "comm.late_s" in message
 
 
 def looks_apart(rank: int, world_size: int) -> str:
-    run = Run(rank, gpt2, {**SHARDED, "comm": {"gather_timeout_s": 3}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CommConfig, "meeting_timeout_s", 3.0)
+        run = Run(rank, gpt2, SHARDED)
     with said_within(60), pytest.raises(CommunicationError, match="different collectives") as error:
         if rank == 0:
             run.model.state_dict()
