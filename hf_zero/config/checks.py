@@ -181,6 +181,7 @@ CUT: Final = {
     "comm.peer_memory": "Leave it out: parameters travel through the process group, with the same losses",
     "checkpoint.replicate": "Leave it out: `checkpoint.resume: auto` goes on from the newest good checkpoint of output_dir",
     "checkpoint.replicate_every": "Leave it out, and save more often: checkpoints are written behind training",
+    "checkpoint.snapshot_bytes": "Leave it out: saves take up to half of the free host memory; `async_save: false` takes none",
     "comm.weights: auto": "Set int8 where links are slow (`hf-zero doctor` measures them), or leave it out",
     "comm.gradients: auto": "Set int8 where links are slow (`hf-zero doctor` measures them), or leave it out",
     "comm.weights: fp8": "Use int8: the same bytes, and less is lost",

@@ -197,10 +197,8 @@ class CheckpointConfig:
     on_failure: str = "stop"
     """What a save that fails (a full disk) does to training: `stop` it with the reason, or `continue` with a warning."""
     async_save: bool = True
-    """Trainer's checkpoints are written behind training. The next save and the end wait for it."""
-    snapshot_bytes: int | str = AUTO
-    """Host memory that a rank may take to copy what is not written yet when the next optimizer step would change it; what
-    does not fit is written before that step. `auto` is half of what is free, and nothing where `offload.optimizer` is nvme."""
+    """Trainer's checkpoints are written behind training. The next save and the end wait for it. What is not written when the next
+    optimizer step would change it is copied into up to half of the free host memory, and the rest is written before that step."""
     resume: str = "asked"
     """Whether Trainer resumes only where `resume_from_checkpoint` says so (`asked`), or goes on from the newest good checkpoint
     of `output_dir` where there is one (`auto`), with the rows a step that it was saved with, as a restarted run has to."""
@@ -212,8 +210,6 @@ class CheckpointConfig:
         whole_number("checkpoint.full_every", self.full_every, 0, what=" of steps, 0 for none,")
         one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
         one_of("checkpoint.async_save", self.async_save, (True, False))
-        if not is_auto(self.snapshot_bytes):
-            object.__setattr__(self, "snapshot_bytes", parse_bytes("checkpoint.snapshot_bytes", self.snapshot_bytes))
 
 
 # The settings of `ZeroConfig` as keyword arguments are typed, for editors and type checkers: `ZeroPlugin(stage=2, ...)`.
@@ -260,7 +256,6 @@ class CheckpointSettings(TypedDict, total=False):
     full_every: int
     on_failure: str
     async_save: bool
-    snapshot_bytes: int | str
     resume: str
 
 

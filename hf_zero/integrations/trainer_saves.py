@@ -286,9 +286,7 @@ class CheckpointSaver:
             self._trainer.processing_class.save_pretrained(folder)
 
     def _snapshot_bytes(self) -> int:
-        wanted, offload = self.engine.config.checkpoint.snapshot_bytes, self.engine.config.offload
-        if isinstance(wanted, int):
-            return wanted
+        offload = self.engine.config.offload
         if "nvme" in (offload.optimizer, offload.params):
             # What is in files is there because memory has no room for it: it goes from file to file, before the step.
             return 0

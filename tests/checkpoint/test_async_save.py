@@ -62,8 +62,12 @@ class Snapshots:
         LivePieces.secure = secured
 
 
-def saves(rank: int, world_size: int, output_dir: str, settings: str, model: str = "gpt2") -> tuple[int, int]:
+def saves(
+    rank: int, world_size: int, output_dir: str, settings: str, model: str = "gpt2", free: int | None = None
+) -> tuple[int, int]:
     as_launched(rank, world_size)
+    if free is not None:
+        trainer_saves.free_bytes = lambda device: free
     snapshots = Snapshots()
     snapshots.install()
     make_trainer(f"flag {settings}", model, output_dir, **SAVING).train()
@@ -84,7 +88,7 @@ def test_what_is_written_behind_training_is_what_was_there_at_the_save(stage, tm
     at_once, copying, tight = (tmp_path / name for name in ("at once", "copying", "tight"))
     on_ranks(saves, output_dir=str(at_once), settings=f"stage={stage},checkpoint.async_save=false")
     by_copying = on_ranks(saves, output_dir=str(copying), settings=f"stage={stage}")
-    limited = on_ranks(saves, output_dir=str(tight), settings=f"stage={stage},checkpoint.snapshot_bytes=8KiB")
+    limited = on_ranks(saves, output_dir=str(tight), settings=f"stage={stage}", free=2 * 8192)
     assert all(copied > 0 and written == 0 for copied, written in by_copying[:1])
     assert all(copied <= 2 * 8192 and written > 0 for copied, written in limited[:1])
     for folder in (copying, tight):

@@ -33,7 +33,7 @@ KEYS = {
     "offload.": list(OffloadConfig.__dataclass_fields__),
     "comm.": list(CommConfig.__dataclass_fields__),
     "comm.outer.": ["lr", "momentum"],
-    "checkpoint.": ["layout", "full_every", "on_failure", "async_save", "snapshot_bytes"],
+    "checkpoint.": ["layout", "full_every", "on_failure", "async_save"],
 }
 NAMES = [prefix + key for prefix, keys in KEYS.items() for key in keys]
 LIKELY = [
