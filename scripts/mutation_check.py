@@ -4,8 +4,8 @@
     python scripts/mutation_check.py wrong-divisor    # those named
 
 `breaks.yaml` beside this script lists the breaks. Each is made in a copy of the tree, and its tests are run there until the first
-that fails. A break that no test fails of is printed as NOT CAUGHT, and the exit status is 1. However tests are merged or cut, they
-have to catch them all.
+that fails. A break that no test fails of is printed as NOT CAUGHT, and the exit status is 1. However tests are merged or cut,
+they have to catch them all.
 """
 
 from __future__ import annotations

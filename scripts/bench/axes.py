@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from harness import describe_run, keep, read_options, status_bytes, tcp_bytes
-from ranks import run_ranks
-from tables import report_of
+from harness import held_before, most_held, on_ranks, read_options, spent_in
+from tables import show_and_keep
 
 _RANKS = 4
 _WARM_STEPS = 2
@@ -39,7 +35,7 @@ def measure(rank: int, world_size: int, *, folder: str, way: str, steps: int, tp
 
     from hf_zero import ZeroEngine, parallel_config
 
-    before = status_bytes("VmRSS")
+    before = held_before()
     if way == _FSDP:
         config: Any = DistributedConfig(tp_size=tp, ep_size=ep, fsdp_size=world_size // tp)
     else:
@@ -54,16 +50,13 @@ def measure(rank: int, world_size: int, *, folder: str, way: str, steps: int, tp
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        dist.barrier()
 
     train(_WARM_STEPS)
-    sent, began_s = tcp_bytes().sent, time.process_time()
-    train(steps)
-    cpu_s, sent = time.process_time() - began_s, tcp_bytes().sent - sent
-    peak = status_bytes("VmHWM") - before
+    spent = spent_in(lambda: train(steps))
+    peak = most_held() - before
     if engine is not None:
         engine.close()
-    return {"cpu_s": cpu_s / steps, "sent": sent / steps, "peak": peak}
+    return {"cpu_s": spent.cpu_s / steps, "sent": spent.sent_bytes / steps, "peak": peak}
 
 
 def save_model(folder: str, size: dict[str, int], *, mixture: bool) -> int:
@@ -88,13 +81,8 @@ def measure_all(options: argparse.Namespace) -> tuple[int, dict[str, list[dict[s
         numel = save_model(folder, _TINY if options.quick else _LLAMA, mixture=options.ep > 1)
         for _ in range(options.rounds):
             for way in ways:
-                arguments = {"way": way, "steps": options.steps, "tp": options.tp, "ep": options.ep}
-                of_ranks = run_ranks(
-                    measure,
-                    world_size=_RANKS,
-                    time_limit_s=600,
-                    keyword_arguments={"folder": str(Path(folder)), **arguments},
-                )
+                shape = {"steps": options.steps, "tp": options.tp, "ep": options.ep}
+                of_ranks = on_ranks(measure, _RANKS, folder=folder, way=way, **shape)
                 found[way].append({key: sum(each[key] for each in of_ranks) / _RANKS for key in of_ranks[0]})
     return numel, found
 
@@ -128,9 +116,8 @@ def main() -> int:
     )
     numel, found = measure_all(options)
     figures = {"kind": "axes", "parameters": numel, "engines": summarise(found), "rounds": found}
-    run = describe_run(options)
-    print(f"{numel / 1e6:.1f} M parameters, {_RANKS} ranks, tp {options.tp}, ep {options.ep}", report_of(run | figures))
-    keep("axes", run, figures, options.json)
+    print(f"{numel / 1e6:.1f} M parameters, {_RANKS} ranks, tp {options.tp}, ep {options.ep}")
+    show_and_keep("axes", options, figures)
     return 0
 
 

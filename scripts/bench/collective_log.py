@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from engines import ENGINES, ClippedSteps, LaunchBound, adamw_arguments
-from harness import print_table, read_options
-from ranks import run_ranks
+from engines import ENGINES, MAX_NORM, Classifier, adamw_arguments
+from harness import Clocks, on_ranks, print_table, read_options
 
 from hf_zero import engine_of
 from hf_zero.comm.diagnosis import ScriptCall
@@ -57,8 +55,7 @@ class LedgerWithoutLog(Ledger):
             self.add(kind, "under_way_seconds", self._since.pop(kind), self.now())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
+class Cost(NamedTuple):
     """Of one engine's step on rank 0, in seconds of CPU time."""
 
     name: str
@@ -95,29 +92,22 @@ def seconds_of_one_site(calls: int) -> float:
 
 
 def measure(rank: int, world_size: int, *, names: list[str], n_layer: int, steps: int, calls: int) -> list[Cost]:
-    workload, found = LaunchBound(n_layer=n_layer), []
+    workload, found = Classifier(n_layer=n_layer), []
     entry_s, site_s = seconds_of_one_entry(calls), seconds_of_one_site(calls)
     for name in names:
         engine = ENGINES[name](workload.make_model, adamw_arguments(fused=True))
-        stepped = ClippedSteps(engine)
+        engine.max_norm = MAX_NORM
         batches = [workload.make_batch(rank, step) for step in range(5 + steps)]
         for batch in batches[:5]:
-            stepped.step(batch)
-        before, began_s = collectives_of(engine), time.process_time()
+            engine.step(batch)
+        before, clocks = collectives_of(engine), Clocks()
         for batch in batches[5:]:
-            stepped.step(batch)
-        step_s = (time.process_time() - began_s) / steps
+            engine.step(batch)
+        step_s = clocks.spent().cpu_s / steps
         collectives = (collectives_of(engine) - before) / steps
-        found.append(
-            Cost(
-                name=name,
-                collectives=collectives,
-                log_s=collectives * entry_s + SITES_A_STEP * site_s,
-                look_s=seconds_of_one_look(),
-                step_s=step_s,
-            )
-        )
-        stepped.close()
+        log_s = collectives * entry_s + SITES_A_STEP * site_s
+        found.append(Cost(name, collectives, log_s, seconds_of_one_look(), step_s))
+        engine.close()
     return found
 
 
@@ -145,17 +135,15 @@ def main() -> int:
         steps=20,
         calls=(50_000, "that are timed in a turn"),
     )
-    arguments = {name: getattr(options, name) for name in ("n_layer", "steps", "calls")} | {"names": options.engines}
-    costs: list[Cost] = run_ranks(measure, world_size=2, time_limit_s=300, keyword_arguments=arguments)[0]
-    title = f"BERT of {options.n_layer} layers, 2 ranks, a step on rank 0, torch {torch.__version__}"
-    rows = [
-        (
-            *(cost.name, f"{cost.collectives:.0f}", f"{1e6 * cost.log_s:.1f}", f"{1e3 * cost.step_s:.1f}"),
-            *(f"{1e6 * cost.look_s:.1f}", f"{cost.share:.3%}"),
-        )
-        for cost in costs
+    job = {name: getattr(options, name) for name in ("n_layer", "steps", "calls")} | {"names": options.engines}
+    costs: list[Cost] = on_ranks(measure, 2, limit_s=300, **job)[0]
+    columns = [
+        *(("engine", "name"), ("collectives", "collectives", ".0f"), ("log, us", "log_s", ".1f", 1e-6)),
+        *(("step, CPU ms", "step_s", ".1f", 1e-3), ("a look, us", "look_s", ".1f", 1e-6)),
+        ("share of CPU time", lambda cost: cost.share, ".3%"),
     ]
-    print_table(title, ("engine", "collectives", "log, us", "step, CPU ms", "a look, us", "share of CPU time"), rows)
+    title = f"BERT of {options.n_layer} layers, 2 ranks, a step on rank 0, torch {torch.__version__}"
+    print_table(title, columns, costs)
     return int(any(cost.share > MOST_SHARE for cost in costs))
 
 

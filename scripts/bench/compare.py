@@ -11,27 +11,20 @@ several times, and a ratio is the median over the rounds of all starts.
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterable, Iterator, Sequence
+import gc
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from engines import BASELINE, ENGINES, WORKLOADS, Engine, Workload, adamw_arguments
-from harness import MALLOC_MMAP_THRESHOLD_BYTES, MALLOC_VARIABLE, MIB, status_bytes, tcp_bytes
-from ranks import LiveRanks, RankFailedError, RanksTimedOutError, live_ranks, run_ranks
+from engines import BASELINE, ENGINES, Engine, Workload, adamw_arguments
+from harness import MIB, Clocks, held_before, most_held, on_ranks, spent_in
+from ranks import LiveRanks, RankFailedError, RanksTimedOutError, live_ranks
 
 BYTES_A_PARAMETER = 20
 """That an engine may hold between its steps: DDP's parameters, gradients, moments and buckets."""
@@ -130,7 +123,7 @@ def _fitting(comparison: Comparison) -> int:
 class Station:
     """One engine on one rank, and how far it has come through the batches."""
 
-    def __init__(self, engine: Engine, workload: Any, rank: int, accumulation: int = 1) -> None:
+    def __init__(self, engine: Engine, workload: Workload, rank: int, accumulation: int = 1) -> None:
         self.engine = engine
         self.workload = workload
         self.rank = rank
@@ -142,32 +135,16 @@ class Station:
         for _ in range(steps):
             first = len(self.losses) * self.accumulation
             numbers = range(first, first + self.accumulation)
-            micro_batches = [self.workload.make_batch(self.rank, step=number) for number in numbers]
-            self.losses.append(self.engine.step(*micro_batches))
+            self.losses.append(self.engine.step(*(self.workload.make_batch(self.rank, number) for number in numbers)))
         self.engine.finish()
 
     def visit(self, steps: int) -> None:
         """Train for some steps and note what they cost: CPU time of all threads and of the one that runs them, and the rest."""
-        dist.barrier()
-        bytes_before = tcp_bytes()
         waited_before_ms = self.engine.waited_ms()
-        wall_before_s, cpu_before_s, thread_before_s = time.perf_counter(), time.process_time(), time.thread_time()
-        self.train(steps)
-        thread_s = time.thread_time() - thread_before_s
-        cpu_s, wall_s = time.process_time() - cpu_before_s, time.perf_counter() - wall_before_s
+        spent = spent_in(lambda: self.train(steps))
         waited_ms = None if waited_before_ms is None else (self.engine.waited_ms() - waited_before_ms) / steps
-        dist.barrier()
-        bytes_after = tcp_bytes()
-        # A rank that leaves closes its sockets, and what they have counted is gone on both sides.
-        dist.barrier()
-        noted = {
-            "cpu_ms": 1e3 * cpu_s / steps,
-            "thread_ms": 1e3 * thread_s / steps,
-            "wall_ms": 1e3 * wall_s / steps,
-            "sent_bytes": (bytes_after.sent - bytes_before.sent) / steps,
-            "waited_ms": waited_ms,
-        }
-        self.visits.append(noted)
+        times = {f"{kind}_ms": 1e3 * getattr(spent, f"{kind}_s") / steps for kind in ("cpu", "thread", "wall")}
+        self.visits.append(times | {"sent_bytes": spent.sent_bytes / steps, "waited_ms": waited_ms})
 
     def figures(self) -> dict[str, Any]:
         """Everything that was noted so far, for the process that compares."""
@@ -184,11 +161,11 @@ class StationAlone(Station):
         ENGINES[name].import_modules()
         model = comparison.workload.make_model()
         dist.barrier()
-        wall_before_s, cpu_before_s = time.perf_counter(), time.process_time()
+        clocks = Clocks()
         engine = ENGINES[name](lambda: model, adamw_arguments(comparison.fused), **comparison.sizes)
         super().__init__(engine, comparison.workload, rank, comparison.accumulation)
         self.train(1)
-        self.first = {"wall_s": time.perf_counter() - wall_before_s, "cpu_s": time.process_time() - cpu_before_s}
+        self.first = clocks.spent()._asdict()
         self.train(comparison.warmup_steps - 1)
 
     def figures(self) -> dict[str, Any]:
@@ -196,20 +173,27 @@ class StationAlone(Station):
 
 
 def measure_rounds(
-    rank: int, world_size: int, *, engine_names: list[str], workload_name: str, rounds: int, steps: int
+    rank: int,
+    world_size: int,
+    *,
+    engines: list[str],
+    workload: Workload,
+    rounds: int,
+    steps: int,
+    warmup_steps: int = 2,
+    max_norm: float | None = None,
 ) -> dict[str, dict[str, Any]]:
     """This rank's visits and losses by engine, with all engines alive in this process."""
-    workload, stations = WORKLOADS[workload_name], {}
-    for name in engine_names:
+    stations = {}
+    for name in engines:
         engine = ENGINES[name](workload.make_model, adamw_arguments(fused=True))
+        engine.max_norm = max_norm
         stations[name] = Station(engine, workload, rank)
-        stations[name].train(2)
-    return visit_in_turn(stations, rounds, steps)
-
-
-def visit_in_turn(stations: dict[str, Station], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Visits all stations of this process in each round, closes them, and returns visits and losses by engine."""
-    for name in turns(list(stations), rounds):
+        stations[name].train(warmup_steps)
+    # What an engine leaves to Python's collector is to be its own cost, and not a walk through all models here.
+    gc.collect()
+    gc.freeze()
+    for name in turns(engines, rounds):
         stations[name].visit(steps)
     for station in stations.values():
         station.close()
@@ -223,7 +207,7 @@ def turns(names: list[str], rounds: int) -> list[str]:
 
 
 def _visit_each_start(names: list[str], comparison: Comparison) -> tuple[dict[str, ByRank], dict[str, str]]:
-    """What the ranks of each engine noted in all starts, and why engines failed."""
+    """What the ranks of each engine noted in all starts, one behind the other, and why engines failed."""
     noted: dict[str, list[ByRank]] = {name: [] for name in names}
     failed: dict[str, str] = {}
     for _ in range(comparison.starts):
@@ -231,13 +215,12 @@ def _visit_each_start(names: list[str], comparison: Comparison) -> tuple[dict[st
         failed |= failures
         for name, by_rank in found.items():
             noted[name].append(by_rank)
+
+    def joined(starts: tuple[dict[str, list], ...]) -> dict[str, list]:
+        return {what: list(chain.from_iterable(start[what] for start in starts)) for what in starts[0]}
+
     whole = {name: starts for name, starts in noted.items() if name not in failed}
-    return {name: [_joined(starts) for starts in zip(*by_start)] for name, by_start in whole.items()}, failed
-
-
-def _joined(starts: Sequence[dict[str, list]]) -> dict[str, list]:
-    """What one rank noted, of one start behind the other."""
-    return {what: list(chain.from_iterable(start[what] for start in starts)) for what in starts[0]}
+    return {name: [joined(starts) for starts in zip(*by_start)] for name, by_start in whole.items()}, failed
 
 
 def _visit(names: list[str], comparison: Comparison) -> tuple[dict[str, ByRank], dict[str, str]]:
@@ -378,61 +361,32 @@ def loss_difference(by_rank: ByRank, baseline: ByRank) -> float:
 
 
 def measure_peaks(names: list[str], comparison: Comparison) -> list[dict[str, int] | str]:
-    """Of each engine peak and sent bytes, or why there are none, by a child process with its own settings of malloc.
+    """Of each engine peak and sent bytes of the rank that has more, or the last line of what went wrong."""
+    return [_peak(name, comparison) for name in names]
 
-    The child runs this file: glibc reads its threshold before there is a Python.
-    """
-    with tempfile.TemporaryDirectory(prefix="peaks-") as folder:
-        job_path, peaks_path = Path(folder) / "job.pickle", Path(folder) / "peaks.json"
-        job_path.write_bytes(pickle.dumps((names, comparison)))
-        command = [sys.executable, __file__, str(job_path), str(peaks_path)]
-        subprocess.run(command, env=os.environ | {MALLOC_VARIABLE: str(MALLOC_MMAP_THRESHOLD_BYTES)}, check=True)
-        return json.loads(peaks_path.read_text())
+
+def _peak(name: str, comparison: Comparison) -> dict[str, int] | str:
+    limit_s = min(START_LIMIT_S, comparison.time_limit_s)
+    try:
+        by_rank = on_ranks(peak_of_rank, comparison.world_size, limit_s=limit_s, name=name, comparison=comparison)
+    except (RankFailedError, RanksTimedOutError) as error:
+        return _last_line(error)
+    return {what: max(peak[what] for peak in by_rank) for what in by_rank[0]}
 
 
 def peak_of_rank(rank: int, world_size: int, *, name: str, comparison: Comparison) -> dict[str, int]:
     """One engine on this rank: the most that the process has held above what it held without a model, and a step's bytes."""
     peer, workload = ENGINES[name], comparison.workload
     peer.import_modules()
-    before_bytes = status_bytes("VmRSS")
-    engine = peer(workload.make_model, adamw_arguments(comparison.fused), **comparison.sizes)
-    sent_before_bytes = 0
-    for step in range(PEAK_STEPS):
-        # What the step before has left in flight is that step's.
-        engine.finish()
-        dist.barrier()
-        sent_before_bytes = tcp_bytes().sent
-        first = step * comparison.accumulation
-        numbers = range(first, first + comparison.accumulation)
-        engine.step(*(workload.make_batch(rank, number) for number in numbers))
-    engine.finish()
-    dist.barrier()
-    sent_bytes = tcp_bytes().sent - sent_before_bytes
-    # A rank that leaves closes its sockets, and what they have counted is gone on both sides.
-    dist.barrier()
-    peak_bytes = status_bytes("VmHWM") - before_bytes
-    engine.close()
+    before_bytes = held_before()
+    station = Station(
+        peer(workload.make_model, adamw_arguments(comparison.fused), **comparison.sizes),
+        *(workload, rank, comparison.accumulation),
+    )
+    for _ in range(PEAK_STEPS - 1):
+        # By itself: what the step before has left in flight is that step's.
+        station.train(1)
+    sent_bytes = spent_in(lambda: station.train(1)).sent_bytes
+    peak_bytes = most_held() - before_bytes
+    station.close()
     return {"peak_bytes": peak_bytes, "sent_bytes": sent_bytes}
-
-
-def _peak(name: str, comparison: Comparison) -> dict[str, int] | str:
-    """The larger rank's figures, or the last line of what went wrong."""
-    limits = {
-        "world_size": comparison.world_size,
-        "time_limit_s": min(START_LIMIT_S, comparison.time_limit_s),
-    }
-    try:
-        by_rank = run_ranks(peak_of_rank, **limits, keyword_arguments={"name": name, "comparison": comparison})
-    except (RankFailedError, RanksTimedOutError) as error:
-        return _last_line(error)
-    return {what: max(peak[what] for peak in by_rank) for what in by_rank[0]}
-
-
-def main() -> None:
-    job_path, peaks_path = map(Path, sys.argv[1:])
-    names, comparison = pickle.loads(job_path.read_bytes())
-    peaks_path.write_text(json.dumps([_peak(name, comparison) for name in names]))
-
-
-if __name__ == "__main__":
-    main()

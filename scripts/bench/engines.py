@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import MIB
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -28,9 +29,10 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 SEED = 1234
 DEFAULT_LEARNING_RATE = 5e-4
 MAX_NORM = 1.0
-MIB = 2**20
 
 # ---- jobs: a model, a fixed seed, random batches that differ by rank and by step ----
+
+Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Workload:
     sequence_length: int = 128
     recomputes: bool = False  # activation checkpointing
 
-    def make_model(self) -> GPT2LMHeadModel:
+    def make_model(self) -> torch.nn.Module:
         """Build the model; two calls give the same weights."""
         torch.manual_seed(SEED)
         sizes = {name: getattr(self, name) for name in ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")}
@@ -58,44 +60,41 @@ class Workload:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
 
-    def make_batch(self, rank: int, step: int) -> torch.Tensor:
-        """Token ids, int64 (batch_size, sequence_length), the same for every engine at one rank and step."""
-        return _random_ids(self.vocab_size, (self.batch_size, self.sequence_length), rank, step)
+    def make_batch(self, rank: int, step: int) -> Batch:
+        """Token ids, int64 (batch_size, sequence_length), and labels, the same for every engine at one rank and step."""
+        generator = torch.Generator().manual_seed(SEED + 1_000_003 * rank + step)
+        ids = torch.randint(self.vocab_size, (self.batch_size, self.sequence_length), generator=generator)
+        return {"input_ids": ids, "labels": ids}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchBound:
-    """A BERT of many small operations, without dropout, so that losses can be compared."""
+class Classifier(Workload):
+    """A BERT and sentences of two classes; by default many small operations, with next to nothing to compute."""
 
     n_layer: int = 12
     n_embd: int = 32
+    n_head: int = 4
     vocab_size: int = 512
-    batch_size: int = 4
+    n_positions: int = 64
     sequence_length: int = 16
 
-    def make_model(self) -> BertForSequenceClassification:
-        """Build the model; two calls give the same weights."""
+    def make_model(self) -> torch.nn.Module:
         torch.manual_seed(SEED)
         config = BertConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.n_embd,
             num_hidden_layers=self.n_layer,
-            num_attention_heads=4,
+            num_attention_heads=self.n_head,
             intermediate_size=4 * self.n_embd,
-            max_position_embeddings=64,
+            max_position_embeddings=self.n_positions,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
         return BertForSequenceClassification(config).train()
 
-    def make_batch(self, rank: int, step: int) -> dict[str, torch.Tensor]:
-        """Token ids and labels, the same for every engine at one rank and step."""
-        input_ids = _random_ids(self.vocab_size, (self.batch_size, self.sequence_length), rank, step)
-        return {"input_ids": input_ids, "labels": input_ids[:, 0] % 2}
-
-
-def _random_ids(vocab_size: int, shape: tuple[int, int], rank: int, step: int) -> torch.Tensor:
-    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(SEED + 1_000_003 * rank + step))
+    def make_batch(self, rank: int, step: int) -> Batch:
+        batch = super().make_batch(rank, step)
+        return batch | {"labels": batch["labels"][:, 0] % 2}
 
 
 WORKLOADS = {
@@ -141,20 +140,27 @@ class Engine:
     """A model and its optimizer in the plain training loop; what shards them has been installed by whoever made it.
 
     FSDP2 is this as it is: micro-batches are reduced one by one, which keeps no whole gradients.
+
+    Attributes:
+        max_norm: that each step clips the gradient's norm to, over all ranks; None: it does not.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    max_norm: float | None = None
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.model = model
         self.optimizer = optimizer
 
-    def step(self, *micro_batches: torch.Tensor) -> float:
+    def step(self, *micro_batches: Batch) -> float:
         """Train on one batch, or accumulate over several, and return the mean loss on this rank."""
         mean = 0.0
-        for number, input_ids in enumerate(micro_batches, start=1):
+        for number, batch in enumerate(micro_batches, start=1):
             with nullcontext() if number == len(micro_batches) else self.accumulating():
-                loss = self.model(input_ids, labels=input_ids).loss / len(micro_batches)
+                loss = self.model(**batch).loss / len(micro_batches)
                 self.backward(loss)
                 mean += loss.item()
+        if self.max_norm is not None:
+            self.clip(self.max_norm)
         self.update()
         return mean
 
@@ -171,7 +177,6 @@ class Engine:
         self.optimizer.zero_grad()
 
     def clip(self, max_norm: float) -> None:
-        """Scale the gradients of the last backward so that their norm over all ranks is at most `max_norm`."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def finish(self) -> None:
@@ -184,24 +189,6 @@ class Engine:
     def close(self) -> None:
         """Let go of the model and the optimizer; call it before the process group is destroyed."""
         del self.model, self.optimizer
-
-
-class ClippedSteps:
-    """An engine in a training loop that clips the gradient's norm, and takes a model's keyword arguments as its batch."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self.finish, self.waited_ms, self.close = engine.finish, engine.waited_ms, engine.close
-
-    def step(self, batch: dict[str, torch.Tensor]) -> float:
-        """Train on one batch and return its loss on this rank."""
-        engine = self._engine
-        loss = engine.model(**batch).loss
-        loss.backward()
-        engine.clip(MAX_NORM)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        return loss.item()
 
 
 class DataParallel(Engine):
@@ -406,7 +393,8 @@ def make_trainer(
 
     say_where_ranks_are(rank, world_size)
     workload = WORKLOADS[model]
-    data = [{"input_ids": row, "labels": row} for row in workload.make_batch(0, 0)[:, :16].repeat(8, 1)]
+    rows = workload.make_batch(0, 0)["input_ids"][:, :16].repeat(8, 1)
+    data = [{"input_ids": row, "labels": row} for row in rows]
     off = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
     saving = {"save_strategy": "steps" if saves else "no", "save_steps": 1}
     arguments = TrainingArguments(folder, per_device_train_batch_size=1, max_steps=1, **off, **saving)
@@ -535,12 +523,7 @@ ENGINES: dict[str, Peer] = USUAL_ENGINES | {
 }
 """All that can be named; the variants of one engine are measured only when they are."""
 
-ALL_PEERS = [
-    *("ddp", "zero_optimizer", "fsdp2", "fsdp2_kept", "ddp_accelerate", "fsdp2_accelerate"),
-    *("deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3", "torchao_8bit", "torchao_4bit", "fsdp2_torchao_8bit"),
-    *("hf_zero0", "hf_zero1", "hf_zero2", "hf_zero3", "hf_zero3_kept", "hf_zero2_accelerate", "hf_zero3_accelerate"),
-    *("hf_zero2_offload", "hf_zero3_offload", "hf_zero2_8bit", "hf_zero2_int8", "hf_zero3_int8"),
-]
+ALL_PEERS = [name for name in ENGINES if name != "hf_zero3_no_prefetch"]
 """What `all.sh` compares."""
 
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-import time
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 from engines import WORKLOADS, make_trainer
-from harness import describe_run, keep, read_options
-from ranks import PRELOADED_MODULES, run_ranks
-from tables import report_of
+from harness import Clocks, on_ranks, read_options
+from ranks import PRELOADED_MODULES
+from tables import show_and_keep
 
 ENGINES: dict[str, int | None] = {"DDP": None} | {f"stage {stage}": stage for stage in (1, 2, 3)}
 
@@ -29,13 +28,12 @@ ALLOWED_S = 1.0
 """By which a stage's first step may come later than DDP's."""
 
 
-def first_step(rank: int, world_size: int, *, model: str, stage: int | None, folder: str) -> dict[str, float]:
-    began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder)
-    trainer.train()
-    figures = {"seconds": time.perf_counter() - began_s, "cpu_seconds": time.process_time() - began_cpu_s}
+def first_step(rank: int, world_size: int, **arguments: Any) -> dict[str, float]:
+    clocks = Clocks()
+    make_trainer(rank, world_size, **arguments).train()
+    spent = clocks.spent()
     dist.barrier()
-    return figures
+    return {"seconds": spent.wall_s, "cpu_seconds": spent.cpu_s}
 
 
 def measure(model: str, ranks: int, rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -45,8 +43,7 @@ def measure(model: str, ranks: int, rounds: int) -> dict[str, dict[str, list[flo
         for number in range(rounds):
             # In another order each time: what a process leaves of free memory, in small or in huge pages, is the next one's.
             for name in random.Random(number).sample(list(ENGINES), len(ENGINES)):
-                arguments = {"model": model, "stage": ENGINES[name], "folder": folder}
-                by_rank = run_ranks(first_step, world_size=ranks, time_limit_s=300, keyword_arguments=arguments)
+                by_rank = on_ranks(first_step, ranks, limit_s=300, model=model, stage=ENGINES[name], folder=folder)
                 for what, values in rows[name].items():
                     values.append(max(figures[what] for figures in by_rank))
     return rows
@@ -74,9 +71,7 @@ def main() -> int:
     measure("tiny", 1, 1)
     rounds = measure(options.model, options.ranks, options.rounds)
     figures = {"kind": "first_step", "model": options.model, "engines": summarise(rounds), "rounds": rounds}
-    run = describe_run(options)
-    print(report_of(run | figures))
-    keep("first_step", run, figures, options.json)
+    show_and_keep("first_step", options, figures)
     late = [row["name"] for row in figures["engines"] if row["seconds_later"] > ALLOWED_S]
     if late and not options.quick:
         print(f"more than {ALLOWED_S:g} s later than DDP: {', '.join(late)}")

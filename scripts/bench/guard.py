@@ -13,24 +13,28 @@ One engine after another in two ranks: a small BERT in float32, clipped, with ne
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ranks
-import torch.distributed as dist
-from engines import BASELINE, ENGINES, ClippedSteps, LaunchBound, adamw_arguments
-from harness import MALLOC_MMAP_THRESHOLD_BYTES, RESULTS, describe_run, status_bytes, tcp_bytes, write_record
-from ranks import run_ranks
+from engines import BASELINE, ENGINES, MAX_NORM, Batch, Classifier, Engine, adamw_arguments
+from harness import (
+    RESULTS,
+    count_events,
+    describe_run,
+    held_before,
+    most_held,
+    on_ranks,
+    reset_peak,
+    spent_in,
+    write_record,
+)
 
 # Before a rank notes what it holds without a model.
 import hf_zero.engine.engine  # noqa: F401
@@ -40,25 +44,16 @@ LARGEST_GROWTH = 1.10
 TIME_LIMIT_S = 120
 
 # 2.2 M parameters: beside those, what a process needs for its own purposes is small.
-WORKLOAD = LaunchBound(n_layer=2, n_embd=256, vocab_size=2048, batch_size=1)
+WORKLOAD = Classifier(n_layer=2, n_embd=256, vocab_size=2048, batch_size=1)
 # The first step makes the optimizer's state, and DDP makes its buckets anew after it.
 WARMUP_STEPS = 2
 STEPS = 2
 
 # Engine → the peers that it is measured against.
-PEERS = {
-    "hf_zero0": ("ddp",),
-    "hf_zero1": ("ddp",),
-    "hf_zero2": ("ddp",),
-    "hf_zero3": ("ddp", "fsdp2"),
-}
-
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-_RESET_PEAK = "5"  # of proc(5), /proc/[pid]/clear_refs
+PEERS = {"hf_zero0": ("ddp",), "hf_zero1": ("ddp",), "hf_zero2": ("ddp",), "hf_zero3": ("ddp", "fsdp2")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
+class Costs(NamedTuple):
     """What a step of one engine costs on a rank.
 
     Attributes:
@@ -75,76 +70,50 @@ class Costs:
 KINDS = {"sent_bytes": "bytes sent", "peak_bytes": "peak memory", "calls": "calls"}
 
 
-def costs_on_rank(rank: int, world_size: int, *, makes: dict[str, Callable[..., Any]]) -> dict[str, Costs]:
+Makes = dict[str, Callable[..., Engine]]
+
+
+def costs_on_rank(rank: int, world_size: int, *, makes: Makes) -> dict[str, Costs]:
     """Engine → its costs here, by the function that makes it."""
-    # As MALLOC_MMAP_THRESHOLD_ does at a process's start: what is freed goes back to the system.
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MALLOC_MMAP_THRESHOLD_BYTES)
-    _warm_up()
-    return {name: _costs(make, rank) for name, make in makes.items()}
+    # So that the libraries' own pages are there before an engine's memory is measured.
+    held_before()
+    _costs(ENGINES[BASELINE], Classifier(n_layer=1), rank)
+    return {name: _costs(make, WORKLOAD, rank) for name, make in makes.items()}
 
 
-def _costs(make: Callable[..., Any], rank: int) -> Costs:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    dist.barrier()
-    before_bytes = status_bytes("VmRSS")
-    engine = ClippedSteps(make(WORKLOAD.make_model, adamw_arguments(fused=True)))
+def _costs(make: Callable[..., Engine], workload: Classifier, rank: int) -> Costs:
+    before_bytes = held_before()
+    engine = make(workload.make_model, adamw_arguments(fused=True))
+    engine.max_norm = MAX_NORM
+
+    def train(batch: Batch) -> None:
+        engine.step(batch)
+        engine.finish()
+
     for step in range(WARMUP_STEPS):
-        engine.step(WORKLOAD.make_batch(rank, step))
-    engine.finish()
+        train(workload.make_batch(rank, step))
     peaks_bytes, sent_bytes = [], []
     for step in range(STEPS):
-        dist.barrier()
-        sent_before = tcp_bytes().sent
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
-        engine.step(WORKLOAD.make_batch(rank, step))
-        engine.finish()
-        peaks_bytes.append(status_bytes("VmHWM") - before_bytes)
-        sent_bytes.append(tcp_bytes().sent - sent_before)
-    calls = _calls_in_step(engine, WORKLOAD.make_batch(rank, 0))
-    # A rank that leaves closes its sockets, and what they have counted is gone on both sides.
-    dist.barrier()
+        batch = workload.make_batch(rank, step)
+        reset_peak()
+        sent_bytes.append(spent_in(lambda batch=batch: train(batch)).sent_bytes)
+        peaks_bytes.append(most_held() - before_bytes)
+    events: Counter[str] = Counter()
+    count_events(lambda: train(batch), lambda _frame, event: events.update((event,)))
     engine.close()
+    calls = events["call"] + events["c_call"]
     return Costs(sent_bytes=median(sent_bytes), peak_bytes=median(peaks_bytes), calls=calls)
 
 
-def _warm_up() -> None:
-    """Takes a step of a small model, so that the libraries' own pages are there before an engine's memory is measured."""
-    workload = LaunchBound(n_layer=1)
-    engine = ClippedSteps(ENGINES[BASELINE](workload.make_model, adamw_arguments(fused=True)))
-    engine.step(workload.make_batch(0, 0))
-    engine.close()
-
-
-def _calls_in_step(engine: ClippedSteps, batch: dict[str, Any]) -> int:
-    count = 0
-
-    def note(_frame: FrameType, event: str, _argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    # What the collector calls is due to what ran before.
-    gc.collect()
-    gc.disable()
-    sys.setprofile(note)
-    try:
-        engine.step(batch)
-        engine.finish()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count
-
-
-def measure_costs(makes: dict[str, Callable[..., Any]]) -> dict[str, Costs]:
+def measure_costs(makes: Makes) -> dict[str, Costs]:
     """Engine → its costs on the rank where they are larger, by kind."""
-    by_rank = run_ranks(costs_on_rank, world_size=2, time_limit_s=TIME_LIMIT_S, keyword_arguments={"makes": makes})
+    by_rank = on_ranks(costs_on_rank, 2, limit_s=TIME_LIMIT_S, makes=makes)
     return {
         name: Costs(**{kind: max(getattr(costs[name], kind) for costs in by_rank) for kind in KINDS}) for name in makes
     }
 
 
-def engines() -> dict[str, Callable[..., Any]]:
+def engines() -> Makes:
     """Every engine that is compared and its peers, by name."""
     peers = [peer for each in PEERS.values() for peer in each]
     return {name: ENGINES[name] for name in dict.fromkeys([*peers, *PEERS])}
@@ -212,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.renew:
         run = describe_run(options) | {
             "versions": versions(),
-            "costs": {name: vars(each) for name, each in costs.items()},
+            "costs": {name: each._asdict() for name, each in costs.items()},
         }
         write_record(BASELINE_PATH, run | {"ratios": now})
         print(f"written to {BASELINE_PATH}")

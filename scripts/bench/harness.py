@@ -1,8 +1,10 @@
-"""What every benchmark does: read its options, count bytes and memory, print a table, and keep figures with what they are of."""
+"""The parts that benchmarks share: options, ranks, clocks, bytes, memory, tables, and files of figures with what they are of."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import shlex
@@ -10,7 +12,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,13 +21,15 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
 BENCH_FOLDER = Path(__file__).resolve().parent
 ROOT = BENCH_FOLDER.parents[1]
 RESULTS = BENCH_FOLDER / "results"
 MIB = 2**20
 
-# ---- options, tables, files ----
+# ---- options ----
 
 
 def read_options(
@@ -60,16 +65,96 @@ def read_options(
     return read
 
 
-def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[object]], width: int = 150) -> None:
+# ---- ranks, and what they spend ----
+
+
+def on_ranks(target: Callable[..., Any], ranks: int, *, limit_s: float = 600, **arguments: Any) -> list[Any]:
+    """What `target(rank, ranks, **arguments)` returns in each of so many fresh ranks."""
+    return run_ranks(target, world_size=ranks, time_limit_s=limit_s, keyword_arguments=arguments)
+
+
+class Spent(NamedTuple):
+    """Seconds by the clock, and of CPU time of all threads and of the one that asks; bytes that sockets sent."""
+
+    wall_s: float
+    cpu_s: float
+    thread_s: float
+    sent_bytes: int = 0
+
+
+class Clocks:
+    """Measures from where they are made."""
+
+    def __init__(self) -> None:
+        self._began = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        return time.perf_counter(), time.process_time(), time.thread_time()
+
+    def spent(self) -> Spent:
+        return Spent(*(now - then for then, now in zip(self._began, self._read())))
+
+
+def spent_in(work: Callable[[], object]) -> Spent:
+    """What all ranks of a process group, at once, spend on some work: this rank's part."""
+    dist.barrier()
+    sent_before = tcp_bytes().sent
+    clocks = Clocks()
+    work()
+    spent = clocks.spent()
+    dist.barrier()
+    spent = spent._replace(sent_bytes=tcp_bytes().sent - sent_before)
+    # A rank that leaves closes its sockets, and what they have counted is gone on both sides.
+    dist.barrier()
+    return spent
+
+
+def count_events(work: Callable[[], object], note: Callable[[Any, str], object]) -> None:
+    """Tells `note` the frame and the kind of all that Python's profiler sees of some work on this thread."""
+    # What the collector calls is due to what ran before.
+    gc.collect()
+    gc.disable()
+    sys.setprofile(lambda frame, event, _argument: note(frame, event))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
+# ---- tables and files ----
+
+
+class Column(NamedTuple):
+    """A heading, a row's field or a function of the row, and the format and the unit of its figure; plain tuples serve, too."""
+
+    heading: str
+    what: str | Callable[[Any], Any]
+    form: str = ""
+    unit: float | None = None
+
+
+def cells(columns: Sequence[tuple[Any, ...]], row: Any) -> list[str]:
+    """A row's texts. A row is a mapping or an object with fields; a figure that is None is left empty."""
+    fields = row if isinstance(row, Mapping) else row._asdict() if hasattr(row, "_asdict") else vars(row)
+    texts = []
+    for _, what, form, unit in (Column(*column) for column in columns):
+        value = what(row) if callable(what) else fields[what]
+        texts.append("" if value is None else format(value if unit is None else value / unit, form))
+    return texts
+
+
+def print_table(title: str, columns: Sequence[tuple[Any, ...]], rows: Iterable[Any], width: int = 150) -> None:
     """Prints a table whose first column is one of names."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for place, heading in enumerate(headings):
+    for place, (heading, *_) in enumerate(columns):
         table.add_column(heading, justify="right" if place else "left")
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*cells(columns, row))
     Console(width=width).print(table)
 
 
@@ -97,6 +182,7 @@ BUSY_LOAD = 0.5
 
 def describe_run(options: argparse.Namespace) -> dict[str, Any]:
     """Commit, machine, versions, command, date and load of a run; call it at the run's end."""
+    script = Path(sys.argv[0]).resolve()
     return {
         "commit": _git("rev-parse", "--short", "HEAD") or "none",
         "uncommitted_changes": bool(_git("status", "--porcelain")),
@@ -109,7 +195,10 @@ def describe_run(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "python": sys.version.split()[0],
         "versions": {name: _version(name) for name in PACKAGES},
-        "command": shlex.join(["python", _from_root(sys.argv[0]), *sys.argv[1:]]),
+        # The script as it is typed in the repository's folder, where it lies in it.
+        "command": shlex.join(
+            ["python", str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name, *sys.argv[1:]]
+        ),
         "load_before": LOAD_BEFORE[0],
         "load_after": os.getloadavg()[0],
         "options": {name: value for name, value in vars(options).items() if name != "json"},
@@ -133,34 +222,49 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", "-C", BENCH_FOLDER, *arguments], capture_output=True, text=True).stdout.strip()
 
 
-def _from_root(path: str) -> str:
-    """A path as it is typed in the repository's folder, where it lies in it."""
-    full = Path(path).resolve()
-    return str(full.relative_to(ROOT)) if full.is_relative_to(ROOT) else full.name
-
-
 # ---- memory ----
 
-MALLOC_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
-MALLOC_MMAP_THRESHOLD_BYTES = 262144
-"""glibc keeps freed blocks below its threshold in the heap, which would charge an engine for its neighbours' fragments."""
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_THRESHOLD_BYTES = 262144
+_RESET_PEAK = "5"  # of proc(5), /proc/[pid]/clear_refs
 
 
-def run_again_with_own_malloc() -> int | None:
-    """The status of this script, run once more with glibc's threshold lowered; None in that run, which goes on."""
-    if MALLOC_VARIABLE in os.environ:
-        return None
-    environment = os.environ | {MALLOC_VARIABLE: str(MALLOC_MMAP_THRESHOLD_BYTES)}
-    return subprocess.run([sys.executable, *sys.argv], env=environment).returncode
+def held_before() -> int:
+    """Resident bytes of this process, from which its peak is counted from now on.
+
+    glibc keeps freed blocks below its threshold in the heap, which would charge an engine for its neighbours' fragments: the
+    threshold is lowered, and what is free goes back to the system.
+    """
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
+    libc.malloc_trim(0)
+    reset_peak()
+    return _status_bytes("VmRSS")
 
 
-def status_bytes(field: str) -> int:
-    """A figure of /proc/self/status: VmRSS is what the process holds, VmHWM the most that it has held."""
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+
+
+def most_held() -> int:
+    """The most resident bytes since `reset_peak`."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(field: str) -> int:
+    """A figure of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return int(value.removesuffix("kB")) * 1024
     raise LookupError(f"/proc/self/status has no {field}")
+
+
+def bytes_from_disk() -> int:
+    """Bytes that the disk has been asked for on behalf of this process, mapped files included."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
 
 
 # ---- bytes on the wire, as the kernel counts them, whatever any engine's own ledger says ----

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from engines import ENGINES, ClippedSteps, LaunchBound, adamw_arguments, chosen_engines
-from harness import print_table, read_options
+from engines import ENGINES, MAX_NORM, Batch, Classifier, Engine, adamw_arguments, chosen_engines
+from harness import count_events, on_ranks, print_table, read_options
 from host_time import USUAL
-from ranks import run_ranks
 
 PACKAGE = "/hf_zero/"
 WARMUP_STEPS = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calls:
+class Calls(NamedTuple):
     """What one engine's step takes, as means over some steps.
 
     Attributes:
@@ -46,9 +43,10 @@ class Calls:
 
 def count_calls(rank: int, world_size: int, *, engine_names: list[str], n_layer: int, steps: int) -> dict[str, Calls]:
     """The calls of each engine on this rank."""
-    workload, found = LaunchBound(n_layer=n_layer), {}
+    workload, found = Classifier(n_layer=n_layer), {}
     for name in engine_names:
-        engine = ClippedSteps(ENGINES[name](workload.make_model, adamw_arguments(fused=True)))
+        engine = ENGINES[name](workload.make_model, adamw_arguments(fused=True))
+        engine.max_norm = MAX_NORM
         batches = [workload.make_batch(rank, step) for step in range(WARMUP_STEPS + steps)]
         for batch in batches[:WARMUP_STEPS]:
             engine.step(batch)
@@ -58,25 +56,23 @@ def count_calls(rank: int, world_size: int, *, engine_names: list[str], n_layer:
     return found
 
 
-def _count(engine: ClippedSteps, batches: list[dict[str, torch.Tensor]]) -> Calls:
+def _count(engine: Engine, batches: list[Batch]) -> Calls:
     functions: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
 
-    def note(frame: FrameType, event: str, _argument: Any) -> None:
+    def note(frame: FrameType, event: str) -> None:
         kinds[event] += 1
         path = frame.f_code.co_filename
         if event == "call" and PACKAGE in path:
             functions[f"{path.rpartition(PACKAGE)[2]}:{frame.f_code.co_firstlineno} {frame.f_code.co_name}"] += 1
 
-    sys.setprofile(note)
-    try:
+    def train() -> None:
         for batch in batches:
             engine.step(batch)
-    finally:
-        sys.setprofile(None)
+
+    count_events(train, note)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for batch in batches:
-            engine.step(batch)
+        train()
         engine.finish()
     steps = len(batches)
     return Calls(
@@ -97,13 +93,14 @@ def main() -> int:
         top=(0, "functions of this package to list for each engine"),
         time_limit_s=300.0,
     )
-    arguments = {name: getattr(options, name) for name in ("n_layer", "steps")}
-    arguments["engine_names"] = chosen_engines(options.engines)
-    found = run_ranks(count_calls, world_size=2, time_limit_s=options.time_limit_s, keyword_arguments=arguments)[0]
+    job = {"engine_names": chosen_engines(options.engines), "n_layer": options.n_layer, "steps": options.steps}
+    found: dict[str, Calls] = on_ranks(count_calls, 2, limit_s=options.time_limit_s, **job)[0]
+    columns = [
+        *(("engine", "engine"), ("Python", "python", ",.0f"), ("of them hf_zero's", "package", ",.0f")),
+        *(("built in", "builtin", ",.0f"), ("torch operations", "operations", ",.0f")),
+    ]
     title = f"BERT of {options.n_layer} layers, 2 ranks, calls a step on rank 0"
-    headings = ("engine", "Python", "of them hf_zero's", "built in", "torch operations")
-    counts = {name: (each.python, each.package, each.builtin, each.operations) for name, each in found.items()}
-    print_table(title, headings, ((name, *(f"{count:,.0f}" for count in each)) for name, each in counts.items()))
+    print_table(title, columns, ({"engine": name} | calls._asdict() for name, calls in found.items()))
     for name, calls in found.items() if options.top else ():
         print(f"\n{name}")
         for function, count in list(calls.functions.items())[: options.top]:

@@ -13,37 +13,19 @@ same ranks, and visited in turn.
 
 from __future__ import annotations
 
-import gc
 import sys
 from statistics import median
 from typing import Any
 
-from compare import Station, loss_difference, visit_in_turn
-from engines import BASELINE, ENGINES, ClippedSteps, LaunchBound, adamw_arguments, chosen_engines
-from harness import describe_run, keep, read_options
-from ranks import run_ranks
-from tables import report_of
+from compare import loss_difference, measure_rounds
+from engines import BASELINE, ENGINES, MAX_NORM, Classifier, chosen_engines
+from harness import on_ranks, read_options
+from tables import show_and_keep
 
-SHARDED_PEER = "fsdp2"
 USUAL = ("ddp", "fsdp2", "hf_zero0", "hf_zero1", "hf_zero2", "hf_zero3")
 
 # Engine → (the ratio, the most that it may be). Stages 1 and 2 replace DDP, and stage 3 replaces FSDP2.
 GOALS = {"hf_zero1": ("to_ddp", 1.05), "hf_zero2": ("to_ddp", 1.05), "hf_zero3": ("to_fsdp2", 0.4)}
-
-
-def measure_rounds(
-    rank: int, world_size: int, *, engines: list[str], n_layer: int, warmup_steps: int, rounds: int, steps: int
-) -> dict[str, dict[str, Any]]:
-    """This rank's visits and losses, by engine."""
-    workload, stations = LaunchBound(n_layer=n_layer), {}
-    for name in engines:
-        engine = ENGINES[name](workload.make_model, adamw_arguments(fused=True))
-        stations[name] = Station(ClippedSteps(engine), workload, rank)
-        stations[name].train(warmup_steps)
-    # What an engine leaves to Python's collector is to be its own cost, and not a walk through all models here.
-    gc.collect()
-    gc.freeze()
-    return visit_in_turn(stations, rounds, steps)
 
 
 def summarise(by_rank: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -52,29 +34,22 @@ def summarise(by_rank: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     `thread_` figures are of the thread that runs Python; `loss_difference` is the largest from DDP's.
     """
     rounds = {name: list(zip(*(rank[name]["visits"] for rank in by_rank))) for name in by_rank[0]}
-
-    def means(key: str) -> dict[str, list[float]]:
-        """Engine → the mean over the ranks, by round."""
-        return {n: [sum(v[key] for v in visits) / len(visits) for visits in each] for n, each in rounds.items()}
-
-    def ratio(times: dict[str, list[float]], name: str, peer: str) -> float | None:
-        return median(one / other for one, other in zip(times[name], times[peer])) if peer in times else None
-
-    cpu_ms, thread_ms = means("cpu_ms"), means("thread_ms")
-    return [
-        {
+    rows = {
+        name: {
             "name": name,
-            "cpu_ms": median(cpu_ms[name]),
-            "thread_ms": median(thread_ms[name]),
             "wall_ms": median(max(visit["wall_ms"] for visit in visits) for visits in rounds[name]),
-            "to_ddp": ratio(cpu_ms, name, BASELINE),
-            "to_fsdp2": ratio(cpu_ms, name, SHARDED_PEER),
-            "thread_to_ddp": ratio(thread_ms, name, BASELINE),
-            "thread_to_fsdp2": ratio(thread_ms, name, SHARDED_PEER),
             "loss_difference": loss_difference([r[name] for r in by_rank], [r[BASELINE] for r in by_rank]),
         }
         for name in rounds
-    ]
+    }
+    for figure, prefix in (("cpu_ms", ""), ("thread_ms", "thread_")):
+        means = {n: [sum(v[figure] for v in visits) / len(visits) for visits in each] for n, each in rounds.items()}
+        for name, row in rows.items():
+            row[figure] = median(means[name])
+            for peer in (BASELINE, "fsdp2"):
+                ratios = [own / its for own, its in zip(means[name], means.get(peer, ()))]
+                row[f"{prefix}to_{peer}"] = median(ratios) if ratios else None
+    return list(rows.values())
 
 
 def missed_goals(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -100,15 +75,13 @@ def main() -> int:
         time_limit_s=600.0,
     )
     options.engines = chosen_engines(options.engines)
-    arguments = {name: getattr(options, name) for name in ("engines", "n_layer", "warmup_steps", "rounds", "steps")}
-    limits = {"world_size": options.ranks, "time_limit_s": options.time_limit_s}
-    rows = summarise(run_ranks(measure_rounds, **limits, keyword_arguments=arguments))
+    given = {name: getattr(options, name) for name in ("engines", "warmup_steps", "rounds", "steps")}
+    job = given | {"workload": Classifier(n_layer=options.n_layer), "max_norm": MAX_NORM}
+    rows = summarise(on_ranks(measure_rounds, options.ranks, limit_s=options.time_limit_s, **job))
     # Of two layers the fixed costs are most.
     figures = {"kind": "host_time", "engines": rows, "missed": {} if options.quick else missed_goals(rows)}
-    run = describe_run(options)
-    print(report_of(run | figures))
+    show_and_keep("host_time", options, figures)
     print(*(f"goal missed: {name}, {far}" for name, far in figures["missed"].items()), sep="\n")
-    keep("host_time", run, figures, options.json)
     return 0
 
 

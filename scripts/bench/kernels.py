@@ -9,12 +9,12 @@ over the rounds of its bytes a second divided by that round's copy's. Bytes are 
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from harness import print_table, read_options, write_record
@@ -33,8 +33,7 @@ _BYTES_AN_ELEMENT = 88
 """Of all tensors together: 16 of float32, 2 of bfloat16 and codes, with what foreach loops take meanwhile."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """One operation and the bytes an element that it has to read and write."""
 
     name: str
@@ -42,65 +41,32 @@ class Task:
     run: Callable[[], object]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """The median of a task's rounds; `copy_fraction` is its bandwidth by the copy's in the same round."""
-
-    name: str
-    ms: float
-    gb_a_second: float
-    copy_fraction: float
-
-
-def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
+def kernel_tasks(numel: int, device: torch.device) -> Iterator[Task]:
     """The package's kernels on a shard of `numel` elements, bfloat16 gradients and copies."""
     weights, exp_avg, exp_avg_sq, residual = (torch.zeros(numel, device=device) for _ in range(4))
     gradient = torch.randn(numel, device=device).bfloat16()
     copy = torch.empty_like(gradient)
     moments = []
     for code, values in ((SIGNED, gradient.float()), (UNSIGNED, gradient.float().square())):
-        moments.append(
-            Coded(torch.empty(numel, dtype=torch.uint8, device=device), torch.empty(blocks(numel), device=device))
-        )
+        codes = torch.empty(numel, dtype=torch.uint8, device=device)
+        moments.append(Coded(codes, torch.empty(blocks(numel), device=device)))
         quantise_dynamic(values, moments[-1].codes, moments[-1].scales, code)
-    in_32_bits, in_8_bits, with_one_moment, with_momentum = (
-        Place(weights=weights, gradient=gradient, states=states, copy=copy)
-        for states in (
-            {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
-            dict(zip(("exp_avg", "exp_avg_sq"), moments)),
-            {"exp_avg": exp_avg},
-            {"momentum_buffer": exp_avg},
-        )
-    )
-    return [
-        Task(name="gradient statistics", bytes_an_element=2, run=lambda: gradient_statistics([gradient])),
-        Task(
-            name="AdamW, master and copy",
-            bytes_an_element=28,
-            run=lambda: adamw(in_32_bits, AdamW(lr=1e-6, step=10)),
-        ),
-        Task(
-            name="AdamW, moments in 8 bits, master and copy",
-            bytes_an_element=16 + 16 / BLOCK_NUMEL,
-            run=lambda: adamw_in_blocks(in_8_bits, AdamW(lr=1e-6, step=10)),
-        ),
-        Task(
-            name="Lion, master and copy",
-            bytes_an_element=20,
-            run=lambda: lion(with_one_moment, Lion(lr=1e-6)),
-        ),
-        Task(
-            name="SGD, momentum, master and copy",
-            bytes_an_element=20,
-            run=lambda: sgd(with_momentum, SGD(lr=1e-6, momentum=0.9)),
-        ),
-        *block_tasks(gradient, residual, weights),
-        Task(
-            name="stochastic rounding",
-            bytes_an_element=6,
-            run=lambda: round_stochastically(weights, copy, seed=1),
-        ),
-    ]
+
+    def place(**states: Any) -> Place:
+        return Place(weights=weights, gradient=gradient, states=states, copy=copy)
+
+    in_32_bits = place(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    in_8_bits = place(exp_avg=moments[0], exp_avg_sq=moments[1])
+    step = AdamW(lr=1e-6, step=10)
+    yield Task("gradient statistics", 2, lambda: gradient_statistics([gradient]))
+    yield Task("AdamW, master and copy", 28, partial(adamw, in_32_bits, step))
+    in_blocks = partial(adamw_in_blocks, in_8_bits, step)
+    yield Task("AdamW, moments in 8 bits, master and copy", 16 + 16 / BLOCK_NUMEL, in_blocks)
+    yield Task("Lion, master and copy", 20, partial(lion, place(exp_avg=exp_avg), Lion(lr=1e-6)))
+    momentum = partial(sgd, place(momentum_buffer=exp_avg), SGD(lr=1e-6, momentum=0.9))
+    yield Task("SGD, momentum, master and copy", 20, momentum)
+    yield from block_tasks(gradient, residual, weights)
+    yield Task("stochastic rounding", 6, lambda: round_stochastically(weights, copy, seed=1))
 
 
 def block_tasks(gradient: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Iterator[Task]:
@@ -110,27 +76,19 @@ def block_tasks(gradient: torch.Tensor, residual: torch.Tensor, out: torch.Tenso
     scales = torch.empty(2, format.blocks(len(gradient)), device=gradient.device)
     for rank in range(2):
         quantise(gradient, codes[rank], scales[rank], format)
-    yield Task(
-        name=f"quantise {INT8}, error feedback",
-        bytes_an_element=11 + 4 / format.block_numel,
-        run=partial(quantise, gradient, codes[0], scales[0], format, residual),
-    )
-    yield Task(
-        name=f"sum of two ranks' {INT8}",
-        bytes_an_element=6 + 8 / format.block_numel,
-        run=partial(dequantise_sum, codes, scales, out, format),
-    )
+    there = partial(quantise, gradient, codes[0], scales[0], format, residual)
+    yield Task(f"quantise {INT8}, error feedback", 11 + 4 / format.block_numel, there)
+    back = partial(dequantise_sum, codes, scales, out, format)
+    yield Task(f"sum of two ranks' {INT8}", 6 + 8 / format.block_numel, back)
 
 
-def torch_tasks(numel: int, device: torch.device) -> list[Task]:
+def torch_tasks(numel: int, device: torch.device) -> Iterator[Task]:
     """torch's AdamW on float32 parameters and gradients, as one tensor."""
-    tasks = []
     for form in ("fused", "foreach"):
         parameter = torch.nn.Parameter(torch.zeros(numel, device=device))
         parameter.grad = torch.randn(numel, device=device)
         optimizer = torch.optim.AdamW([parameter], lr=1e-6, **{form: True})
-        tasks.append(Task(name=f"torch AdamW, {form}, fp32, no copy", bytes_an_element=28, run=optimizer.step))
-    return tasks
+        yield Task(f"torch AdamW, {form}, fp32, no copy", 28, optimizer.step)
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -147,28 +105,23 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin_s
 
 
-def measure(tasks: list[Task], numel: int, device: torch.device, rounds: int) -> list[Figure]:
-    """The copy's figure first."""
+def measure(tasks: list[Task], numel: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    """Of each task the median of its rounds, and of its bandwidth by the copy's in the same round; the copy first."""
     source, place = torch.zeros(numel, device=device), torch.empty(numel, device=device)
-    copy = Task(name="copy, fp32", bytes_an_element=8, run=lambda: place.copy_(source))
-    taken: dict[str, list[float]] = {task.name: [] for task in [copy, *tasks]}
-    for round_index in range(WARMUP_ROUNDS + rounds):
+    copy = Task("copy, fp32", 8, lambda: place.copy_(source))
+    taken_s: dict[str, list[float]] = {task.name: [] for task in [copy, *tasks]}
+    for number in range(WARMUP_ROUNDS + rounds):
         for task in [copy, *tasks]:
-            one = seconds(task.run, device)
-            if round_index >= WARMUP_ROUNDS:
-                taken[task.name].append(one)
-    return [summarise(task, taken[task.name], copy, taken[copy.name], numel) for task in [copy, *tasks]]
-
-
-def summarise(task: Task, taken_s: list[float], copy: Task, copy_s: list[float], numel: int) -> Figure:
-    share = task.bytes_an_element / copy.bytes_an_element
-    median_s = statistics.median(taken_s)
-    return Figure(
-        name=task.name,
-        ms=1e3 * median_s,
-        gb_a_second=task.bytes_an_element * numel / median_s / 1e9,
-        copy_fraction=statistics.median(share * theirs / mine for mine, theirs in zip(taken_s, copy_s)),
-    )
+            one_s = seconds(task.run, device)
+            if number >= WARMUP_ROUNDS:
+                taken_s[task.name].append(one_s)
+    figures = []
+    for name, bytes_an_element, _ in [copy, *tasks]:
+        share, median_s = bytes_an_element / copy.bytes_an_element, median(taken_s[name])
+        fraction = median(share * theirs / own for own, theirs in zip(taken_s[name], taken_s[copy.name]))
+        gb_a_second = bytes_an_element * numel / median_s / 1e9
+        figures.append({"name": name, "ms": 1e3 * median_s, "gb_a_second": gb_a_second, "copy_fraction": fraction})
+    return figures
 
 
 def fitting_numel(free: int) -> int:
@@ -188,17 +141,15 @@ def main(arguments: list[str] | None = None) -> int:
         print("skipped: no CUDA device on this machine; --device cpu measures the torch references")
         return 0
     device = torch.device(options.device)
-    if options.numel is None:
-        options.numel = fitting_numel(free_bytes(device))
-    tasks = kernel_tasks(options.numel, device) + torch_tasks(options.numel, device)
+    numel = options.numel or fitting_numel(free_bytes(device))
+    figures = measure([*kernel_tasks(numel, device), *torch_tasks(numel, device)], numel, device, options.rounds)
     form = "Triton" if runs_triton(device) else "torch references"
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    figures = measure(tasks, options.numel, device, options.rounds)
-    title = f"{form} on {name}, {options.numel} elements, torch {torch.__version__}"
-    rows = ((f.name, f"{f.ms:.3f}", f"{f.gb_a_second:.0f}", f"{f.copy_fraction:.2f}") for f in figures)
-    print_table(title, ("operation", "ms", "GB/s", "of the copy"), rows)
+    title = f"{form} on {name}, {numel} elements, torch {torch.__version__}"
+    columns = [("operation", "name"), ("ms", "ms", ".3f"), ("GB/s", "gb_a_second", ".0f")]
+    print_table(title, [*columns, ("of the copy", "copy_fraction", ".2f")], figures)
     if options.json:
-        write_record(options.json, {"title": title, "figures": [asdict(f) for f in figures]})
+        write_record(options.json, {"title": title, "figures": figures})
     return 0
 
 

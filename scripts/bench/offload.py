@@ -11,7 +11,6 @@ passed by where the file system lets direct I/O, which the table says. `--minute
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -24,104 +23,24 @@ from statistics import median
 from typing import Any
 
 import torch
-from engines import DEFAULT_LEARNING_RATE, WORKLOADS, Workload, adamw_arguments, say_where_ranks_are
-from harness import (
-    MALLOC_MMAP_THRESHOLD_BYTES,
-    MALLOC_VARIABLE,
-    RESULTS,
-    describe_run,
-    keep,
-    print_table,
-    read_options,
-    status_bytes,
+from engines import (
+    DEFAULT_LEARNING_RATE,
+    WORKLOADS,
+    DeepSpeed,
+    Engine,
+    HfZero,
+    Workload,
+    adamw_arguments,
+    say_where_ranks_are,
 )
+from harness import MIB, RESULTS, Clocks, describe_run, held_before, keep, print_table, read_options
 from ranks import RankFailedError, RanksTimedOutError, run_alone
 
 from hf_zero.device import peak_bytes, wait_for_device
-from hf_zero.engine.engine import ZeroEngine
 from hf_zero.offload import files
 
 TORCHAO_HOMES = ("torchao.optim", "torchao.prototype.low_bit_optim")
 """Where CPUOffloadOptimizer is, in newer and in older versions."""
-
-
-class Plain:
-    """A model in training, and something with an optimizer's two methods."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: Any):
-        self.model = model
-        self._optimizer = optimizer
-
-    def backward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """A forward and a backward; returns the loss, which is not waited for."""
-        loss = self.model(input_ids=input_ids, labels=input_ids).loss
-        loss.backward()
-        return loss.detach()
-
-    def step(self) -> None:
-        """The optimizer's step, and no gradients afterwards."""
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def traffic(self) -> dict[str, Any]:
-        """Bytes in files, where there are any."""
-        return {"written_bytes_a_step": 0, "window_bytes": 0, "direct": None}
-
-    def close(self) -> None:
-        """Ends what runs on."""
-
-
-class Ours(Plain):
-    """The same on a ZeroEngine."""
-
-    def __init__(self, model: torch.nn.Module, settings: dict[str, Any]):
-        super().__init__(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(fused=True)))
-        self._engine = ZeroEngine(model, [self._optimizer], settings)
-
-    def traffic(self) -> dict[str, Any]:
-        traffic = self._engine.memory_report().traffic
-        if traffic is None:
-            return super().traffic()
-        direct = all(shard.file.is_direct for shard in self._engine.tier.files.shards)
-        return {
-            "written_bytes_a_step": traffic.written_bytes_a_step,
-            "window_bytes": traffic.window_bytes,
-            "direct": direct,
-        }
-
-    def close(self) -> None:
-        self._engine.close()
-
-
-class DeepSpeed(Plain):
-    """ZeRO-2 with the optimizer in host memory, as DeepSpeed's tutorial on ZeRO-Offload sets it up."""
-
-    def __init__(self, model: torch.nn.Module, workload: Workload):
-        # DeepSpeed asks the launcher, which says that this is the only rank.
-        say_where_ranks_are(0, 1)
-        kind = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else None
-        config = {
-            "train_micro_batch_size_per_gpu": workload.batch_size,
-            "gradient_accumulation_steps": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": DEFAULT_LEARNING_RATE, "weight_decay": 0.01}},
-            "zero_optimization": {
-                "stage": 2,
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
-                "overlap_comm": True,
-                "contiguous_gradients": True,
-            },
-            **({kind: {"enabled": True}} if kind else {}),
-        }
-        deepspeed = import_module("deepspeed")
-        self.model, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-
-    def backward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        loss = self.model(input_ids=input_ids, labels=input_ids).loss
-        self.model.backward(loss)
-        return loss.detach()
-
-    def step(self) -> None:
-        self.model.step()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,70 +48,74 @@ class Way:
     """How one trains.
 
     Attributes:
-        start: (model, workload, folder for files) → a trainer.
+        start: (model, workload, folder for files) → an engine.
         is_exact: its losses are those of `none`, bit for bit.
-        package: that it needs; None for what is always there.
-        needs_gpu: it refuses to run on the CPU.
+        package: that it needs, and that refuses to do this on the CPU; None for what is always there.
     """
 
-    start: Callable[[torch.nn.Module, Workload, str], Plain]
+    start: Callable[[torch.nn.Module, Workload, str], Engine]
     is_exact: bool = False
     package: str | None = None
-    needs_gpu: bool = False
 
     def hindrance(self, device: torch.device) -> str | None:
         """Why it cannot be measured here; None if it can."""
-        if self.package is not None and find_spec(self.package) is None:
+        if self.package is None:
+            return None
+        if find_spec(self.package) is None:
             return f"{self.package} is not installed"
-        if self.needs_gpu and device.type == "cpu":
-            return f"{self.package} does this on a GPU only"
-        return None
+        return f"{self.package} does this on a GPU only" if device.type == "cpu" else None
 
 
-def _ours(model: torch.nn.Module, _workload: Workload, nvme_path: str, *, stage: int = 2, **offload: Any) -> Plain:
-    if "nvme" in offload.values():
-        offload["nvme_path"] = nvme_path
-    return Ours(model, {"stage": stage, "offload": offload})
+def _ours(model: torch.nn.Module, _workload: Workload, nvme_path: str, *, optimizer: str) -> Engine:
+    offload = {"optimizer": optimizer} | ({"nvme_path": nvme_path} if optimizer == "nvme" else {})
+    adamw = torch.optim.AdamW(model.parameters(), **adamw_arguments(fused=True))
+    return HfZero(model, adamw, {"stage": 2, "offload": offload})
 
 
-def _torch(model: torch.nn.Module, _workload: Workload, _nvme_path: str) -> Plain:
-    return Plain(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(fused=True)))
+def _torch(model: torch.nn.Module, _workload: Workload, _nvme_path: str) -> Engine:
+    return Engine(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(fused=True)))
 
 
-def _torchao(model: torch.nn.Module, _workload: Workload, _nvme_path: str, *, offload_gradients: bool) -> Plain:
+def _torchao(model: torch.nn.Module, _workload: Workload, _nvme_path: str, *, offload_gradients: bool) -> Engine:
     """torchao's optimizer in host memory: https://github.com/pytorch/ao/tree/main/torchao/optim."""
-    kind = _first_of(TORCHAO_HOMES).CPUOffloadOptimizer
-    arguments = adamw_arguments(fused=True)
-    return Plain(model, kind(model.parameters(), torch.optim.AdamW, offload_gradients=offload_gradients, **arguments))
+    newer, older = TORCHAO_HOMES
+    try:
+        home = import_module(newer)
+    except ModuleNotFoundError:
+        home = import_module(older)
+    more = {"offload_gradients": offload_gradients, **adamw_arguments(fused=True)}
+    return Engine(model, home.CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **more))
 
 
-def _deepspeed(model: torch.nn.Module, workload: Workload, _nvme_path: str) -> Plain:
-    return DeepSpeed(model, workload)
-
-
-def _first_of(modules: tuple[str, ...]) -> Any:
-    *older, last = modules
-    for name in older:
-        try:
-            return import_module(name)
-        except ModuleNotFoundError:
-            continue
-    return import_module(last)
+def _deepspeed(model: torch.nn.Module, workload: Workload, _nvme_path: str) -> Engine:
+    """ZeRO-2 with the optimizer in host memory, as DeepSpeed's tutorial on ZeRO-Offload sets it up."""
+    # DeepSpeed asks the launcher, which says that this is the only rank.
+    say_where_ranks_are(0, 1)
+    config = {
+        "train_micro_batch_size_per_gpu": workload.batch_size,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": DEFAULT_LEARNING_RATE, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+        **({"bf16": {"enabled": True}} if next(model.parameters()).dtype == torch.bfloat16 else {}),
+    }
+    deepspeed = import_module("deepspeed")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return DeepSpeed(engine, None)
 
 
 WAYS = {
-    "none": Way(start=partial(_ours, optimizer="none"), is_exact=True),
-    "cpu": Way(start=partial(_ours, optimizer="cpu"), is_exact=True),
-    "nvme": Way(start=partial(_ours, optimizer="nvme"), is_exact=True),
+    **{kind: Way(start=partial(_ours, optimizer=kind), is_exact=True) for kind in ("none", "cpu", "nvme")},
     "torch": Way(start=_torch),
-    "torchao": Way(start=partial(_torchao, offload_gradients=False), package="torchao", needs_gpu=True),
-    "torchao-gradients": Way(start=partial(_torchao, offload_gradients=True), package="torchao", needs_gpu=True),
-    "deepspeed": Way(start=_deepspeed, package="deepspeed", needs_gpu=True),
+    "torchao": Way(start=partial(_torchao, offload_gradients=False), package="torchao"),
+    "torchao-gradients": Way(start=partial(_torchao, offload_gradients=True), package="torchao"),
+    "deepspeed": Way(start=_deepspeed, package="deepspeed"),
 }
 """All that can be named, in the order in which they are measured. The first three are hf_zero's, by `offload.optimizer`."""
-
-OURS = ("none", "cpu", "nvme")
-
 
 HOST = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -202,43 +125,52 @@ def measure(
     way: str, *, model_name: str, dtype: str, steps: int, threads: int | None, nvme_path: str
 ) -> dict[str, Any]:
     """Figures of one way in this process: a list of times a step, the rest as it is after the last."""
+    before_bytes = held_before()
     if threads is not None:
         torch.set_num_threads(threads)
     workload, device = WORKLOADS[model_name], here()
-    before_bytes = status_bytes("VmRSS")
     with device:
         model = workload.make_model().to(DTYPES[dtype])
-    trainer = WAYS[way].start(model, workload, nvme_path)
+    engine = WAYS[way].start(model, workload, nvme_path)
     hashing_ms = time_of_hashing()
-    losses, step_ms, optimizer_ms, cpu_ms = [], [], [], []
+    losses: list[float] = []
+    times: dict[str, list[float]] = {"step_ms": [], "optimizer_ms": [], "cpu_ms": []}
     for number in range(steps + 1):
-        if number == 1:
-            hashing_ms.clear()
-        input_ids = workload.make_batch(0, number).to(device)
-        began, cpu_began = time.perf_counter(), time.process_time()
-        losses.append(trainer.backward(input_ids).item())
-        backward_ended = time.perf_counter()
-        trainer.step()
+        batch = {name: values.to(device) for name, values in workload.make_batch(0, number).items()}
+        clocks = Clocks()
+        loss = engine.model(**batch).loss
+        engine.backward(loss)
+        losses.append(loss.item())
+        backward_s = clocks.spent().wall_s
+        engine.update()
         wait_for_device(device)
-        ended = time.perf_counter()
+        spent = clocks.spent()
         # The first step makes the state.
-        if number:
-            step_ms.append(1000 * (ended - began))
-            optimizer_ms.append(1000 * (ended - backward_ended))
-            cpu_ms.append(1000 * (time.process_time() - cpu_began))
+        if number == 0:
+            hashing_ms.clear()
+            continue
+        for name, seconds in zip(times, (spent.wall_s, spent.wall_s - backward_s, spent.cpu_s)):
+            times[name].append(1000 * seconds)
     figures = {
         "way": way,
         "losses": losses,
-        "step_ms": step_ms,
-        "optimizer_ms": optimizer_ms,
-        "cpu_ms": cpu_ms,
+        **times,
         "hashing_ms": sum(hashing_ms) / steps,
         "host_peak_bytes": peak_bytes(HOST) - before_bytes,
         "device_peak_bytes": peak_bytes(device) if device.type != "cpu" else None,
-        **trainer.traffic(),
+        **traffic_of(engine),
     }
-    trainer.close()
+    engine.close()
     return figures
+
+
+def traffic_of(engine: Engine) -> dict[str, Any]:
+    """Bytes in files, where there are any."""
+    traffic = engine.zero.memory_report().traffic if isinstance(engine, HfZero) else None
+    if traffic is None:
+        return {"written_bytes_a_step": 0, "window_bytes": 0, "direct": None}
+    direct = all(shard.file.is_direct for shard in engine.zero.tier.files.shards)
+    return {name: getattr(traffic, name) for name in ("written_bytes_a_step", "window_bytes")} | {"direct": direct}
 
 
 def time_of_hashing() -> list[float]:
@@ -246,9 +178,9 @@ def time_of_hashing() -> list[float]:
     found, stock = [], files._sum_of
 
     def timed(chunk: torch.Tensor) -> int:
-        began = time.thread_time()
+        clocks = Clocks()
         value = stock(chunk)
-        found.append(1000 * (time.thread_time() - began))
+        found.append(1000 * clocks.spent().thread_s)
         return value
 
     files._sum_of = timed
@@ -258,10 +190,6 @@ def time_of_hashing() -> list[float]:
 def here() -> torch.device:
     """The device that models are trained on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 class Rounds:
@@ -281,24 +209,20 @@ class Rounds:
 
     def take(self, rounds: int) -> None:
         """Takes so many rounds, or fewer: a run is only begun if the longest one so far would still end in time."""
-        for _ in range(rounds):
-            for way in self.runs:
-                if way in self.failures:
-                    continue
-                if time.monotonic() + self._longest_s >= self._deadline_s:
-                    print(f"{sum(map(len, self.runs.values()))} runs, and no time for more (--minutes)")
-                    return
-                self._take_one(way)
+        for way in list(self.runs) * rounds:
+            if way in self.failures:
+                continue
+            if time.monotonic() + self._longest_s >= self._deadline_s:
+                print(f"{sum(map(len, self.runs.values()))} runs, and no time for more (--minutes)")
+                return
+            self._take_one(way)
 
     def _take_one(self, way: str) -> None:
         began_s = time.monotonic()
+        arguments = {"way": way, **self._keyword_arguments}
         try:
-            figures = run_alone(
-                measure,
-                time_limit_s=self._deadline_s - began_s,
-                keyword_arguments={"way": way, **self._keyword_arguments},
-            )
-            self.runs[way].append(figures)
+            found = run_alone(measure, time_limit_s=self._deadline_s - began_s, keyword_arguments=arguments)
+            self.runs[way].append(found)
         except (RankFailedError, RanksTimedOutError) as error:
             if isinstance(error, RanksTimedOutError) and self.runs[way]:
                 # It took longer than the ones before it: those are its figures, and the next run finds no time left.
@@ -310,42 +234,34 @@ class Rounds:
 
 def summarise(runs: list[dict]) -> dict[str, Any]:
     """One way's runs as one: medians of times, the highest memory."""
-    first = runs[0]
-    return first | {
+    return runs[0] | {
         "runs": len(runs),
         # More than one where the libraries' own sums differ from run to run, as with several threads on a busy machine.
         "losses": [list(found) for found in dict.fromkeys(tuple(run["losses"]) for run in runs)],
-        "step_ms": median(ms for run in runs for ms in run["step_ms"]),
-        "optimizer_ms": median(ms for run in runs for ms in run["optimizer_ms"]),
-        "cpu_ms": median(ms for run in runs for ms in run["cpu_ms"]),
+        **{name: median(ms for run in runs for ms in run[name]) for name in ("step_ms", "optimizer_ms", "cpu_ms")},
         "hashing_ms": median(run["hashing_ms"] for run in runs),
         "host_peak_bytes": max(run["host_peak_bytes"] for run in runs),
         "device_peak_bytes": max((run["device_peak_bytes"] or 0) for run in runs) or None,
     }
 
 
-HEADINGS = (
-    *("way", "ms a step", "of it optimizer", "CPU ms a step", "host peak MiB", "device peak MiB", "written MiB a step"),
-    *("checksums CPU ms", "window MiB", "losses"),
-)
+def show(title: str, summaries: list[dict[str, Any]]) -> None:
+    first, io = summaries[0], {None: "", True: " (direct I/O)", False: " (page cache)"}
 
+    def losses(way: dict[str, Any]) -> str:
+        if all(losses in first["losses"] for losses in way["losses"]):
+            return f"bitwise {first['way']}'s"
+        return f"last {way['losses'][0][-1]:.4f}"
 
-def row_of(summary: dict, first: dict) -> tuple[str, ...]:
-    direct = {None: "", True: " (direct I/O)", False: " (page cache)"}[summary["direct"]]
-    return (
-        summary["way"] + direct,
-        *(f"{summary[name]:.0f}" for name in ("step_ms", "optimizer_ms", "cpu_ms")),
-        *(_mib(summary[name]) for name in ("host_peak_bytes", "device_peak_bytes", "written_bytes_a_step")),
-        f"{summary['hashing_ms']:.0f}" if summary["hashing_ms"] else "",
-        _mib(summary["window_bytes"]),
-        _losses(summary, first),
-    )
-
-
-def _losses(summary: dict, first: dict) -> str:
-    if all(losses in first["losses"] for losses in summary["losses"]):
-        return f"bitwise {first['way']}'s"
-    return f"last {summary['losses'][0][-1]:.4f}"
+    columns = [
+        *(("way", lambda way: way["way"] + io[way["direct"]]), ("ms a step", "step_ms", ".0f")),
+        *(("of it optimizer", "optimizer_ms", ".0f"), ("CPU ms a step", "cpu_ms", ".0f")),
+        *(("host peak MiB", "host_peak_bytes", ",.1f", MIB), ("device peak MiB", "device_peak_bytes", ",.1f", MIB)),
+        ("written MiB a step", "written_bytes_a_step", ",.1f", MIB),
+        ("checksums CPU ms", lambda way: way["hashing_ms"] or None, ".0f"),
+        *(("window MiB", "window_bytes", ",.1f", MIB), ("losses", losses)),
+    ]
+    print_table(title, columns, summaries, width=180)
 
 
 def differing(summaries: list[dict]) -> list[str]:
@@ -355,11 +271,29 @@ def differing(summaries: list[dict]) -> list[str]:
     return [way for way in found if expected and WAYS[way].is_exact and any(x not in expected for x in found[way])]
 
 
-def _mib(nbytes: int | None) -> str:
-    return "" if nbytes is None else f"{nbytes / 2**20:,.1f}"
+def compare(options: argparse.Namespace, deadline_s: float) -> tuple[dict[str, Any], bool]:
+    """(figures, whether all of hf_zero's ways ran and were as exact as they should be)."""
+    hindrances = {way: WAYS[way].hindrance(here()) for way in options.ways}
+    left_out = {way: why for way, why in hindrances.items() if why is not None}
+    for way, why in left_out.items():
+        print(f"{way} is left out: {why}")
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=options.nvme_path) as folder:
+        settings = {name: getattr(options, name) for name in ("dtype", "steps", "threads")}
+        settings |= {"model_name": options.model, "nvme_path": folder}
+        rounds = Rounds([way for way in options.ways if way not in left_out], deadline_s, settings)
+        rounds.take(options.rounds)
+    summaries = [summarise(runs) for runs in rounds.runs.values() if runs]
+    differ = differing(summaries)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    title = f"{options.model}, AdamW, {options.dtype}, one rank on {device}"
+    if summaries:
+        show(title, summaries)
+    print(*(f"{way} should have the losses of none, bit for bit, and has not" for way in differ), sep="\n")
+    is_well = not differ and not any(WAYS[way].is_exact for way in rounds.failures)
+    return {"title": title, "ways": summaries, "left_out": left_out, "failed": rounds.failures}, is_well
 
 
-def parse_options() -> argparse.Namespace:
+def main() -> int:
     options = read_options(
         __doc__,
         model=(str, "default: 1.2b on a GPU, 30m on a CPU", WORKLOADS),
@@ -372,38 +306,9 @@ def parse_options() -> argparse.Namespace:
         minutes=(9.0, "after which no more is begun"),
     )
     options.model = options.model or ("30m" if here().type == "cpu" else "1.2b")
-    return options
-
-
-def compare(options: argparse.Namespace, deadline_s: float) -> tuple[dict[str, Any], bool]:
-    """(figures, whether all of hf_zero's ways ran and were as exact as they should be)."""
-    hindrances = {way: WAYS[way].hindrance(here()) for way in options.ways}
-    left_out = {way: why for way, why in hindrances.items() if why is not None}
-    for way, why in left_out.items():
-        print(f"{way} is left out: {why}")
-    with tempfile.TemporaryDirectory(prefix="offload-", dir=options.nvme_path) as folder:
-        settings = {"model_name": options.model, "dtype": options.dtype, "steps": options.steps}
-        settings |= {"threads": options.threads, "nvme_path": folder}
-        rounds = Rounds([way for way in options.ways if way not in left_out], deadline_s, settings)
-        rounds.take(options.rounds)
-    summaries = [summarise(runs) for runs in rounds.runs.values() if runs]
-    differ = differing(summaries)
-    title = f"{options.model}, AdamW, {options.dtype}, one rank on {device_name()}"
-    if summaries:
-        print_table(title, HEADINGS, (row_of(each, summaries[0]) for each in summaries), width=180)
-    print(*(f"{way} should have the losses of none, bit for bit, and has not" for way in differ), sep="\n")
-    is_well = not differ and not any(way in rounds.failures for way in OURS)
-    return {"title": title, "ways": summaries, "left_out": left_out, "failed": rounds.failures}, is_well
-
-
-def main() -> int:
-    options = parse_options()
-    deadline_s = time.monotonic() + 60 * options.minutes
-    # Before the server of the processes starts, whose glibc reads it.
-    os.environ[MALLOC_VARIABLE] = str(MALLOC_MMAP_THRESHOLD_BYTES)
-    figures, is_well = compare(options, deadline_s)
-    run, label = describe_run(options), device_name().lower().replace(" ", "-")
-    path = options.json or RESULTS / f"offload-{run['commit']}-{label}.json"
+    figures, is_well = compare(options, time.monotonic() + 60 * options.minutes)
+    run = describe_run(options)
+    path = options.json or RESULTS / f"offload-{run['commit']}-{run['device'].lower().replace(' ', '-')}.json"
     keep("offload", run, {"kind": "offload", **figures}, path)
     return 0 if is_well else 1
 

@@ -57,6 +57,17 @@ class _Failure(NamedTuple):
     traceback_text: str
 
 
+class _Task(NamedTuple):
+    """What a rank is started with: it returns what `target` does, or answers calls of it until there are no more."""
+
+    target: Callable[..., Any]
+    keyword_arguments: dict[str, Any]
+    world_size: int
+    time_limit_s: float
+    is_live: bool = False
+    is_alone: bool = False
+
+
 def run_ranks(
     target: Callable[..., Any],
     *,
@@ -65,23 +76,16 @@ def run_ranks(
     keyword_arguments: dict[str, Any] | None = None,
 ) -> list[Any]:
     """Run target in world_size fresh processes and return their results in rank order."""
-    return _run(_rank_main, target, world_size, time_limit_s, keyword_arguments or {})
+    return _run(_Task(target, keyword_arguments or {}, world_size, time_limit_s))
 
 
 def run_alone(target: Callable[..., Any], *, time_limit_s: float, keyword_arguments: dict[str, Any]) -> Any:
     """Run target in a fresh process that is in no process group, and return its result."""
-    [result] = _run(_lone_main, target, 1, time_limit_s, keyword_arguments)
-    return result
+    return _run(_Task(target, keyword_arguments, 1, time_limit_s, is_alone=True))[0]
 
 
-def _run(
-    main: Callable[..., None],
-    target: Callable[..., Any],
-    world_size: int,
-    time_limit_s: float,
-    keyword_arguments: dict[str, Any],
-) -> list[Any]:
-    with _started(main, target, world_size, time_limit_s, keyword_arguments) as ranks:
+def _run(task: _Task) -> list[Any]:
+    with _started(task) as ranks:
         results = ranks.collect()
         ranks.join()
     return results
@@ -104,7 +108,7 @@ def live_ranks(
         start_limit_s: for `make`.
         call_limit_s: for each call.
     """
-    with _started(_live_main, make, world_size, time_limit_s, keyword_arguments or {}) as ranks:
+    with _started(_Task(make, keyword_arguments or {}, world_size, time_limit_s, is_live=True)) as ranks:
         ranks.collect(time.monotonic() + (time_limit_s if start_limit_s is None else start_limit_s))
         live = LiveRanks(ranks, call_limit_s)
         yield live
@@ -137,26 +141,21 @@ class LiveRanks:
 
 
 @contextmanager
-def _started(
-    main: Callable[..., None],
-    target: Callable[..., Any],
-    world_size: int,
-    time_limit_s: float,
-    keyword_arguments: dict[str, Any],
-) -> Iterator[_Ranks]:
+def _started(task: _Task) -> Iterator[_Ranks]:
     context = multiprocessing.get_context("forkserver")
     start_forking()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = _Ranks(time.monotonic() + time_limit_s)
+        ranks = _Ranks(time.monotonic() + task.time_limit_s)
         try:
-            for rank in range(world_size):
+            for rank in range(task.world_size):
                 own_end, rank_end = context.Pipe()
-                arguments = (target, rank, world_size, folder, time_limit_s, keyword_arguments, rank_end)
-                process = context.Process(target=main, args=arguments, name=f"rank {rank}", daemon=True)
+                arguments = (task, rank, folder, rank_end)
+                process = context.Process(target=_main, args=arguments, name=f"rank {rank}", daemon=True)
                 process.start()
                 # The rank holds the only other end now, so its death closes the pipe.
                 rank_end.close()
-                ranks.add(process, own_end)
+                ranks.processes.append(process)
+                ranks.pipe_ends.append(own_end)
             yield ranks
         finally:
             ranks.kill()
@@ -184,81 +183,45 @@ def joined_process_group(rank: int, world_size: int, store_folder: str | Path, t
 
     A rank that raises does not destroy its group: the others would fail of that, before the reason has been told.
     """
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(Path(store_folder) / "store"), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=time_limit_s),
-    )
+    store = dist.FileStore(str(Path(store_folder) / "store"), world_size)
+    limit = timedelta(seconds=time_limit_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     # A rank that has little to do and leaves would fail those that are still joining.
     dist.barrier()
     yield
     dist.destroy_process_group()
 
 
-def _rank_main(
-    target: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    store_folder: str,
-    time_limit_s: float,
-    keyword_arguments: dict[str, Any],
-    pipe_end: Connection,
-) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-    def joined() -> Any:
-        with joined_process_group(rank, world_size, store_folder, time_limit_s):
-            return target(rank, world_size, **keyword_arguments)
-
-    _tell(joined, time_limit_s, pipe_end)
-
-
-def _live_main(
-    make: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    store_folder: str,
-    time_limit_s: float,
-    keyword_arguments: dict[str, Any],
-    pipe_end: Connection,
-) -> None:
-    def serve(rank: int, world_size: int) -> None:
-        held = make(rank, world_size, **keyword_arguments)
-        pipe_end.send(None)
-        while (asked := pipe_end.recv()) is not None:
-            method, arguments = asked
-            pipe_end.send(getattr(held, method)(*arguments))
-
-    _rank_main(serve, rank, world_size, store_folder, time_limit_s, {}, pipe_end)
-
-
-def _lone_main(
-    target: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    store_folder: str,
-    time_limit_s: float,
-    keyword_arguments: dict[str, Any],
-    pipe_end: Connection,
-) -> None:
-    _tell(lambda: target(**keyword_arguments), time_limit_s, pipe_end)
-
-
-def _tell(call: Callable[[], Any], time_limit_s: float, pipe_end: Connection) -> None:
-    """Sends what the call returns, or how it failed."""
+def _main(task: _Task, rank: int, store_folder: str, pipe_end: Connection) -> None:
+    """A rank's process: sends the outcome of its task, or how it failed."""
     # Where every thread was, on stderr: the end of a rank that is out of time tells nothing.
-    faulthandler.dump_traceback_later(0.95 * time_limit_s)
+    faulthandler.dump_traceback_later(0.95 * task.time_limit_s)
     try:
-        outcome = call()
+        outcome = _outcome(task, rank, store_folder, pipe_end)
     except Exception:
         outcome = _Failure(time.monotonic(), traceback.format_exc())
     faulthandler.cancel_dump_traceback_later()
     pipe_end.send(outcome)
     if isinstance(outcome, _Failure):
         raise SystemExit(1)
+
+
+def _outcome(task: _Task, rank: int, store_folder: str, pipe_end: Connection) -> Any:
+    if task.is_alone:
+        return task.target(**task.keyword_arguments)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with joined_process_group(rank, task.world_size, store_folder, task.time_limit_s):
+        made = task.target(rank, task.world_size, **task.keyword_arguments)
+        if not task.is_live:
+            return made
+        pipe_end.send(None)
+        while (asked := pipe_end.recv()) is not None:
+            method, arguments = asked
+            pipe_end.send(getattr(made, method)(*arguments))
+        # Before the group is destroyed.
+        del made
+    return None
 
 
 class _Ranks:
@@ -268,10 +231,6 @@ class _Ranks:
         self.deadline_s = deadline_s
         self.processes: list[BaseProcess] = []
         self.pipe_ends: list[Connection] = []
-
-    def add(self, process: BaseProcess, pipe_end: Connection) -> None:
-        self.processes.append(process)
-        self.pipe_ends.append(pipe_end)
 
     def send(self, message: Any) -> None:
         """Tell every rank the same."""
@@ -285,24 +244,26 @@ class _Ranks:
         deadline_s = min(deadline_s, self.deadline_s)
         results: dict[int, Any] = {}
         while len(results) < len(self.processes):
-            awaited = {end: rank for rank, end in enumerate(self.pipe_ends) if rank not in results}
-            ready = wait(awaited, timeout=max(0.0, deadline_s - time.monotonic()))
-            if not ready:
-                raise RanksTimedOutError(f"no result from ranks {sorted(awaited.values())} within the time limit")
-            arrived = {awaited[end]: self._receive(awaited[end]) for end in ready}
+            arrived = self._hear(results, deadline_s)
+            if not arrived:
+                awaited = [rank for rank in range(len(self.processes)) if rank not in results]
+                raise RanksTimedOutError(f"no result from ranks {awaited} within the time limit")
             results.update(arrived)
             if any(isinstance(outcome, _Failure) for outcome in arrived.values()):
                 self._raise_earliest_failure(results)
         return [results[rank] for rank in range(len(self.processes))]
 
+    def _hear(self, results: dict[int, Any], until_s: float) -> dict[int, Any]:
+        """The messages of ranks that have no result yet, as soon as there are any; none where there are none in time."""
+        awaited = {end: rank for rank, end in enumerate(self.pipe_ends) if rank not in results}
+        ready = wait(awaited, timeout=max(0.0, until_s - time.monotonic())) if awaited else []
+        return {awaited[end]: self._receive(awaited[end]) for end in ready}
+
     def _raise_earliest_failure(self, results: dict[int, Any]) -> NoReturn:
         """Hears those who have not spoken yet, each at most once, for `HEARING_S`."""
         until_s = time.monotonic() + HEARING_S
-        awaited = {end: rank for rank, end in enumerate(self.pipe_ends) if rank not in results}
-        while awaited and (ready := wait(awaited, timeout=max(0.0, until_s - time.monotonic()))):
-            for end in ready:
-                rank = awaited.pop(end)
-                results[rank] = self._receive(rank)
+        while arrived := self._hear(results, until_s):
+            results.update(arrived)
         failures = [(rank, outcome) for rank, outcome in results.items() if isinstance(outcome, _Failure)]
         vanished = [each for each in failures if each[1].told_s is None]
         told = sorted((each for each in failures if each[1].told_s is not None), key=lambda each: each[1].told_s)

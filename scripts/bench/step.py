@@ -19,8 +19,8 @@ from typing import Any
 
 from compare import Comparison, compare
 from engines import ENGINES, USUAL_ENGINES, WORKLOADS, chosen_engines
-from harness import describe_run, keep, read_options
-from tables import report_of
+from harness import read_options
+from tables import show_and_keep
 
 # Sums of two terms have one order only; with more ranks an engine may add in another order than DDP's ring.
 BITWISE_WORLD_SIZE = 2
@@ -78,9 +78,7 @@ def main() -> int:
     settings |= {"engines": tuple(options.engines), "workload": WORKLOADS[options.model], "world_size": options.ranks}
     found = {"kind": "steps"} | compare(Comparison(**settings))
     found["broken_bounds"] = broken_bounds(options.model, found["engines"])
-    run = describe_run(options)
-    keep("step", run, found, options.json)
-    print(report_of(run | found))
+    show_and_keep("step", options, found)
     differing = [
         row["name"] for row in found["engines"] if row["is_ours"] and row["is_exact"] and row["loss_difference"]
     ]

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from engines import ENGINES
-from harness import BUSY_LOAD, MIB, RESULTS, ROOT
+from harness import BUSY_LOAD, MIB, RESULTS, ROOT, cells, describe_run, keep
 
 PICTURES = ROOT / "docs" / "figures"
 DOCUMENTS = ("README.md", "docs/*.md")
@@ -38,20 +38,13 @@ BEHIND = "where a peer is ahead"
 LEVEL = 0.005
 """Figures this close are level."""
 
-FIGURES: dict[str, Callable[[Record], float | None]] = {
-    "CPU": lambda row: row["cpu_ratio"]["median"] if "cpu_ratio" in row else None,
-    "wire": lambda row: row["sent_bytes"],
-    "peak": lambda row: row["peak_bytes"],
-    "first step": lambda row: row.get("first_step_cpu_s"),
+FIGURES: dict[str, tuple[Callable[[Record], float | None], Callable[[float], str]]] = {
+    "CPU": (lambda row: row["cpu_ratio"]["median"] if "cpu_ratio" in row else None, "{:.2f} x DDP".format),
+    "wire": (lambda row: row["sent_bytes"], lambda value: f"{value / 1e6:.1f} MB"),
+    "peak": (lambda row: row["peak_bytes"], lambda value: f"{value / MIB:.0f} MiB"),
+    "first step": (lambda row: row.get("first_step_cpu_s"), "{:.2f} s of CPU".format),
 }
-"""What is compared; less is better in each."""
-
-_UNITS: dict[str, Callable[[float], str]] = {
-    "CPU": lambda value: f"{value:.2f} x DDP",
-    "wire": lambda value: f"{value / 1e6:.1f} MB",
-    "peak": lambda value: f"{value / MIB:.0f} MiB",
-    "first step": lambda value: f"{value:.2f} s of CPU",
-}
+"""What is compared, less being better in each: its figure of an engine's row, and the figure in words."""
 
 
 def behind(own: float | None, peers: Iterable[tuple[str, float | None]], what: str = "") -> str:
@@ -77,7 +70,7 @@ def verdict(row: Record, rows: list[Record]) -> str:
     rounds = not row.get("is_exact", True)
     peers = [each for each in rows if not each["is_ours"] and (rounds or each.get("is_exact", True))]
     found = []
-    for what, figure in FIGURES.items():
+    for what, (figure, _) in FIGURES.items():
         said = behind(figure(row), ((peer["title"], figure(peer)) for peer in peers), what)
         if said and what == "CPU":
             best = min(peers, key=lambda peer: peer["cpu_ratio"]["median"])
@@ -87,9 +80,9 @@ def verdict(row: Record, rows: list[Record]) -> str:
     return "; ".join(filter(None, found)) or "ahead or level in all"
 
 
-def scores(rows: list[Record]) -> Iterable[tuple[str, str, str, str]]:
-    """(figure, the best of ours, the best of the peers, what is to be said), among engines that round nothing."""
-    for what, figure in FIGURES.items():
+def scores(rows: list[Record]) -> Iterable[Record]:
+    """Of each figure the best of ours, the best of the peers and what is to be said, among engines that round nothing."""
+    for what, (figure, text) in FIGURES.items():
         ours, peers = (
             [(figure(row), row["title"]) for row in rows if row["is_exact"] and row["is_ours"] is is_ours]
             for is_ours in (True, False)
@@ -98,14 +91,14 @@ def scores(rows: list[Record]) -> Iterable[tuple[str, str, str, str]]:
             continue
         (own, title), (best, peer) = min(ours), min(peers)
         said = behind(own, [(peer, best)]) or ("level" if own >= best * (1 - LEVEL) else "ahead")
-        yield what, f"{_UNITS[what](own)} ({title})", f"{_UNITS[what](best)} ({peer})", said
+        yield {"figure": what, "own": f"{text(own)} ({title})", "best": f"{text(best)} ({peer})", "said": said}
 
 
 # ---- tables, by the kind of the file ----
 
 
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
+def markdown(columns: Sequence[tuple[Any, ...]], rows: Iterable[Any]) -> str:
+    lines = [[heading for heading, *_ in columns], ["---"] * len(columns), *(cells(columns, row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -128,59 +121,50 @@ def source(record: Record) -> str:
 SHORT = ("ddp", "zero_optimizer", "fsdp2", "fsdp2_kept", "hf_zero0", "hf_zero1", "hf_zero2", "hf_zero3")
 """Engines of the table that fits beside others."""
 
+_ENGINE: tuple[tuple[Any, ...], ...] = (
+    ("engine", "title"),
+    ("CPU a step / DDP", FIGURES["CPU"][0], ".2f"),
+    ("wire MB", "sent_bytes", ".1f", 1e6),
+    ("peak MiB", "peak_bytes", ".0f", MIB),
+)
+
 
 def steps(record: Record) -> dict[str, str]:
     rows = record["engines"]
-    headings = ("engine", "CPU a step / DDP", "wire MB", "peak MiB", "first step, CPU s", "losses", BEHIND)
-    overview = [(*_step_cells(row), verdict(row, rows) or "peer") for row in rows]
-    short = [(*_short_cells(row), verdict(row, rows)) for row in rows if row["name"] in SHORT]
+
+    def spread(row: Record) -> str | None:
+        return "{median:.2f} ({lowest:.2f}-{highest:.2f})".format(**row["cpu_ratio"]) if "cpu_ratio" in row else None
+
+    def losses(row: Record) -> str:
+        apart = row["loss_difference"]
+        return "DDP's bit for bit" if apart == 0 else f"up to {apart:.1g} from DDP's"
+
+    title, (cpu, *_), *others = _ENGINE
+    more = [("first step, CPU s", FIGURES["first step"][0], ".2f"), ("losses", losses)]
+    ahead = (BEHIND, lambda row: verdict(row, rows))
+    overview = [title, (cpu, spread), *others, *more, (BEHIND, lambda row: verdict(row, rows) or "peer")]
+    best = [("figure", "figure"), ("hf_zero's best", "own"), ("the peers' best", "best"), ("", "said")]
     tables = {
-        "step": markdown(headings, overview),
-        "step-short": markdown((*headings[:4], BEHIND), short),
-        "step-best": markdown(("figure", "hf_zero's best", "the peers' best", ""), scores(rows)),
-        "step-settings": markdown(("engine", "settings"), ((row["title"], row["settings"]) for row in rows)),
+        "step": markdown(overview, rows),
+        "step-short": markdown([*_ENGINE, ahead], (row for row in rows if row["name"] in SHORT)),
+        "step-best": markdown(best, scores(rows)),
+        "step-settings": markdown([title, ("settings", "settings")], rows),
     }
     if record["left_out"]:
-        left_out = ((each["title"], each["why"]) for each in record["left_out"].values())
-        tables["step-left-out"] = markdown(("not measured", "why"), left_out)
+        tables["step-left-out"] = markdown([("not measured", "title"), ("why", "why")], record["left_out"].values())
     return tables
-
-
-def _step_cells(row: Record) -> tuple[str, ...]:
-    title, ratio, *others = _short_cells(row)
-    cpu, first, apart = row["cpu_ratio"], row.get("first_step_cpu_s"), row["loss_difference"]
-    return (
-        *(
-            title,
-            f"{ratio} ({cpu['lowest']:.2f}-{cpu['highest']:.2f})",
-            *others,
-            "" if first is None else f"{first:.2f}",
-        ),
-        "DDP's bit for bit" if apart == 0 else f"up to {apart:.1g} from DDP's",
-    )
-
-
-def _short_cells(row: Record) -> tuple[str, ...]:
-    """An engine, its CPU time by DDP's, the bytes that it sends and its peak, as far as they were measured."""
-    ratio = f"{row['cpu_ratio']['median']:.2f}" if "cpu_ratio" in row else ""
-    return row["title"], ratio, f"{row['sent_bytes'] / 1e6:.1f}", _mib(row["peak_bytes"])
-
-
-def _mib(nbytes: float | None) -> str:
-    return "" if nbytes is None else f"{nbytes / MIB:.0f}"
 
 
 def curves(record: Record) -> dict[str, str]:
     """A table a curve: at each value of what is varied, a row an engine."""
     tables = {}
     for name, curve in record["curves"].items():
-        headings = (curve["varied"], "engine", "CPU a step / DDP", "wire MB", "peak MiB", BEHIND)
         rows = [
-            (str(point["value"]), *_short_cells(row), verdict(row, point["engines"]))
+            row | {"value": point["value"], "said": verdict(row, point["engines"])}
             for point in curve["points"]
             for row in point["engines"]
         ]
-        tables[f"curve-{name}"] = markdown(headings, rows)
+        tables[f"curve-{name}"] = markdown([(curve["varied"], "value"), *_ENGINE, (BEHIND, "said")], rows)
     return tables
 
 
@@ -190,35 +174,35 @@ WHOLE_SAVES = ("torch.save", "DCP")
 
 def checkpoints(record: Record) -> dict[str, str]:
     saves = {name: median(seconds) for name, seconds in record["saves"].items()}
-    loads = {name: median(load["seconds"]) for name, load in record["resumes"].items()}
-    reads = {name: max(load["read_bytes"]) for name, load in record["resumes"].items()}
-    merges = {name: figures["seconds"] for name, figures in record["merges"].items()}
-    peaks = {name: figures["peak_bytes"] for name, figures in record["merges"].items()}
-    seconds, megabytes = "{:.2f} s".format, lambda value: f"{value / 1e6:.0f} MB"
     at_once, stalls = (
         {name: value for name, value in saves.items() if name.endswith(end) or name in WHOLE_SAVES}
         for end in ("at once", "stall")
     )
+    loads, merges = record["resumes"].items(), record["merges"].items()
+    seconds, megabytes = "{:.2f} s".format, lambda value: f"{value / 1e6:.0f} MB"
+    compared: dict[str, tuple[dict[str, float], Callable[[float], str]]] = {
+        "a save that training waits for": (at_once, seconds),
+        "training stands still for a save": (stalls, seconds),
+        "a cold resume": ({name: median(load["seconds"]) for name, load in loads}, seconds),
+        "a rank reads to resume": ({name: max(load["read_bytes"]) for name, load in loads}, megabytes),
+        "export to one model folder": ({name: merge["seconds"] for name, merge in merges}, seconds),
+        "the export's peak": ({name: merge["peak_bytes"] for name, merge in merges}, FIGURES["peak"][1]),
+    }
     rows = [
-        *_compared("a save that training waits for", at_once, seconds),
-        *_compared("training stands still for a save", stalls, seconds),
-        *_compared("a cold resume", loads, seconds),
-        *_compared("a rank reads to resume", reads, megabytes),
-        *_compared("export to one model folder", merges, seconds),
-        *_compared("the export's peak", peaks, lambda value: f"{_mib(value)} MiB"),
+        {"what": what, "way": _way(name), "value": text(value), "said": said or "ahead or level"}
+        for what, (values, text) in compared.items()
+        for name, value in values.items()
+        for said in [behind(value, _peers(values.items())) if _is_ours(name) else "peer"]
     ]
-    return {"checkpoints": markdown(("what", "way", "", BEHIND), rows)}
+    return {"checkpoints": markdown([("what", "what"), ("way", "way"), ("", "value"), (BEHIND, "said")], rows)}
 
 
-def _compared(what: str, values: dict[str, float], text: Callable[[float], str]) -> Iterable[tuple[str, str, str, str]]:
-    peers = [(name, value) for name, value in values.items() if not _is_ours(name)]
-    for name, value in values.items():
-        said = behind(value, peers) if _is_ours(name) else "peer"
-        yield what, _way(name), text(value), said or "ahead or level"
+def _peers(figures: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in figures if not _is_ours(name)]
 
 
 def _is_ours(name: str) -> bool:
-    return name.startswith(("stage", "hf-zero"))
+    return name.startswith(("stage", "hf-zero", "hf_zero"))
 
 
 def _way(name: str) -> str:
@@ -232,87 +216,72 @@ def links(record: Record) -> dict[str, str]:
     groups: dict[tuple, list[Record]] = {}
     for run in record["runs"]:
         groups.setdefault((run["mbit"], run.get("delay_ms", 0), run["model"]), []).append(run)
-    for (mbit, delay_ms, model), runs in sorted(groups.items(), reverse=True):
-        peers = [(run["title"], run["step_ms"]) for run in runs if not run["title"].startswith("hf_zero")]
+    for (mbit, delay_ms, _), runs in sorted(groups.items(), reverse=True):
+        peers = _peers((run["title"], run["step_ms"]) for run in runs)
         link = f"{mbit:g} Mbit/s" + (f", {delay_ms:g} ms" if delay_ms else "")
         for run in runs:
-            forecast = ("", "")
-            if run["simulated_ms"] is not None:
-                forecast = f"{run['simulated_ms']:.0f}", f"{run['error']:+.0%}".replace("%", " %")
-            said = behind(run["step_ms"], peers) if run["title"].startswith("hf_zero") else ""
-            rows.append((link, model, run["title"], f"{run['step_ms']:.0f}", *forecast, said))
-    return {"links": markdown(("link", "model", "engine", "ms a step", "forecast", "error", BEHIND), rows)}
+            error = None if run["error"] is None else f"{run['error']:+.0%}".replace("%", " %")
+            said = behind(run["step_ms"], peers) if _is_ours(run["title"]) else ""
+            rows.append(run | {"link": link, "error": error, "said": said})
+    columns = [
+        *(("link", "link"), ("model", "model"), ("engine", "title"), ("ms a step", "step_ms", ".0f")),
+        *(("forecast", "simulated_ms", ".0f"), ("error", "error"), (BEHIND, "said")),
+    ]
+    return {"links": markdown(columns, rows)}
 
 
 def host_time(record: Record) -> dict[str, str]:
     rows = record["engines"]
     peers = [(ENGINES[row["name"]].title, row["to_ddp"]) for row in rows if not ENGINES[row["name"]].is_ours]
-    cells = [
-        (
-            ENGINES[row["name"]].title,
-            *(f"{row['cpu_ms']:.1f}", _ratio(row["to_ddp"]), _ratio(row["to_fsdp2"])),
-            *(f"{row['thread_ms']:.1f}", _ratio(row["thread_to_ddp"]), _ratio(row["thread_to_fsdp2"])),
-            behind(row["to_ddp"], peers) if ENGINES[row["name"]].is_ours else "",
-        )
-        for row in rows
+    columns = [
+        ("engine", lambda row: ENGINES[row["name"]].title),
+        *(("host ms a step", "cpu_ms", ".1f"), ("to DDP", "to_ddp", ".2f"), ("to FSDP2", "to_fsdp2", ".2f")),
+        ("Python's thread, ms", "thread_ms", ".1f"),
+        *(("to DDP", "thread_to_ddp", ".2f"), ("to FSDP2", "thread_to_fsdp2", ".2f")),
+        (BEHIND, lambda row: behind(row["to_ddp"], peers) if ENGINES[row["name"]].is_ours else ""),
     ]
-    headings = ("engine", "host ms a step", "to DDP", "to FSDP2", "Python's thread, ms", "to DDP", "to FSDP2", BEHIND)
-    return {"host-time": markdown(headings, cells)}
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    return {"host-time": markdown(columns, rows)}
 
 
 def first_step(record: Record) -> dict[str, str]:
     rows = record["engines"]
-    peers = [(row["name"], row["seconds"]) for row in rows if not _is_ours(row["name"])]
-    cells = [
-        (
-            _way(row["name"]),
-            *(f"{row['seconds']:.2f}", f"{row['seconds_later']:+.2f}"),
-            *(f"{row['cpu_seconds']:.2f}", f"{row['cpu_seconds_later']:+.2f}"),
-            behind(row["seconds"], peers) if _is_ours(row["name"]) else "",
-        )
-        for row in rows
+    peers = _peers((row["name"], row["seconds"]) for row in rows)
+    columns = [
+        ("engine", lambda row: _way(row["name"])),
+        *(("seconds", "seconds", ".2f"), ("to DDP", "seconds_later", "+.2f")),
+        *(("CPU s", "cpu_seconds", ".2f"), ("to DDP", "cpu_seconds_later", "+.2f")),
+        (BEHIND, lambda row: behind(row["seconds"], peers) if _is_ours(row["name"]) else ""),
     ]
-    return {"first-step": markdown(("engine", "seconds", "to DDP", "CPU s", "to DDP", BEHIND), cells)}
+    return {"first-step": markdown(columns, rows)}
 
 
 def axes(record: Record) -> dict[str, str]:
     compared = {"CPU": "cpu_s", "wire": "sent_bytes", "peak": "peak_bytes"}
-    peers = [row for row in record["engines"] if not _is_ours(row["name"])]
+    rows = record["engines"]
 
-    def said_of(row: Record) -> str:
+    def said(row: Record) -> str:
         if not _is_ours(row["name"]):
             return "peer"
-        found = [
-            behind(row[key], ((peer["name"], peer[key]) for peer in peers), what) for what, key in compared.items()
-        ]
+        found = [behind(row[key], _peers((x["name"], x[key]) for x in rows), what) for what, key in compared.items()]
         return "; ".join(filter(None, found)) or "ahead or level in all"
 
-    cells = [
-        (
-            *(_way(row["name"]), f"{row['cpu_s']:.3f}", f"{row['to_fsdp2']:.2f}"),
-            *(f"{row['sent_bytes'] / 1e6:.1f}", _mib(row["peak_bytes"]), said_of(row)),
-        )
-        for row in record["engines"]
+    columns = [
+        *(("engine", lambda row: _way(row["name"])), ("CPU s a step", "cpu_s", ".3f"), ("to FSDP2", "to_fsdp2", ".2f")),
+        *(*_ENGINE[2:], (BEHIND, said)),
     ]
-    return {"axes": markdown(("engine", "CPU s a step", "to FSDP2", "wire MB", "peak MiB", BEHIND), cells)}
+    return {"axes": markdown(columns, rows)}
 
 
 def offload(record: Record) -> dict[str, str]:
-    headings = ("optimizer state", "ms a step", "of it optimizer", "CPU ms a step", "peak MiB", "written MiB a step")
-    rows = [
-        (
-            *(f"`{way['way']}`", *(f"{way[name]:.0f}" for name in ("step_ms", "optimizer_ms", "cpu_ms"))),
-            *(_mib(way["host_peak_bytes"]), _mib(way["written_bytes_a_step"])),
-        )
-        for way in record["ways"]
+    columns = [
+        *(("optimizer state", lambda way: f"`{way['way']}`"), ("ms a step", "step_ms", ".0f")),
+        *(("of it optimizer", "optimizer_ms", ".0f"), ("CPU ms a step", "cpu_ms", ".0f")),
+        *(("peak MiB", "host_peak_bytes", ".0f", MIB), ("written MiB a step", "written_bytes_a_step", ".0f", MIB)),
     ]
-    tables = {"offload": markdown(headings, rows)}
+    tables = {"offload": markdown(columns, record["ways"])}
     if record["left_out"]:
-        tables["offload-left-out"] = markdown(("not measured", "why"), record["left_out"].items())
+        left_out = ({"way": way, "why": why} for way, why in record["left_out"].items())
+        tables["offload-left-out"] = markdown([("not measured", "way"), ("why", "why")], left_out)
     return tables
 
 
@@ -332,6 +301,13 @@ def report_of(record: Record) -> str:
     return "\n\n".join(tables_of(record).values())
 
 
+def show_and_keep(name: str, options: argparse.Namespace, figures: Record) -> None:
+    """Prints the tables of what a benchmark has measured, and writes the figures with what they are of."""
+    run = describe_run(options)
+    print(report_of(run | figures))
+    keep(name, run, figures, options.json)
+
+
 # ---- pictures ----
 
 OURS, PEERS = (
@@ -340,7 +316,7 @@ OURS, PEERS = (
 )
 
 PANELS: dict[str, Callable[[Record], float | None]] = {
-    "CPU a step / DDP": FIGURES["CPU"],
+    "CPU a step / DDP": FIGURES["CPU"][0],
     "MB that a rank sends a step": lambda row: row["sent_bytes"] / 1e6,
     "peak MiB of a rank": lambda row: row["peak_bytes"] / MIB if row["peak_bytes"] is not None else None,
 }
