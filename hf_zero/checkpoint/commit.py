@@ -60,7 +60,7 @@ _PROBE_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The ranks that see a folder as this rank does. The first of them does what is done once on a disk.
+    """The ranks that see one folder. The first of them does the work that a disk needs once.
 
     Attributes:
         ranks: in order; this one is among them.
@@ -74,7 +74,7 @@ class Disk:
 
     @classmethod
     def shared(cls, rank: int = 0, world_size: int = 1) -> "Disk":
-        """One that all ranks see."""
+        """Returns the disk that all ranks see."""
         return cls(ranks=tuple(range(world_size)), rank=rank, world_size=world_size)
 
     @property
@@ -84,7 +84,7 @@ class Disk:
 
     @property
     def place(self) -> int:
-        """This rank's number among those of the disk."""
+        """Counts this rank among those of the disk, from 0."""
         return self.ranks.index(self.rank)
 
     @property
@@ -95,7 +95,7 @@ class Disk:
 
 @contextmanager
 def disk_asked(folder: Path) -> Iterator[None]:
-    """Raises the disk's own error where `torch.save` fails of a disk that takes no more: it says "unexpected pos" of that.
+    """Raises the disk's own error in place of torch.save's "unexpected pos", which hides a full disk.
 
     Raises:
         OSError: the disk refuses to write to `folder` at all, for this reason.
@@ -114,7 +114,7 @@ def disk_asked(folder: Path) -> Iterator[None]:
 
 
 def disk_with(path: Path, rank: int, exchange: Exchange) -> Disk:
-    """Looks which ranks find the same file or folder at `path`, which nobody changes meanwhile. Collective; writes nothing."""
+    """Finds the ranks to which `path` is the same file or folder. Collective; writes nothing."""
 
     def identity() -> tuple[int, int] | None:
         # A copy has another inode, or one of another time; no tool can set the time of an inode's change.
@@ -126,7 +126,7 @@ def disk_with(path: Path, rank: int, exchange: Exchange) -> Disk:
 
 
 def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk:
-    """Looks which ranks see in `folder` what this rank puts there; makes the folder. Collective.
+    """Makes `folder` and finds the ranks that see this rank's mark in it. Collective.
 
     Args:
         then: what a failure means, in words.
@@ -159,12 +159,12 @@ _THEN = (
 
 
 def temporary_of(final: Path) -> Path:
-    """Where the checkpoint `final` is written before it is committed."""
+    """Names the folder in which the checkpoint `final` is written before the commit."""
     return final.parent / f".tmp-{final.name}"
 
 
 def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> Path:
-    """Makes an empty temporary folder for the checkpoint `final`; returns it. Collective.
+    """Makes an empty temporary folder for the checkpoint `final`. Collective.
 
     Args:
         needed_bytes: that the ranks of this disk together are about to write.
@@ -172,12 +172,14 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
     Raises:
         CheckpointError: on every rank, when the folder cannot be made or the disk has too little room.
     """
+    # A former run that was killed may have left a folder of that name: its files would be sealed with ours.
     temporary = temporary_of(final)
 
     def make() -> None:
         if not disk.leads:
             return
         final.parent.mkdir(parents=True, exist_ok=True)
+        # Asked before the first byte: a disk that fills up in the middle has cost the others their time.
         free = shutil.disk_usage(final.parent).free
         if free < needed_bytes:
             raise CheckpointError(
@@ -211,12 +213,16 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
         hashes: dict[Chunk, str] = {}
         own = share_of({name: (root / name).stat().st_size for name in names}, disk.place, len(disk.ranks))
         for name, indices in by_file(own).items():
+            # The bytes must be on the disk before the manifest vouches for them. After a power cut, the manifest would
+            # otherwise be there and the values not.
             sync(root / name)
+            # A file that another library wrote, and cut off, would get a good hash of bad content.
             if name.endswith(".safetensors") and not is_whole_safetensors(root / name):
                 raise CheckpointError(f"{name} is shorter than its header says: it was cut off while it was written")
             hashes.update(((name, index), value) for index, value in hashes_of(root / name, indices).items())
         return hashes
 
+    # No rank writes the manifest before all ranks have hashed and synced their share.
     parts = on_all_ranks(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
 
     def write() -> None:
@@ -229,6 +235,8 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
             elsewhere = sorted({row.file for row in manifest.rows if f"{folder}/{row.file}" not in files})
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             replace(manifest, files=files, elsewhere=tuple(elsewhere), written_at=now).write(root / folder)
+            # A folder's names are data of their own: without a sync of the folder, a power cut loses files that are
+            # synced. Behind the manifest, whose name belongs to a folder too.
             for each in [*(path for path in root.rglob("*") if path.is_dir()), root]:
                 sync(each)
 
@@ -254,6 +262,8 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
         if not disk.leads:
             return
         replaced = final.parent / f".old-{final.name}"
+        # A rename cannot replace a folder with files, so the old one steps aside. Between the two renames only `.old-`
+        # has the old one: `clear_leftovers` undoes that.
         if final.exists():
             # A killed run's: it had put a new one in this one's place, and not taken this one away.
             _take_away(replaced)
@@ -264,6 +274,7 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
             if replaced.exists():
                 replaced.rename(final)
             raise
+        # The rename is in the folder's list of names. The old checkpoint may only go once the new name is on the disk.
         sync(final.parent)
         _take_away(replaced)
 
@@ -271,21 +282,22 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
 
 
 def abandon(temporary: Path, *, disk: Disk) -> None:
-    """Takes away what a failed save has left."""
+    """Removes the temporary folder of a failed save."""
     if disk.leads:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def discard(final: Path) -> None:
-    """Takes a checkpoint away; a run that is killed meanwhile leaves no half of it under its name."""
+    """Removes a checkpoint. A kill meanwhile leaves no half of a checkpoint under its name."""
     temporary = temporary_of(final)
+    # Renamed first: removing files takes time, and half of a checkpoint under its name would be resumed from.
     _take_away(temporary)
     final.rename(temporary)
     _take_away(temporary)
 
 
 def _take_away(folder: Path) -> None:
-    """Removes a folder, if there is one. Of a link, which somebody has put in its place, only the link."""
+    """Removes a folder if it exists; in the place of a link, removes only the link."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -293,21 +305,22 @@ def _take_away(folder: Path) -> None:
 
 
 def clear_marks(folder: Path) -> None:
-    """Takes away the marks of runs that were killed while they looked at their disk. Only where no other run is in the folder."""
+    """Removes the marks of killed runs. Only for a folder in which no other run is."""
     for left in folder.glob(f"{MARK}*"):
         left.unlink(missing_ok=True)
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Takes away what killed runs have left in a folder of checkpoints: unfinished ones, and ones replaced half-way.
+    """Removes unfinished and half-replaced checkpoints of killed runs from a folder of checkpoints.
 
-    A `.old-NAME` whose NAME is missing was renamed and not yet replaced: it is put back.
+    A `.old-NAME` without NAME was renamed and not yet replaced, so the rename is undone.
     """
     for old in folder.glob(".old-checkpoint-*"):
         final = folder / old.name.removeprefix(".old-")
         if final.exists():
             _take_away(old)
         else:
+            # Killed between the two renames of `commit`: the old checkpoint is the newest whole one.
             old.rename(final)
     for temporary in folder.glob(".tmp-checkpoint-*"):
         _take_away(temporary)
@@ -334,8 +347,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None]:
     """Keeps other runs from writing checkpoints to `folder` meanwhile. Collective.
 
-    The lock is one of the process that leads the disk (POSIX, so that no child has it and network file systems share it): a
-    run that is killed leaves the file and no lock. Where the file system has no locks, a warning says so.
+    The leading process of the disk holds the lock. Where the file system has no locks, a warning says so.
 
     Raises:
         CheckpointError: on every rank, when another run has it.
@@ -363,9 +375,11 @@ def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None
 
 
 def _taken(path: Path) -> int:
-    """A handle of the file, locked."""
+    """Opens and locks the file; waits while another run holds the lock."""
     deadline_s = time.monotonic() + _patience_s()
     while True:
+        # POSIX locks belong to one process: no child inherits the lock, network file systems share it, and a killed run
+        # leaves the file without a lock.
         lock = _opened(path)
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -382,6 +396,7 @@ def _taken(path: Path) -> int:
                 return lock
             os.close(lock)
             raise
+        # The lock is on an inode. If the former holder has unlinked the file, this lock keeps nobody out.
         if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
             os.ftruncate(lock, 0)
             os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
@@ -391,13 +406,13 @@ def _taken(path: Path) -> int:
 
 
 def _opened(path: Path) -> int:
-    """A handle of the lock file, which is made where there is none.
-
-    The file is cut and written to. Behind a link that another user of a shared folder has put there, that would be any file.
+    """Opens the lock file, and makes one where there is none.
 
     Raises:
         CheckpointError: it is a link or no plain file, or it is another user's.
     """
+    # The file is cut and written to. Behind another user's link in a shared folder that could be any file of ours:
+    # hence no link is followed, and no pipe is waited for.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         lock = os.open(path, flags, 0o666)
@@ -443,7 +458,7 @@ def _in_words(holder: str) -> str:
 
 
 class Background:
-    """At most one job at a time, in a thread of its own.
+    """Runs one job at a time in a thread of its own.
 
     Args:
         device: of what it saves.
@@ -461,6 +476,7 @@ class Background:
 
         def run() -> None:
             try:
+                # A new thread begins on device 0, whatever device the main thread uses.
                 enter_thread(self._device)
                 job()
             except BaseException as fault:
@@ -476,10 +492,11 @@ class Background:
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Waits for the job and raises what it raised."""
+        """Waits for the job and raises its error."""
         if self._thread is not None:
             self._thread.join()
         self._thread = None
+        # Raised once only: the next save begins without the error of this one.
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault

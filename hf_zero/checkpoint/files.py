@@ -14,23 +14,23 @@ import xxhash
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written: names the folder or file, what is wrong, and what to do."""
+    """Says why a checkpoint cannot be read or written: names the folder or file, the fault and the remedy."""
 
 
 # ---- Text out of files that somebody else may have written, made fit to be shown ----
 
 
 def shown(text: object, most: int = 200) -> str:
-    """A value as one line of at most `most` characters; what a terminal would obey, or cannot print, is spelt out."""
+    """Prints a value as one line of at most `most` characters. Control and unprintable characters are spelt out."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text)[: most + 1])
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
-# Links that lead out of a folder: what is reached by one belongs to somebody else and is neither read nor copied.
+# ---- Links that lead out of a folder: files behind them belong to somebody else and are neither read nor copied ----
 
 
 def leads_out(root: Path, path: Path) -> bool:
-    """Whether `path`, somewhere below `root`, is in truth a file or folder elsewhere.
+    """Whether `path`, somewhere below `root`, resolves to a file or folder outside.
 
     A snapshot in the Hub's cache is made of links to the `blobs` folder beside it, which is a part of it.
     """
@@ -42,7 +42,7 @@ def leads_out(root: Path, path: Path) -> bool:
 
 
 def links_out_of(root: Path) -> list[str]:
-    """Names of links below `root`, to files or folders, that lead out of it, relative and sorted."""
+    """Lists the links below `root` that lead outside, relative and sorted."""
     found = []
     for folder, folders, files in os.walk(root):
         paths = [Path(folder, name) for name in (*folders, *files)]
@@ -51,7 +51,7 @@ def links_out_of(root: Path) -> list[str]:
 
 
 def entry_faults(root: Path) -> list[str]:
-    """What below `root` is never read, in words: links that lead out of it, and what is neither a file nor a folder."""
+    """Lists in words the entries below `root` that are never read: links to outside, pipes, devices."""
     faults = [f"{name} is a link that leads out of the folder" for name in links_out_of(root)]
     # A pipe would be waited for, and a device has no end. A link to nowhere leads out or is no file to anybody.
     odd = (path for path in sorted(root.rglob("*")) if path.exists() and not path.is_file() and not path.is_dir())
@@ -59,7 +59,7 @@ def entry_faults(root: Path) -> list[str]:
 
 
 def refuse_links(root: Path, paths: Iterable[Path]) -> None:
-    """Raises `CheckpointError` if one of these paths below `root` leads out of it."""
+    """Raises `CheckpointError` if one of these paths leads out of `root`."""
     for path in paths:
         if leads_out(root, path):
             raise CheckpointError(
@@ -71,7 +71,7 @@ def refuse_links(root: Path, paths: Iterable[Path]) -> None:
 # ---- JSON files that somebody else may have written: read with a limit on their size, and with one kind of error ----
 
 LARGEST_BYTES = 256 * 2**20
-"""Far above any config, index, trainer state or card data; what is larger is no such file."""
+"""Far above any config, index, trainer state or card data."""
 
 
 def read_json(path: Path, *, most_bytes: int = LARGEST_BYTES) -> Any:
@@ -84,8 +84,9 @@ def read_json(path: Path, *, most_bytes: int = LARGEST_BYTES) -> Any:
 
 
 def read_text(path: Path, *, most_bytes: int = LARGEST_BYTES) -> str:
-    """A UTF-8 file's text. Raises `CheckpointError` when it cannot be read or is larger than `most_bytes`."""
+    """Reads a UTF-8 file. Raises `CheckpointError` for an unreadable file and for one larger than `most_bytes`."""
     try:
+        # The size first: a folder from the Hub may hold a file that fills the memory of the host.
         nbytes = path.stat().st_size
         if nbytes > most_bytes:
             raise CheckpointError(f"hf_zero: {path} has {nbytes} bytes, and at most {most_bytes} are read.")
@@ -97,7 +98,7 @@ def read_text(path: Path, *, most_bytes: int = LARGEST_BYTES) -> str:
 
 
 def parse_json(text: str, path: Path) -> Any:
-    """The value that a file's text stands for. Raises `CheckpointError` for what is no JSON."""
+    """Parses a file's text. Raises `CheckpointError` for invalid JSON."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -108,17 +109,17 @@ def parse_json(text: str, path: Path) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file. Raises `CheckpointError` when it cannot be read or holds something else."""
+    """Reads a JSON file that holds a mapping. Raises `CheckpointError` otherwise."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}, where a mapping is due.")
     return content
 
 
-# The files of a checkpoint: what is recorded of each when it is written, and what is found wrong when it is read.
+# ---- The files of a checkpoint: recorded when they are written, checked when they are read ----
 
 CHUNK_BYTES = 256 * 2**10
-"""What is hashed in one piece, so that ranks can share a file, and each can look at little more than what it will load."""
+"""Bytes hashed in one piece. Ranks share a file by pieces, and a rank checks little more than the bytes that it loads."""
 HASH_DIGITS = 16
 _LONGEST_PATH = 1024
 _LONGEST_PART = 255
@@ -134,7 +135,7 @@ Chunk = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """A file's size in bytes, and the XXH3 64-bit hash, in hexadecimal, of each 256 KiB of it in turn."""
+    """A file's size in bytes, and the XXH3 64-bit hash, in hexadecimal, of each 256 KiB in turn."""
 
     size: int
     xxh3: tuple[str, ...]
@@ -146,21 +147,21 @@ class FileRecord:
 
 
 def no_folder(path: Path) -> str:
-    """What is wrong with the path of a folder where there is none, in words."""
+    """Says in words why `path` is not a folder."""
     return f"{path} is a file; give the folder that it is in" if path.exists() else f"there is no folder {path}"
 
 
 def chunks_in(size: int) -> int:
-    """How many chunks a file of `size` bytes has: one for an empty file, so that it is looked at too."""
+    """Counts the chunks of a file of `size` bytes; an empty file has one, so that it is checked too."""
     return max(1, -(-size // CHUNK_BYTES))
 
 
 def untold(_done_bytes: int, _total_bytes: int) -> None:
-    """For work whose progress nobody looks at."""
+    """Reports progress to nobody."""
 
 
 def hashes_of(path: Path, indices: Iterable[int], on_read: Callable[[int], None] = lambda _: None) -> dict[int, str]:
-    """Index → XXH3 64-bit hash, in hexadecimal, of these chunks of a file, read in order.
+    """Hashes these chunks of a file in order: index → XXH3 64-bit hash, in hexadecimal.
 
     Args:
         on_read: is told the bytes of each chunk.
@@ -190,20 +191,20 @@ def _windows(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _fetch(file: IO[bytes], begin: int, nbytes: int) -> None:
-    """Has the system begin to read just these bytes."""
+    """Asks the system to begin reading exactly these bytes."""
     refuse_read_ahead(file)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), begin, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def refuse_read_ahead(file: IO[bytes]) -> None:
-    """The system would read, of its own, some of what another rank looks at."""
+    """Turns the system's read-ahead off: it would read chunks that another rank checks."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def share_of(sizes: Mapping[str, int], rank: int, world_size: int) -> list[Chunk]:
-    """The chunks of these files that one of `world_size` ranks looks at; all have about as many bytes."""
+    """Returns the chunks of these files that one of `world_size` ranks checks. All ranks get about as many bytes."""
     total, before, own = max(1, sum(sizes.values())), 0, []
     for name in sorted(sizes):
         for index in range(chunks_in(sizes[name])):
@@ -215,7 +216,7 @@ def share_of(sizes: Mapping[str, int], rank: int, world_size: int) -> list[Chunk
 
 
 def by_file(chunks: Iterable[Chunk]) -> dict[str, list[int]]:
-    """A file's name → which of its chunks are meant."""
+    """Groups chunks by file: name → indices."""
     indices: dict[str, list[int]] = {}
     for name, index in chunks:
         indices.setdefault(name, []).append(index)
@@ -223,12 +224,12 @@ def by_file(chunks: Iterable[Chunk]) -> dict[str, list[int]]:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Names of all files below a folder, relative to it, with forward slashes, sorted."""
+    """Lists all files below a folder, relative, with forward slashes, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def is_inside(name: str) -> bool:
-    """Whether a recorded name is one of a file inside its folder: relative, without `..`, printable, and not too long."""
+    """Whether a recorded name stays inside its folder: relative, without `..`, printable, and not too long."""
     path = PurePosixPath(name)
     return (
         0 < len(name) <= _LONGEST_PATH
@@ -243,7 +244,7 @@ def is_inside(name: str) -> bool:
 def faults_of(
     folder: Path, records: Mapping[str, FileRecord], chunks: Sequence[Chunk], on_progress: Progress = untold
 ) -> list[str]:
-    """What is wrong with these chunks of recorded files, in words: absent, of another size, of other contents."""
+    """Lists in words the faults of these chunks of recorded files: absent, of another size, of other contents."""
     total = sum(min(CHUNK_BYTES, records[name].size - index * CHUNK_BYTES) for name, index in chunks)
     done = 0
 
@@ -263,6 +264,7 @@ def _faults_of_file(
     folder: Path, name: str, record: FileRecord, indices: Sequence[int], on_read: Callable[[int], None]
 ) -> list[str]:
     path = folder / name
+    # From cheap to dear, and the name first: a name with `..` would have this read any file of the user's.
     if not is_inside(name):
         return [f"the manifest names {name!r}, which is not inside the folder"]
     if not path.is_file():
@@ -282,7 +284,7 @@ def _faults_of_file(
 
 
 def sync(path: Path) -> None:
-    """Has the system put a file, or a folder's list of names, on the disk itself."""
+    """Flushes a file, or a folder's list of names, from the system's cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

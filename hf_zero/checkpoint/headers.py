@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensor lies where. Checked before anything is believed of it."""
+"""Reads headers of safetensors files, and checks each before anything relies on one."""
 
 import json
 import math
@@ -39,7 +39,7 @@ _LARGEST_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Where a tensor lies in a safetensors file: from byte `begin` up to `end`; its dtype as safetensors spells it ("F32")."""
+    """The bytes of a tensor in a safetensors file, from `begin` up to `end`; dtype as safetensors spells it ("F32")."""
 
     begin: int
     end: int
@@ -48,7 +48,7 @@ class TensorSpan:
 
 
 def is_whole_safetensors(path: Path) -> bool:
-    """Whether a file is as long as its header says."""
+    """Whether a file is as long as the header says."""
     header = _header_of(path)
     if header is None:
         return False
@@ -57,14 +57,14 @@ def is_whole_safetensors(path: Path) -> bool:
 
 
 def tensors_in(path: Path) -> dict[str, tuple[int, int]]:
-    """Each tensor of a safetensors file: the byte at which it begins, and bytes an element. {} for a file that is not whole."""
+    """Each tensor of a safetensors file: its first byte, and bytes an element. {} for a file that is cut off."""
     spans = spans_in(path) or {}
     numels = {name: math.prod(span.shape) for name, span in spans.items()}
     return {name: (span.begin, (span.end - span.begin) // numels[name]) for name, span in spans.items() if numels[name]}
 
 
 def spans_in(path: Path) -> dict[str, TensorSpan] | None:
-    """Tensor → where it lies in a safetensors file; None for what is no such file."""
+    """Tensor → its bytes in a safetensors file; None for a file of another kind."""
     header = _header_of(path) if path.is_file() else None
     return None if header is None else header[1]
 
@@ -75,7 +75,7 @@ def is_size(value: object) -> bool:
 
 
 def is_shape(value: object) -> bool:
-    """Whether a JSON value is a list of sizes whose product torch can count."""
+    """Whether a JSON value is a list of sizes with a product that torch can count."""
     if not isinstance(value, list) or not all(is_size(size) for size in value):
         return False
     # Zeros aside: torch multiplies what is there besides.
@@ -83,7 +83,7 @@ def is_shape(value: object) -> bool:
 
 
 def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan]] | None:
-    """A safetensors file's bytes up to its first tensor, and its tensors; None where it does not begin with a header."""
+    """Reads a header: bytes up to the first tensor, and the tensors; None for a file of another kind."""
     size = path.stat().st_size
     with path.open("rb", buffering=0) as file:
         refuse_read_ahead(file)
@@ -91,6 +91,7 @@ def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan]] | None:
         if len(prefix) < 8:
             return None
         (header_bytes,) = struct.unpack("<Q", prefix)
+        # Unchecked, eight bytes of a damaged file could ask for exabytes of memory.
         if header_bytes > min(_LARGEST_HEADER_BYTES, size - 8):
             return None
         try:
@@ -111,7 +112,7 @@ def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan]] | None:
 
 
 def _span_of(entry: Any, start: int) -> TensorSpan | None:
-    """A tensor's entry, or None where it does not say one thing: its dtype, its shape and its bytes."""
+    """Reads a tensor's entry; None where dtype, shape and bytes contradict each other."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return None
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -119,6 +120,7 @@ def _span_of(entry: Any, start: int) -> TensorSpan | None:
         return None
     if not all(is_size(offset) for offset in offsets) or offsets[1] < offsets[0]:
         return None
+    # Trusted bytes beyond the shape would let one tensor read another's.
     if dtype in DTYPE_BYTES and offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
         return None
     return TensorSpan(start + offsets[0], start + offsets[1], tuple(shape), dtype)

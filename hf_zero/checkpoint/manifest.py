@@ -1,4 +1,4 @@
-"""The manifest: which element of which parameter's state lies in which file. Written last, it makes a checkpoint whole."""
+"""The manifest says which element of which parameter's state is in which file. Written last, it makes a checkpoint whole."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ _LARGEST_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRow:
-    """A run of one parameter's state in one file, under `key` as a 1-D tensor; its dtype as safetensors spells it ("F32")."""
+    """A run of one parameter's state: 1-D in `file` under `key`; dtype as safetensors spells it ("F32")."""
 
     kind: str
     name: str
@@ -50,7 +50,7 @@ class SavedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedWeight:
-    """A tensor of the model as `save_pretrained` names it: its dtype as safetensors spells it ("F32"), and its shape."""
+    """A tensor of the model under its name in `save_pretrained`; dtype as safetensors spells it ("F32")."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class SavedWeight:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a `zero/` folder holds.
+    """Describes a `zero/` folder.
 
     Attributes:
         shapes: parameter name → its whole shape.
@@ -97,7 +97,7 @@ class Manifest:
     boxes: dict[str, dict[str, Box]] = field(default_factory=dict)
 
     def box_of(self, row: SavedRow) -> Box:
-        """The part of the whole tensor that a row's interval counts the elements of."""
+        """Returns the part of the whole tensor whose elements the row's interval counts."""
         box = self.boxes.get(row.file, {}).get(row.name)
         return Box.whole(self.whole_shape(row.kind, row.name) or ()) if box is None else box
 
@@ -106,7 +106,7 @@ class Manifest:
         return dataclasses.replace(self, files=dict(files))
 
     def whole_shape(self, kind: str, name: str) -> tuple[int, ...] | None:
-        """The shape of one kind of state of a parameter, or of a tensor of the model; None where there is no such thing."""
+        """Returns the shape of one kind of state of a parameter, or of a tensor of the model; None for an unknown one."""
         if kind == WEIGHTS:
             return self.weights[name].shape if name in self.weights else None
         if kind not in self.kinds.get(name, ()):
@@ -114,10 +114,7 @@ class Manifest:
         return self.own_shapes.get(name, {}).get(kind, self.shapes[name])
 
     def write(self, folder: Path) -> None:
-        """Writes `manifest.json` under a temporary name and renames it: it is there whole or not at all.
-
-        It carries the hash of its own content, so that a change in it is seen too.
-        """
+        """Writes `manifest.json`, whole or not at all, with a hash of the content."""
         content = {
             "format_version": FORMAT_WITH_BOXES if self.boxes else FORMAT_VERSION,
             "world_size": self.world_size,
@@ -144,6 +141,8 @@ class Manifest:
                 file: {name: [list(box.shape), box.ranges] for name, box in boxes.items()}
                 for file, boxes in self.boxes.items()
             }
+        # Flush before rename: a rename may reach the disk before the bytes do, and the name would then vouch for an
+        # empty file.
         temporary = folder / f".{MANIFEST_NAME}.tmp"
         temporary.write_text(_text({**content, "xxh3": _hash(content)}), encoding="utf-8")
         sync(temporary)
@@ -151,8 +150,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Raises `CheckpointError` when there is none, or one that this version cannot read."""
+        """Reads a folder's manifest. Raises `CheckpointError` for a missing, damaged or unknown one."""
         path = folder / MANIFEST_NAME
+        # Before anything is opened: a link in a folder from the Hub could name any file of this user's.
         refuse_links(folder.parent, [folder, path])
         if not path.is_file():
             found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else None
@@ -163,6 +163,7 @@ class Manifest:
             )
         text = read_text(path, most_bytes=_LARGEST_BYTES)
         content = parse_json(text, path)
+        # The version before the hash: another version's file is not damaged, and its user needs another sentence.
         version = content.get("format_version") if isinstance(content, dict) else None
         if type(version) is int and version not in (FORMAT_VERSION, FORMAT_WITH_BOXES):
             raise CheckpointError(
@@ -175,6 +176,7 @@ class Manifest:
             )
         try:
             manifest = _of_content(content, folder)
+            # Reading takes the fields' word for each other. A row beyond its parameter would read another row's bytes.
             _refuse_contradictions(manifest)
         except due.FieldError as error:
             raise CheckpointError(
@@ -290,7 +292,7 @@ def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
 
 
 def _is_as_written(content: dict[str, Any], text: str) -> bool:
-    """Whether a manifest has its own hash, which is taken out, and is spelt as it was: `1E-8` is `1e-8` with one bit flipped."""
+    """Whether a manifest has its own hash, which is taken out, and its own spelling: `1E-8` is `1e-8` with a flipped bit."""
     try:
         return text == _text(content) and content.pop("xxh3", None) == _hash(content)
     except RecursionError:

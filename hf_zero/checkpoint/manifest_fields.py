@@ -1,4 +1,4 @@
-"""A manifest's JSON values, each checked to be of the kind that the format says, before anything relies on it."""
+"""Checks a manifest's JSON values against the format before anything relies on them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,14 +16,14 @@ class FieldError(ValueError):
 
 
 def mapping(value: Any, what: str, of: Callable[[Any, str], Value]) -> dict[str, Value]:
-    """A mapping whose values are checked by `of`."""
+    """Checks a mapping, and each value with `of`."""
     if not isinstance(value, dict):
         raise _other(value, what, "a mapping")
     return {name: of(each, f"{what} of {name[:200]!r}") for name, each in value.items()}
 
 
 def listing(value: Any, what: str, of: Callable[[Any, str], Value]) -> tuple[Value, ...]:
-    """A list whose values are checked by `of`."""
+    """Checks a list, and each value with `of`."""
     if not isinstance(value, list):
         raise _other(value, what, "a list")
     return tuple(of(each, f"{what}[{number}]") for number, each in enumerate(value))

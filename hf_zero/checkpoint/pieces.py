@@ -29,7 +29,7 @@ BUFFERS = 2
 
 
 class Values(Protocol):
-    """A 1-D tensor, or what becomes one, part by part, when it is looked at."""
+    """A 1-D tensor, or an object that makes one part by part."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -48,24 +48,23 @@ class Values(Protocol):
 
 
 class HostCopy:
-    """Values in host memory. Here they are there already, and no copy is made."""
+    """Values that are in host memory already, so that no copy is made."""
 
     def __init__(self, values: Values):
         self._values = values
 
     def values(self) -> Values:
-        """They stay until `release`."""
+        """Returns the values, which stay until `release`."""
         return self._values
 
     def release(self) -> None:
-        """Nobody reads them any more."""
+        """Ends the use of the values."""
 
 
 class Staging:
-    """Copies values from accelerators to host memory, a few at a time. Those in host memory are taken as they are.
+    """Copies values from accelerators to host memory, a few at a time. Values in host memory are used in place.
 
-    Copies run on a stream of their own, behind what the device had been asked for when this was made and beside what it is
-    asked for later. The host waits for one at a time, by its event. Until then nobody may write to the values.
+    Nobody may write to the values until `HostCopy.values` has returned.
 
     Args:
         values: all that are to be copied.
@@ -79,18 +78,18 @@ class Staging:
         self._ways = {device: _Way(device, nbytes) for device, nbytes in most_bytes.items()}
 
     def start(self, values: Values) -> HostCopy:
-        """Begins to copy values to host memory. No more than `BUFFERS` may be there at a time."""
+        """Begins to copy values to host memory. At most `BUFFERS` copies may be unreleased."""
         way = self._ways.get(values.device)
         return HostCopy(values) if way is None else way.start(values)
 
     def close(self) -> None:
-        """Gives the buffers back, all of which have been released."""
+        """Frees the buffers, all of which have been released."""
         for way in self._ways.values():
             way.close()
 
 
 class _Way:
-    """From one accelerator.
+    """Copies from one accelerator through pinned buffers.
 
     Args:
         nbytes: of each buffer.
@@ -106,6 +105,8 @@ class _Way:
 
     def start(self, values: Values) -> HostCopy:
         buffer = self._take()
+        # On a stream of its own, behind the work that the device had when the save began: it sees the values of that
+        # time, and training goes on beside it.
         with self._queue.aside(behind=self._since):
             source = values.detach()
             target = buffer[: source.nbytes].view(source.dtype)
@@ -126,11 +127,10 @@ class _Way:
 
 
 class _StagedCopy(HostCopy):
-    """In a pinned buffer.
+    """A copy in a pinned buffer.
 
     Args:
-        source: is kept until the copy has been made: its memory may not be given to another tensor before.
-        copied: when it has.
+        copied: marks the end of the copy.
         free: takes the buffer back.
     """
 
@@ -143,6 +143,8 @@ class _StagedCopy(HostCopy):
         free: list[torch.Tensor],
     ):
         super().__init__(target)
+        # Kept until the copy has ended: else the allocator gives the memory to another tensor, and its values are
+        # saved.
         self._source: torch.Tensor | None = source
         self._copied = copied
         self._buffer = buffer
@@ -150,20 +152,18 @@ class _StagedCopy(HostCopy):
 
     def values(self) -> Values:
         if self._source is not None:
+            # The event of this copy alone. A wait for the stream would wait for the other buffer's copy too.
             self._copied.wait()
             self._source = None
         return super().values()
 
     def release(self) -> None:
-        # One that nobody has asked for is under way all the same.
+        # A copy that nobody has asked for still writes to the buffer: the next user must not have it before.
         self.values()
         self._free.append(self._buffer)
 
 
-# safetensors files that several ranks fill at once: the header first, then each rank its own bytes in their place.
-#
-# The file has its full length from the start, so the disk's room for it is taken before the first byte is written, and no
-# rank waits for another.
+# ---- safetensors files that several ranks fill at once: one writes the header, then each rank its own bytes ----
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -193,7 +193,7 @@ _GLANCE_S = 0.001
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """How the safetensors format spells the dtype of a tensor `name`. Raises `CheckpointError` where it has no name for it."""
+    """Spells the dtype of a tensor `name` as safetensors does. Raises `CheckpointError` for a dtype without a name there."""
     if dtype not in DTYPE_NAMES:
         raise CheckpointError(
             f"{name} has dtype {dtype}, which cannot be saved; those that can are {', '.join(DTYPE_NAMES.values())}. Keep it "
@@ -203,7 +203,7 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that the safetensors format spells so. Raises `CheckpointError` for one that torch does not have."""
+    """Returns the dtype of a safetensors name. Raises `CheckpointError` for a dtype that torch does not have."""
     if name not in _DTYPES:
         raise CheckpointError(f"hf_zero: dtype {name} of a safetensors file is none of {', '.join(_DTYPES)}.")
     return _DTYPES[name]
@@ -222,14 +222,14 @@ class Piece:
         return self.values.nbytes
 
     def write(self) -> None:
-        """Puts the values, which are in host memory, in their place.
+        """Writes the values, which are in host memory, at `offset`.
 
         Raises:
             OSError, CheckpointError: the latter when the disk takes fewer bytes.
         """
         if not self.nbytes:
             return
-        # A file that exists: made by `lay_out`, whichever rank did that.
+        # Without O_CREAT: `lay_out` has made the file, and a missing one means that the folder was taken away.
         handle = os.open(self.path, os.O_WRONLY)
         try:
             left = memoryview(self.values.detach().view(torch.uint8).numpy())
@@ -248,7 +248,7 @@ class Piece:
 def lay_out(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> dict[str, int]:
-    """Makes a safetensors file of these tensors with nothing in it yet; returns the byte at which each begins.
+    """Makes a safetensors file of these tensors without values; returns the byte at which each begins.
 
     Args:
         tensors: name → dtype and shape.
@@ -273,6 +273,8 @@ def lay_out(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.flush()
+        # The whole file at once: a full disk shows here, before training has waited for a single value, and each rank
+        # can then write its part without waiting for another.
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, start + end)
         else:
@@ -303,7 +305,7 @@ def _write_staged(chunks: Iterable[Piece], staging: Staging, on_written: Callabl
 
 
 def _in_host_memory(pieces: Iterable[Piece], staging: Staging) -> Generator[Piece, None, None]:
-    """The pieces with their values in host memory, each until the next is asked for, which is on its way meanwhile."""
+    """Yields the pieces with their values in host memory, and copies the next one meanwhile."""
     left, coming = iter(pieces), deque[tuple[Piece, HostCopy]]()
     try:
         while True:
@@ -321,8 +323,7 @@ def _in_host_memory(pieces: Iterable[Piece], staging: Staging) -> Generator[Piec
 class LivePieces:
     """Pieces that one thread writes while another is about to change their values.
 
-    The values are written from where they live. `secure`, called before they change, copies what is left by then: where the
-    disk is done before the next optimizer step, nothing is ever copied.
+    The values are written from where they live; `secure`, called before they change, copies the rest.
 
     Args:
         most_bytes: that the copies may take; `secure` writes what does not fit itself.
@@ -349,7 +350,7 @@ class LivePieces:
         self._fault: Exception | None = None
 
     def write(self) -> None:
-        """Writes them all; raises what `Piece.write` raises, in `secure` too."""
+        """Writes all pieces. An error of `Piece.write`, in `secure` too, is raised here."""
         while True:
             # Python's locks are not fair: without this, the one who waits in `secure` would wait for all.
             while self._is_wanted:
@@ -360,6 +361,7 @@ class LivePieces:
                     raise self._fault
                 if not self._left:
                     self._end_copies()
+                    # Seen by the tensors' version counters: a step without `secure` has mixed two steps in one file.
                     if not self._is_secured:
                         self._refuse_edits()
                         self._is_secured = True
@@ -367,6 +369,7 @@ class LivePieces:
                 try:
                     chunk = next(self._ready)
                     chunk.write()
+                    # Behind the write: `secure`, in the other thread, takes pieces that are still here for unwritten.
                     self._left.popleft()
                     self._count(chunk.nbytes)
                 except Exception:
@@ -375,20 +378,21 @@ class LivePieces:
                     raise
 
     def drop(self) -> None:
-        """Has `write`, in its thread, raise in place of writing what is left."""
+        """Makes `write`, in its thread, raise before the next piece."""
         self._fault = CheckpointError("the save was interrupted")
 
     def secure(self) -> None:
-        """Returns once the values may change."""
+        """Copies or writes the remaining pieces; then their values may change."""
         if self._is_secured:
             return
+        # Only the pieces that are left: a disk that is done before the next optimizer step costs no copy at all.
         self._is_wanted = True
         try:
             with self._lock:
                 if self._is_secured:
                     return
                 self._is_secured = True
-                # What was on its way is asked for once more.
+                # Copies under way are of pieces that are still in `_left`, and start again below.
                 self._ready.close()
                 now, copies = _snapshot(list(self._left), self._most_bytes, self._staging)
                 self._left = deque(copies)
@@ -420,12 +424,13 @@ def _chunks(piece: Piece) -> Iterable[Piece]:
 
 
 def _snapshot(pieces: Sequence[Piece], most_bytes: int, staging: Staging) -> tuple[list[Piece], list[Piece]]:
-    """The pieces that do not fit in `most_bytes`, and copies in host memory of the others."""
+    """Returns the pieces that do not fit in `most_bytes`, and copies in host memory of the others."""
     fitting, used = 0, 0
     for piece in pieces:
         if used + piece.nbytes > most_bytes:
             break
         fitting, used = fitting + 1, used + _aligned(piece.nbytes)
+    # One allocation for all copies: training waits here, and many small ones would each touch new pages.
     arena = allocate(used, torch.uint8, torch.device("cpu"))
     copies, at = [], 0
     for piece in _in_host_memory(pieces[:fitting], staging):
@@ -444,9 +449,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Name → tensor, in its shape. What is written to one stays in this process.
-
-    safetensors' own `get_tensor` touches a tensor's first page, and the system then reads what lies around it.
+    """Maps a safetensors file: name → tensor. Writes to a tensor stay in this process.
 
     Raises:
         CheckpointError: not a whole safetensors file.
@@ -459,6 +462,8 @@ def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
             "resume from an earlier one."
         )
     with path.open("rb") as file:
+        # safetensors' `get_tensor` touches a tensor's first page, and the system then reads its neighbours too: a rank
+        # would read far more than its part.
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     if hasattr(mmap, "MADV_RANDOM"):
         pages.madvise(mmap.MADV_RANDOM)
@@ -495,7 +500,7 @@ class SavedBlock:
 
 
 def read_blocks(box: Box, interval: Interval, blocks: Iterable[SavedBlock]) -> torch.Tensor:
-    """The elements `interval`, row-major, of a part of a tensor, 1-D; only blocks that have some of its rows are loaded.
+    """Reads the elements `interval`, row-major, of a part of a tensor, 1-D. Only blocks with rows of that are loaded.
 
     Args:
         blocks: that have each element of the whole tensor once.
@@ -522,7 +527,7 @@ def read_blocks(box: Box, interval: Interval, blocks: Iterable[SavedBlock]) -> t
 
 
 def _overlap(block: SavedBlock, there: _Slices, here: _Slices) -> tuple[_Slices, _Slices] | None:
-    """Where the elements lie that two blocks have in common: (in the saved one, in the part).
+    """Returns the common elements of two blocks, in the saved one and in the part.
 
     Args:
         there, here: the other block, in the whole tensor and in the part.

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: only the bytes that a rank wants, whatever world size and stage wrote them."""
+"""Reads only the bytes that a rank needs from a checkpoint, whatever world size and stage wrote them."""
 
 import math
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from .pieces import dtype_named, mapped_tensors
 
 
 class CheckpointReader:
-    """The rows of one `zero/` folder. A context manager; files stay open while it is entered.
+    """Reads the rows of one `zero/` folder. A context manager; files stay open inside.
 
     Args:
         others: `zero/` folders of the same checkpoint on other hosts' disks, for files that this one has not.
@@ -40,12 +40,12 @@ class CheckpointReader:
         self._files.clear()
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        """Kinds that have one value an element of a parameter."""
+        """Lists the kinds with one value an element of a parameter."""
         own = self.manifest.own_shapes.get(name, {})
         return tuple(kind for kind in self.manifest.kinds.get(name, ()) if kind not in own)
 
     def scalars_of(self, name: str) -> dict[str, Any]:
-        """State that holds for a parameter as a whole; tensors are made anew."""
+        """Returns state that holds for a parameter as a whole; tensors are new."""
         scalars = {key: _revive(value) for key, value in self.manifest.scalars.get(name, {}).items()}
         own = self.manifest.own_shapes.get(name, {})
         return scalars | {
@@ -74,7 +74,7 @@ class CheckpointReader:
             )
 
     def read(self, kind: str, name: str, interval: Interval) -> torch.Tensor:
-        """The elements `interval` of one kind of state of one whole parameter, a 1-D host tensor."""
+        """Reads the elements `interval` of one kind of state of one whole parameter, a 1-D host tensor."""
         runs = self._runs.get((kind, name))
         if runs is None:
             runs = self._runs[kind, name] = _Runs(self.manifest, self._rows.get((kind, name), []))
@@ -97,6 +97,8 @@ class CheckpointReader:
         path = found[0]
         try:
             if row.file not in self._files:
+                # Once a file, before it is opened: the manifest's names are checked, the file system may still lead
+                # elsewhere.
                 refuse_links(path.parent.parent, [path])
                 self._files[row.file] = mapped_tensors(path)
             whole = self._files[row.file][row.key]
@@ -104,20 +106,23 @@ class CheckpointReader:
             raise CheckpointError(
                 f"hf_zero: {path} cannot be read ({error}); the checkpoint is damaged, resume from an earlier one."
             ) from error
+        # The header is the file's word, the manifest the checkpoint's: where they differ, the slice below would be of
+        # other elements.
         if whole.shape != (row.interval.numel,) or whole.dtype != dtype_named(row.dtype):
             raise CheckpointError(
                 f"hf_zero: {path} has {row.key!r} of shape {tuple(whole.shape)} and {whole.dtype}, and the manifest says "
                 f"{row.interval.numel} elements of {row.dtype}; the checkpoint is damaged, resume from an earlier one."
             )
         values = whole[interval.start : interval.stop]
+        # The whole run at once: page by page, a disk on a network answers one request after the other.
         ask_for(values)
         return values.clone()
 
 
 class _Runs:
-    """Where the elements of one kind of state of a whole parameter lie: each run with its row, and where in that it begins.
+    """Sorts the runs of one kind of state of a whole parameter by their first element.
 
-    A row of a part of a parameter, as a model has it that is split over ranks, may be many runs of the whole.
+    A row of a parameter that is split over ranks may be many runs of the whole.
     """
 
     def __init__(self, manifest: Manifest, rows: Sequence[SavedRow]):
@@ -131,7 +136,7 @@ class _Runs:
         self._most = max((run.numel for run, _ in self._runs), default=0)
 
     def about(self, interval: Interval) -> list[tuple[Interval, tuple[SavedRow, int]]]:
-        """Those that may have elements of the interval."""
+        """Returns the runs that may have elements of the interval."""
         first = bisect_left(self._starts, interval.start - self._most)
         return self._runs[first : bisect_left(self._starts, interval.stop)]
 

@@ -1,4 +1,4 @@
-"""What a folder holds: a checkpoint, a model, a run; and the settings it was saved with."""
+"""Reads a folder: a checkpoint, a model or a run, and the settings of its save."""
 
 import fnmatch
 import math
@@ -23,9 +23,9 @@ _OF_A_RUN = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_m
 
 
 def tell_apart(saved: Iterable[str], group: Iterable[str]) -> tuple[str, str] | None:
-    """A setting that only the saved one of two optimizers has, and one that only this run's has; None where one may be the other.
+    """Finds a setting of the saved optimizer alone and one of this run's alone; None where both may be one optimizer.
 
-    It may where one of them alone has more: releases add settings, and scripts keep some of their own in groups.
+    One of them alone may have more: releases add settings, and scripts keep some of their own in groups.
     """
     there, here = set(saved) - _OF_A_RUN, set(group) - _OF_A_RUN - {"params", "param_names"}
     return (min(there - here), min(here - there)) if there - here and here - there else None
@@ -48,8 +48,9 @@ def restore_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def _restored(value: Any, current: Any) -> Any:
-    """A saved setting as the group has it: in the same tensor, as the same kind of number, in the same kind of list."""
+    """Converts a saved setting to the group's form: the same tensor, kind of number, kind of list."""
     if isinstance(current, torch.Tensor) and value is not None:
+        # In the same tensor: a captured or compiled step holds this very one, and would not see another.
         return current.fill_(value)
     if isinstance(current, np.generic) and value is not None:
         return type(current)(value)
@@ -61,7 +62,7 @@ def _restored(value: Any, current: Any) -> Any:
 
 
 def _is_alike(value: Any, current: Any) -> bool:
-    """Whether a saved setting can take the place of the group's; one that is None or unknown here may become anything."""
+    """Whether a saved setting can replace the group's. None, on either side, may become anything."""
     if value is None or current is None:
         return True
     if isinstance(current, np.generic):
@@ -77,7 +78,7 @@ def _is_alike(value: Any, current: Any) -> bool:
 
 
 def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings as JSON values: everything but its parameters.
+    """Returns a group's settings, without its parameters, as JSON values.
 
     Raises:
         CheckpointError: one is no such value, such as a function or a tensor of several numbers.
@@ -107,7 +108,7 @@ def same_groups(saved: Sequence[dict[str, Any]], names: Sequence[Sequence[str]])
     return [set(group["parameters"]) for group in saved] == [set(group) for group in names]
 
 
-# Whether a checkpoint's parts fit together: checksums tell that files are as they were written, not that they were right.
+# ---- Do a checkpoint's parts fit together? Checksums say that files are as written, not that they were right ----
 
 STATE_NAME = "trainer_state.json"
 POSITION_NAME = "data_position.json"
@@ -142,7 +143,7 @@ _READ_BACK = (
 
 
 def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[str]:
-    """What contradicts the manifest, in words, beside checksums.
+    """Lists in words the contradictions to the manifest, checksums aside.
 
     Args:
         folder: below the checkpoint, in which the manifest lies. Those of further models, `folder_1` and so on, too.
@@ -164,7 +165,7 @@ def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[
 
 
 def described_faults(folder: Path) -> list[str]:
-    """What the JSON files beside a model's weights have wrong, which cards, tables and resumes are made of."""
+    """Lists the faults of the JSON files beside a model's weights, from which cards, tables and resumes are made."""
     faults = []
     for read in (read_run, read_history, read_position):
         try:
@@ -175,7 +176,7 @@ def described_faults(folder: Path) -> list[str]:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What a folder tells of the run that trained its model; {} where it tells nothing. Those of `RUN_FIELDS` are mappings.
+    """Reads a folder's record of the run that trained its model; {} without one. Those of `RUN_FIELDS` are mappings.
 
     Raises:
         CheckpointError: the file cannot be read, or holds something else.
@@ -189,13 +190,13 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """What a Trainer has logged, from its state in the folder, or what a model folder keeps of that; see `log_history`."""
+    """Reads a Trainer's log from its state in the folder, or from the record of a model folder; see `log_history`."""
     path = folder / STATE_NAME
     return log_history(read_mapping(path), path) if path.is_file() else log_history(read_run(folder), folder / RUN_NAME)
 
 
 def log_history(state: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
-    """What a Trainer's state has logged: the entries in order, each with numbers where numbers are due.
+    """Returns the log in a Trainer's state: entries in order, with numbers in the known fields.
 
     Raises:
         CheckpointError: it has something else there; `path` is the file that the state is of.
@@ -216,7 +217,7 @@ def _is_number(value: object) -> bool:
 
 
 def read_position(folder: Path) -> dict[str, int] | None:
-    """Where training stands in its data: `global_rows`, `epoch` and `rows`; None where the folder does not tell.
+    """Reads the position of training in its data: `global_rows`, `epoch` and `rows`; None without a record.
 
     Raises:
         CheckpointError: the file holds something else.
@@ -235,7 +236,7 @@ def read_position(folder: Path) -> dict[str, int] | None:
 
 
 def row_faults(manifest: Manifest) -> list[str]:
-    """Elements of a parameter's state that no row has, or several have."""
+    """Lists elements of a parameter's state without a row, or with several."""
     rows: dict[tuple[str, str], dict[Box, list[Interval]]] = {}
     for row in manifest.rows:
         of_box = rows.setdefault((row.kind, row.name), {})
@@ -263,7 +264,7 @@ def _lost_files(manifest: Manifest, folder: str) -> Iterator[str]:
 
 
 def _strange_files(checkpoint: Path, folder: str, manifest: Manifest) -> Iterator[str]:
-    """Files that are no whole safetensors, and such as would be read though nothing vouches for them."""
+    """Lists files that are cut off, and files without a checksum that a resume would read."""
     from_elsewhere = {f"{folder}/{file}" for file in manifest.elsewhere}
     for name in files_below(checkpoint):
         if name in manifest.files:
@@ -274,7 +275,7 @@ def _strange_files(checkpoint: Path, folder: str, manifest: Manifest) -> Iterato
 
 
 def _row_file_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Rows that are not in their files as the manifest says. Reads the files' headers."""
+    """Lists rows that differ from the manifest. Reads the files' headers."""
     rows: dict[str, list[SavedRow]] = {}
     for row in manifest.rows:
         rows.setdefault(row.file, []).append(row)

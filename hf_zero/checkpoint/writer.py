@@ -1,4 +1,4 @@
-"""Writing masters and optimizer state: every rank its rows, in a file of its own."""
+"""Writes masters and optimizer state: every rank its rows, in a file of its own."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ _THEN = (
 
 
 def row_file(rank: int, world_size: int) -> str:
-    """The name of the file that a rank writes its rows to."""
+    """Names the file of a rank's rows."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
@@ -47,7 +47,7 @@ def plan_rows(
     own_shapes: dict[str, dict[str, tuple[int, ...]]] | None = None,
     boxes: Mapping[str, Box] | None = None,
 ) -> tuple[Manifest, list[Piece]]:
-    """Makes this rank's file; returns the manifest of all ranks' rows and what this rank has to write. Collective.
+    """Makes this rank's file; returns the manifest of all ranks' rows and this rank's pieces. Collective.
 
     Args:
         shapes, scalars: of the parameters that this rank has rows of.
@@ -102,7 +102,7 @@ def write_pieces(
 
 
 def write_live(pieces: LivePieces, folder: Path, exchange: Exchange) -> None:
-    """The same for pieces whose values are about to change."""
+    """Writes pieces whose values are about to change. Collective."""
     on_all_ranks(exchange, pieces.write, doing=f"write to {folder}", then=_THEN)
 
 
@@ -175,13 +175,14 @@ def _kind_of(value: Any) -> str:
 
 
 def _numbers_of(values: Iterable[Any]) -> dict[int, int | float | bool]:
-    """By its id, what each tensor of one element holds. For those on an accelerator, the host waits once for all of a dtype."""
+    """Reads tensors of one element: id → number. An accelerator's are read with one wait a dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for value in values:
         if torch.is_tensor(value) and value.numel() == 1 and not value.is_complex():
             alike.setdefault((value.device, value.dtype), []).append(value)
     numbers: dict[int, int | float | bool] = {}
     for found in alike.values():
+        # One copy and one wait for all: an `item()` each would stop the device once a parameter.
         together = torch.stack([value.detach().reshape(()) for value in found]).tolist()
         numbers.update(zip(map(id, found), together))
     return numbers
