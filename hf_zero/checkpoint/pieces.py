@@ -385,7 +385,6 @@ class LivePieces:
         """Copies or writes the remaining pieces; then their values may change."""
         if self._is_secured:
             return
-        # Only the pieces that are left: a disk that is done before the next optimizer step costs no copy at all.
         self._is_wanted = True
         try:
             with self._lock:
@@ -395,6 +394,7 @@ class LivePieces:
                 # Copies under way are of pieces that are still in `_left`, and start again below.
                 self._ready.close()
                 now, copies = _snapshot(list(self._left), self._most_bytes, self._staging)
+                # Only the pieces that are left: a disk that is done before the next optimizer step costs no copy at all.
                 self._left = deque(copies)
                 _write_staged(now, self._staging, self._count)
                 self._end_copies()
