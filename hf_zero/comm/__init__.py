@@ -1,1 +1,1 @@
-"""How bytes travel: groups of ranks, collectives as start/finish pairs, and the ledger of what they cost."""
+"""Groups of ranks, collectives as start/finish pairs, and the ledger of their cost."""

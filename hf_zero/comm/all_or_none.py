@@ -1,6 +1,6 @@
-"""Work that succeeds on every rank or raises on every rank, so that none goes on alone and waits for the others.
+"""Runs work that succeeds on every rank or raises on every rank, so that no rank goes on alone.
 
-Needs no process group: it is given a function that exchanges a small value between the ranks.
+Needs no process group: callers pass a function that exchanges a small value between the ranks.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Unexpected:
-    """What the other ranks are told of an exception that is not among the expected ones."""
+    """Tells the other ranks of an exception that is not among the expected ones."""
 
     text: str
 
@@ -85,7 +85,9 @@ def raise_on_all(
     told: object = None
     if fault is not None:
         told = (tell(fault),) if is_expected else _Unexpected(f"{type(fault).__name__}: {fault}")
+    # Agreement before raise: a rank that raised first would leave the others waiting in this exchange.
     everyones = exchange(told)
+    # Its own error, with its own traceback: a bug is looked for on the rank that has it.
     if fault is not None and not is_expected:
         raise fault
     for rank, theirs in enumerate(everyones):
@@ -97,6 +99,7 @@ def raise_on_all(
 
 def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     try:
+        # Not of KeyboardInterrupt and the like: a process that is told to end must not wait for others first.
         return work(), None
     except Exception as error:
         return None, error

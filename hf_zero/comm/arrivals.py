@@ -25,7 +25,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed: says which, which rank is the reason, and what the ranks were in.
+    """A collective failed. Names the collective, the culprit, and the state of each rank.
 
     Attributes:
         culprits: the ranks that are the reason, where they are known.
@@ -49,7 +49,7 @@ class PeerFailure(RuntimeError):
 
 
 def break_all_groups() -> None:
-    """Has all waits of this process for collectives fail. No process group can be used behind that."""
+    """Makes all collectives that this process waits in fail. No process group can be used afterwards."""
     for group in list(_world.pg_map):
         for device in group._device_types:
             _break(group._get_backend(device), group)
@@ -59,6 +59,7 @@ def _break(backend: Any, group: dist.ProcessGroup) -> None:
     # torch's types know nothing of what a backend can do.
     if backend.name() != "gloo":
         # NCCL's may wait for its device.
+        # In a thread: NCCL's abort may wait for its device, which waits for the lost rank.
         threading.Thread(target=backend.abort, name="hf_zero abort", daemon=True).start()
         return
     # gloo's own `abort` leaves waits that have begun. It closes all connections of a group in which one wait is out of time.
@@ -79,7 +80,7 @@ _PAUSE_S = 0.02
 
 
 def _pid_namespace() -> str:
-    """Names the set of processes in which a number means the same process; a name of its own where the system has none."""
+    """Names the processes among which a pid is unique; a name of this process alone where the system has none."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not (boot.exists() and namespace.exists()):
         return uuid.uuid4().hex
@@ -88,12 +89,12 @@ def _pid_namespace() -> str:
 
 
 def _since_boot_s() -> float:
-    """The clock by which Linux says when a process began; 0 on systems that have none."""
+    """Reads the clock by which Linux dates the start of a process; 0 on other systems."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
 
 
 def _began_s() -> float:
-    """When this process began, by that clock."""
+    """Returns the start of this process, by that clock."""
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return 0.0
@@ -104,7 +105,7 @@ def _began_s() -> float:
 
 @dataclass(frozen=True)
 class RankProcess:
-    """The process of one rank, as others know it.
+    """Describes the process of one rank to the others.
 
     Attributes:
         pid: inside of `namespace`.
@@ -119,24 +120,24 @@ class RankProcess:
 
     @property
     def name(self) -> str:
-        """That no other process has, of any start of the run."""
+        """Names the process, unlike any other of any start of the run."""
         return f"{self.host} {self.namespace} {self.pid} {self.began_s}"
 
     def is_of_an_earlier_start(self) -> bool:
-        """See [Note: ranks that are started again]; False of processes that cannot be seen from here."""
+        """See [Note: ranks that are started again]. False of processes of other hosts and containers."""
         return self.namespace == _pid_namespace() and self.told_s < _began_s()
 
     def has_ended(self) -> bool:
-        """False of processes that cannot be seen from here: of other hosts, or of other containers."""
+        """Whether the process has ended. False of processes of other hosts and containers, which cannot be seen."""
         # A process that its parent has not taken note of is still listed.
         return self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger holds it, as far as can be seen from here."""
+        """Whether a signal or a debugger holds the process, as far as this host can see."""
         return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     def _status(self) -> str | None:
-        """Of the system; None of a process that is not there."""
+        """Returns the system's status; None without a process."""
         if self.namespace != _pid_namespace():
             return "unknown"
         try:
@@ -146,7 +147,7 @@ class RankProcess:
 
 
 class RankProcesses:
-    """The processes of all ranks of the default group, by way of the store they were launched with.
+    """Knows the processes of all ranks of the default group, through the launcher's store.
 
     A rank is known from when its process has called `register`.
 
@@ -159,29 +160,32 @@ class RankProcesses:
         self._known: dict[int, RankProcess] = {}
 
     def register(self) -> None:
-        """Tells the others of this process, which goes on if it had left before: a script may make its groups anew."""
+        """Publishes this process, also after `leave`: a script may make its groups anew."""
         rank = dist.get_rank()
         self._store.set(f"process {rank}", json.dumps(asdict(RankProcess())))
+        # Left over from groups that the script has destroyed: others would take this rank for gone.
         if self._store.check([f"left {rank}"]):
             self._store.delete_key(f"left {rank}")
 
     def known(self, rank: int) -> RankProcess | None:
-        """The process of a rank; None where it has told nothing yet."""
+        """Returns the process of a rank; None before the rank has registered."""
         if rank not in self._known and self._store.check([f"process {rank}"]):
             process = RankProcess(**json.loads(self._store.get(f"process {rank}")))
+            # A predecessor's pid may belong to another process by now, which would count as alive.
             if not process.is_of_an_earlier_start():
                 self._known[rank] = process
         return self._known.get(rank)
 
     def has_gone(self, rank: int) -> bool:
-        """Whether it has left, or has ended as far as can be seen from here; other hosts are their launcher's to watch."""
+        """Whether a rank has left or, as far as this host can see, ended. Other hosts are their launcher's to watch."""
         return self.has_left(rank) or self.has_ended(rank)
 
     def has_left(self, rank: int) -> bool:
-        """Whether it has come to the end of its script."""
+        """Whether a rank has reached the end of its script."""
         process = self.known(rank)
         if process is None or not self._store.check([f"left {rank}"]):
             return False
+        # A predecessor's farewell is no farewell of this start.
         return self._store.get(f"left {rank}").decode() == process.name
 
     def has_ended(self, rank: int) -> bool:
@@ -189,7 +193,7 @@ class RankProcesses:
         return process is not None and process.has_ended()
 
     def say_that_this_one_leaves(self, rank: int | None = None) -> None:
-        """Tells the ranks that wait for this one that it does nothing more with them.
+        """Publishes that this rank has finished.
 
         Args:
             rank: of this process, which need not be in a process group any more.
@@ -197,7 +201,7 @@ class RankProcesses:
         self._store.set(f"left {dist.get_rank() if rank is None else rank}", RankProcess().name)
 
     def leave(self, patience_s: float) -> list[int]:
-        """Says so, and waits until the others leave too; returns those that are still at work when `patience_s` have passed."""
+        """Publishes that this rank has finished, and waits for the others; returns those still at work after `patience_s`."""
         deadline_s = time.monotonic() + patience_s
         try:
             self.say_that_this_one_leaves()
@@ -211,15 +215,15 @@ class RankProcesses:
         return []
 
 
-# Ranks come together before they make a process group, so that none of them waits there for one that has ended.
+# ---- A barrier before each process group ----
 #
 # torch's `new_group` waits in the store for the addresses of all ranks for as long as the group's collectives may take,
-# half an hour by default, and a store does not tell that a rank has died.
+# half an hour by default, and a store does not tell that a rank has died. Behind this barrier all ranks are alive.
 #
 # [Note: a call and its answers] torchrun may start ranks again with the store that their predecessors had, so nothing that
 # lies in it says by itself that a rank is here. Rank 0 calls under a name that nobody has used, the others answer that call
-# by a name of their own, and rank 0's last word holds their names. Who does not find its own name in a word waits on: it is
-# that of an earlier call.
+# by a name of their own, and rank 0's last word holds their names. A rank whose name is missing there has read the word of
+# an earlier call, and waits on.
 
 _LOOK_S = 0.5
 _NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
@@ -229,7 +233,7 @@ _WORD_S = 10.0
 
 
 def await_all_ranks(timeout_s: float, number: int) -> None:
-    """Returns once every rank of the default group is here, to make a process group. Collective.
+    """Waits for every rank of the default group, before a process group is made. Collective.
 
     Args:
         timeout_s: how long a rank is waited for.
@@ -239,6 +243,7 @@ def await_all_ranks(timeout_s: float, number: int) -> None:
         CommunicationError: `timeout_s` have passed, or a rank has ended or left without coming; names it.
     """
     processes = RankProcesses()
+    # Before the wait: a rank that waits for this one looks up its process to learn whether it still lives.
     processes.register()
     meeting = (_Caller if dist.get_rank() == 0 else _Answerer)(processes, timeout_s, number)
     try:
@@ -251,7 +256,7 @@ def await_all_ranks(timeout_s: float, number: int) -> None:
 
 
 def ended_ranks(ranks: Sequence[int]) -> list[int]:
-    """Those whose processes have ended or left, as far as can be seen from here."""
+    """Returns the ranks whose processes have ended or left, as far as this host can see."""
     processes = RankProcesses()
     try:
         return [rank for rank in ranks if processes.has_gone(rank)]
@@ -265,7 +270,7 @@ def in_words(ranks: Sequence[int]) -> str:
 
 
 class _Meeting:
-    """What a rank does until all are here; see [Note: a call and its answers]."""
+    """Waits until all ranks are here; see [Note: a call and its answers]."""
 
     def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
         self._processes = processes
@@ -294,7 +299,7 @@ class _Meeting:
         raise NotImplementedError
 
     def _look(self) -> None:
-        """Fails where waiting is in vain."""
+        """Raises where waiting is in vain."""
         raise NotImplementedError
 
     def _notice(self, missing: Sequence[int]) -> None:
@@ -336,6 +341,7 @@ class _Caller(_Meeting):
         self._notice(missing)
 
     def _give_up(self, why: str, culprits: Sequence[int]) -> None:
+        # Before the raise: the answering ranks wait for this word, not for this process.
         self._say(why, culprits)
         raise CommunicationError(why, culprits)
 
@@ -363,6 +369,7 @@ class _Answerer(_Meeting):
         call = self._read("call")
         if call != self._call:
             self._call = call
+            # A new call may come long after this rank did: the limit counts from the call that is answered.
             self._began_s = time.monotonic()
             self._look_s = _LOOK_S
             self._store.set(f"answer {dist.get_rank()}", f"{call} {self._name}")
@@ -373,6 +380,7 @@ class _Answerer(_Meeting):
             raise CommunicationError(_ended([0]), [0])
         if self._waited_s >= self._timeout_s + _WORD_S * (self._call is not None):
             raise CommunicationError(_did_not_come([0], self._timeout_s), [0])
+        # Rank 1 alone speaks for all ranks that wait for rank 0.
         if self._call is None and dist.get_rank() == 1:
             self._notice([0])
 
@@ -389,7 +397,7 @@ def _did_not_come(ranks: Sequence[int], timeout_s: float) -> str:
     )
 
 
-# The store through which torchrun's agents find each other, kept by a process that is on none of the nodes that may be lost.
+# ---- A rendezvous store for torchrun's agents, kept by a process outside of the nodes that may be lost ----
 
 PORT = 29400
 """torchrun's own default."""
@@ -398,7 +406,7 @@ _TIMEOUT_S = 60
 
 
 def keep_store(port: int = PORT, host: str | None = None) -> dist.TCPStore:
-    """Opens a store on one address of this host; it lives as long as what is returned.
+    """Opens a store on one address of this host. The store lives as long as the returned object.
 
     Agents reach it by `torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0 ...`. Without it one of the
     agents keeps the store, and the loss of its node ends all of them.

@@ -1,4 +1,4 @@
-"""Exchanges of small host values between the ranks, and the order of gathers they check."""
+"""Exchanges small host values between ranks, and checks the order of their gathers."""
 
 import pickle
 import struct
@@ -26,7 +26,7 @@ from .whereabouts import script_line
 
 
 class GatherOrder:
-    """The gathers that this rank has started, as a number.
+    """A checksum of the gathers that this rank has started.
 
     Args:
         ranks: those that gather together.
@@ -37,7 +37,7 @@ class GatherOrder:
         self.checksum = 0
 
     def note(self, what: str) -> None:
-        """Counts a gather in; `what` is the same on all ranks."""
+        """Adds a gather to the checksum; `what` is the same on all ranks."""
         self.checksum = zlib.crc32(what.encode(), self.checksum)
 
 
@@ -71,21 +71,23 @@ class Transfers:
             _ABANDONED.extend(work for _, work in self._works)
 
     def wait(self) -> None:
-        """Raises `PeerFailure` for the first one that does not end in time, or whose peer has ended."""
+        """Waits for all; raises `PeerFailure` for a peer that has ended or does not come in time."""
         self._is_awaited = True
         deadline_s = time.monotonic() + self._timeout_s
         for rank, work in self._works:
+            # One deadline for all: a limit each would add up to ranks times the limit.
             left_s = max(_LEAST_S, deadline_s - time.monotonic())
             try:
                 work.wait(timedelta(seconds=left_s))
             except RuntimeError as error:
+                # By the clock: gloo raises one class for a time limit and for a closed connection.
                 if time.monotonic() >= deadline_s - _NEARLY_S:
                     raise PeerFailure(rank, f"did not come within {self._timeout_s:.0f} s") from error
                 raise PeerFailure(rank, "closed its connection") from error
 
 
 def finish_abandoned(timeout_s: float) -> None:
-    """Waits for what engines that are gone had under way.
+    """Waits for the transfers of engines that are gone.
 
     Raises:
         CommunicationError: it does not arrive.
@@ -119,9 +121,9 @@ _TAG, _TAG_OF_THE_REST = 0x5A480000, 0x5A490000
 
 
 class Control:
-    """Exchanges between all ranks of some groups.
+    """Exchanges values between all ranks of some groups.
 
-    Each rank sends to each other one: a message, and the rest of what does not fit.
+    Each rank sends every other rank one message, and a second one for the bytes that do not fit in the first.
 
     Args:
         watch: is told of each wait.
@@ -139,7 +141,7 @@ class Control:
         self._order = order or GatherOrder(())
 
     def exchange(self, value: _Value, purpose: str) -> list[_Value]:
-        """Every rank's picklable value, in rank order.
+        """Returns every rank's picklable value, in rank order.
 
         Raises:
             CommunicationError: a rank does not come in time, has ended, or came for another purpose.
@@ -167,13 +169,14 @@ class Control:
         return take
 
     def _start(self, data: bytes, purpose: str) -> Callable[[], list[bytearray]]:
-        """Sends `data` and returns what waits for every rank's. Exchanges may overlap if all ranks start them in one order."""
+        """Sends `data`; returns a function that waits for every rank's. All ranks start overlapping exchanges in one order."""
         self._count += 1
         name = purpose.encode()[:_LONGEST_PURPOSE]
         head = _HEAD.pack(len(data), self._count, self._order.checksum, len(name)) + name
         room = _MESSAGE_BYTES - len(head)
         message = bytearray(_MESSAGE_BYTES)
         message[: len(head) + min(room, len(data))] = head + data[:room]
+        # Sends start before receives are waited for: two ranks that received first would wait for each other.
         sends = self._send(message, _TAG)
         if len(data) > room:
             sends += self._send(bytearray(data[room:]), _TAG_OF_THE_REST)
@@ -183,8 +186,11 @@ class Control:
         order, count = self._order.checksum, self._count
 
         def wait() -> list[bytearray]:
+            # Receives before sends: a peer that has failed shows in its missing message, while a send may lie in a
+            # buffer.
             received.wait()
             sizes = {place: self._open(place, theirs, name, count, order) for place, theirs in found.items()}
+            # Long data is rare. One fixed size lets the receive start before the size is known.
             rests = {place: bytearray(nbytes - room) for place, nbytes in sizes.items() if nbytes > room}
             if rests:
                 Transfers(self._receive(rests, _TAG_OF_THE_REST), self._timeout_s).wait()
@@ -199,13 +205,14 @@ class Control:
         return wait
 
     def _open(self, place: int, message: bytearray, name: bytes, own_count: int, own_order: int) -> int:
-        """How many bytes of data a message begins, if it came for the same purpose.
+        """Checks that a message has the same purpose; returns the bytes of data that begin in the message.
 
         Args:
             own_count, own_order: this rank's number of the exchange, and its order of gathers before.
         """
         nbytes, count, order, length = _HEAD.unpack_from(message)
         theirs = message[_HEAD.size : _HEAD.size + length]
+        # Before the bytes are unpickled: they belong to another exchange.
         if theirs != name or count != own_count:
             raise CommunicationError(
                 f"hf_zero: the ranks came to different collectives: rank {self._ranks[self._place]} to the "
@@ -213,6 +220,7 @@ class Control:
                 f"{theirs.decode(errors='replace')}. Each is collective: call it on every rank, in the same order, outside of "
                 "`if is_main_process`."
             )
+        # Values in the wrong layer raise no error by themselves: this is the only place that notices.
         if order != own_order and self._ranks[place] in self._order.ranks:
             raise CommunicationError(
                 f"hf_zero: rank {self._ranks[self._place]} and rank {self._ranks[place]} have gathered parameters in different "
@@ -221,7 +229,7 @@ class Control:
             )
         return nbytes
 
-    # The group is of these ranks, in their order, so that a place is a rank of the group.
+    # The group has these ranks in this order, so an index among them is a rank of the group.
 
     def _send(self, data: bytearray, tag: int) -> list[tuple[int, dist.Work]]:
         values = [torch.frombuffer(data, dtype=torch.uint8)]
@@ -237,7 +245,7 @@ class Control:
 
 
 class PretendedControl:
-    """Of torch's fake backend, which sends nothing: every other rank says what this one says."""
+    """Answers for torch's fake backend, which sends nothing: every other rank has this rank's value."""
 
     def __init__(self, groups: Groups):
         self._size = groups.world.size
@@ -250,5 +258,5 @@ class PretendedControl:
 
 
 def control_of(groups: Groups, watch: Watch, order: GatherOrder | None = None) -> Control | PretendedControl:
-    """What the ranks of these groups agree by."""
+    """Chooses the exchanges for the ranks of these groups."""
     return PretendedControl(groups) if groups.backend == "fake" else Control(groups, watch, order)

@@ -1,4 +1,4 @@
-"""Finds out which rank is late or has ended, and says so in words."""
+"""Finds the rank that is late or has ended, and describes it."""
 
 import threading
 import time
@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from .arrivals import RankProcess
 from .watch import LABEL, STARTED, CollectiveLog, ScriptCollective, Wait
 from .whereabouts import Whereabouts, in_brackets, script_frame
-
-# ---- Says which rank a collective waits for, and why ----
 
 _GATHERS, _OF_A_PASS = "all-gather parameters", ("forward", "backward", "evaluate")
 """Of a layer at stage 3: below it, parameters are gathered behind the step."""
@@ -24,14 +22,14 @@ _DETAILED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Absence:
-    """What is known of a rank that others wait for.
+    """Describes a rank that others wait for.
 
     Attributes:
-        rank: that it is of.
-        process: None where it has told nothing.
-        has_ended, is_stopped: as far as the system says it here.
-        has_left: it has come to the end of its script.
-        words, culprits: the error that it had, and the ranks that it blamed, itself for an error of its own.
+        rank: the described one.
+        process: None before the rank has registered.
+        has_ended, is_stopped: as far as this host can see.
+        has_left: the rank has reached the end of its script.
+        words, culprits: its last error, and the ranks that it blamed; itself for an error of its own.
         where: its answer; None of a rank that does not answer.
     """
 
@@ -46,7 +44,7 @@ class Absence:
 
     @property
     def is_over(self) -> bool:
-        """It does nothing more."""
+        """Whether the rank does nothing more."""
         return self.has_ended or self.has_left or self.rank in self.culprits
 
     @property
@@ -54,7 +52,7 @@ class Absence:
         return self.where is not None and self.where.waits_in is not None and not self.is_over
 
     def waits_for(self, begun: Mapping[str, int]) -> bool:
-        """Whether it waits in a collective that a rank that has begun so many of each kind has not begun."""
+        """Whether the rank waits in a collective that a rank with these counts of started collectives has not begun."""
         where = self.where
         if where is None or where.kind is None:
             return False
@@ -77,7 +75,7 @@ class Absence:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A wait of this rank, and what is known of the others.
+    """Relates a wait of this rank to the states of the others.
 
     Attributes:
         rank, line: of this rank, and the line of the script that it waits in.
@@ -102,7 +100,7 @@ class Verdict:
 
     @property
     def is_late(self) -> bool:
-        """Whether a rank is the reason that stands still, or is held up elsewhere; False where all wait for one transfer."""
+        """Whether some rank stands still or is held up elsewhere. False where all ranks wait for one transfer."""
         held_up = (
             rank in self.absences and not (self.absences[rank].is_waiting or self._is_here(self.absences[rank]))
             for rank in self.culprits
@@ -111,7 +109,7 @@ class Verdict:
 
     @property
     def in_vain(self) -> bool:
-        """Whether this rank and another one wait in collectives that each has started and the other has not: neither can end."""
+        """Whether two ranks wait in collectives that only the one of them has started: neither wait can end."""
         mine = self.wait.name
         return self.wait.kind is not None and any(
             (theirs := each.where.waits_in) is not None
@@ -124,7 +122,7 @@ class Verdict:
 
     @property
     def others_apart(self) -> list[int]:
-        """The ranks that wait in other collectives than this one."""
+        """Lists the ranks that wait in other collectives than this one."""
         return [
             rank
             for rank, each in self.absences.items()
@@ -132,14 +130,15 @@ class Verdict:
         ]
 
     def _is_here(self, other: Absence) -> bool:
-        """Whether it waits in the collective that this rank waits in."""
+        """Whether the other rank waits in the same collective."""
         here = (None, self.wait.name) if self.wait.is_of_script else (self.wait.name, None)
         return other.where is not None and (other.where.waits_in, other.where.torch_call) == here
 
     @property
     def culprits(self) -> list[int]:
-        """The ranks that the others wait for: those that ended of themselves, else that say nothing, else that are elsewhere."""
+        """Lists the ranks that the others wait for: those that ended, else those that are silent, else those elsewhere."""
         found = self.absences
+        # A rank that failed for want of another one has ended too, and is not the reason.
         innocent = {rank for rank, each in found.items() if each.culprits and rank not in each.culprits}
         for is_reason in (
             lambda each: each.is_over,
@@ -154,14 +153,14 @@ class Verdict:
 
     @property
     def finding(self) -> str:
-        """One line: what failed, and for want of whom."""
+        """Says in one line which collective failed, and because of whom."""
         missed = f" for want of {_ranks(self.culprits)}" if self.culprits else ""
         at = in_brackets(self.wait.holds, self.place, self.line)
         return f"the {self.wait.what} failed{missed}: rank {self.rank} was in it for {self.wait.seconds:.0f} s{at}"
 
     @property
     def in_lines(self) -> str:
-        """A line for each rank: where it is."""
+        """Says where each rank is, in a line each."""
         at = in_brackets(self.wait.holds, self.place, self.line)
         return "\n".join(
             [f"  rank {self.rank} has waited {self.wait.seconds:.0f} s in the {self.wait.what}{at}", *self._others]
@@ -192,7 +191,7 @@ class Verdict:
         return is_training and any(kind == _GATHERS and began in _OF_A_PASS for kind, began in found)
 
     def _apart(self) -> list[str]:
-        """Who waits in what, where ranks wait in different collectives."""
+        """Says which ranks wait in which collective, where they differ."""
         if not self.others_apart:
             return []
         ranks_in: dict[str, list[int]] = {}
@@ -204,7 +203,7 @@ class Verdict:
         return [f"  the ranks are in different collectives: {', '.join(found)}"]
 
     def _details(self) -> list[str]:
-        """Stacks and last collectives of the ranks that are the reason and alive, and this rank's last collectives."""
+        """Lists stacks and last collectives of the culprits that are alive, and the last collectives of this rank."""
         found = []
         for rank in self.culprits[:_DETAILED]:
             where = self.absences[rank].where if rank in self.absences else None
@@ -260,7 +259,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:_LISTED]))}{more}"
 
 
-# ---- When waits for a rank that is late are ended, long before the backend's own limit ----
+# ---- Ends waits for a late rank, long before the backend's own limit ----
 #
 # [Note: how a wait is ended] A thread of each rank looks twice a second at what the main thread waits in, a collective that
 # the script called by itself included. A wait that has taken `comm.late_s` has the other ranks asked where they are. If one
@@ -288,7 +287,7 @@ _AS_LONG = 0.5
 
 
 class ScriptCall:
-    """A collective of torch.distributed that the main thread is in, called by the script."""
+    """Finds a collective of torch.distributed that the script itself has called in the main thread."""
 
     def __init__(self):
         self._wait: Wait | None = None
@@ -296,7 +295,7 @@ class ScriptCall:
         self._since_cpu_s = self._last_cpu_s = 0.0
 
     def look(self) -> Wait | None:
-        """That call as a wait: the same object for as long as the thread has stood still in it."""
+        """Returns that call as a wait: the same object while the thread stands still in the call."""
         cpu_s = _main_cpu_s()
         is_idle, self._last_cpu_s = cpu_s - self._last_cpu_s < _IDLE_S, cpu_s
         # A thread that computes is in no such call, and its frames are not asked for.
@@ -314,7 +313,7 @@ class ScriptCall:
 
 
 class DeviceQueue:
-    """The last collective that an accelerator's queue was given, as a wait, once it was given long ago.
+    """Takes the last collective of an accelerator's queue for a wait once the start is long ago.
 
     Args:
         limit_s: how long ago.
@@ -326,7 +325,7 @@ class DeviceQueue:
         self._wait: Wait | None = None
 
     def look(self, log: CollectiveLog) -> Wait | None:
-        """That wait: the same object until another collective is started."""
+        """Returns that wait: the same object until another collective is started."""
         entry = log.entries[-1] if log.entries else None
         if entry is None or time.monotonic() - entry[STARTED] < self._limit_s:
             return None
@@ -337,9 +336,9 @@ class DeviceQueue:
 
 
 def others_are_behind(verdict: Verdict, begun: Mapping[str, int], kind: str | None) -> bool:
-    """Whether a rank is stopped, or has started fewer collectives of the kind that is waited for.
+    """Whether a rank is stopped, or has started fewer collectives of the awaited kind.
 
-    Of one that has come to its end, or is silent, nothing follows: this one may be busy by itself, with no collective under way.
+    A rank that has ended or is silent says nothing about that: this rank may be busy alone, with no collective under way.
     """
     kind = kind or ""
     alive = [each for each in verdict.absences.values() if not each.is_over]
@@ -357,7 +356,7 @@ def _main_cpu_s() -> float:
 
 
 def is_to_end(verdict: Verdict) -> bool:
-    """Whether a wait that has taken too long is to fail; see [Note: how a wait is ended]."""
+    """Whether a wait that has taken too long must fail; see [Note: how a wait is ended]."""
     absences, wait = verdict.absences, verdict.wait
     if verdict.silence is not None:
         return True
@@ -368,7 +367,9 @@ def is_to_end(verdict: Verdict) -> bool:
         for rank, each in absences.items()
         if rank in verdict.others_apart
     )
+    # Two ranks in two collectives wait for each other; a rank that has just come to another one may yet come here.
     if any(waits_as_long):
         return True
+    # In barriers and exchanges one rank may work for long (loading, saving): those wait on.
     is_of_training = wait.kind is not None or (wait.is_of_script and "barrier" not in str(wait.what))
     return is_of_training and verdict.is_late

@@ -1,4 +1,4 @@
-"""Process groups: which ranks shard, replicate and gather together, and the communicators they have."""
+"""Process groups: the ranks that shard, replicate and gather together, and their communicators."""
 
 import os
 import socket
@@ -22,8 +22,8 @@ from .arrivals import CommunicationError, await_all_ranks, ended_ranks, in_words
 
 # ---- Process groups that only engines use ----
 #
-# What a script does in the default group, a barrier on one rank alone for instance, is never taken for ours there, and the
-# time limit is ours too.
+# A script's own collectives in the default group, such as a barrier on one rank alone, would mix with the engine's there; and
+# the default group has the script's time limit.
 #
 # [Note: a lock and a core] gloo's thread may not touch a connection while another thread starts a send or receive on it,
 # and asks again at once until it may. A message that arrives just then wakes gloo's thread, and where all cores are busy
@@ -48,7 +48,7 @@ _MAKING_S, _MAKING_S_A_RANK = 30.0, 0.2
 def own_group(
     ranks: Sequence[int], timeout: timedelta, backend: str | None = None, *, is_urgent: bool = False
 ) -> dist.ProcessGroup | None:
-    """A group of some ranks. Every rank asks for every group, in the same order; those that are not in it get None.
+    """Makes a group of some ranks. Every rank makes every group, in the same order; ranks outside get None.
 
     Args:
         backend: None for that of the default group.
@@ -60,6 +60,7 @@ def own_group(
     made = _MADE.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
     key = (tuple(ranks), timeout, backend, is_urgent)
     if key not in made:
+        # `new_group` waits half an hour for a rank that has died. Here all ranks are known to be alive first.
         if dist.get_backend() != "fake":
             await_all_ranks(timeout.total_seconds(), len(made))
         options = urgent_options(backend, timeout) if is_urgent else None
@@ -71,7 +72,7 @@ def own_group(
 def _connected(
     ranks: list[int], timeout: timedelta, backend: str | None, options: object | None
 ) -> dist.ProcessGroup | None:
-    """A new group. gloo's ranks connect to each other inside, for which they have less time than for a collective."""
+    """Connects a new group. gloo's ranks connect inside, and have less time for that than for a collective."""
     limit = timeout
     has_gloo = "gloo" in (backend or str(dist.get_backend_config()))
     if has_gloo:
@@ -92,6 +93,7 @@ def _connected(
         return None
     if limit < timeout:
         # The private name warns from torch 2.14 on, and the public one is not there before.
+        # Short while connecting, where a rank may be gone; then the limit of a collective, which may take long.
         set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
         set_timeout(timeout, group)
     return group
@@ -111,6 +113,7 @@ def _reachable() -> Iterator[str | None]:
     if interface is None:
         yield chosen
         return
+    # gloo reads the variable when a group is made, and only then.
     os.environ[_GLOO_INTERFACE] = interface
     try:
         yield interface
@@ -146,7 +149,7 @@ def _interface_to_master() -> str | None:
 
 
 def _interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface that is up."""
+    """Lists the addresses of each interface that is up."""
     up = psutil.net_if_stats()
     return {
         name: [each.address.partition("%")[0] for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
@@ -156,7 +159,7 @@ def _interfaces() -> dict[str, list[str]]:
 
 
 def _address_of(host: str, *, is_route: bool = False) -> str | None:
-    """The address that a host's name stands for, or this host's address on the route there; None where there is none."""
+    """Returns the address of a host's name, or this host's address on the route there; None without one."""
     try:
         for family, _, _, _, place in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
             if not is_route:
@@ -190,6 +193,7 @@ def _in_batch() -> Iterator[None]:
     if not (hasattr(os, "SCHED_BATCH") and _THREADS.is_dir()):
         yield
         return
+    # gloo's threads have no handle: those that are new behind `new_group` are this group's.
     before = receiving_threads()
     yield
     for thread in receiving_threads() - before:
@@ -204,7 +208,7 @@ def _in_batch() -> Iterator[None]:
 
 
 def receiving_threads() -> set[int]:
-    """The threads of this process in which gloo receives, by the numbers that the system has for them."""
+    """Lists the threads of this process in which gloo receives, by the system's numbers."""
     found = set()
     for each in _THREADS.iterdir():
         try:
@@ -217,7 +221,7 @@ def receiving_threads() -> set[int]:
     return found
 
 
-# ---- Which ranks share one copy of the state, which hold the same part of it, and which of them are on one node ----
+# ---- Shard groups, replicate groups and nodes ----
 #
 # [Note: two communicators] A communicator of NCCL takes its collectives one after the other, in one order on all ranks. At
 # stage 3 a layer's gather would so wait for the gradients of the layers before it, and forward and backward wait for the
@@ -258,7 +262,8 @@ def _own_limit_s(device_type: str) -> float:
     try:
         return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
-        # Backends that are not torch's own need not have options: torch 2.14 raises there, older ones have None or no attribute.
+        # Backends that are not torch's own need not have options: torch 2.14 raises there, older ones have None or no
+        # attribute.
         return _USUAL_LIMIT_S
 
 
@@ -268,8 +273,8 @@ class RankGroup:
 
     Attributes:
         ranks: in the order of their parts.
-        place: of this rank among them.
-        handle: their process group; None where they have none: a group of one rank never talks.
+        place: index of this rank among them.
+        handle: their process group; None for a group of one rank, which sends nothing.
     """
 
     ranks: tuple[int, ...]
@@ -282,7 +287,7 @@ class RankGroup:
 
     @cached_property
     def peers(self) -> list[int]:
-        """Places of the others."""
+        """Lists the indices of the others."""
         return [place for place in range(self.size) if place != self.place]
 
 
@@ -327,7 +332,7 @@ class Groups:
 
     @property
     def control_group(self) -> dist.ProcessGroup:
-        """`control`, of ranks that talk."""
+        """Returns `control`, which groups of several ranks have."""
         if self.control is None:
             raise AssertionError(
                 f"hf_zero: ranks of the backend {self.backend} have no control group; please report this"
@@ -338,9 +343,9 @@ class Groups:
     def create(
         cls, *, stage: int, device_type: str, comm: CommConfig, apart: Sequence[Sequence[int]] | None = None
     ) -> "Groups":
-        """The groups of this process, with `comm.timeout_s` as their limit. Collective: every rank calls it.
+        """Makes the groups of this process, with `comm.timeout_s` as their limit. Collective: every rank calls it.
 
-        Needs no process group at world size 1. See own_groups.py for why none of them is the default group.
+        Needs no process group at world size 1.
 
         Args:
             apart: sets of ranks, in ascending order, as many in each, that have groups of their own; by default all ranks are
@@ -358,6 +363,7 @@ class Groups:
         has_queue = backend not in ("gloo", "fake")
         # An accelerator's groups take host tensors too, where the default group does.
         kind = "gloo" if backend == "gloo" else None
+        # First, and of all ranks: the node names below are exchanged over it.
         control = None if backend == "fake" else own_group(everyone, timeout, "gloo")
         nodes = _nodes(comm, len(everyone), control)
         sets: Sequence[Sequence[int]] = [everyone] if apart is None else apart
@@ -371,6 +377,7 @@ class Groups:
         world = _make(sets, rank, timeout, kind)
         shard = gather = _make(shards, rank, timeout, kind)
         replicate = _make([ranks[start::size] for ranks in sets for start in range(size)], rank, timeout, kind)
+        # A second communicator only where launch order is kept: else two communicators may wait for each other.
         if has_queue and stage > 0 and (backend != "nccl" or keeps_launch_order()):
             gather = _make(shards, rank, timeout, backend, is_urgent=True)
         outer, shard_control = None, control
@@ -397,7 +404,7 @@ class Groups:
 
     @classmethod
     def _of_one(cls, rank: int, comm: CommConfig, *, nodes: tuple[int, ...]) -> "Groups":
-        """A rank of the run that shares nothing with others."""
+        """Describes a rank that shares nothing with others."""
         alone = RankGroup(ranks=(rank,), place=0)
         return cls(
             backend="local",
@@ -411,7 +418,7 @@ class Groups:
         )
 
     def of_a_step(self) -> "Groups":
-        """The ranks that take each step together, as if there were no others."""
+        """Returns the ranks that take each step together, as if there were no others."""
         if self.outer is None:
             return self
         return replace(
@@ -424,7 +431,7 @@ class Groups:
 
     @property
     def is_first_of_run(self) -> bool:
-        """Whether this rank is the one that says what is said once in a run."""
+        """Whether this rank prints for the run."""
         return self.world.ranks[self.world.place] == 0
 
     @property
@@ -444,7 +451,7 @@ class Groups:
         return self.shard.place
 
     def peers_elsewhere(self, group: RankGroup) -> int:
-        """How many of a group's other ranks are on other nodes."""
+        """Counts the other ranks of a group on other nodes."""
         here = self.nodes[group.ranks[group.place]]
         return sum(self.nodes[rank] != here for rank in group.ranks)
 
@@ -478,7 +485,7 @@ def _shard_size(stage: int, comm: CommConfig, nodes: Sequence[int]) -> int:
 
 
 def _within_nodes(shards: Sequence[Sequence[int]], nodes: Sequence[int]) -> list[list[int]]:
-    """The ranks of each shard group on each of its nodes.
+    """Lists the ranks of each shard group on each of its nodes.
 
     Raises:
         ConfigError: there is one node or one rank on each, or there are more ranks on one node than on another.
@@ -506,13 +513,14 @@ def _make(
     *,
     is_urgent: bool = False,
 ) -> RankGroup:
-    """This rank's of some groups that together hold all ranks. Every rank makes every group.
+    """Makes some groups that together hold all ranks, and returns this rank's. Every rank makes every group.
 
     Args:
         backend: None for that of the default group.
         is_urgent: on an accelerator, its collectives go before kernels that wait for room.
     """
     own = None
+    # Also the groups of others: `new_group` is collective over the whole default group.
     for members in groups:
         ranks = tuple(members)
         handle = own_group(ranks, timeout, backend, is_urgent=is_urgent) if len(ranks) > 1 else None
@@ -524,7 +532,7 @@ def _make(
 
 
 def _nodes(comm: CommConfig, world_size: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """The node of each rank: by the config, else by what the launcher says of each, else by their hosts' names."""
+    """Returns the node of each rank: from the config, else from the launcher's numbers, else from host names."""
     if comm.node_size != AUTO:
         return tuple(each // comm.node_size for each in range(world_size))
     if dist.get_backend() == "fake":

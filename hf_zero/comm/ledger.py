@@ -25,7 +25,7 @@ from .watch import ENDED, LABEL, Watch
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What a collective is for, as it stands in the ledger and in errors: its kind and the bucket it serves.
+    """Names a collective in the ledger and in errors, by kind and bucket.
 
     `channel` keeps messages of different buckets apart where the transport can: ranks that gather different buckets then
     wait for each other, and are named at the time limit, instead of taking one bucket for another.
@@ -74,7 +74,7 @@ class CommRow:
 
 
 class _Span(NamedTuple):
-    """From one moment to another, and the attribute of a row that it adds to."""
+    """A span of time, and the attribute of a row that grows by it."""
 
     row: CommRow
     attribute: str
@@ -87,7 +87,7 @@ class _Span(NamedTuple):
 
 
 class _Waiting(AbstractContextManager):
-    """A wait. Not by a generator: each collective of a step makes one."""
+    """Times a wait. No generator, which is slower: each collective of a step makes one."""
 
     __slots__ = ("_is_exposed", "_is_part", "_kind", "_ledger", "_start")
 
@@ -106,7 +106,7 @@ class _Waiting(AbstractContextManager):
         self._count()
 
     def _count(self) -> Moment | None:
-        """Returns the end of a wait that counts."""
+        """Ends the wait; returns its end if it counts."""
         if not self._is_part:
             self._ledger.is_waiting = False
         if self._start is None:
@@ -117,7 +117,7 @@ class _Waiting(AbstractContextManager):
 
 
 class _Finishing(_Waiting):
-    """The wait for the end of a collective that `Ledger.began` has been told of."""
+    """Times the wait for the end of a collective that `Ledger.began` knows."""
 
     __slots__ = ("_entry",)
 
@@ -130,7 +130,7 @@ class _Finishing(_Waiting):
 
 
 class _Rows(dict[str, CommRow]):
-    """By kind; one that is asked for first begins."""
+    """Rows by kind, each made when first asked for."""
 
     def __missing__(self, kind: str) -> CommRow:
         row = self[kind] = CommRow(kind=kind)
@@ -138,7 +138,7 @@ class _Rows(dict[str, CommRow]):
 
 
 class Ledger:
-    """Counts what the transport is asked to do; one a transport.
+    """Counts collectives by kind: calls, bytes, seconds. Each transport has one.
 
     Args:
         now: gives moments of the device that is trained on; by default the host's.
@@ -169,13 +169,13 @@ class Ledger:
         self._unread: deque[_Span] = deque()
 
     def start_timing(self) -> None:
-        """Somebody asks for times: from now on they are counted."""
+        """Counts times from now on."""
         if not self.is_timed:
             self.is_timed = True
             self.timed_from = self._log.step if self._rows else None
 
     def count(self, label: Label, bytes_sent: int, bytes_between: int) -> list[Any]:
-        """A collective is about to be started; returns its entry in the log."""
+        """Counts a collective that is about to start; returns its entry in the log."""
         kind, log = label.kind, self._log
         entry = [label, log.site, log.step, bytes_sent, monotonic(), None]
         self._record(entry)
@@ -190,7 +190,7 @@ class Ledger:
         return entry
 
     def began(self, label: Label) -> list[Any] | None:
-        """A collective has been started; returns its entry in the log, for `ended`."""
+        """Notes the start of a collective; returns its entry in the log, for `ended`."""
         kind, entries = label.kind, self._log.entries
         if self.is_timed and not self._under_way.get(kind):
             self._since[kind] = self.now()
@@ -201,7 +201,7 @@ class Ledger:
         return entries[-1] if entries[-1][LABEL] is label else self._log.latest(label)
 
     def ended(self, kind: str, entry: list[Any] | None, end: Moment | None = None) -> None:
-        """One of this kind has been finished.
+        """Notes the end of a collective of this kind.
 
         Args:
             end: the present moment, where it is known.
@@ -213,11 +213,11 @@ class Ledger:
             self.add(kind, "under_way_seconds", self._since.pop(kind), end or self.now())
 
     def waiting(self, kind: str) -> AbstractContextManager[None]:
-        """For the duration of a wait for a collective of this kind."""
+        """Times a wait for a collective of this kind."""
         return _Waiting(self, kind)
 
     def finishing(self, kind: str, entry: list[Any] | None, *, is_exposed: bool = True) -> AbstractContextManager[None]:
-        """The same for one that `began` was told of, and its end.
+        """Times the wait for a collective that `began` returned, and notes its end.
 
         Args:
             is_exposed: False counts the end but no wait.
@@ -225,12 +225,12 @@ class Ledger:
         return _Finishing(self, kind, entry, is_exposed)
 
     def rows(self) -> tuple[CommRow, ...]:
-        """The state of now, by kind. Of times, what the device has passed."""
+        """Returns the counts by kind. Times cover the part that the device has passed."""
         self._read()
         return tuple(replace(row) for _, row in sorted(self._rows.items()) if row.calls)
 
     def add(self, kind: str, attribute: str, start: Moment, end: Moment) -> None:
-        """Counts the time from `start` to `end`."""
+        """Adds the time from `start` to `end` to a row."""
         row = self._rows[kind]
         if self.traced is not None:
             self.traced.append((kind, attribute, start, end))

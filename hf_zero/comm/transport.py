@@ -1,4 +1,4 @@
-"""The collectives that the engine asks for, on one rank and in steps, and their handles."""
+"""The collectives that the engine calls, their handles, and the transport of a single rank."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +21,17 @@ _NOTHING = nullcontext()
 
 
 def shown(does: str, what: object) -> AbstractContextManager:
-    """A range "hf_zero: `does` `what`" in a running profile; nothing without one."""
+    """Opens a range "hf_zero: `does` `what`" in a running profile; nothing without one."""
     return profiler.record_function(f"hf_zero: {does} {what}") if profiler._is_profiler_enabled else _NOTHING
 
 
 def hidden_from_profiler() -> AbstractContextManager:
-    """What starts inside leaves no events of its own in a running profile.
+    """Suppresses profiler events of work that starts inside.
 
-    gloo's work objects note their end in the event of their start. Where the profile has ended in between, as behind the last
-    step that it saw, its events are freed memory: the process crashes then or later. Here `shown` ranges stand in their place.
+    `shown` ranges stand in their place.
     """
+    # gloo's work objects note their end in the event of their start. If the profile has ended in between, as behind its last
+    # step, that event is freed memory, and the process crashes then or later.
     return _hidden() if profiler._is_profiler_enabled else _NOTHING
 
 
@@ -43,7 +44,7 @@ def _hidden() -> Iterator[None]:
         torch.autograd._enable_record_function(True)
 
 
-# ---- What the engine asks of a transport, and the handle it gets back ----
+# ---- The interface of a transport, and its handles ----
 
 
 class Handle:
@@ -69,6 +70,7 @@ class Handle:
         """
         if self._complete is None:
             return
+        # Cleared first: after an error, a second `finish` would wait for a group that is broken.
         complete, self._complete = self._complete, None
         label, ledger = self._label, self._ledger
         counted = ledger.finishing(label.kind, self._entry, is_exposed=is_exposed)
@@ -100,12 +102,12 @@ class Transport(ABC):
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Names the transport in tables."""
         return type(self).__name__
 
     @property
     def watch(self) -> Watch:
-        """Knows what this rank waits in, and which rank it waits for."""
+        """Returns the watch, which knows the collective that this rank waits in."""
         return self.ledger.watch
 
     @abstractmethod
@@ -131,7 +133,7 @@ class Transport(ABC):
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
-        """Part i of `flat` (ranks x n elements) goes to the i-th rank; `out` takes one part from each.
+        """Sends part i of `flat` (ranks x n elements) to the i-th rank; `out` takes one part from each.
 
         `out` is like `flat`, and other memory. The ranks are those of `among`, by default of the shard group.
         """
@@ -142,11 +144,11 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
-        """Rank 0's `tensor` on every rank, in place."""
+        """Copies rank 0's `tensor` to every rank, in place."""
 
     @abstractmethod
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        """Elementwise sum over the shard group of a small tensor, on its own device."""
+        """Returns the elementwise sum over the shard group of a small tensor, on its own device."""
 
     @abstractmethod
     def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
@@ -157,12 +159,12 @@ class Transport(ABC):
         """
 
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        """Elementwise maximum over the ranks of a small host tensor, without touching the device's queue."""
+        """Returns the elementwise maximum over the ranks of a small host tensor, without touching the device's queue."""
         return self.start_agree_max(values, label)()
 
     @abstractmethod
     def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
-        """Returns once every rank has come here for the same purpose.
+        """Waits until every rank has come here for the same purpose.
 
         Args:
             alone: what lets one rank do it by itself, for the error: "wrap the call in ...".
@@ -173,7 +175,7 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
-        """Every rank's picklable `value`, in rank order.
+        """Returns every rank's picklable `value`, in rank order.
 
         Args:
             purpose: the same on all ranks; ranks that come with different ones are told so.
@@ -182,7 +184,7 @@ class Transport(ABC):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataParallelGroup:
-    """Ranks that hold the same part of the model and take its steps together: they share its state and sum its gradients.
+    """Ranks with the same part of the model that step together: they share its state and sum its gradients.
 
     Attributes:
         groups, transport: of these ranks.
@@ -197,7 +199,7 @@ class DataParallelGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is of the first of the groups that have the same state."""
+        """Whether this rank is in the first of the groups that have the same state."""
         return self.all_groups.rank == self.all_groups.shard_rank
 
 
@@ -263,7 +265,7 @@ Start = Callable[[], Handle]
 
 
 class _Steps:
-    """One collective: the step that is running, and those that follow.
+    """A collective of several steps: the running step, and the later ones.
 
     Args:
         queue: in which later steps wait for the one before; None is the queue that computes.
@@ -287,6 +289,7 @@ class _Steps:
             self._running.finish()
             self._running = self._later.pop(0)()
             return
+        # In the side queue: the computing queue must not stop here, in the middle of backward.
         with self._queue.aside():
             self._running.finish(is_exposed=False)
             self._running = self._later.pop(0)()
@@ -303,13 +306,13 @@ class StepsInOrder:
         self._under_way: list[_Steps] = []
 
     def begin(self, first: Start, *later: Start, queue: SideQueue | None = None) -> Callable[[], None]:
-        """Takes those under way one step further, as far as their order lets them, and starts another.
+        """Starts another collective, and moves those under way one step further as far as their order allows.
 
         Args:
             queue: in which each of `later` waits for the step before; None is the queue that computes.
 
         Returns:
-            What waits for its end.
+            A function that waits for the end.
         """
         for steps in self._under_way:
             steps.advance()
@@ -333,13 +336,13 @@ class StepsInOrder:
         self._under_way = [steps for steps in self._under_way if not steps.is_at_its_last]
 
 
-# ---- Which ranks hold one copy of a model that is split over them, and what they agree on ----
+# ---- Copies of a model that is split over ranks ----
 
 
 class Agreement:
-    """Ranks that have each found a part of something agree on the whole, all on the same bits.
+    """Sums small values over the ranks in two stages, with the same bits on all of them.
 
-    First those agree that hold the same part of the model, then those of one copy of it.
+    First over the ranks with the same part of the model, then over the ranks of one copy.
 
     Args:
         alike: between ranks that hold the same part.
@@ -351,13 +354,13 @@ class Agreement:
         self._transports = [each for each in (None if replicated else alike, copy) if each is not None]
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        """Elementwise sum over the ranks of a small tensor, on its own device."""
+        """Returns the elementwise sum over the ranks of a small tensor, on its own device."""
         for transport in self._transports:
             values = transport.agree_sum(values, label)
         return values
 
     def agree_largest(self, value: torch.Tensor) -> torch.Tensor:
-        """The largest of the ranks' float64 scalars, on its own device; NaN where one is."""
+        """Returns the largest of the ranks' float64 scalars, on its own device; NaN if one is NaN."""
         for transport in self._transports:
             # Python's own `max` passes over a NaN that is not the first.
             value = value.new_tensor(transport.exchange(value.item())).max()
@@ -366,7 +369,7 @@ class Agreement:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCopies:
-    """The ranks of a run, where each copy of the model is split over several.
+    """The copies of a model that is split over ranks.
 
     Attributes:
         copies: the ranks of each copy, in the order of their parts.
@@ -397,6 +400,6 @@ class ModelCopies:
         return cls(copies=copies, alike=alike)
 
     def part_in_words(self, rank: int) -> str:
-        """Which copy a rank is of and which part it has: its places along the data and the tensor parallel axis."""
+        """Names a rank's copy and part by their indices along the data and tensor parallel dimensions."""
         data, copy = next((place, copy) for place, copy in enumerate(self.copies) if rank in copy)
         return f"dp {data}, tp {copy.index(rank)}"

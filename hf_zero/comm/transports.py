@@ -22,7 +22,7 @@ from .transport import DataParallelGroup, Handle, LocalTransport, Transport, Val
 from .watch import ENDED, Wait
 from .watchdog import Lookout, StoreSilentError, watch_over
 
-# Ranks that wait for each other for a bounded time, without disturbing the process group when some do not come.
+# ---- A barrier with a time limit, which leaves the process group usable when some ranks do not come ----
 
 _PAUSE_S = 0.02
 _LOOK_S = 10.0
@@ -31,10 +31,9 @@ _STORE_S = 10.0
 
 
 class Meetings:
-    """Meetings of some ranks by way of the store they were launched with.
+    """A barrier of some ranks through the launcher's store.
 
-    gloo's own monitored barrier keeps time on rank 0 alone, and a time limit that passes there closes the connections of
-    its group. A store tells nobody that a rank has died, so those that are waited for are looked for.
+    gloo's own monitored barrier keeps time on rank 0 alone, and its time limit closes the connections of the group.
 
     Args:
         world: the ranks that meet.
@@ -49,7 +48,7 @@ class Meetings:
         self._count = 0
 
     def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
-        """Returns once every rank is here.
+        """Waits until every rank is here.
 
         Args:
             alone: what lets one rank do it by itself, for the error.
@@ -72,8 +71,10 @@ class Meetings:
             raise _came_alone(purpose, "the others have given up waiting for this rank", alone)
         pause_s, look_s = 1e-3, _LOOK_S
         while missing := self._lookout.with_store(self._missing, _STORE_S):
+            # A store tells nobody that a rank has died: the missing ones are looked up.
             lost = self._lookout.with_store(lambda store: self._lookout.gone(store, missing), _STORE_S)
             if lost or wait.seconds >= timeout_s:
+                # Before the raise: a rank that comes later must not wait for this one.
                 self._give_up(purpose, missing)
                 what = f"ranks {lost} have ended" if lost else f"waited {timeout_s:.0f} s for ranks {missing}"
                 raise _came_alone(purpose, what, alone, self._lookout.lines(wait, enough=lost[0] if lost else None))
@@ -103,7 +104,7 @@ class Meetings:
     # ---- in the thread of the store ----
 
     def _arrive(self, store: dist.Store) -> bool:
-        """Says that this rank is here; returns whether the others have given up."""
+        """Registers this rank; returns whether the others have given up."""
         meeting = self._in(store)
         if meeting.check(["given up"]):
             return True
@@ -141,7 +142,7 @@ all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 class CollectiveTransport(Transport):
-    """One call of the backend a bucket. Works on any backend; on gloo its reduce-scatter moves twice what it must."""
+    """Makes one backend call a bucket, on any backend. On gloo its reduce-scatter moves twice the necessary bytes."""
 
     def __init__(self, groups: Groups, ledger: Ledger | None = None):
         super().__init__(ledger or Ledger(watch=watch_over(groups)))
@@ -177,6 +178,7 @@ class CollectiveTransport(Transport):
     ) -> Handle:
         group = among or self._groups.gather
         self._count(label, group, flat.nbytes)
+        # Noted at the start, in the order of the host: NCCL matches by that order alone, without tags.
         self._gathers.note(str(label))
         with self.watch.inside(label), shown("start", label), self._unseen():
             work = all_gather_flat(flat, own, group=group.handle, async_op=True)
@@ -231,7 +233,7 @@ class CollectiveTransport(Transport):
         return self._control.exchange(value, purpose)
 
     def _start_swap(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
-        """Sends this rank's small host tensor; the result waits for every rank's, and returns them in rank order."""
+        """Sends this rank's small host tensor; the result waits for every rank's, in rank order."""
         self._count(label, self._groups.world, self._groups.world.size * values.nbytes)
         entry, take = self.ledger.began(label), self._control.start_swap(values, label)
 
@@ -242,7 +244,7 @@ class CollectiveTransport(Transport):
         return wait
 
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> None:
-        """Notes a collective in which this rank sends each peer of the group its part of `nbytes`.
+        """Counts a collective in which this rank sends each peer of the group its part of `nbytes`.
 
         A backend may pass parts on from rank to rank; which link they take is then its own affair, and their number the same.
         """
@@ -264,7 +266,7 @@ _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
 
 
 class PointToPointTransport(CollectiveTransport):
-    """The transport for gloo on host tensors. Broadcasts and all-reduces stay gloo's own."""
+    """Sends and receives host tensors over gloo. Broadcasts and all-reduces stay gloo's own."""
 
     adds_in_wider = True
 
@@ -272,8 +274,9 @@ class PointToPointTransport(CollectiveTransport):
         super().__init__(groups, ledger)
         self._timeout_s = timeout_s
         self._control_group = groups.control_group
-        # Of a rank in the control group, which is of all ranks of the world.
+        # Indices in the control group, which holds all ranks of the world.
         self._places = {rank: place for place, rank in enumerate(groups.world.ranks)}
+        # A dropped engine's messages would otherwise be taken for those of this one.
         finish_abandoned(timeout_s)
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
@@ -294,6 +297,7 @@ class PointToPointTransport(CollectiveTransport):
         transfers = self._start(_REDUCE_TAG, label, group, received, parts)
 
         def complete() -> None:
+            # All parts first, then the sum in rank order: added as they arrive, the result would depend on timing.
             transfers.wait()
             received[group.place] = parts[group.place]
             sum_in_rank_order([received[place] for place in range(group.size)], out)
@@ -308,6 +312,7 @@ class PointToPointTransport(CollectiveTransport):
         parts = flat.chunk(group.size)
         transfers = self._start(_GATHER_TAG, label, group, parts, [own] * group.size)
         if own.data_ptr() != parts[group.place].data_ptr():
+            # Behind the start: the messages are on their way while this rank copies.
             parts[group.place].copy_(own)
         return Handle(label, self.ledger, transfers.wait)
 
@@ -329,10 +334,11 @@ class PointToPointTransport(CollectiveTransport):
         received: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
         sent: Sequence[torch.Tensor],
     ) -> Transfers:
-        """Receives from each peer and sends to it what is at its place."""
+        """Receives a part from each peer and sends each peer its part."""
         tag += label.channel
         ranks, control = group.ranks, self._control_group
         with self.watch.inside(label), shown("start", label), self._unseen():
+            # All receives before all sends: a peer's send begins once its receive is posted.
             works = [(ranks[p], control.recv([received[p]], self._places[ranks[p]], tag)) for p in group.peers]
             works += [(ranks[p], control.send([sent[p]], self._places[ranks[p]], tag)) for p in group.peers]
         return Transfers(works, self._timeout_s)
@@ -347,7 +353,7 @@ class PointToPointTransport(CollectiveTransport):
 
 
 def choose_transport(groups: Groups, device: torch.device, timeout_s: float, ledger: Ledger | None = None) -> Transport:
-    """Nothing for one rank, point to point for gloo on the host, the backend's own collectives otherwise."""
+    """Chooses: nothing for one rank, point to point for gloo on the host, the backend's own collectives otherwise."""
     is_alone = groups.world_size == 1
     if ledger is None:
         ledger = Ledger(clock(device), None if is_alone else watch_over(groups), is_timed=device.type == "cpu")
@@ -359,7 +365,7 @@ def choose_transport(groups: Groups, device: torch.device, timeout_s: float, led
 
 
 def choose_group(groups: Groups, device: torch.device, ledger: Ledger | None = None) -> DataParallelGroup:
-    """The ranks of `groups` with their transport, and apart those that take each step together; both count in one ledger."""
+    """Makes the data parallel group of these ranks; with `comm.sync_every`, also the one that steps together."""
     transport = choose_transport(groups, device, groups.timeout_s, ledger)
     in_step, own = groups.of_a_step(), transport
     if in_step is not groups:
@@ -374,9 +380,7 @@ _SIGNATURE_BYTES = 32
 
 
 class StoreExchange:
-    """Exchanges by way of the store that the ranks were launched with, over a connection of their own.
-
-    torch's store answers everyone who reaches its port, and an unpickled value may run code: values are signed.
+    """Exchanges values through the launcher's store, over a connection of its own.
 
     Args:
         name: the same on all ranks, and of this object alone.
@@ -397,11 +401,11 @@ class StoreExchange:
             )
 
     def hurry(self, seconds: float) -> None:
-        """From now on, waits no longer than this for other ranks: this process wants to end."""
+        """Shortens the wait for other ranks from now on: this process wants to end."""
         self._timeout_s = seconds
 
     def exchange(self, value: Value) -> list[Value]:
-        """Every rank's picklable value, in rank order.
+        """Returns every rank's picklable value, in rank order.
 
         Raises:
             CommunicationError: a rank has not come in time, or a value was written by none of the ranks.
@@ -440,6 +444,7 @@ class StoreExchange:
             time.sleep(_GLANCE_S)
         signed = self._store.get(self._key(rank))
         signature, data = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        # Before unpickling: torch's store answers everyone who reaches its port, and an unpickled value may run code.
         if not hmac.compare_digest(signature, self._signature(self._key(rank), data)):
             raise CommunicationError(
                 f"hf_zero: what the launcher's store has from rank {rank} was not written by that rank. Others write into "

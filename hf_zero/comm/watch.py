@@ -1,4 +1,4 @@
-"""What a rank waits in, its last collectives, and what it says when it ends."""
+"""The collectives that this rank waits in, its last ones, and its last error."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from ..config import ConfigError
 from .arrivals import CommunicationError
 from .whereabouts import script_line
 
-# ---- The last collectives of a rank, in a bounded log: which, where in training, bytes, start and end ----
+# ---- A bounded log of a rank's last collectives: name, part of training, bytes, start and end ----
 
 _LENGTH = 256
 _SHOWN = 6
@@ -48,16 +48,16 @@ class CollectiveLog:
 
     @property
     def place(self) -> str:
-        """Where training is, in words."""
+        """Says where training is."""
         return f"{self.site}, step {self.step}" + (f", {self.part}" if self.part else "")
 
     def latest(self, label: object) -> list[Any] | None:
-        """The entry of the collective with this label that was started last."""
+        """Returns the entry of the last collective with this label."""
         return next((entry for entry in reversed(list(self.entries)) if entry[LABEL] is label), None)
 
     @contextmanager
     def at(self, site: str) -> Iterator[None]:
-        """For the duration of something that is no part of a training step."""
+        """Names a part of the run that is no training step, for its duration."""
         before, self.site = self.site, site
         try:
             yield
@@ -65,12 +65,12 @@ class CollectiveLog:
             self.site = before
 
     def site_of(self, label: object) -> str:
-        """Where training was when the collective with this label was started last; "" of one that is not in the log."""
+        """Says where training was at the last start of this label; "" for one that is not in the log."""
         entry = self.latest(label)
         return "" if entry is None else entry[SITE]
 
     def last_lines(self) -> list[str]:
-        """The last few entries in words."""
+        """Describes the last few entries."""
         # A copy, in one operation: other threads may start collectives meanwhile.
         now_s = time.monotonic()
         return [_entry_in_words(entry, now_s) for entry in list(self.entries)[-_SHOWN:]]
@@ -83,14 +83,14 @@ def _entry_in_words(entry: list[Any], now_s: float) -> str:
     return f"{label}{holds}, {nbytes:,} bytes sent, {site}, step {step}: {how}"
 
 
-# ---- Ends this process with a reason, whatever its main thread is held up in, and tells the launcher the reason ----
+# ---- Ends this process with a reason, even while its main thread hangs, and tells the launcher ----
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Where torchrun, and so `accelerate launch`, looks for what it shows under "Root Cause"."""
 
 
 def write_error_file(summary: str, said: str) -> bool:
-    """Leaves an error for the launcher, unless another one has been left. Whether one is there now."""
+    """Leaves an error for the launcher, unless another one is there. Returns whether one is there now."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path or Path(path).exists():
         return bool(path)
@@ -105,14 +105,15 @@ def write_error_file(summary: str, said: str) -> bool:
 
 
 def end_process(said: str) -> None:
-    """Says why and ends, with status 1. Not by an exception: a thread that stands in a call sees none."""
+    """Prints the reason and ends the process with status 1."""
+    # Not by an exception: a thread that stands in a call sees none.
     write_error_file(said.partition("\n")[0], said)
     # Past Python's own buffers, whose locks the main thread may hold.
     os.write(2, f"{said}\n".encode())
     os._exit(1)
 
 
-# ---- What this rank waits in, and the error that names it where the wait fails ----
+# ---- The waits of this rank, and the error of a failed one ----
 
 SAVE = "save"
 """Where training is in a save, and the kind of collective that a save is as a whole."""
@@ -149,31 +150,31 @@ class Wait:
 
     @property
     def holds(self) -> str:
-        """The module or the parameters of its bucket, in words; empty where it is of no bucket."""
+        """Names the module or the parameters of the bucket; empty without a bucket."""
         return getattr(self.what, "holds", "")
 
     @property
     def name(self) -> str:
-        """Of the collective; of one that the script called by itself, torch's function."""
+        """Names the collective; for a call of the script, torch's function."""
         return self.what[:] if isinstance(self.what, ScriptCollective) else str(self.what)
 
     @property
     def is_of_script(self) -> bool:
-        """Whether it is a collective of torch.distributed that the script called by itself."""
+        """Whether the script called this collective itself."""
         return isinstance(self.what, ScriptCollective)
 
     @property
     def kind(self) -> str | None:
-        """Of a collective of training; None of others."""
+        """Returns the kind of a collective of training; None of others."""
         return getattr(self.what, "kind", None)
 
     @property
     def seconds(self) -> float:
-        """How long it has taken, up to its failure."""
+        """Returns the duration, up to a failure."""
         return time.monotonic() - self.since_s if self.seconds_at_failure is None else self.seconds_at_failure
 
     def fail(self, error: RuntimeError) -> None:
-        """Notes why and where it failed."""
+        """Notes the reason and the line of a failure."""
         if self.failure is None:
             self.seconds_at_failure = self.seconds
             self.failure = str(error).strip().partition("\n")[0].removeprefix("hf_zero: ")
@@ -181,7 +182,7 @@ class Wait:
 
 
 class Watch:
-    """Knows what this rank's threads wait in.
+    """Knows the collectives that this rank's threads wait in.
 
     Attributes:
         begun: how often each kind of collective has been started on this rank.
@@ -203,7 +204,7 @@ class Watch:
         self._inside: dict[int, Wait] = {}
 
     def inside(self, what: object) -> AbstractContextManager[Wait]:
-        """For the duration of a wait: what a backend raises becomes a `CommunicationError` that names the wait.
+        """Marks a wait. An error of the backend becomes a `CommunicationError` that names the wait.
 
         Args:
             what: a `Label`, or words.
@@ -212,7 +213,7 @@ class Watch:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """For the duration of a save, which all ranks have to come to; one inside another is a part of it."""
+        """Marks a save, which all ranks must come to. A nested save counts as part of the outer one."""
         if self.log.site == SAVE:
             yield
             return
@@ -221,40 +222,39 @@ class Watch:
             yield
 
     def kind_of(self, wait: Wait) -> str | None:
-        """Of a collective of training, or of a save that a wait is a part of; None of others."""
+        """Returns the kind of a collective of training, or `SAVE` inside a save; None of others."""
         return wait.kind or (SAVE if self.log.site == SAVE else None)
 
     def fail(self, wait: Wait, error: RuntimeError) -> None:
-        """Notes that a wait has failed."""
         wait.fail(error)
         self.given_up = wait
 
     @property
     def longest(self) -> Wait | None:
-        """The oldest wait of this rank that has not ended."""
+        """Returns the oldest unfinished wait of this rank."""
         return min(list(self._inside.values()), key=lambda wait: wait.since_s, default=None)
 
     def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
-        """The error of a wait that failed."""
+        """Makes the error of a wait that failed."""
         return CommunicationError(
             f"hf_zero: the {wait.what} failed: {wait.failure}\nA peer ended, or did not reach this collective in time. Look at "
             "the first rank that stopped: its own error is the reason."
         )
 
     def losses(self) -> str | None:
-        """The ranks that have ended, have come to their end or have given up, in words; None where there are none."""
+        """Names the ranks that have ended or given up; None without any."""
         return None
 
     def say_last(self, words: str) -> None:
-        """Leaves a reason for the end of this process to ranks that will miss it."""
+        """Leaves this process's reason to end for ranks that will miss it."""
 
     def leave(self, patience_s: float) -> list[int]:
-        """Waits for the other ranks to come to their end too; returns those that have not."""
+        """Waits for the other ranks to finish too; returns those that have not."""
         return []
 
 
 class _Inside(AbstractContextManager):
-    """One wait of one thread. Not by a generator: each collective of a step makes two of these."""
+    """A wait of one thread. No generator, which is slower: each collective of a step makes two of these."""
 
     __slots__ = ("_outer", "_thread", "_wait", "_waits", "_watch")
 
@@ -281,11 +281,11 @@ class _Inside(AbstractContextManager):
                 self._waits[self._thread] = self._outer
 
 
-# ---- An error that ends a rank: told to the ranks that miss it, to the launcher, and once to who reads the screen ----
+# ---- An error that ends a rank: told to the other ranks, to the launcher, and once on the screen ----
 
 
 class LastWords:
-    """Python's `sys.excepthook` of a rank.
+    """A rank's `sys.excepthook`: tells the others of the error, and prints it once.
 
     Args:
         former: the hook that prints the traceback.
@@ -297,13 +297,13 @@ class LastWords:
 
     @classmethod
     def installed(cls) -> "LastWords":
-        """The hook of this process, seated if it is not yet."""
+        """Returns the hook of this process, and installs one first if need be."""
         if not isinstance(sys.excepthook, cls):
             sys.excepthook = cls(sys.excepthook)
         return sys.excepthook
 
     def follow(self, accelerator: Any) -> None:
-        """From now on, the ranks of this Accelerator's `zero_engines` hear of an error that ends this process."""
+        """Tells the ranks of this Accelerator's `zero_engines` of an error that ends this process, from now on."""
         self._accelerators.append(weakref.ref(accelerator))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -311,6 +311,7 @@ class LastWords:
         reason = _reason(error)
         if not isinstance(error, CommunicationError):
             # Of a collective that failed, the ranks have told each other.
+            # Before the traceback is printed: the others wait for this rank, and may reach their limit meanwhile.
             for watch in self._watches():
                 watch.say_last(summary.partition("\n")[0])
         losses = self._losses(error)
@@ -334,7 +335,7 @@ class LastWords:
             print(losses, file=sys.stderr, flush=True)
 
     def _losses(self, error: BaseException) -> str | None:
-        """For an error of torch.distributed's own: the ranks that have gone."""
+        """Names the ranks that have gone, for an error of torch.distributed's own."""
         is_torchs = isinstance(error, RuntimeError) and any(
             Path(frame.filename).name == "distributed_c10d.py" for frame in traceback.extract_tb(error.__traceback__)
         )
@@ -356,7 +357,7 @@ class LastWords:
 
 
 def _line_of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """The innermost frame of what runs as `__main__`, alone; the whole where there is none."""
+    """Keeps only the innermost frame of `__main__`; the whole traceback without one."""
     found = None
     inner = trace
     while inner is not None:
@@ -367,7 +368,7 @@ def _line_of_the_script(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _reason(error: BaseException) -> str | None:
-    """The paragraph of an error that hf_zero raised."""
+    """Returns the text of an error that hf_zero raised."""
     text = str(error)
     return text if text.startswith("hf_zero") else None
 

@@ -25,7 +25,7 @@ from .groups import Groups
 from .watch import SAVE, Wait, Watch, end_process
 from .whereabouts import Whereabouts, main_stack, script_line
 
-# ---- Calls to the store that the ranks were launched with, which hold nobody up for longer than said ----
+# ---- Calls to the launcher's store, each with a time limit ----
 #
 # A store whose host is stopped, or whose link is cut, does not answer, and torch's calls then wait without limit.
 
@@ -37,13 +37,13 @@ class StoreSilentError(RuntimeError):
 
 
 class StoreThread:
-    """A thread that makes one call after the other, over a connection of its own.
+    """Makes one store call after the other, in a thread and over a connection of its own.
 
     Args:
         each: called with the store in every `period_s`, until it returns False.
 
     Attributes:
-        is_closing: whether what it does has to end soon.
+        is_closing: the current call must end soon.
     """
 
     def __init__(self, each: Callable[[dist.Store], bool], period_s: float):
@@ -59,7 +59,7 @@ class StoreThread:
         self._thread.start()
 
     def ask(self, call: Callable[[dist.Store], T], within_s: float) -> T:
-        """What a call with the store returns.
+        """Runs a call in the thread and returns its result.
 
         Raises:
             StoreSilentError: it has not returned in time.
@@ -76,7 +76,7 @@ class StoreThread:
 
     @property
     def is_of_rank_0(self) -> bool:
-        """Whether rank 0's process keeps the store, and takes it along when it ends."""
+        """Whether the store lives in rank 0's process, and ends with it."""
         store: Any = self._kept
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
@@ -84,7 +84,7 @@ class StoreThread:
         return isinstance(store, dist.TCPStore) and not by_launcher
 
     def close(self, within_s: float) -> None:
-        """Ends the thread behind what it has been asked for, and waits for that."""
+        """Ends the thread behind the calls in its queue, and waits for that."""
         self.is_closing = True
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
@@ -117,7 +117,7 @@ class StoreThread:
             return False
 
 
-# ---- Looks out for ranks that are late: every rank can be asked where it is, and answers beside training ----
+# ---- The watchdog of a rank: asks the other ranks for their state, and answers for this one ----
 #
 # [Note: who is asked] A rank that has waited long, or whose wait has failed, asks a question by the store, and a thread of
 # each other rank answers it with its `Whereabouts`. So nothing is written while all goes well, and a rank that does not
@@ -127,33 +127,33 @@ class StoreThread:
 
 _BEAT_S = 0.5
 _ANSWER_S = 2.5
-"""How long an answer is waited for: a rank looks for questions in every `_BEAT_S`."""
+"""Time limit of an answer: a rank looks for questions every `_BEAT_S`."""
 _STORE_S = 1.0
-"""What a store may take beyond that, for a few calls."""
+"""Time limit of a few store calls, on top."""
 _GLANCE_S = 0.05
 _LOOK_S = 1.0
 _LISTED = 8
 _WORDS_S = 60.0
-"""So long, what a rank has left is taken for where it is."""
+"""For so long, the state that a rank has left counts as its present one."""
 _GIVEN_UP_S = 15.0
-"""So long after a wait has failed, a rank is still said to have given up there."""
+"""For so long after a failed wait, a rank counts as having given up there."""
 _HEARD_S = 2.0
-"""How long it is waited for that a rank has heard of its end, before this one ends and the store perhaps with it."""
+"""Time limit for a late rank to hear of its end, before this process ends, and perhaps the store with it."""
 _FAREWELL_S = 8.0
-"""How long the process that keeps the store waits at its end for those that ask why it has left."""
+"""For so long, the process that keeps the store waits at its end for ranks that ask for the reason."""
 _CLOSELY = "closely"
 """A question that is answered with stack and last collectives, too."""
 _APART_S = 4.0
-"""After which it is looked whether two ranks wait for each other in vain: no slow rank or link has them do so."""
+"""From then on, two ranks that wait for each other are looked for: no slow rank or link causes that."""
 _ASK_AGAIN_S = 10.0
 _GRACE_S = 8.0
-"""After which a wait that was made to fail, and has not, ends with its process."""
+"""After that, a wait that was made to fail, and has not, ends with its process."""
 _NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
-"""After so long a wait, it is said who is waited for."""
+"""After these waits, the awaited ranks are printed."""
 
 
 class Lookout(Watch):
-    """The watch of one of several ranks.
+    """The watchdog of one of several ranks.
 
     Args:
         rank, world_size: of the default group.
@@ -177,7 +177,7 @@ class Lookout(Watch):
         reference = weakref.ref(self)
         self._thread = StoreThread(lambda store: _beat(reference, store), _BEAT_S)
         self._thread.ask(lambda store: self._seen_by(store).register(), _STORE_S + _ANSWER_S)
-        # Before Python ends, too: a thread that comes back from a call to torch behind that takes the process down.
+        # Also before Python ends: a thread that returns from a call to torch after that ends the process with an abort.
         weakref.finalize(self, self._thread.close, _STORE_S)
         self._has_said_it_leaves = False
         # Python calls what was registered last first, and so this before that close.
@@ -195,7 +195,7 @@ class Lookout(Watch):
         return CommunicationError(str(verdict), verdict.culprits)
 
     def judge_late(self, wait: Wait) -> Verdict:
-        """What is known of the others while this rank waits."""
+        """Diagnoses a wait of this rank that takes long."""
         return self._judge(wait, None, script_line()[0])
 
     def _judge(self, wait: Wait, late: int | None, line: str) -> Verdict:
@@ -206,6 +206,7 @@ class Lookout(Watch):
             absences = self._survey(store, enough=late, question=_CLOSELY)
             verdict = Verdict(**known, absences=absences, recent=self.log.last_lines())
             if wait.failure is not None:
+                # Left before the error is raised: this rank may be gone when the others ask.
                 self.keep_words(store, verdict.finding, verdict.culprits)
             return verdict
 
@@ -215,7 +216,7 @@ class Lookout(Watch):
             return Verdict(**known, silence=str(silence))
 
     def sentence(self, verdict: Verdict) -> None:
-        """Leaves the verdict for the others, and ends the processes of those that are late, alive and in no collective."""
+        """Publishes the diagnosis, and ends the processes of culprits that are alive and in no collective."""
         elsewhere = [
             rank
             for rank in verdict.culprits
@@ -231,6 +232,7 @@ class Lookout(Watch):
             number = mine.add("questions", 1)
             mine.set(f"question {number}", json.dumps({"ends": elsewhere, "by": self._rank, "said": verdict.finding}))
             deadline_s = time.monotonic() + _HEARD_S
+            # This process may keep the store: it stays until the late ranks have heard, and answers them meanwhile.
             while time.monotonic() < deadline_s and not all(mine.check([f"heard {rank}"]) for rank in elsewhere):
                 self.answer(store)
                 time.sleep(_GLANCE_S)
@@ -263,23 +265,23 @@ class Lookout(Watch):
             return
 
     def keep_words(self, store: dist.Store, words: str, culprits: Sequence[int]) -> None:
-        """Leaves why this rank gives up, for others who ask when it answers no more."""
+        """Leaves the reason of this rank to give up, for ranks that ask when it no longer answers."""
         left = {"words": words, "culprits": list(culprits), "where": asdict(self._whereabouts()), "at": time.time()}
         self._in(store).set(f"last words {self._rank}", json.dumps(left))
 
     # ---- what has not come ----
 
     def with_store(self, call: Callable[[dist.Store], T], within_s: float) -> T:
-        """What a call with the ranks' store returns. Errors: as of `StoreThread.ask`."""
+        """Runs a call with the launcher's store. Errors: as of `StoreThread.ask`."""
         return self._thread.ask(call, within_s)
 
     def gone(self, store: dist.Store, ranks: Sequence[int]) -> list[int]:
-        """Those that have ended or left."""
+        """Returns those that have ended or left."""
         processes = self._seen_by(store)
         return [rank for rank in ranks if processes.has_gone(rank)]
 
     def lines(self, wait: Wait, enough: int | None = None) -> str:
-        """Where each rank is, in a line each. `enough`: as of `_survey`."""
+        """Says where each rank is, in a line each. `enough`: as of `_survey`."""
 
         def look(store: dist.Store) -> str:
             found = self._survey(store, enough)
@@ -288,7 +290,7 @@ class Lookout(Watch):
         return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
 
     def look_for(self, missing: Sequence[int], wait: Wait) -> str | None:
-        """Where each rank is, if one of the missing waits for this one in another collective; None while they may yet come."""
+        """Says where each rank is, if a missing one waits for this one in another collective; None while it may yet come."""
 
         def proof(store: dist.Store) -> str | None:
             found = self._survey(store)
@@ -301,7 +303,7 @@ class Lookout(Watch):
     # ---- the end ----
 
     def leave(self, patience_s: float) -> list[int]:
-        """Waits for the others to come to their end, unless one waits for what this rank will not do any more."""
+        """Waits for the others to finish, unless one waits for a collective that this rank will not join."""
         try:
             self._thread.ask(self.say_that_it_leaves, _STORE_S)
             at_work = self._await_the_others(time.monotonic() + patience_s)
@@ -315,13 +317,13 @@ class Lookout(Watch):
             self._thread.close(_STORE_S)
 
     def say_that_it_leaves(self, store: dist.Store) -> None:
-        """Tells the others that this rank has come to its end; once."""
+        """Publishes once that this rank has finished."""
         if not self._has_said_it_leaves:
             self._has_said_it_leaves = True
             self._seen_by(store).say_that_this_one_leaves(self._rank)
 
     def end(self) -> None:
-        """At the end of Python, unless somebody calls `leave`: says so, and keeps the store for those that ask why."""
+        """Publishes the end of Python, unless `leave` is called, and keeps the store for ranks that ask for the reason."""
         if self._thread.is_closing or (self.is_left_by_others and dist.is_initialized()):
             return
         try:
@@ -332,7 +334,7 @@ class Lookout(Watch):
             return
 
     def _await_the_others(self, deadline_s: float) -> list[int]:
-        """Those that are still at work when this one need not or may not wait any more."""
+        """Returns the ranks still at work when this one must not or need not wait any more."""
         look_s = time.monotonic()
         seen: set[tuple] = set()
         while at_work := self._thread.ask(self._at_work, _STORE_S + _ANSWER_S):
@@ -348,7 +350,7 @@ class Lookout(Watch):
         return []
 
     def _keep_store_for(self, ranks: Sequence[int]) -> None:
-        """Lets the others look up why this rank has left, where the store goes with its process."""
+        """Keeps a store that would end with this process until the others have looked this rank up."""
         if self._rank != 0 or not self._thread.is_of_rank_0:
             return
         if dist.is_initialized():
@@ -366,7 +368,7 @@ class Lookout(Watch):
         return [rank for rank in self._others if rank not in gone]
 
     def _missed_by(self, store: dist.Store) -> tuple[bool, set[tuple]]:
-        """Whether a rank waits in a collective that this one has not begun; and those in one of the script's own."""
+        """Whether a rank waits in a collective that this one has not begun; and the waits in calls of the script."""
         found = self._survey(store)
         where = {rank: each.where for rank, each in found.items() if each.where is not None}
         waiting = {(rank, each.torch_call, each.line) for rank, each in where.items() if each.torch_call is not None}
@@ -375,7 +377,7 @@ class Lookout(Watch):
     # ---- questions and answers, all in the thread of the store ----
 
     def answer(self, store: dist.Store) -> None:
-        """Says where this rank is if that has been asked since the last time."""
+        """Answers questions since the last time with the state of this rank."""
         mine, asked = self._in(store), self._answered
         closely = False
         while mine.check([f"question {asked + 1}"]):
@@ -399,7 +401,7 @@ class Lookout(Watch):
         )
 
     def notice(self, store: dist.Store) -> None:
-        """Says who is waited for, on the first of the ranks that wait, once a wait has taken long."""
+        """Prints the awaited ranks, on the first of the waiting ones, once a wait has taken long."""
         wait = self.longest
         if wait is None or wait.failure is not None:
             return
@@ -415,7 +417,7 @@ class Lookout(Watch):
         print(f"hf_zero: waiting.\n{verdict.in_lines}", file=sys.stderr, flush=True)
 
     def _survey(self, store: dist.Store, enough: int | None = None, question: str = "") -> dict[int, Absence]:
-        """What is known of the others.
+        """Asks the other ranks for their states.
 
         Args:
             enough: a rank whose end explains all: others need not be waited for.
@@ -430,6 +432,7 @@ class Lookout(Watch):
             for rank in self._others:
                 if rank not in found and (absence := self._look_at(store, rank, number, ask_again=in_time)):
                     found[rank] = absence
+            # The others would be asked for seconds, and the error says the same.
             has_reason = enough in found and found[enough].is_over
             if len(found) == len(self._others) or has_reason:
                 return found
@@ -437,7 +440,7 @@ class Lookout(Watch):
             time.sleep(_GLANCE_S)
 
     def _look_at(self, store: dist.Store, rank: int, number: int, *, ask_again: bool) -> Absence | None:
-        """None while it may yet answer."""
+        """Describes a rank; None while an answer may yet come."""
         mine, processes = self._in(store), self._seen_by(store)
         has_ended, has_left = processes.has_ended(rank), processes.has_left(rank)
         has_words = mine.check([f"last words {rank}"])
@@ -499,7 +502,7 @@ class Lookout(Watch):
 
 
 class LateWatch:
-    """Looks at one rank's waits, in a thread of its own: the store's may hang in a call to a host that is gone.
+    """Ends waits for a late rank. A thread of its own: the store's thread may hang in a call to a lost host.
 
     Args:
         limit_s: `comm.late_s`.
@@ -518,7 +521,7 @@ class LateWatch:
         self._thread.start()
 
     def close(self, within_s: float) -> None:
-        """Ends the thread at its next look, and waits for that: one that is in a call to torch ends Python with an abort."""
+        """Ends the thread at its next look, and waits: a thread inside torch would end Python with an abort."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(within_s)
@@ -533,6 +536,7 @@ class LateWatch:
             del lookout
 
     def _look(self, lookout: "Lookout") -> None:
+        # A wait of hf_zero goes first: the frame inside of it is torch's too.
         own = lookout.longest
         lookout.script_wait = self._call.look() if own is None else None
         queued = None if self._queue is None else self._queue.look(lookout.log)
@@ -566,6 +570,7 @@ class LateWatch:
         if wait.is_of_script:
             # Its error is torch's, of addresses.
             print(verdict, file=sys.stderr, flush=True)
+        # Last: a broken group ends the waits, and with them perhaps the process that has to tell the others.
         break_all_groups()
 
     def _end_if_it_goes_on(self, wait: Wait) -> None:
@@ -592,7 +597,7 @@ def _say_at_exit(reference: "weakref.ref[Lookout]") -> None:
 
 
 def watch_over(groups: Groups) -> Watch:
-    """The watch of an engine's ranks. Collective."""
+    """Makes the watchdog of an engine's ranks. Collective."""
     if groups.backend == "fake":
         return Watch()
     name = control_of(groups, Watch()).exchange(uuid.uuid4().hex, "exchange of a name")[0]

@@ -1,4 +1,4 @@
-"""Where a rank is: in which collective, or in which line of the script."""
+"""The state of a rank: its collective, or its line of the script."""
 
 import gc
 import linecache
@@ -22,7 +22,7 @@ _INNERMOST = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Whereabouts:
-    """What a rank says of itself when it is asked.
+    """A rank's answer about itself.
 
     Attributes:
         waits_in: the collective of hf_zero that it waits in, or is failing in.
@@ -55,7 +55,7 @@ class Whereabouts:
 
     @property
     def collective(self) -> str | None:
-        """What it waits in and where, in words; None where it waits in nothing."""
+        """Names the awaited collective and its place; None outside of one."""
         if self.waits_in is not None:
             return f"{self.waits_in}{in_brackets(self.holds, self.place)}"
         return None if self.torch_call is None else f"torch.distributed.{self.torch_call}{in_brackets(self.place)}"
@@ -72,13 +72,13 @@ class Whereabouts:
 
 
 def script_line() -> tuple[str, str | None]:
-    """The line of the script that the main thread is in, and the function of torch.distributed that it is in there."""
+    """Returns the script's line in the main thread, and the function of torch.distributed that it called."""
     frame, torch_call = script_frame()
     return "" if frame is None else _in_words(frame), torch_call
 
 
 def script_frame() -> tuple[FrameType | None, str | None]:
-    """The innermost frame of the main thread in the script, else of all, and the function of torch.distributed inside of it."""
+    """Returns the main thread's innermost frame in the script, else of all, and the function of torch.distributed inside."""
     frame = innermost = _main_frame()
     torch_call = None
     while frame is not None:
@@ -94,7 +94,7 @@ def script_frame() -> tuple[FrameType | None, str | None]:
 
 
 def _is_library(path: str) -> bool:
-    """Whether a file is of Python's own library or of an installed package, wherever that lies.
+    """Whether a file belongs to Python's own library or to an installed package.
 
     A cluster's libraries may lie in several folders: of the system, of a user, of `pip install --target`.
     """
@@ -104,19 +104,17 @@ def _is_library(path: str) -> bool:
 
 @cache
 def _is_installed(path: str) -> bool:
-    """Whether a folder above a file is one that pip installs to."""
+    """Whether a folder above a file is one of pip's."""
     return any(next(folder.glob("*.dist-info"), None) is not None for folder in Path(path).parents)
 
 
 def _main_frame() -> FrameType | None:
-    """The main thread's innermost frame.
-
-    Without Python's collector: one that runs inside `_current_frames`, as in Python before 3.11.8 and 3.12.2 it may, and comes to
-    a finalizer that waits for another thread, never ends, for that thread's end waits for `_current_frames` (gh-106883).
-    """
+    """Returns the main thread's innermost frame."""
     main, collects = threading.main_thread().ident, gc.isenabled()
     if main is None:
         return None
+    # A collection inside of `_current_frames` (Python before 3.11.8 and 3.12.2, gh-106883) may reach a finalizer that
+    # waits for another thread, whose end waits for `_current_frames`: neither ends.
     gc.disable()
     try:
         return sys._current_frames().get(main)
@@ -126,13 +124,13 @@ def _main_frame() -> FrameType | None:
 
 
 def in_brackets(*words: str) -> str:
-    """Those that are not empty, as they stand behind what they explain."""
+    """Joins the non-empty words in brackets, with a space in front."""
     found = "; ".join(filter(None, words))
     return f" ({found})" if found else ""
 
 
 def main_stack() -> str:
-    """Where the main thread is, as in a traceback."""
+    """Formats the main thread's stack like a traceback."""
     frame = _main_frame()
     return "" if frame is None else "".join(traceback.format_stack(frame)[-_INNERMOST:])
 

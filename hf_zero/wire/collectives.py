@@ -1,6 +1,6 @@
 """Reduce-scatter and all-gather of 8-bit or 4-bit blocks: a quarter or an eighth of the bytes of fp32.
 
-Each element is quantised once by who sends it and dequantised once by who needs it, as in ZeRO++ (Wang et al. 2023, arXiv
+The sender quantises each element once, and the receiver dequantises it once, as in ZeRO++ (Wang et al. 2023, arXiv
 2306.10209). What arrives is summed in float32 in rank order, this rank's own part too, so that the sum is the one that
 every other rank would have made. Codes and scales travel as two messages, over whichever transport moves plain bytes here.
 """
@@ -30,11 +30,11 @@ def reduce_scatter_blocks(
     """Sums `flat` (ranks x n elements, float32 or 16 bits) over a group; this rank's n elements land in `out`.
 
     Args:
-        transport: what moves codes and scales.
+        transport: moves codes and scales.
         format: parts must be whole blocks of it.
         out: may be this rank's part of `flat`, whose contents are not needed once this has returned.
-        residual: as `flat`, float32 or bfloat16: what earlier calls have lost is sent too, and what this one loses stays
-            there. None to let it go.
+        residual: like `flat`, float32 or bfloat16. Holds the rounding error of earlier calls, which is sent too, and takes the
+            one of this call. None drops the error.
     """
     numel, device = flat.numel(), flat.device
     codes, received_codes = torch.empty((2, format.code_bytes(numel)), dtype=torch.uint8, device=device)
@@ -62,9 +62,9 @@ def all_gather_blocks(
     label: Label,
     residual: torch.Tensor | None = None,
 ) -> Handle:
-    """Fills `flat` (ranks x n elements) with what arrives of each rank's `own` n elements, in the group's order.
+    """Fills `flat` (ranks x n elements) with each rank's dequantised `own` n elements, in the group's order.
 
-    All ranks, the one whose part it is too, get what has been through the blocks: they go on alike to the last bit.
+    The owner of a part gets the dequantised values too, so that all ranks have the same bits.
 
     Args:
         transport, format, residual: as in `reduce_scatter_blocks`; `residual` is as `own`.
