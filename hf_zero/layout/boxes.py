@@ -1,4 +1,4 @@
-"""Boxes of split tensors, and which ranges two layouts share."""
+"""Boxes of split tensors, and the ranges that two layouts share."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 
 from .slots import Interval, doubly_covered, uncovered
 
-# Which elements of a whole tensor a rank has, where tensor or expert parallelism has split it along its dimensions.
+# ---- A rank's elements of a tensor that tensor or expert parallelism has split along its dimensions ----
 
 
 @dataclass(frozen=True)
 class Box:
-    """Part of a whole tensor: along each dimension some ranges of indices, kept one behind the other.
+    """Part of a whole tensor: along each dimension some ranges of indices, one behind the other.
 
     Attributes:
         shape: of the whole tensor.
@@ -26,14 +26,14 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """All of a tensor."""
+        """Covers all of a tensor."""
         return cls(tuple(shape), tuple((Interval(0, size),) for size in shape))
 
     def split(self, dim: int, parts: int, place: int, *, repeats: int = 1) -> "Box":
-        """The `place`-th of `parts` that this part is cut into along a dimension, as `torch.chunk` cuts.
+        """Cuts this part along a dimension as `torch.chunk` does; returns the `place`-th of `parts`.
 
         Args:
-            repeats: the dimension is made of so many tensors side by side (gate and up projection), each of which is cut.
+            repeats: tensors that lie side by side along the dimension (gate and up projection); each is cut by itself.
         """
         held = self.ranges[dim]
         numel = sum(each.numel for each in held)
@@ -44,13 +44,12 @@ class Box:
         return Box(self.shape, (*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
 
     def narrow(self, dim: int, interval: Interval) -> "Box":
-        """The elements of this part whose index in it along a dimension is in an interval."""
+        """Keeps the elements of this part whose index along a dimension is in an interval."""
         kept = tuple(_within(self.ranges[dim], interval))
         return Box(self.shape, (*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the part."""
         return tuple(sum(each.numel for each in ranges) for ranges in self.ranges)
 
     @property
@@ -70,19 +69,21 @@ class Box:
         )
 
     def runs(self, interval: Interval) -> Iterator[tuple[Interval, int]]:
-        """Elements of the part that lie beside each other in the whole tensor too.
+        """Yields runs of the part's elements that lie beside each other in the whole tensor too.
 
         Args:
             interval: of the part, row-major.
 
         Yields:
-            Intervals of the part, in order, each with the place in the whole tensor at which it starts.
+            Intervals of the part, in order, each with the index in the whole tensor at which it starts.
         """
         cut = [dim for dim, size in enumerate(self.local_shape) if size != self.shape[dim]]
         if not cut or not self.numel:
             if interval.numel:
                 yield interval, interval.start
             return
+        # Behind the last cut dimension all is contiguous: runs end only there, so one loop over its ranges finds them
+        # all.
         last = cut[-1]
         inner = prod(self.shape[last + 1 :])
         strides = [prod(self.shape[dim + 1 :]) for dim in range(last)]
@@ -104,7 +105,7 @@ class Box:
                 place = run.stop
 
     def slices(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """Where the part's blocks lie: (in the whole tensor, in the part), as indices of tensors."""
+        """Yields the part's blocks as indices of tensors: (in the whole tensor, in the part)."""
         placed = []
         for ranges in self.ranges:
             at, found = 0, []
@@ -117,7 +118,7 @@ class Box:
 
 
 def _within(held: Sequence[Interval], wanted: Interval) -> Iterator[Interval]:
-    """The ranges that an interval of their elements, counted through, is of."""
+    """Yields the ranges of the `wanted` elements, counted through all ranges."""
     at = 0
     for each in held:
         common = Interval(at, at + each.numel).intersect(wanted)
@@ -134,7 +135,7 @@ def _unravel(place: int, sizes: Sequence[int]) -> list[int]:
     return found[::-1]
 
 
-# ---- Which saved pieces fill which wanted interval: how any world size reads what any other wrote ----
+# ---- The saved pieces that fill a wanted interval: so any world size reads the files of any other ----
 
 Source = TypeVar("Source")
 
@@ -149,7 +150,7 @@ class Piece(Generic[Source]):
 
 
 def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> list[Piece[Source]]:
-    """The copies that fill `wanted` from saved (interval, source) pairs, every element exactly once.
+    """Returns the copies that fill `wanted` from saved (interval, source) pairs, every element exactly once.
 
     Raises:
         ValueError: an element of `wanted` is in no saved interval, or in more than one.
@@ -162,6 +163,7 @@ def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> li
                 Piece(source=source, in_source=common.shift(-interval.start), in_target=common.shift(-wanted.start))
             )
     targets = [piece.in_target for piece in pieces]
+    # A checkpoint with a gap or an overlap must not load: uninitialised memory would pass for weights.
     missing, twice = uncovered(Interval(0, wanted.numel), targets), doubly_covered(targets)
     if missing or twice:
         fault, run = ("saved nowhere", missing[0]) if missing else ("saved more than once", twice[0])

@@ -1,4 +1,4 @@
-"""Intervals, slots of parameters in flat buckets, and how buckets are cut into shards and quantised blocks."""
+"""Intervals, slots of parameters in flat buckets, and the shards and quantised blocks that cut buckets."""
 
 import heapq
 import math
@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-# ---- Half-open intervals of elements, the one unit in which shards, rows and checkpoint files are described ----
+# ---- Half-open intervals of elements: the one unit of shards, rows and checkpoint files ----
 
 
 class Interval(NamedTuple):
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 def uncovered(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
-    """The runs of `whole` that no part covers, in order. Parts may touch, overlap and come in any order."""
+    """Returns the runs of `whole` that no part covers, in order. Parts may touch, overlap and come in any order."""
     gaps, at = [], whole.start
     for part in sorted(parts):
         if part.start > at:
@@ -45,7 +45,7 @@ def uncovered(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
 
 
 def doubly_covered(parts: Iterable[Interval]) -> list[Interval]:
-    """The runs that two or more parts cover, in order of the later part's start."""
+    """Returns the runs that two or more parts cover, in order of the later part's start."""
     found, end = [], None
     for part in sorted(parts):
         if end is not None and part.start < end:
@@ -54,15 +54,15 @@ def doubly_covered(parts: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-# ---- Parameters that may not be cut: which share a bucket, and on which shard of it each lies ----
+# ---- Parameters that may not be cut: their bucket, and their shard of the bucket ----
 #
-# A bucket's shards are equal, since that is what collectives move, so each has the size of the fullest; what the others lack
-# is padding. It is small where a bucket has several parameters a rank. A parameter larger than its rank's part of a bucket
-# sets the size of all shards, and others of its optimizer group are drawn in to fill them.
+# Collectives move equal shards, so each shard has the size of the fullest; the others are padded. Padding is small where a
+# bucket has several parameters a rank. A parameter larger than its rank's part of a bucket sets the size of all shards, and
+# others of its optimizer group are drawn in to fill them.
 
 
 def group(numels: Sequence[int], *, bucket_numel: int, shards: int) -> list[list[int]]:
-    """Which parameters share a bucket, as lists of their indices in ascending order.
+    """Groups parameters into buckets, as lists of their indices in ascending order.
 
     Args:
         numels: of each parameter, in the order in which gradients arrive.
@@ -83,7 +83,7 @@ def group(numels: Sequence[int], *, bucket_numel: int, shards: int) -> list[list
 
 
 def _take(candidates: list[int], left: dict[int, None], numels: Sequence[int], *, room: int, skips: bool) -> list[int]:
-    """Moves candidates out of `left` while there is room; `skips`: past those that are too large."""
+    """Moves candidates out of `left` while there is room. `skips`: passes over those that are too large."""
     taken: list[int] = []
     total = 0
     for index in candidates:
@@ -98,7 +98,7 @@ def _take(candidates: list[int], left: dict[int, None], numels: Sequence[int], *
 
 
 def deal(numels: Sequence[int], *, shards: int, align_numel: int) -> list[tuple[int, int]]:
-    """(shard, first element in it) of each parameter: the largest first, each to the emptiest shard.
+    """Returns (shard, first element) of each parameter: the largest first, each on the emptiest shard.
 
     Args:
         align_numel: parameters begin at multiples of this.
@@ -115,7 +115,7 @@ def deal(numels: Sequence[int], *, shards: int, align_numel: int) -> list[tuple[
     return places
 
 
-# ---- Which parameter lies where in which bucket ----
+# ---- Slots of parameters in buckets ----
 
 SLOT_ALIGN_NUMEL = 16
 """Slots start at multiples of this: torch's fused CPU AdamW gives other last digits in the tail of n % 16 elements, so an
@@ -127,13 +127,13 @@ SHARD_ALIGN_NUMEL = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """Elements that slots start at multiples of, and that shards are multiples of."""
+    """Units in elements: of the start of a slot, and of the size of a shard."""
 
     slot_numel: int = SLOT_ALIGN_NUMEL
     shard_numel: int = SHARD_ALIGN_NUMEL
 
     def and_also(self, other: "Alignment") -> "Alignment":
-        """What suits both."""
+        """Combines two alignments into the smallest that suits both."""
         return Alignment(
             slot_numel=math.lcm(self.slot_numel, other.slot_numel),
             shard_numel=math.lcm(self.shard_numel, other.shard_numel),
@@ -146,10 +146,10 @@ USUAL_ALIGNMENT = Alignment()
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """What the layout needs to know of one parameter.
+    """Describes a parameter to the layout.
 
     `key` holds everything that may not be mixed in one bucket: dtype, optimizer and group. `intact` parameters are not cut:
-    each lies in one rank's shard. `shards` is of those that fewer ranks share than the others: the same for all of a key.
+    each lies in one rank's shard. `shards` is set where fewer ranks share the parameter; it is the same for all of a key.
     """
 
     name: str
@@ -161,7 +161,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One parameter's place in its bucket, in elements."""
+    """The interval of one parameter in its bucket, in elements."""
 
     name: str
     interval: Interval
@@ -189,11 +189,11 @@ class BucketLayout:
 
     @cached_property
     def padding(self) -> list[Interval]:
-        """Runs of the bucket that belong to no parameter."""
+        """Returns the runs of the bucket that belong to no parameter."""
         return uncovered(Interval(0, self.numel), [slot.interval for slot in self.slots])
 
     def shard(self, rank: int) -> Interval:
-        """The elements of the bucket that `rank` of the shard group owns."""
+        """Returns the elements of the bucket that `rank` of the shard group owns."""
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
 
@@ -202,7 +202,7 @@ def _align(value: int, to: int) -> int:
 
 
 class _OpenBucket:
-    """A bucket that still takes parameters of its key, one behind the other."""
+    """A bucket that is being filled with parameters of its key, one behind the other."""
 
     def __init__(self, key: Hashable, align: Alignment):
         self.key = key
@@ -261,6 +261,7 @@ def plan_buckets(
         for (intact, _), specs in arriving.items()
         for bucket in (_dealt if intact else _in_a_row)(specs, bucket_numel, specs[0][1].shards or shards, align)
     ]
+    # The order of reduction, which must be the same on all ranks: a bucket is full when its last gradient has come.
     buckets.sort(key=lambda bucket: bucket.index)
     return tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets, start=first_index))
 
@@ -268,7 +269,7 @@ def plan_buckets(
 def _in_a_row(
     specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int, align: Alignment
 ) -> Iterator[BucketLayout]:
-    """Buckets of one key, cut into shards wherever that falls; numbered by the arrival of the last gradient."""
+    """Yields buckets of one key that shards may cut anywhere, numbered by the arrival of the last gradient."""
     bucket = _OpenBucket(specs[0][1].key, align)
     for arrival, spec in specs:
         if not bucket.takes(spec.numel, bucket_numel):
@@ -281,7 +282,7 @@ def _in_a_row(
 def _dealt(
     specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int, align: Alignment
 ) -> Iterator[BucketLayout]:
-    """The same for intact parameters."""
+    """Yields buckets of intact parameters of one key."""
     for indices in group([spec.numel for _, spec in specs], bucket_numel=bucket_numel, shards=shards):
         mine = [specs[index][1] for index in indices]
         places = deal([spec.numel for spec in mine], shards=shards, align_numel=align.slot_numel)
@@ -302,7 +303,7 @@ def _dealt(
         )
 
 
-# Which interval of which parameter a rank owns: the rows that the optimizer, the tiers and the checkpoints speak in.
+# ---- The rows of a shard: the unit of the optimizer, the tiers and the checkpoints ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +319,7 @@ class RowLayout:
 
 
 def rows_of_shard(bucket: BucketLayout, rank: int) -> tuple[RowLayout, ...]:
-    """The rows of `rank`'s shard of `bucket`, in slot order. Together over ranks they cover every parameter once."""
+    """Returns the rows of `rank`'s shard of `bucket`, in slot order. Over all ranks they cover every parameter once."""
     shard = bucket.shard(rank)
     rows = []
     for slot in bucket.slots:
@@ -329,11 +330,11 @@ def rows_of_shard(bucket: BucketLayout, rank: int) -> tuple[RowLayout, ...]:
     return tuple(rows)
 
 
-# ---- What of a bucket is kept in 8-bit blocks, and the bytes that takes ----
+# ---- 8-bit blocks in a bucket, and their bytes ----
 #
 # [Note: blocks of parameters] A block is 256 neighbours of one parameter, counted from its first element. Slots then start,
 # and shards end, at multiples of 256, so that a parameter's blocks are the same on every world size, stage and bucket size,
-# and no shard cuts one: what one run keeps in blocks, another takes over as it is.
+# and no shard cuts one: another run loads the blocks of a checkpoint without requantising them.
 
 BLOCK_NUMEL = 256
 """Elements that share a scale."""
@@ -351,17 +352,17 @@ _SCALE_BYTES = 4
 
 
 def is_in_blocks(numel: int) -> bool:
-    """Whether a parameter of `numel` elements has its moments in blocks."""
+    """Whether the moments of a parameter of `numel` elements are in blocks."""
     return numel >= SMALLEST_NUMEL
 
 
 def blocks(numel: int) -> int:
-    """Blocks, and so scales, of `numel` elements."""
+    """Counts the blocks, and so scales, of `numel` elements."""
     return -(-numel // BLOCK_NUMEL)
 
 
 def block_bytes(numel: int) -> int:
-    """Bytes of `numel` elements in blocks: one each, and the scales."""
+    """Counts bytes of `numel` elements in blocks: one each, and the scales."""
     return numel + _SCALE_BYTES * blocks(numel)
 
 
@@ -371,7 +372,7 @@ def has_blocks(bucket: BucketLayout) -> bool:
 
 
 def moment_bytes(bucket: BucketLayout, itemsize: int) -> int:
-    """Bytes of one moment in a rank's shard of a bucket, in which small parameters take `itemsize` an element beside.
+    """Counts bytes of one moment in a rank's shard of a bucket. Small parameters take `itemsize` an element.
 
     Which rank has the small ones is left open: they count as if they were spread over the shards.
     """
@@ -407,19 +408,19 @@ class BufferKind(Enum):
 
 
 def shared_numel(buckets: Sequence[BucketLayout]) -> int:
-    """Elements of the largest shared buffer: of the largest bucket that is not oversize; 0 where there is none."""
+    """Counts elements of the largest shared buffer, that of the largest bucket that is not oversize; 0 without one."""
     return max((bucket.numel for bucket in buckets if not bucket.oversize), default=0)
 
 
 def kind_of_buffer(bucket: BucketLayout, shared: int) -> BufferKind:
-    """The kind for `bucket` where the largest shared buffer has `shared` elements."""
+    """Chooses the kind for `bucket` where the largest shared buffer has `shared` elements."""
     if bucket.oversize:
         return BufferKind.OVERSIZE
     return BufferKind.SMALL if bucket.numel * _SMALL_PART < shared else BufferKind.SHARED
 
 
 def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
-    """The most elements that all buffers have at a time, where gradients come in the order of the buckets.
+    """Counts the most elements of all buffers at a time, where gradients come in the order of the buckets.
 
     Large buffers in use at the same time are then those of `limit` buckets that follow one another: embeddings at both ends of
     a model do not meet. What they leave of `limit` may be the largest shared buffers so far, in use or free. Buckets of different
