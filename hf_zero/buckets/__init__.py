@@ -1,1 +1,1 @@
-"""Flat buffers of parameters, where they lie in memory, and what stands in for parameters and gradients that are sharded."""
+"""Flat buffers of parameters, their memory, and the stand-ins for sharded parameters and gradients."""

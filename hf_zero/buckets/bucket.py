@@ -22,14 +22,14 @@ from .memory import ParameterMemory, clear_padding
 from .precision import Precision, forget_loaded, wanted_dtype
 from .sharded import GradientState, ShardedGradient, ShardedGradientError, allow_norms, refuse_norms
 
-# ---- Views of many parts of one flat tensor, made in one call of torch ----
+# ---- All views of a flat tensor in one call of torch ----
 
 _ANY_SHAPE = torch.empty((), device="meta")
-"""Expanded to tensors that have a shape and no memory."""
+"""Expands to tensors with a shape and without memory."""
 
 
 class FlatViews:
-    """Cuts flat tensors that are laid out alike. A view made in Python costs the host three times as much.
+    """Cuts flat tensors of one layout into views. Views made one by one in Python cost the host three times as much.
 
     Args:
         parts: interval of the flat tensor and shape of each view, in the order of the intervals, which do not overlap.
@@ -52,7 +52,7 @@ class FlatViews:
         self._between: list[torch.Tensor] = []
 
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The views of a 1-D tensor, each in its shape, row-major."""
+        """Returns the views of a 1-D tensor, each in its shape, row-major."""
         views = _unflatten_dense_tensors(flat, self._like)
         found = [views[place] for place in self._places]
         for number, shape in self._without_elements.items():
@@ -62,7 +62,7 @@ class FlatViews:
     def fill(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
         """Writes `values` times `factor` into the views of a 1-D tensor, and zeros between and behind them.
 
-        In a few operations whatever their number, by way of one more tensor of that size.
+        Needs one more tensor of that size meanwhile.
 
         Args:
             values: one for each view, in their shapes and order, of the dtype of `flat`.
@@ -76,6 +76,7 @@ class FlatViews:
             self._between = [zeros[: self._like[place].numel()] for place in self._gaps]
         for place, zeros in zip(self._gaps, self._between):
             parts[place] = zeros
+        # Two operations for any number of parts: a copy each would cost the host more than the device computes.
         packed, filled = _flatten_dense_tensors(parts), flat[: self._end]
         torch.mul(packed, factor, out=filled)
         flat[self._end :].zero_()
@@ -91,18 +92,18 @@ _SMALL_NUMEL = 1 << 14
 
 
 class BucketKey(NamedTuple):
-    """What the parameters of a bucket have in common.
+    """The properties that all parameters of a bucket share.
 
     Attributes:
-        trained: whether they take gradients.
-        dtype: theirs in the model, before `param_dtype`.
-        gathered_dtype: that they are cast to when they are gathered at stage 3; None where they are not.
-        optimizer: the number of the one that has them, in the order given to the engine; -1 where none has.
-        group: its number in that optimizer's `param_groups`; -1 where there is none.
-        is_expert: they are split over more ranks than the rest of the model, so that fewer ranks share their state.
-        is_split: tensor or expert parallelism has split them, where what travels is quantised: a block that had elements of both
-            kinds would round those that all ranks of a copy have in another way on each.
-        stays: they are kept in `dtype`, whatever `param_dtype` and `rounding` say.
+        trained: the parameters take gradients.
+        dtype: in the model, before `param_dtype`.
+        gathered_dtype: stage 3 casts to this dtype in a gather; None without a cast.
+        optimizer: index of their optimizer, in the order given to the engine; -1 without one.
+        group: index in that optimizer's `param_groups`; -1 without one.
+        is_expert: split over more ranks than the rest of the model, so that fewer ranks share the state.
+        is_split: split by tensor or expert parallelism, with a quantised wire. A block with elements of both kinds would round
+            the replicated ones differently on each rank of a copy.
+        stays: kept in `dtype`, whatever `param_dtype` and `rounding` say.
     """
 
     trained: bool
@@ -117,16 +118,16 @@ class BucketKey(NamedTuple):
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """A parameter in its bucket, and what is known of its gradient in the running backward pass.
+    """A parameter in its bucket, and the state of its gradient in the running backward.
 
     Attributes:
-        number: among the slots of the bucket.
-        is_small: it has so few elements that an operation costs the host more than the arithmetic takes.
+        number: index among the slots of the bucket.
+        is_small: an operation on its few elements costs the host more than the arithmetic.
         place: the parameter's elements of the bucket's flat buffer, in its shape.
         arrived: a gradient has been put in the bucket's open buffer.
         used: a gradient arrived on this rank at any time in the pass; once the pass has ended, on any rank.
         used_elsewhere: on another rank, and not on this one.
-        continues: what arrives adds to a gradient reduced earlier and not zeroed since.
+        continues: the arriving gradient adds to one that was reduced earlier and not zeroed since.
         version: autograd's count of in-place edits of the parameter when the master last followed it.
         row: this rank's part of the parameter, where it owns one.
     """
@@ -150,7 +151,7 @@ class ParameterSlot:
         self.is_small = self.interval.numel <= _SMALL_NUMEL
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This slot of a flat buffer laid out as the bucket, in the parameter's shape, row-major."""
+        """Returns this slot of a flat buffer of the bucket's layout, in the parameter's shape, row-major."""
         return _part(flat, self.interval, self.parameter.shape)
 
 
@@ -177,7 +178,7 @@ class Row:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the next step has one for this row."""
+        """Whether the next step has a gradient for this row."""
         # model.zero_grad() takes the `ShardedGradient` away; optimizer.zero_grad() takes the row's own gradient away.
         tensor, parameter = self.tensor, self.slot.parameter
         return tensor.grad is not None and (tensor is parameter or parameter.grad is not None)
@@ -190,12 +191,12 @@ class Row:
         return not is_held and sharded_gradient.state is GradientState.ZEROED
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """This row of a flat tensor laid out as the rank's shard, in the shape of `tensor`."""
+        """Returns this row of a flat tensor of the shard's layout, in the shape of `tensor`."""
         return _part(shard, self.layout.in_shard, self.tensor.shape)
 
 
 def rows_with_gradient(row_of: Mapping[nn.Parameter, Row], parameters: Iterable[nn.Parameter]) -> list[Row]:
-    """This rank's rows of some parameters, those for which the next step has a gradient."""
+    """Returns this rank's rows of some parameters, those with a gradient for the next step."""
     with look_only():
         rows = [row for row in map(row_of.get, parameters) if row is not None and row.has_gradient]
     for bucket in {row.slot.bucket for row in rows}:
@@ -207,8 +208,8 @@ class Bucket:
     """Parameters whose gradients are reduced together.
 
     Attributes:
-        key: what its parameters have in common.
-        group: the ranks that share it and take its steps together.
+        key: the properties that all of its parameters share.
+        group: the ranks that share its state and take its steps together.
         memory: where the parameters lie: whole at stages 0 to 2, a shard and what is gathered to it at stage 3.
         flat: the parameters, (numel,) of the param dtype; every parameter that is whole is a view of it.
         own: this rank's shard of `flat`, (shard_numel,); without memory where it is in a file.
@@ -218,7 +219,7 @@ class Bucket:
         share: what one rank's gradient counts for in the mean of the group's: 1 / their number.
         rows_are_parameters: this rank's rows are the parameters themselves.
         tier: where master, reduced gradient and optimizer state live.
-        arrival: of the reduced gradient in the rows, which may be on its way there; see `await_gradient`.
+        arrival: marks the end of the copy of the reduced gradient to the rows; see `await_gradient`.
         is_away: the master is in a file, or there for the step only; `master` and the rows then have its shape and no memory.
         gradient_dtype: of the reduced gradient that waits in the rows for the step.
     """
@@ -280,9 +281,9 @@ class Bucket:
         return self.memory.own
 
     def step_on_reduced(self) -> None:
-        """Leaves the reduced gradient in bfloat16 where its sum arrives so: what steps the bucket reads that dtype.
+        """Leaves the reduced gradient in bfloat16 if the sum arrives so. The bucket's kernel reads that dtype.
 
-        Sums with further gradients are taken in the master dtype all the same. float16 would lose what is unscaled.
+        Sums with further gradients are taken in the master dtype all the same. float16 would lose unscaled gradients.
         """
         if self.precision.reduced == torch.bfloat16 and not self.tier.is_apart:
             self.gradient_dtype = torch.bfloat16
@@ -292,28 +293,27 @@ class Bucket:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of this rank's shard of the reduced gradient."""
+        """Counts bytes of this rank's shard of the reduced gradient."""
         return self.layout.shard_numel * self.precision.master.itemsize
 
     @property
     def has_second_copy(self) -> bool:
-        """Whether master and parameters are two copies, of which each has to follow the other."""
+        """Whether master and parameters are two copies, each of which has to follow the other."""
         return self.precision.has_master and not self.memory.is_master
 
     @property
     def keeps_master(self) -> bool:
-        """Whether there are two copies between steps, too."""
+        """Whether both copies last from step to step."""
         return self.precision.keeps_master and not self.memory.is_master
 
     @property
     def copy_to_write(self) -> torch.Tensor | None:
-        """The parameters' shard, (shard_numel,), where a step may write it beside the master; None where there is no second
-        copy between steps, or `write_back` alone knows how."""
+        """Returns the parameters' shard, (shard_numel,), if a step may write it beside the master; None otherwise."""
         return self.memory.writable_own if self.keeps_master else None
 
     @cached_property
     def contents(self) -> str:
-        """The innermost module that all of its parameters are in, or the first and the last of them."""
+        """Names the innermost module with all of its parameters, or the first and the last of them."""
         names = [slot.name for slot in self.slots]
         if len(names) == 1:
             return names[0]
@@ -322,21 +322,21 @@ class Bucket:
         return ".".join(at[0] for at in shared) or f"{names[0]} to {names[-1]}"
 
     def label(self, kind: str) -> Label:
-        """What a collective that moves this bucket is called."""
+        """Labels a collective that moves this bucket."""
         if kind not in self._labels:
             self._labels[kind] = Label(kind=kind, subject=self.name, channel=self.layout.index, holds=self.contents)
         return self._labels[kind]
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """All slots of a flat buffer laid out as this bucket, as `ParameterSlot.view_of` gives them."""
+        """Returns all slots of a flat buffer of this layout, as `ParameterSlot.view_of` gives them."""
         return self._slot_views.of(flat)
 
     def fill_slots(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
-        """Writes a tensor for each slot, times `factor`, into a flat buffer laid out as this bucket, and zeros elsewhere."""
+        """Writes a tensor for each slot, times `factor`, into a flat buffer of this layout, and zeros elsewhere."""
         self._slot_views.fill(flat, values, factor)
 
     def row_views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """All rows of a flat tensor laid out as the rank's shard, as `Row.of` gives them."""
+        """Returns all rows of a flat tensor of the shard's layout, as `Row.of` gives them."""
         return self._row_views.of(shard)
 
     @cached_property
@@ -348,7 +348,7 @@ class Bucket:
         return FlatViews((row.layout.in_shard, row.tensor.shape) for row in self.rows)
 
     def adopt(self, slot: ParameterSlot) -> None:
-        """Copies a parameter into its slot, as far as this rank keeps it, and makes it a view of it."""
+        """Copies this rank's part of a parameter into the slot, and makes the parameter a view of the slot."""
         parameter = slot.parameter
         with torch.no_grad():
             self.memory.take_in(slot.place, slot.interval, parameter)
@@ -362,23 +362,23 @@ class Bucket:
         return self.memory.is_view(slot.parameter, slot.place)
 
     def is_as_hung(self, slot: ParameterSlot) -> bool:
-        """Whether that is so down to shape and strides, which a script that gives `p.data` a view may change."""
+        """Whether the parameter also has the shape and strides of its slot, which a script may change by `p.data`."""
         parameter, place = slot.parameter, slot.place
         return self.holds(slot) and (parameter.shape, parameter.stride()) == (place.shape, place.stride())
 
     @property
     def holds_all(self) -> bool:
-        """Whether all of them do, as far as that is seen at a glance; False may be wrong."""
+        """Whether all parameters are views of their slots, by a quick look; False may be wrong."""
         return self.memory.are_views(*self._with_elements)
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The slots', in their order."""
+        """Returns the slots' parameters, in slot order."""
         return [slot.parameter for slot in self.slots]
 
     @cached_property
     def places(self) -> list[torch.Tensor]:
-        """The slots', in their order."""
+        """Returns the slots' views, in slot order."""
         return [slot.place for slot in self.slots]
 
     @cached_property
@@ -388,12 +388,12 @@ class Bucket:
 
     @property
     def row_writes(self) -> int:
-        """Autograd's count of in-place writes to the rows, which share it and have it to themselves."""
+        """Returns autograd's count of in-place writes to the rows, which share one count."""
         return self.rows[0].tensor._version if self.rows else 0
 
     @property
     def edited_rows(self) -> list[Row]:
-        """Those whose parameter a script has written to in place since the master last followed it."""
+        """Returns the rows whose parameter a script has written to in place since the master last followed."""
         return [row for row in self.rows if row.slot.parameter._version != row.slot.version]
 
     def follow_edits(self) -> None:
@@ -408,12 +408,13 @@ class Bucket:
             row.slot.version = row.slot.parameter._version
 
     def begin_step(self) -> None:
-        """Takes edits over; rows that no rank has a gradient for have none, and zeroed ones have zeros.
+        """Takes edits over and prepares the rows' gradients: none without a gradient on any rank, zeros for a zeroed one.
 
         Raises:
             ShardedGradientError: no backward has come since the last step, which has given its gradients back; or the script
                 has set a gradient by hand, which no rank would step with.
         """
+        # Before any gradient is looked at: the copy to the rows may be under way.
         self.await_gradient()
         with look_only():
             for slot in self.slots:
@@ -427,28 +428,29 @@ class Bucket:
                         "into the ranks' shards. Let the gradient come from a backward (of a loss that has it as its gradient, "
                         "if need be), or train at `stage: 0`, where `grad` is the reduced gradient itself."
                     )
+            # Before the step: else it starts from the master as it was, and undoes the script's edit.
             self.follow_edits()
             for row in self.rows:
                 if not row.has_gradient:
                     row.tensor.grad = torch.zeros_like(row.tensor) if row.is_zeroed else None
 
     def await_gradient(self) -> None:
-        """Returns when the rows have their reduced gradient. Who reads or writes its values calls this first."""
+        """Waits until the rows have their reduced gradient. Call before reading or writing gradient values."""
         arrival, self.arrival = self.arrival, Arrival()
         arrival.wait()
 
     def refuse_norms(self) -> None:
-        """Has a norm of a row's gradient refused, where rows are parts of parameters."""
+        """Makes a norm of a row's gradient raise, if rows are parts of parameters."""
         if not self.rows_are_parameters:
             refuse_norms([row.tensor.grad for row in self.rows if type(row.tensor.grad) is torch.Tensor])
 
     def allow_norms(self) -> None:
-        """Has it given again: whoever asks now knows what the rows are."""
+        """Allows the norms again: the present caller knows that rows are parts."""
         if not self.rows_are_parameters:
             allow_norms([row.tensor.grad for row in self.rows if row.tensor.grad is not None])
 
     def end_step(self) -> None:
-        """Gives the reduced gradients back. What stands in `p.grad` stays until the script zeroes it."""
+        """Frees the reduced gradients. `p.grad` stays until the script zeroes it."""
         with look_only():
             for row in self.rows:
                 row.tensor.grad = None
@@ -461,8 +463,7 @@ class Bucket:
                     slot.parameter.grad = None
 
     def drop_gradients(self) -> None:
-        """Leaves no gradient, neither in the rows nor in the parameters."""
-        # What is on its way may not outlive the memory that it comes into.
+        # A copy that is under way would write to memory that the allocator has given to another tensor.
         self.await_gradient()
         with look_only():
             for row in self.rows:
@@ -483,7 +484,7 @@ class Bucket:
             master.copy_(torch.where(is_as_shown, master.to(own.device), own.to(master.dtype)))
 
     def follow_values(self) -> None:
-        """Like `follow_edits`, by the values: what is not its master rounded has been edited, whoever did it."""
+        """Copies edited parameters into the master, by their values: all that are not the rounded master."""
         # One that is away follows by `follow_edits` when it is back.
         if self.is_away:
             return
@@ -497,23 +498,23 @@ class Bucket:
             slot.version = slot.parameter._version
 
     def write_back(self) -> None:
-        """The updated master into this rank's shard of the parameters."""
+        """Copies the updated master into this rank's shard of the parameters."""
         if self.has_second_copy and not self.is_away:
             self.memory.write_own(self.master, self.tier.uplink)
 
     def rest(self, master: Region | None) -> None:
-        """Leaves the shard to where it lives. `master`: where in a file the master lies, in the parameters' own digits."""
+        """Moves the shard to its tier. `master`: the master's place in a file, in the parameters' own digits."""
         self.memory.rest(master)
         if not self.precision.has_master:
             self.master = self.own
 
     def bring(self, master: torch.Tensor) -> None:
-        """Has the master, (shard_numel,), in memory again."""
+        """Makes `master`, (shard_numel,), the master in memory again."""
         self._hang_master(master)
         self.is_away = False
 
     def exchange_master(self, master: torch.Tensor) -> None:
-        """Takes `master`, (shard_numel,), for the master, whose tensor is the caller's from now on."""
+        """Makes `master`, (shard_numel,), the master. The former tensor belongs to the caller from now on."""
         if not self.precision.has_master:
             self.memory.exchange_own(master)
         self._hang_master(master)
@@ -529,6 +530,8 @@ class Bucket:
             row.tensor.data = row.of(master)
 
     def _adopt_with_master(self, slot: ParameterSlot) -> None:
+        # Kept before `adopt`, which replaces the data: the master takes all digits of a model that was loaded in
+        # float32.
         as_loaded = slot.parameter.detach()
         is_wanted_so = wanted_dtype(slot.parameter) == self.precision.kept
         self.adopt(slot)
@@ -561,17 +564,17 @@ class Bucket:
         return rows
 
 
-# ---- Neighbouring rows as one flat tensor, so that a kernel is launched once for many parameters ----
+# ---- Neighbouring rows as one flat tensor: one kernel launch for many parameters ----
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
     """Rows of one bucket that follow each other without a gap, and so do their gradients.
 
-    Padding ends a run: what lies there is no gradient, and on an accelerator nobody has written it.
+    Padding ends a run: its memory has no gradient, and on an accelerator nobody has written there.
 
     Attributes:
-        phase: what the rows have in common.
+        phase: a value that all rows share.
         interval: of the rank's shard.
         gradient: (interval.numel,), a view of the rows' gradients, or a copy of one that is not dense.
     """
@@ -582,10 +585,10 @@ class Run:
 
 
 def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None) -> list[Run]:
-    """The fewest runs of rows that all have gradients, in the order of buckets and of places in them.
+    """Joins rows that all have gradients into the fewest runs, in the order of buckets and rows.
 
     Args:
-        phase_of: rows of different phases do not share a run. None: all are alike.
+        phase_of: rows of different phases do not share a run. None: one phase for all.
     """
     found: list[list[tuple[Row, torch.Tensor]]] = []
     phases = phase_of or {}

@@ -1,4 +1,4 @@
-"""Dtypes of parameters, masters, gradients and gathers, and the size of buckets."""
+"""Dtypes of parameters, masters, gradients and gathers, and the sizes of buckets."""
 
 import math
 import re
@@ -17,24 +17,24 @@ from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, ZeroConfig
 from ..device import ask_for
 
-# Parameters whose values still lie in a checkpoint file, memory-mapped, until the engine takes this rank's part.
+# ---- Parameters in a memory-mapped checkpoint file, of which the engine takes this rank's part ----
 
 _MARK = "_hf_zero_loaded"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedFromFile:
-    """What is known of a parameter whose data is a view of a file.
+    """Marks a parameter whose data is a view of a file.
 
     Attributes:
-        dtype: that the model wants; the file may have another.
+        dtype: of the model; the file may have another.
     """
 
     dtype: torch.dtype
 
 
 def mark_loaded(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Notes that every rank reads this parameter from equal files, and the dtype that it is wanted in."""
+    """Notes that every rank reads this parameter from equal files, and its dtype in the model."""
     parameter.__dict__[_MARK] = LoadedFromFile(dtype=dtype)
 
 
@@ -44,17 +44,17 @@ def is_loaded(parameter: nn.Parameter) -> bool:
 
 
 def wanted_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype that a parameter is to be trained in."""
+    """Returns the dtype in which a parameter is to be trained."""
     return parameter.__dict__[_MARK].dtype if is_loaded(parameter) else parameter.dtype
 
 
 def forget_loaded(parameter: nn.Parameter) -> None:
-    """Takes the note away: the parameter has memory of its own now."""
+    """Removes the mark: the parameter has memory of its own now."""
     parameter.__dict__.pop(_MARK, None)
 
 
 def take_from_file(parameter: nn.Parameter, device: torch.device) -> None:
-    """Gives a parameter that still lies in a file memory of its own on the device, in the dtype that it is wanted in."""
+    """Copies a parameter that is still in a file to the device, in the model's dtype."""
     if not is_loaded(parameter):
         return
     ask_for(parameter.data)
@@ -63,7 +63,7 @@ def take_from_file(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 def take_rank_0s(parameter: nn.Parameter, device: torch.device, transport: Transport) -> None:
-    """Puts a parameter on the device with rank 0's values, unless all ranks have them from a file. Collective."""
+    """Copies rank 0's values of a parameter to this device, unless all ranks have them from a file. Collective."""
     if is_loaded(parameter):
         return
     # As DDP: what rank 0 has is what is trained, whatever the other ranks were seeded with.
@@ -74,7 +74,7 @@ def take_rank_0s(parameter: nn.Parameter, device: torch.device, transport: Trans
             parameter.data = values
 
 
-# ---- Which dtype parameters, gradients and masters have, and who casts: the one place that decides ----
+# ---- The dtypes of parameters, gradients and masters, and the owner of the cast: decided here alone ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +83,15 @@ class Precision:
 
     Attributes:
         param: of the parameters in forward and backward.
-        kept: of the parameters outside of both: of the shard that stage 3 gathers from, which it casts to `param`, and of what
-            is saved. Equal to `param` everywhere else.
-        reduce: in which gradients travel.
+        kept: of saved parameters, and of the shard that stage 3 gathers from and casts to `param`. Equal to `param` elsewhere.
+        reduce: of gradients in collectives.
         master: of the copy that the optimizer updates; the parameters themselves where it equals `kept`. The shard of
             the reduced gradient has this dtype too, since optimizers ask for equal dtypes.
-        weights: rounds parameters, in place, as the blocks do in which they come to every rank, and which leave them fewer digits
-            than the master; None where they come as they are, and for those of which a rank keeps an exact shard (stage 3).
+        weights: rounds parameters in place to the blocks in which they are gathered, with fewer digits than the master; None for
+            an exact gather, and for parameters of which a rank keeps an exact shard (stage 3).
         apart: masters live in other memory than the parameters, so that there is one even where the dtypes are equal.
-        stochastic: parameters are their master rounded by chance, so that it is there for the step only.
-        adds_in_master: gradients are summed over the ranks in the master dtype, whatever they travel in.
+        stochastic: parameters are the stochastically rounded master, which exists during the step only.
+        adds_in_master: the sum over the ranks is taken in the master dtype, whatever `reduce` says.
     """
 
     param: torch.dtype
@@ -106,7 +105,7 @@ class Precision:
 
     @cached_property
     def reduced(self) -> torch.dtype:
-        """In which the sum over the ranks arrives. Another one that is wider holds no more digits of it."""
+        """Returns the dtype of the arriving sum over the ranks. A wider one would hold no more digits."""
         return self.master if self.adds_in_master else self.reduce
 
     @cached_property
@@ -116,17 +115,17 @@ class Precision:
 
     @cached_property
     def keeps_master(self) -> bool:
-        """Whether these last from step to step."""
+        """Whether these tensors last from step to step."""
         return self.has_master and not self.stochastic
 
     @cached_property
     def rounds(self) -> bool:
-        """Whether the master has digits that the saved parameter has not, so that a checkpoint needs both."""
+        """Whether the master has more digits than the saved parameter, so that a checkpoint needs both."""
         return self.keeps_master and self.master != self.kept
 
     @cached_property
     def casts(self) -> bool:
-        """Whether forward and backward see the parameters in another dtype than the one they are kept in."""
+        """Whether forward and backward see the parameters in another dtype than `kept`."""
         return self.kept != self.param
 
 
@@ -139,10 +138,10 @@ def resolve_precision(
     weights: Callable[[torch.Tensor], None] | None = None,
     adds_in_master: bool = False,
 ) -> Precision:
-    """The dtypes for parameters that the model holds in `model_dtype`. A 16-bit parameter gets an fp32 master.
+    """Chooses the dtypes for parameters of `model_dtype`. A 16-bit parameter gets an fp32 master.
 
     Args:
-        gathered: that stage 3 casts them to for forward and backward; None leaves them in the dtype that they are kept in.
+        gathered: stage 3 casts to this dtype for forward and backward; None casts nothing.
 
     Raises:
         ConfigError: `rounding: stochastic` for other dtypes than bfloat16; `moments: 8bit` for float64.
@@ -175,12 +174,12 @@ def resolve_precision(
 
 
 def kept_dtype(config: ZeroConfig, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which trained parameters that the model holds in `model_dtype` are kept and saved."""
+    """Returns the dtype in which trained parameters of `model_dtype` are kept and saved."""
     return model_dtype if config.param_dtype == AUTO else getattr(torch, config.param_dtype)
 
 
 def untrained_precision(dtype: torch.dtype, gathered: torch.dtype | None = None) -> Precision:
-    """Of frozen parameters: they stay as they are, and stage 3 may gather them in another dtype."""
+    """Describes frozen parameters: they stay as they are, and stage 3 may gather them in another dtype."""
     param = gathered or dtype
     return Precision(param=param, kept=dtype, reduce=param, master=dtype)
 
@@ -189,7 +188,7 @@ _AUTOCAST_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def resolve_casts(config: ZeroConfig, mixed_precision: str) -> ZeroConfig:
-    """The config of an engine under accelerate's or Trainer's mixed precision: which dtype stage 3 gathers in.
+    """Completes the config under mixed precision with the dtype in which stage 3 gathers.
 
     Under bf16, autocast would keep a cast copy of each whole layer from its forward to its backward, and float32 would
     travel. Gathered in bfloat16, layers find weights that need no cast, and leave nothing behind.
@@ -204,7 +203,7 @@ def resolve_casts(config: ZeroConfig, mixed_precision: str) -> ZeroConfig:
 
 
 def check_cast_owner(config: ZeroConfig, mixed_precision: str) -> str:
-    """Who casts parameters or activations to a lower precision, in words for the plan. Refuses two that differ, and fp8.
+    """Names the owner of the cast to a lower precision, for the plan. Refuses two owners that differ, and fp8.
 
     Args:
         mixed_precision: accelerate's or Trainer's setting: "no", "bf16", "fp16" or "fp8".
@@ -236,13 +235,13 @@ def check_cast_owner(config: ZeroConfig, mixed_precision: str) -> str:
     )
 
 
-# Which parameters are not cast to 16 bits, and which stage 3 gathers in another dtype, as FSDP's MixedPrecision does.
+# ---- Parameters that stay uncast, and the dtype of stage 3's gathers, as in FSDP's MixedPrecision ----
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def float32_names(models: Iterable[object], dtype: torch.dtype) -> re.Pattern[str] | None:
-    """A pattern to search for in the names of parameters: those with it stay float32 where the rest is cast to `dtype`.
+    """Returns a pattern for the names of parameters that stay float32 in a cast to `dtype`.
 
     Args:
         models: or their classes.
@@ -261,7 +260,7 @@ def float32_names(models: Iterable[object], dtype: torch.dtype) -> re.Pattern[st
 
 
 def uncast_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
-    """Parameters that stay as they are where the others are cast to `dtype`: what `float32_names` finds, and batch norms.
+    """Returns the parameters that stay as they are in a cast to `dtype`: those of `float32_names`, and batch norms.
 
     A batch norm's statistics are float32 buffers, beside which torch refuses 16-bit weights.
     """
@@ -276,7 +275,7 @@ def uncast_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Para
 
 
 class GatheredDtypes:
-    """The dtype that a sharded parameter is cast to for forward and backward: `gather_dtype`, for float32 parameters.
+    """Knows the dtype to which forward and backward cast a sharded parameter: `gather_dtype`, for float32 ones.
 
     `uncast_parameters` are left as they are, by `param_dtype` too.
     """
@@ -289,11 +288,11 @@ class GatheredDtypes:
         self._kept = frozenset() if auto else uncast_parameters(model, getattr(torch, config.param_dtype))
 
     def stays(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is kept in the model's dtype, whatever `param_dtype` says."""
+        """Whether a parameter keeps the model's dtype, whatever `param_dtype` says."""
         return parameter in self._kept
 
     def of(self, parameter: nn.Parameter, *, sharded: bool) -> torch.dtype | None:
-        """None where it is not cast.
+        """Returns the dtype of the cast; None without one.
 
         Args:
             sharded: a rank keeps its shard of the parameter only.
@@ -304,7 +303,7 @@ class GatheredDtypes:
         return self._dtype if sharded and kept == torch.float32 and parameter not in self._spared else None
 
 
-# ---- What a collective of an accelerator's backend costs, and the size of buckets that follows from it ----
+# ---- The cost of an accelerator's collective, and the size of buckets that follows ----
 #
 # [Note: the size of buckets] A collective of b bytes takes latency + b / bandwidth. A model's gradients, n bytes, are
 # reduced behind backward in n / b of them. Where the links are what training waits for, all of it takes (n / b) x latency +
@@ -327,22 +326,22 @@ _LINK_BYTES_A_SECOND = 25e9
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCost:
-    """Of a reduce-scatter or an all-gather over a group of ranks."""
+    """The cost of a reduce-scatter or an all-gather over a group of ranks."""
 
     latency_s: float
     bytes_a_second: float
 
     def seconds(self, nbytes: int) -> float:
-        """For a collective of `nbytes` in all."""
+        """Estimates a collective of `nbytes` in all."""
         return self.latency_s + nbytes / self.bytes_a_second
 
     def bucket_bytes(self, total_bytes: int) -> int:
-        """The size of a bucket at which reducing `total_bytes` of gradients ends soonest, see [Note: the size of buckets]."""
+        """Returns the size at which reducing `total_bytes` of gradients ends soonest, see [Note: the size of buckets]."""
         return round(math.sqrt(total_bytes * self.latency_s * self.bytes_a_second))
 
 
 def cost_of(*, ranks: int, nodes: int) -> CollectiveCost:
-    """Of a ring over `ranks`, as many on each of `nodes`."""
+    """Estimates a ring over `ranks`, as many on each of `nodes`."""
     between = nodes - 1
     bandwidth = _BYTES_A_SECOND
     if between:
@@ -353,7 +352,7 @@ def cost_of(*, ranks: int, nodes: int) -> CollectiveCost:
     )
 
 
-# How large buckets and units are: what `bucket_bytes` and `unit_bytes` say, or what suits model, ranks and device.
+# ---- Sizes of buckets and units: `bucket_bytes` and `unit_bytes`, or a choice by model, ranks and device ----
 
 _MIB = 2**20
 _SMALLEST_BYTES = 1 * _MIB
@@ -377,7 +376,7 @@ _ANY = sys.maxsize
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSizes:
-    """Elements that a bucket should not pass.
+    """The size, in elements, that a bucket should not pass.
 
     Attributes:
         layer_numel: of a layer's buckets at stage 3.
@@ -389,7 +388,7 @@ class BucketSizes:
 
 
 def choose_sizes(model: nn.Module, config: ZeroConfig, groups: Groups, device: torch.device) -> BucketSizes:
-    """The sizes for a model; those that `bucket_bytes` says are of the smallest dtype in which gradients travel.
+    """Chooses the sizes for a model. `bucket_bytes` counts in the smallest dtype of `reduce`.
 
     With `auto`, on the host: [Note: buckets on the host]. On several accelerators a layer of stage 3 is one bucket of each kind,
     whatever its size, since it is gathered and reduced as a whole; others have the size that costs least by buckets/precision.py.
@@ -421,7 +420,7 @@ def least_unit_bytes(config: ZeroConfig, device: torch.device) -> int:
 
 
 def bytes_on_host(total_bytes: int) -> int:
-    """About eight buckets a model, none under 1 MiB (calls cost) or over 25 MiB (the last one is never overlapped).
+    """Returns the size for about eight buckets a model, between 1 MiB (calls cost) and 25 MiB (the last one is exposed).
 
     [Note: buckets on the host]
     Over gloo, buckets of 16 to 32 MB took DDP's CPU time a step, those of 4 MB 5 % more and those of 1 MB 7 % more (a GPT-2
@@ -431,7 +430,7 @@ def bytes_on_host(total_bytes: int) -> int:
 
 
 def bytes_on_accelerators(total_bytes: int, groups: Groups) -> int:
-    """What costs least over the group in which whole buckets are reduced, up to 256 MiB and an eighth of all.
+    """Returns the cheapest size for the group that reduces whole buckets, up to 256 MiB and an eighth of all.
 
     Beyond that `GRAD_BUFFERS` of them would be most of the gradients that stage 2 does not keep.
     """

@@ -9,11 +9,11 @@ from ..layout.slots import BLOCK_NUMEL, Interval, blocks
 from ..offload.tiers import Tier
 from .dynamic import Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
 
-# One state tensor of a rank's shard in 8-bit blocks, and parts of it that become float32 when they are looked at.
+# ---- A state tensor of a rank's shard in 8-bit blocks, and its parts, which become float32 when they are read ----
 
 
 class PackedState:
-    """Codes and scales of a flat float32 tensor laid out as a shard.
+    """Codes and scales of a flat float32 tensor of a shard's layout.
 
     Attributes:
         codes: (numel,) uint8.
@@ -27,7 +27,7 @@ class PackedState:
 
     @classmethod
     def zeros(cls, numel: int, code: DynamicCode, tier: Tier) -> "PackedState":
-        """Of zeros, in memory of `tier`."""
+        """Makes a state of zeros, in memory of `tier`."""
         codes = tier.empty(numel, torch.uint8).fill_(code.zero)
         return cls(codes, tier.empty(blocks(numel), torch.float32).zero_(), code)
 
@@ -36,26 +36,26 @@ class PackedState:
         return self.codes.nbytes + self.scales.nbytes
 
     def pack(self, values: torch.Tensor) -> None:
-        """Takes all values, (numel,) float32."""
+        """Packs all values, (numel,) float32."""
         quantise_dynamic(values, self.codes, self.scales, self._code)
 
     def unpack(self, out: torch.Tensor) -> None:
-        """Gives all values, (numel,) float32."""
+        """Unpacks all values into `out`, (numel,) float32."""
         dequantise_dynamic(self.codes, self.scales, out, self._code)
 
     def pack_part(self, interval: Interval, values: torch.Tensor) -> None:
-        """Takes the elements `interval`, which begins with a block and is followed by padding up to the next one."""
+        """Packs the elements `interval`, which begins with a block and ends with one or before padding."""
         there = self.cut(interval)
         quantise_dynamic(values, there.codes, there.scales, self._code)
 
     def clear_part(self, interval: Interval) -> None:
-        """Zeros for the elements `interval`, which is as in `pack_part`."""
+        """Zeros the elements `interval`, as in `pack_part`."""
         there = self.cut(interval)
         there.codes.fill_(self._code.zero)
         there.scales.zero_()
 
     def part(self, interval: Interval) -> torch.Tensor:
-        """The elements `interval`, which begins anywhere, as float32 in memory of their own."""
+        """Unpacks the elements `interval`, which begins anywhere, as float32 in memory of their own."""
         before = interval.start % BLOCK_NUMEL
         there = self.cut(Interval(interval.start - before, interval.stop))
         out = torch.empty(len(there.codes), dtype=torch.float32, device=there.codes.device)
@@ -63,16 +63,16 @@ class PackedState:
         return out[before:]
 
     def cut(self, interval: Interval) -> Coded:
-        """The elements `interval`, which begins with a block, as they lie here."""
+        """Returns the codes and scales of the elements `interval`, which begins with a block, without a copy."""
         scales = slice(interval.start // BLOCK_NUMEL, blocks(interval.stop))
         return Coded(self.codes[interval.start : interval.stop], self.scales[scales])
 
 
 @dataclass(frozen=True, eq=False)
 class PackedPart:
-    """Elements of a packed state that take no memory until `detach` makes a tensor of them.
+    """Elements of a packed state. They take no memory until `detach` makes a tensor of them.
 
-    What else it has is named and answers as that tensor, 1-D and float32, would.
+    Its other members answer like that tensor, 1-D and float32.
     """
 
     state: PackedState
@@ -101,27 +101,27 @@ class PackedPart:
         return replace(self, interval=Interval(start, stop).shift(self.interval.start))
 
     def detach(self) -> torch.Tensor:
-        """The values as they are now."""
+        """Unpacks the present values."""
         return self.state.part(self.interval)
 
 
-# ---- Kinds of state that a checkpoint keeps for each parameter, and one rank's part of one of them ----
+# ---- Kinds of a parameter's state in a checkpoint, and a rank's part of one ----
 
 MASTER = "master"
 """The kind of the fp32 copy."""
 
 RESIDUAL = "residual."
-"""Begins the kind of what a rank, whose number follows, has not sent of its gradients: rows of whole parameters."""
+"""Prefix of the quantisation residual of a rank's gradients; the rank's number follows. Rows of whole parameters."""
 
 OUTER = "outer."
-"""Begins the kind of what outer steps keep; their optimizer's own name for it follows."""
+"""Prefix of outer steps' state; their optimizer's own name follows."""
 
 REPLICA = "replica."
 """Begins the kind of optimizer state of a model that only outer steps bring together with others, behind the first: its
 number follows, and the optimizer's own name. Every other kind is such a name, of the first model's or the only one's."""
 
 OWN = "own."
-"""Begins the kind of state that an optimizer calls by a word of the format's; the optimizer's own name for it follows."""
+"""Prefix of state whose name in the optimizer is a word of the format; that name follows."""
 
 _WORDS = (MASTER, "weights")
 _BEGINNINGS = (RESIDUAL, OUTER, REPLICA, OWN)
@@ -152,10 +152,10 @@ class StateRow:
 
 
 def kind_of(name: str) -> str:
-    """The kind of what an optimizer calls `name`."""
+    """Returns the kind of the optimizer's state `name`."""
     return f"{OWN}{name}" if name in _WORDS or name.startswith(_BEGINNINGS) else name
 
 
 def name_of(kind: str) -> str:
-    """What an optimizer calls this kind of its state."""
+    """Returns the optimizer's name of this kind of state."""
     return kind.removeprefix(OWN)

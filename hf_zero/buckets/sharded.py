@@ -1,4 +1,4 @@
-"""Stand-ins for a gradient or a parameter that this rank holds only a shard of."""
+"""Stand-ins for a gradient or a parameter of which this rank holds only a shard."""
 
 import copy
 import sys
@@ -20,7 +20,7 @@ from ..hooks import WeakHook, engine_attached_to
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """All that a nest of lists, tuples and dicts holds."""
+    """Yields all leaves of nested lists, tuples and dicts."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from leaves(item)
@@ -30,23 +30,20 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-# Tensors that stand in `.grad` and are not what they seem: sharded ones, this rank's rows of one, and clipped ones.
+# ---- Stand-ins in `.grad`: sharded gradients, this rank's rows of one, and clipped rows ----
 #
 # `ShardedGradient` is `p.grad` once the gradient has been reduced into shards. No rank holds that gradient whole any more.
 # With None there, `torch.nn.utils.clip_grad_norm_` and every script that reads `p.grad` would find nothing and go on
 # silently; this tensor has the parameter's shape and dtype, holds no memory, and raises when it is read.
 #
-# It also tells the engine what the script does with the gradient before the next backward. Where it was set to None,
-# autograd finds None. Where it was zeroed, this tensor has seen that: a parameter that is not used then has a gradient of
-# zeros, with which it is stepped. Otherwise autograd adds to it, as in gradient accumulation. The step gives the reduced
-# gradient back. What comes after it without zeroing is dropped, as by a script that zeroes it before it steps again: a
-# discriminator's, when the generator's loss goes through it. A step without zeroing is refused: the sum would lack what the
-# script left there.
+# The script decides between two backwards. `grad = None`: autograd starts anew. Zeroed: this tensor notes that, and a parameter
+# that is not used then is stepped with zeros. Neither: autograd adds, as in gradient accumulation. A step frees the reduced
+# gradient. Gradients that come after a step without zeroing are dropped, as those of a discriminator when the generator's loss
+# goes through it. A second step without zeroing is refused: its sum would lack the freed gradient.
 #
-# Rows in the optimizer's groups have gradients, too, between backward and step. A norm of one is asked for by whoever takes
-# it for the whole, and is refused. A kernel multiplies gradients by their clip coefficient as it reads them, which spares a
-# pass over all of them, 8 bytes an element. Whoever else reads one (`ClippedGradient`) has it multiplied first, to the same
-# bits.
+# Rows in the optimizer's groups have gradients, too, between backward and step. Taking the norm of one is a bug: a rank's
+# row is not the whole. A kernel multiplies gradients by their clip coefficient as it reads them, which spares a pass over
+# all of them, 8 bytes an element. Any other reader of a `ClippedGradient` has it multiplied first, to the same bits.
 
 
 class ShardedGradientError(RuntimeError):
@@ -54,13 +51,13 @@ class ShardedGradientError(RuntimeError):
 
 
 _FRAMES_TO_STEP = 24
-"""Between an operation of an optimizer's and its `step` lie torch's own wrappers."""
+"""Frames of torch's wrappers between an operation of an optimizer and its `step`."""
 
 
 def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientError | None:
-    """The error where an optimizer that holds such a parameter is stepping; None where none is.
+    """Returns the error for a running step of an unprepared optimizer that holds such a parameter; None otherwise.
 
-    An optimizer that is prepared holds this rank's rows in place of parameters.
+    A prepared optimizer holds this rank's rows in place of parameters.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_TO_STEP):
@@ -80,7 +77,7 @@ def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientErr
 
 
 class GradientState(Enum):
-    """HELD: the ranks have it in their shards. ZEROED: the script has zeroed it. SPENT: a step was taken, and gave it back."""
+    """HELD: reduced, in the ranks' shards. ZEROED: zeroed by the script. SPENT: used and freed by a step."""
 
     HELD = "held"
     ZEROED = "zeroed"
@@ -91,10 +88,10 @@ class ShardedGradient(torch.Tensor):
     """A gradient that lies sharded over the ranks.
 
     Attributes:
-        pending: what autograd has added since the reduction, whole and not yet reduced; the parameter's shape and dtype.
-        shard: what has this rank's part of the reduced gradient in its `.grad`; None where the rank has no part.
-        await_shard: returns when the shard's values, which may be on their way, are there.
-        state: what has become of the reduced gradient.
+        pending: autograd's sum since the reduction, whole and not yet reduced; the parameter's shape and dtype.
+        shard: the row with this rank's part of the reduced gradient in its `.grad`; None without a part.
+        await_shard: waits for the shard's values.
+        state: of the reduced gradient.
     """
 
     pending: torch.Tensor | None
@@ -123,16 +120,16 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def is_spent(self) -> bool:
-        """Whether a step has given it back, and the script has not zeroed it since."""
+        """Whether a step has freed the gradient, and the script has not zeroed it since."""
         return self.state is GradientState.SPENT
 
     def become(self, state: GradientState) -> None:
-        """Notes what has become of the gradient, and with it of what autograd has added."""
+        """Sets the state, and drops the pending sum."""
         self.state = state
         self.pending = None
 
     def refuse_if_spent(self) -> None:
-        """Raises `ShardedGradientError` where the gradient is wanted once more after the step that has given it back."""
+        """Raises `ShardedGradientError` for a second step on a gradient that a step has freed."""
         if self.is_spent:
             raise ShardedGradientError(
                 f"hf_zero: the gradient of {self._name!r} is wanted once more after the optimizer.step() that has used it, and "
@@ -142,6 +139,7 @@ class ShardedGradient(torch.Tensor):
     def _zero(self) -> None:
         self.become(GradientState.ZEROED)
         if self.shard is not None and self.shard.grad is not None:
+            # First: a copy under way would overwrite the zeros.
             self.await_shard()
             self.shard.grad.zero_()
 
@@ -195,7 +193,7 @@ _NORMS = frozenset(
 
 
 class RowGradient(Disguised):
-    """Mixed into the class of a row's reduced gradient while a script may look at it: taking its norm raises."""
+    """Guards a row's reduced gradient in `optimizer.param_groups`: taking its norm there raises."""
 
     __slots__ = ()
 
@@ -225,28 +223,25 @@ class RowGradient(Disguised):
 _NORM_REFUSED = Disguise(RowGradient)
 
 refuse_norms = _NORM_REFUSED.put_on
-"""Makes gradients `RowGradient`s."""
+"""Guards gradients against norms."""
 
 allow_norms = _NORM_REFUSED.take_off
-"""Makes them ordinary tensors again: whoever asks now knows what they are."""
+"""Makes them ordinary tensors again, for a caller that knows that they are rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Coefficient:
-    """What one call of `clip_grad_norm_` multiplies by: a float32 scalar that the host has not read."""
+    """The factor of one call of `clip_grad_norm_`: a float32 scalar that the host has not read."""
 
     value: torch.Tensor
 
 
 class ClippedGradient(torch.Tensor):
-    """A row's reduced gradient, in its own memory, and what it is still to be multiplied by.
+    """A row's reduced gradient, in its own memory, with a clip coefficient that is not yet multiplied in.
 
     Every operation on it, in torch or on one of its attributes, multiplies in place first; zeroing `.grad` or putting another
-    tensor there drops both. It stands in rows that are no parameters: autograd adds to a parameter's gradient where no
-    operation is seen. Who has kept the tensor that was in `.grad` before the clip sees there what has been multiplied so far.
-
-    In bfloat16 the product would be rounded, as a kernel's is not. There it is made beside, in the row's own dtype, takes this
-    one's place in `.grad`, and is what the operation sees.
+    tensor there drops both. Only rows that are no parameters have one: autograd adds to a parameter's gradient without an
+    operation that torch would show.
 
     Attributes:
         coefficient: None once it has been multiplied in, or taken.
@@ -278,6 +273,8 @@ class ClippedGradient(torch.Tensor):
             if row is None or row.dtype == self.dtype:
                 self.mul_(coefficient.value)
             else:
+                # In bfloat16 the product would be rounded, which a kernel's is not: so a wider one takes this
+                # gradient's place.
                 self._product = self.to(row.dtype).mul_(coefficient.value)
                 if row.grad is self:
                     row.grad = self._product
@@ -285,14 +282,14 @@ class ClippedGradient(torch.Tensor):
 
 
 def clip_later(row: nn.Parameter, coefficient: Coefficient) -> None:
-    """Leaves it to who reads the gradient of a row's tensor to multiply it."""
+    """Leaves the multiplication to the next reader of the gradient of a row's tensor."""
     if isinstance(row.grad, ClippedGradient):
         widen(row)
     row.grad = ClippedGradient(cast(torch.Tensor, row.grad), coefficient, row)
 
 
 def take_coefficient(row: nn.Parameter) -> Coefficient | None:
-    """What the gradient of a row's tensor is still to be multiplied by, which the caller sees to; None where nothing is."""
+    """Takes the open coefficient of a row's gradient, which the caller multiplies by; None without one."""
     gradient = row.grad
     if not isinstance(gradient, ClippedGradient):
         return None
@@ -301,7 +298,7 @@ def take_coefficient(row: nn.Parameter) -> Coefficient | None:
 
 
 def widen(row: nn.Parameter) -> None:
-    """Has the gradient of a row's tensor in all digits of that, multiplied by what it is to be."""
+    """Converts the gradient of a row's tensor to the tensor's dtype, with the coefficient multiplied in."""
     gradient = row.grad
     # Each step asks this of every row. Of a clipped gradient, the question would multiply it.
     if gradient is None or (type(gradient) is torch.Tensor and gradient.dtype == row.dtype):
@@ -340,7 +337,7 @@ class ShardedParametersError(RuntimeError):
 
 
 class ShardedValues(Disguised):
-    """Mixed into the class of a tensor whose values are sharded."""
+    """Guards a tensor whose values are sharded."""
 
     __slots__ = ()
 
@@ -370,7 +367,7 @@ class ShardedValues(Disguised):
 
 
 class ShardedAlias(ShardedValues, torch.Tensor):
-    """What `p.data` and `p.detach()` return while `p` is sharded. Reading its values counts as reading `p`."""
+    """Stands for `p.data` and `p.detach()` while `p` is sharded. Reading its values counts as reading `p`."""
 
     _parameter: nn.Parameter
 
@@ -378,13 +375,13 @@ class ShardedAlias(ShardedValues, torch.Tensor):
 _HIDDEN = Disguise(ShardedValues)
 
 hide_all = _HIDDEN.put_on
-"""Has torch ask before each operation on parameters, whose values are sharded from now on."""
+"""Guards parameters, whose values are sharded from now on: torch asks before each operation."""
 
 show_all = _HIDDEN.take_off
 """Makes them ordinary parameters again."""
 
 all_are_hidden = _HIDDEN.all_wear_it
-"""Whether all values are sharded, as far as torch is concerned."""
+"""Whether all parameters are guarded."""
 
 
 def hide_values(parameter: nn.Parameter) -> None:
@@ -398,12 +395,12 @@ def show_values(parameter: nn.Parameter) -> None:
 
 
 def are_hidden(parameter: torch.Tensor) -> bool:
-    """Whether the parameter's values are sharded, as far as torch is concerned."""
+    """Whether the parameter is guarded."""
     return isinstance(parameter, ShardedValues)
 
 
 def unreadable(name: str, operation: str) -> ShardedParametersError:
-    """The error for reading or writing values of a sharded parameter where only this rank may be."""
+    """Makes the error for touching values of a sharded parameter outside of a collective place."""
     return ShardedParametersError(
         f"hf_zero: {operation} needs the values of {name}, which is sharded over the ranks (stage 3): no rank has all of it now. "
         "Do it on every rank inside `with hf_zero.gathered(model):` (a part of the model or a few parameters take less memory), "
@@ -436,7 +433,7 @@ def _bring(parameter: nn.Parameter, func: Callable) -> None:
 
 
 def _edit_own(edited: torch.Tensor, func: Callable, args: tuple, kwargs: dict) -> bool:
-    """Edits this rank's part of a parameter outside of forward and backward; False where more is needed."""
+    """Edits this rank's part of a parameter outside of forward and backward; False if more is needed."""
     parameter = _parameter_behind(edited)
     engine = engine_attached_to(parameter)
     operands = [each for each in leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -451,7 +448,7 @@ def _edit_own(edited: torch.Tensor, func: Callable, args: tuple, kwargs: dict) -
 
 
 def _whole(values: Any) -> Any:
-    """Arguments with what is whole by now in place of aliases that were taken before."""
+    """Replaces aliases that were taken before a gather by the whole tensors."""
     if isinstance(values, list | tuple):
         whole = [_whole(value) for value in values]
         return type(values)(*whole) if hasattr(values, "_fields") else type(values)(whole)
