@@ -1,1 +1,1 @@
-"""Where a shard's state and parameters live, and activations."""
+"""Tiers for a shard's state and parameters, and for activations."""

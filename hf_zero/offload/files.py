@@ -18,23 +18,23 @@ from ..device import allocate, enter_thread, in_units
 from ..layout.slots import Interval
 from .host_memory import HostCores
 
-# ---- Files that state is read from and written to, past the page cache where the file system lets us ----
+# ---- Files of state, read and written past the page cache if the file system allows that ----
 
 ALIGNMENT = 4096
 """Bytes: offsets, lengths and addresses of direct I/O are multiples of the largest logical block in use."""
 
 
 class OffloadError(OSError):
-    """State that lives in a file could not be read or written; what was in memory is untouched by it."""
+    """A file of state could not be read or written. State in memory is intact."""
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Rounds up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class AlignedFile:
-    """A file of fixed size, allocated at once, read and written in aligned pieces whose every length is checked.
+    """A file of fixed size, allocated at once, and moved in aligned pieces of checked length.
 
     Args:
         path: of a file that is not there yet.
@@ -60,8 +60,9 @@ class AlignedFile:
         self.grow(nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """Makes the file `nbytes` longer. Raises `OffloadError` where there is no room, and leaves it as it was."""
+        """Makes the file `nbytes` longer. Raises `OffloadError` on a full disk, and leaves the file as it was."""
         try:
+            # At once: a disk that fills up in the middle of a run would end it with half of a step written.
             os.posix_fallocate(self._fd, self.nbytes, nbytes)
         except OSError as error:
             raise OffloadError(
@@ -81,13 +82,13 @@ class AlignedFile:
         self._move(os.pwritev, buffer, offset, "written")
 
     def refuse_cut(self) -> None:
-        """Raises `OffloadError` where the file has lost bytes."""
+        """Raises `OffloadError` for a file that has lost bytes."""
         there = os.fstat(self._fd).st_size
         if there < self.nbytes:
             raise self._error(errno.EIO, "the file is shorter than it was", 0, there, self.nbytes, "read")
 
     def mapped(self) -> torch.Tensor:
-        """The file's bytes, read when they are looked at. By its handle: its name may be gone, and the file is there."""
+        """Maps the file's bytes, by its handle: the name may be gone while the file is still there."""
         return torch.from_file(f"/proc/self/fd/{self._fd}", shared=False, size=self.nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class AlignedFile:
 
 
 def free_disk_bytes(place: Path | int) -> int:
-    """Bytes that this user may still write on the file system of a folder, or of an open file by its handle."""
+    """Returns the bytes that this user may still write on a file system, by a folder or the handle of an open file."""
     stat = os.statvfs(place)
     return stat.f_bavail * stat.f_frsize
 
@@ -130,7 +131,7 @@ _CHUNK_BYTES = 256 * ALIGNMENT
 
 @dataclass(frozen=True)
 class Kind:
-    """A flat tensor, (numel,) of its dtype, that a file has under a name."""
+    """A flat tensor, (numel,) of its dtype, under a name in a file."""
 
     name: str
     dtype: torch.dtype
@@ -145,16 +146,15 @@ class StoredShard:
     """A file with a region for each kind of state.
 
     [Note: two sides of a file]
-    A file may have a second side of the same layout, which holds nothing that counts: what the state will be is written there,
-    while all reads, and writes to a part, go to the first. `exchange` makes it the state, and the old state the side that
-    holds nothing. Until then the old state is whole, whatever happens to what will be.
+    A file may have a second side of the same layout for a step that is not yet taken. Reads, and writes of a part, go to the
+    first side, so that the old state stays whole, whatever happens to the new one. `exchange` makes the new one the state.
 
     [Note: checksums]
-    Each region is a row of chunks, whose xxh3 is kept in memory when they are written. Whoever reads a chunk compares it, in the
-    thread that reads. So reads and writes of a part are of whole chunks.
+    A region is a row of chunks. The xxh3 of each is kept in memory at the write, and compared at the read, in the thread that
+    reads. So a part is read and written in whole chunks.
 
     Args:
-        kinds: what has a region.
+        kinds: each gets a region.
 
     Attributes:
         nbytes: of one side.
@@ -182,7 +182,7 @@ class StoredShard:
         return {name: kind.dtype for name, (_, kind) in self._regions.items()}
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The kinds, (numel,) each, in a buffer (uint8) of at least `nbytes`."""
+        """Returns the kinds, (numel,) each, as views of a buffer (uint8) of at least `nbytes`."""
         return {
             name: buffer[offset : offset + kind.nbytes].view(kind.dtype)
             for name, (offset, kind) in self._regions.items()
@@ -198,7 +198,7 @@ class StoredShard:
         self.written_bytes += self.nbytes
 
     def add_side(self) -> None:
-        """Makes a second side. Raises `OffloadError` where there is no room for it."""
+        """Makes a second side. Raises `OffloadError` on a full disk."""
         self.file.grow(self.nbytes)
 
     def write_aside(self, buffer: torch.Tensor) -> None:
@@ -207,22 +207,22 @@ class StoredShard:
         self.written_bytes += self.nbytes
 
     def exchange(self) -> None:
-        """Has the other side count."""
+        """Makes the other side the one that counts."""
         self._start = self.nbytes - self._start
         self.edition += 1
 
     def region_bytes(self, kind: str) -> int:
-        """Of the buffers that `read_region` and `write_region` take for this kind."""
+        """Returns the size of the buffers of `read_region` and `write_region` for this kind."""
         return aligned(self._regions[kind][1].nbytes)
 
     def read_region(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
-        """All of one kind, (numel,), read into a buffer (uint8) of `region_bytes`."""
+        """Reads all of one kind, (numel,), into a buffer (uint8) of `region_bytes`."""
         self._read(buffer, self._start + self._regions[kind][0])
         self.read_bytes += buffer.nbytes
         return self.region_values(kind, buffer)
 
     def region_values(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
-        """All of one kind, (numel,), in a buffer that `read_region` has filled."""
+        """Returns all of one kind, (numel,), in a buffer that `read_region` has filled."""
         found = self._regions[kind][1]
         return buffer[: found.nbytes].view(found.dtype)
 
@@ -232,13 +232,13 @@ class StoredShard:
         self._write(buffer, self._start + self._regions[kind][0])
 
     def read_part(self, kind: str, interval: Interval) -> torch.Tensor:
-        """The elements `interval` of one kind, in memory of their own."""
+        """Reads the elements `interval` of one kind into memory of their own."""
         return self._read_around(kind, interval)[0].clone()
 
     def mapped_part(self, kind: str, interval: Interval) -> torch.Tensor:
-        """The elements `interval` of one kind as the file has them, read when they are looked at: a view, not a copy.
+        """Returns the elements `interval` of one kind as a view of the mapped file.
 
-        The chunks that hold them are compared first, once after each write.
+        Their chunks are compared first, once after each write.
 
         Raises:
             OffloadError: the file is shorter than it was, or a chunk is not as it was written.
@@ -255,6 +255,7 @@ class StoredShard:
     def write_part(self, kind: str, interval: Interval, values: torch.Tensor) -> None:
         """Replaces the elements `interval` of one kind by the 1-D `values`."""
         part, blocks, first = self._read_around(kind, interval)
+        # Into whole chunks that were just read and compared: a checksum covers a chunk, not a part.
         part.copy_(values)
         self.edition += 1
         self._write(blocks, first)
@@ -296,12 +297,13 @@ class StoredShard:
     def _write(self, buffer: torch.Tensor, offset: int) -> None:
         """Writes whole chunks."""
         for begin, end in self._chunks(offset, offset + buffer.nbytes):
+            # Before the write: what the disk then does to the bytes must show.
             self._sums[begin] = _sum_of(buffer[begin - offset : end - offset])
             self._is_compared.discard(begin)
         self.file.write(buffer, offset)
 
     def _compare(self, chunk: torch.Tensor, begin: int) -> None:
-        """Raises `OffloadError` where a chunk is not as it was written; one that was never written is of no value."""
+        """Raises `OffloadError` for a chunk that differs from its write. A chunk that was never written has no checksum."""
         expected = self._sums.get(begin)
         if expected is not None and _sum_of(chunk) != expected:
             raise OffloadError(
@@ -317,7 +319,7 @@ def _sum_of(chunk: torch.Tensor) -> int:
 
 
 class ReadRegion:
-    """One kind of a shard, for a walk that only reads it."""
+    """One kind of a shard, in a walk without writes."""
 
     def __init__(self, shard: StoredShard, kind: str):
         self._shard = shard
@@ -328,17 +330,17 @@ class ReadRegion:
         self._shard.read_region(self._kind, buffer[: self.nbytes])
 
     def values(self, buffer: torch.Tensor) -> torch.Tensor:
-        """What has been read into a buffer, (numel,)."""
+        """Returns the values, (numel,), in a buffer that `read` has filled."""
         return self._shard.region_values(self._kind, buffer)
 
     def write(self, buffer: torch.Tensor) -> None:
-        """It is as it was."""
+        """Writes nothing."""
 
 
-# ---- A walk over shards in files: the next ones are read while one is at hand, and those behind are written ----
+# ---- A walk over shards in files: reads the next ones and writes the former ones beside the present one ----
 
 WINDOW = 2
-"""Shards on their way from or to files while another is stepped: one that is read ahead, one that is written."""
+"""Shards that are read or written while another is stepped: one each."""
 
 
 _Passing = TypeVar("_Passing", StoredShard, ReadRegion)
@@ -346,14 +348,14 @@ _Result = TypeVar("_Result")
 
 
 class Window:
-    """Moves shards through `size` + 1 buffers: one at hand, the others being read into or written from.
+    """Moves shards through `size` + 1 buffers: one in use, the others being read into or written from.
 
     Buffers exist during a walk only, and are shared by shards of all sizes.
 
     Args:
-        size: how many shards may be on their way beside the one at hand.
-        cores: that step on what is at hand.
-        device: of the gradients that some calls beside the caller wait for.
+        size: shards that may be read or written beside the one in use.
+        cores: for the steps.
+        device: of the gradients that some calls in its threads wait for.
     """
 
     def __init__(self, size: int, cores: HostCores, device: torch.device = _HOST):
@@ -363,13 +365,13 @@ class Window:
         self._threads = ThreadPoolExecutor(size + 1, thread_name_prefix="hf_zero-nvme", initializer=enter)
 
     def nbytes(self, shards: Sequence[StoredShard]) -> int:
-        """Bytes that the buffers of a walk over these take at most."""
+        """Returns the most bytes of buffers in a walk over these."""
         return min(self.size + 1, len(shards)) * max((shard.nbytes for shard in shards), default=0)
 
     def walk(
         self, shards: Sequence[_Passing], *, spared: int = 0
     ) -> Generator[tuple[_Passing, torch.Tensor], None, None]:
-        """(shard, buffer with its contents), one after another. What the caller leaves in the buffer is written.
+        """Yields (shard, buffer with its contents), and writes the buffer when the caller goes on.
 
         The last writes have ended when the iterator has.
 
@@ -388,6 +390,8 @@ class Window:
         def read_ahead() -> None:
             while writing and (writing[0][1].done() or (not free and not reading)):
                 buffer, written = writing.popleft()
+                # A buffer is free only behind its write: read into before, it would be written with another shard's
+                # values.
                 written.result()
                 free.append(buffer)
             while to_read and free:
@@ -398,6 +402,7 @@ class Window:
             while to_read or reading:
                 read_ahead()
                 shard, buffer, read = reading.popleft()
+                # The error of a read surfaces here, at its own shard, and not at the end of the walk.
                 read.result()
                 yield shard, buffer
                 writing.append((buffer, self._threads.submit(shard.write, buffer)))
@@ -408,13 +413,13 @@ class Window:
             wait([*(read for *_, read in reading), *(written for _, written in writing)])
 
     def make_buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory, uint8, for what is at hand during a step."""
+        """Allocates host memory, uint8, for the shard in use."""
         buffer = allocate(nbytes, torch.uint8, _HOST)
         self._cores.touch(buffer)
         return buffer
 
     def submit(self, call: Callable[..., _Result], *arguments) -> Future[_Result]:
-        """Has `call` run beside the caller, between walks, which use the same threads: `size` + 1 such calls at a time."""
+        """Runs `call` beside the caller, between walks, in the same threads: at most `size` + 1 calls at a time."""
         return self._threads.submit(call, *arguments)
 
     def close(self) -> None:

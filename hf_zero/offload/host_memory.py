@@ -1,4 +1,4 @@
-"""Host memory that the run may take, and the cores that work near a device."""
+"""The host memory that a run may take, and the cores near its device."""
 
 import os
 import re
@@ -11,18 +11,18 @@ import torch
 
 from ..device import PAGE_BYTES, pci_address
 
-# ---- Whether what is to be held in host memory fits, before any of it is allocated ----
+# ---- Does it fit in host memory? Asked before any of it is allocated ----
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def available_host_bytes(cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
-    """Bytes that this host's processes can still take: what the system has, or less where a cgroup limits them.
+    """Returns the bytes that this host's processes can still take, by the system or a stricter cgroup.
 
     Args:
-        cgroup: where the control groups are mounted.
-        membership: the file that says which of them this process is in.
+        cgroup: mount point of the control groups.
+        membership: the file that names those of this process.
     """
     available = psutil.virtual_memory().available
     for folder, limit_name, used_name in _groups_of(cgroup, membership):
@@ -33,12 +33,12 @@ def available_host_bytes(cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP)
 
 
 def ranks_on_this_host() -> int:
-    """How many ranks share this host's memory, by the launcher's word."""
+    """Returns the number of ranks that share this host's memory, by the launcher's variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int, setting: str) -> str | None:
-    """What is wrong with holding the `needed_bytes` of this setting for each of `ranks` ranks; None where it fits."""
+    """Says that `ranks` times this setting's `needed_bytes` do not fit in host memory; None if they fit."""
     if needed_bytes * ranks <= available_bytes:
         return None
     return (
@@ -50,7 +50,7 @@ def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int, setti
 
 
 def disk_fault(needed_bytes: int, free_bytes: int, ranks: int, path: str, setting: str) -> str | None:
-    """What is wrong with files of this setting's `needed_bytes` for each of `ranks` ranks below `path`; None if they fit."""
+    """Says that `ranks` times this setting's `needed_bytes` do not fit on the disk of `path`; None if they fit."""
     if needed_bytes * ranks <= free_bytes:
         return None
     short = needed_bytes * ranks - free_bytes
@@ -85,14 +85,14 @@ def _groups_of(cgroup: Path, membership: Path) -> list[tuple[Path, str, str]]:
 
 
 def _number_in(path: Path) -> int | None:
-    """None where there is no such file, or no limit ("max")."""
+    """Reads a number; None without a file or a limit ("max")."""
     if not path.is_file():
         return None
     text = path.read_text().strip()
     return int(text) if text.isdigit() else None
 
 
-# ---- Which cores of a host are near a rank's accelerator: NUMA nodes, as the system describes them ----
+# ---- The cores near a rank's accelerator: NUMA nodes, as the system describes them ----
 
 SYSTEM = Path("/sys")
 """Where Linux tells of devices: https://www.kernel.org/doc/html/latest/admin-guide/abi-stable.html."""
@@ -106,11 +106,11 @@ def near_cores(
     ranks: int,
     system: Path = SYSTEM,
 ) -> frozenset[int] | None:
-    """The cores that a rank's host steps are to run on; None where the system chooses.
+    """Returns the cores for a rank's host steps; None to let the system choose.
 
-    They are those of the node of the rank's accelerator. Ranks without one, or with one of which the system
-    knows no node, are dealt over the nodes evenly, neighbours together. The system chooses on a host with one node or with
-    no word on nodes, and where a launcher has confined the rank to one node already.
+    These are the cores of the accelerator's node. Ranks whose accelerator has no known node are dealt over the nodes evenly,
+    neighbours together. The system chooses on a host with one node or without information on nodes, and if a launcher has
+    confined the rank to one node already.
 
     Args:
         allowed: cores that this process may run on.
@@ -150,11 +150,11 @@ def _parsed(listed: str) -> frozenset[int]:
     return frozenset(core for span in spans for core in range(int(span[1]), int(span[2] or span[1]) + 1))
 
 
-# ---- The cores that host steps run on: how many threads of a step, and where ----
+# ---- Number and cores of the threads of a host step ----
 
 
 class HostCores:
-    """The script's own where the script's thread steps, and `threads` of them where a thread of hf_zero's does.
+    """Sets threads and cores of a step: the script's own in its thread, `threads` of them in hf_zero's.
 
     [Note: whose threads step]
     A step beside training runs in a thread of hf_zero's own, which `enter`s once, for good. A step that the script's
@@ -170,27 +170,27 @@ class HostCores:
         self.threads = threads
 
     def enter(self) -> None:
-        """Has the calling thread's operations run so from now on."""
+        """Sets the calling thread's number of threads, and its cores, from now on."""
         # torch takes the process's number into each thread at its first question, and would do so after this.
         torch.get_num_threads()
         torch.set_num_threads(self.threads)
 
     def take(self) -> None:
-        """Has the calling thread's operations run so until `give_back`. A second call changes nothing."""
+        """Sets them until `give_back`. A second call changes nothing."""
 
     def give_back(self) -> None:
-        """Undoes `take`; without one, nothing. To be called in the same thread."""
+        """Undoes `take`, in the same thread; without `take`, nothing."""
 
     def near(self) -> AbstractContextManager[None]:
-        """Host memory that is first written to inside lies where these cores reach it fastest."""
+        """Places host memory that is first written to inside near these cores."""
         return nullcontext()
 
     def touch(self, flat: torch.Tensor) -> None:
-        """Called with fresh host memory of zeros, which these cores will step on."""
+        """Writes to fresh host memory of zeros from these cores."""
 
 
 class ShareOfCores(HostCores):
-    """`threads` for every step, on whichever cores the system gives them."""
+    """`threads` for every step, on any cores."""
 
     def __init__(self, threads: int):
         super().__init__(threads)
@@ -208,7 +208,7 @@ class ShareOfCores(HostCores):
 
 
 class NodeCores(ShareOfCores):
-    """The same on some cores only, with memory near to them.
+    """`threads` for every step on some cores only, with memory near to them.
 
     Args:
         numbers: of the cores; the calling process may run on all of them.
@@ -237,7 +237,7 @@ class NodeCores(ShareOfCores):
 
     @contextmanager
     def near(self) -> Iterator[None]:
-        """A page lies on the node of the core that first writes to it."""
+        """A page belongs to the node of the core that first writes to it."""
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self.numbers)
         try:
@@ -252,7 +252,7 @@ class NodeCores(ShareOfCores):
 
 
 def choose_host_cores(device: torch.device, system: Path = SYSTEM) -> HostCores:
-    """The cores of the host steps of a rank that trains on `device`.
+    """Chooses the cores for host steps of a rank that trains on `device`.
 
     Threads are torch's own number where training is on the CPU, whose cores launchers share out among ranks. Beside an
     accelerator they give each rank one thread unless told otherwise, and host steps need the rank's part of the cores.

@@ -14,7 +14,7 @@ from .files import WINDOW, Kind, StoredShard
 from .host_memory import HostCores, choose_host_cores
 from .tiers import HostTier, NvmeTier, StateFiles, Tier
 
-# ---- Where a bucket's parameter shard lives when it is not on the training device ----
+# ---- A bucket's parameter shard outside of the training device ----
 
 PARAMETER = "parameter"
 """The kind of a parameter shard in a file of its own."""
@@ -23,15 +23,15 @@ Region = tuple[StoredShard, str]
 """A file, and the kind in it."""
 
 _READERS = 2
-"""Threads: what is read ahead, and what another rank's edit asks for meanwhile."""
+"""Threads: one reads ahead, one serves another rank's edit meanwhile."""
 
 
 class ParameterShard:
     """The values of one bucket's shard, (numel,) of the param dtype, in host memory all the time.
 
     Attributes:
-        values: live, in host memory; where they are in a file, their shape without memory, reading as NaN.
-        is_master: they are the copy that the optimizer updates, so that nobody writes them after a step.
+        values: live, in host memory; for values in a file, a shape without memory that reads as NaN.
+        is_master: the optimizer updates these values themselves, so that a step writes nothing back.
     """
 
     is_master = False
@@ -40,17 +40,17 @@ class ParameterShard:
         self.values = values
 
     def rest(self, master: Region | None) -> None:
-        """Called when the values are in. `master`: where a copy lies that the optimizer keeps up, in equal digits."""
+        """Ends the filling. `master`: the place of an equal copy that the optimizer updates."""
 
     def start_fetch(self) -> None:
-        """Begins to bring the values into host memory."""
+        """Begins to read the values into host memory."""
 
     def fetched(self) -> torch.Tensor:
-        """The values in host memory, once they are there. The tensor is the caller's to keep as long as it copies."""
+        """Waits for the values in host memory. The caller keeps the tensor while copying from it."""
         return self.values
 
     def forget(self) -> None:
-        """Gives up what has been fetched and not been taken."""
+        """Drops a fetch that nobody has taken."""
 
     def write(self, values: torch.Tensor) -> None:
         """Replaces all values by (numel,) of any float dtype on any device. A file of its own is written behind the caller."""
@@ -61,18 +61,18 @@ class ParameterShard:
         self.part(interval).copy_(values)
 
     def part(self, interval: Interval) -> torch.Tensor:
-        """The elements `interval`, live: read when they are looked at."""
+        """Returns the elements `interval`, live: read when they are looked at."""
         return self.values[interval.start : interval.stop]
 
 
 class FileShard(ParameterShard):
-    """In a file, and in host memory from a fetch to its use: read ahead of that, and written after a step.
+    """A shard in a file, and in host memory from its fetch to its use.
 
-    Until `rest` the values are in ordinary memory, where the shard is put together.
+    Until `rest` the values are in ordinary memory, where the shard is filled.
 
     Args:
         store: makes this shard's file.
-        mover: whose threads read and write.
+        mover: reads and writes in its threads.
     """
 
     def __init__(
@@ -113,15 +113,17 @@ class FileShard(ParameterShard):
             fetch.exception()
 
     def write(self, values: torch.Tensor) -> None:
+        # A fetch that is under way has the old values.
         self.forget()
         stored = self._file
+        # Two writes to one file in two threads may end in any order.
         self._mover.finish_write(stored)
         buffer = self._mover.buffer(stored.region_bytes(self._kind))
         dtype = stored.dtypes[self._kind]
         buffer[: values.numel() * dtype.itemsize].view(dtype).copy_(values)
         self._mover.start_write(stored, self._kind, buffer)
         if self.is_master:
-            # Who steps on it reads the file by other threads, which know of no write under way.
+            # The step reads the file in other threads, which know of no write under way.
             self._mover.finish_write(stored)
 
     def write_part(self, interval: Interval, values: torch.Tensor) -> None:
@@ -144,12 +146,13 @@ class FileShard(ParameterShard):
 
     def _start_read(self) -> Future[torch.Tensor]:
         stored = self._file
+        # A read beside the write would mix old and new values.
         self._mover.finish_write(stored)
         return self._mover.submit(stored.read_region, self._kind, self._mover.buffer(stored.region_bytes(self._kind)))
 
 
 class FileMover:
-    """Reads and writes shards behind the caller, through buffers that come and go.
+    """Reads and writes shards beside the caller, through temporary buffers.
 
     Args:
         device: of the parameters.
@@ -170,15 +173,15 @@ class FileMover:
         return self._threads.submit(call, *arguments)
 
     def start_write(self, stored: StoredShard, kind: str, buffer: torch.Tensor) -> None:
-        """Writes a region's buffer. Waits for the oldest write where too many are under way."""
+        """Writes a region's buffer. Waits for the oldest write if too many are under way."""
         while len(self._writing) >= self._most_writes:
             self._writing.popleft()[1].result()
-        # Of the step in which it is handed over, whenever the disk gets to it.
+        # Counted in the step that hands it over, whenever the disk gets to it.
         stored.written_bytes += buffer.nbytes
         self._writing.append((stored, self._threads.submit(stored.write_region, kind, buffer)))
 
     def finish_write(self, stored: StoredShard) -> None:
-        """Returns when what was to be written to this file is there."""
+        """Waits for the writes to this file."""
         for other, written in self._writing:
             if other is stored:
                 written.result()
@@ -191,30 +194,30 @@ class ParameterTier:
     """Memory for shards of parameters: here the training device's.
 
     Attributes:
-        name: what reports call it.
-        files: who makes the files, where it is files.
+        name: in reports.
+        files: makes the files; None for memory.
     """
 
     name = Tier.name
     files: StateFiles | None = None
 
     def masters_apart(self, tier: Tier) -> bool:
-        """Whether an fp32 shard here needs a master of its own where the optimizer's state is in `tier`."""
+        """Whether an fp32 shard here needs a separate master if the optimizer's state is in `tier`."""
         return tier.is_apart
 
     def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard | None:
-        """A shard whose values are to be put in; `name` is the bucket's. None where it is beside what is gathered from it."""
+        """Makes a shard to be filled; `name` is the bucket's. None if the shard is part of the gathered memory."""
         return None
 
     def close(self) -> None:
-        """Ends what runs on, and gives back what does not go with its last tensor."""
+        """Ends threads, and frees memory and files."""
 
 
 class HostParameters(ParameterTier):
-    """Host memory, pinned beside an accelerator: where the optimizer steps, if its state is not on the device.
+    """Host memory, pinned beside an accelerator: the optimizer steps there if its state is not on the device.
 
     Args:
-        cores: of such steps.
+        cores: for those steps.
     """
 
     name = HostTier.name
@@ -230,7 +233,7 @@ class HostParameters(ParameterTier):
 
 
 class FileParameters(ParameterTier):
-    """Files, beside those of the optimizer's state where that is in files too.
+    """Files of parameters, beside those of the optimizer's state if that is in files too.
 
     Args:
         files: makes files.
@@ -255,11 +258,11 @@ class FileParameters(ParameterTier):
         self.files.close()
 
 
-# The tiers that a config asks for, chosen once when the engine is built, and which of them each bucket's state is in.
+# ---- The choice of tiers, once when the engine is built, and the tier of each bucket ----
 
 
 def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, ParameterTier]:
-    """Where the state of the shards of parameters on `device` lives, and where the shards do.
+    """Chooses the tier of state and the tier of shards, for parameters on `device`.
 
     Raises:
         ConfigError: `nvme_path` is no folder here, or not writable.
@@ -270,7 +273,7 @@ def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, Par
 
 
 def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -> Tier:
-    """Where the state lives."""
+    """Chooses the tier of state."""
     if config.optimizer == "nvme":
         # A step that is not taken in its time leaves the parameters alone, and has to write somewhere.
         apart = config.speculate_bytes not in (AUTO, 0)
@@ -282,7 +285,7 @@ def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -
 
 
 def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier, cores: HostCores) -> ParameterTier:
-    """Where the shards live. One run has one folder of files, which `tier`, that of their state, may have made."""
+    """Chooses the tier of shards. A run has one folder of files, which `tier` may have made."""
     if config.params == "nvme":
         files = tier.files or StateFiles(config.files_folder, WINDOW, cores, device)
         return FileParameters(device, files, WINDOW)
@@ -293,9 +296,9 @@ class Placement:
     """Gives each bucket its tier, in the order in which gradients arrive, until `ratio` of the elements have moved.
 
     [Note: which part moves]
-    The first buckets move: the fewest that hold at least `ratio` of the trained elements. Gradients of these arrive while
-    backward still runs, so that the way to the tier and the step there have something to hide behind. The last ones, which
-    would have nothing, are stepped on the training device. Every rank comes to the same answer.
+    The first buckets move: the fewest that hold at least `ratio` of the trained elements. Their gradients arrive while backward
+    still runs, which hides the copy to the tier and the step there. The last ones, with nothing to hide behind, are stepped on
+    the training device. The choice is the same on every rank.
 
     Twin-Flow is DeepSpeed's name for it: Lian et al., "DeepSpeed-Offload++", 2023.
 
@@ -305,7 +308,7 @@ class Placement:
         trained_numel: elements of all trained parameters.
 
     Attributes:
-        tier, device_tier: of what moves, and of what stays.
+        tier, device_tier: of the buckets that move, and of the others.
     """
 
     def __init__(self, tier: Tier, device: torch.device, *, ratio: float, trained_numel: int):
@@ -314,8 +317,8 @@ class Placement:
         self._left_numel = ratio * trained_numel
 
     def next_tier(self, numel: int) -> Tier:
-        """The tier of the next bucket of trained parameters, which hold `numel` elements. Called once for each."""
-        # A share such as 0.7 of the elements is no whole number, and what is left of it may be a rounding error.
+        """Returns the tier of the next bucket of trained parameters, of `numel` elements. Called once for each."""
+        # A share such as 0.7 of the elements is no whole number: the rest may be a rounding error.
         moves = self._left_numel > 0.5
         self._left_numel -= numel
         return self.tier if moves else self.device_tier

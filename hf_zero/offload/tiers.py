@@ -1,4 +1,4 @@
-"""Where optimizer state lives: on the device, in host memory, or in files of a run's folder."""
+"""The memory of optimizer state: the device's, the host's, or files in a run's folder."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ from .copies import Downlink, Uplink, downlink, uplink
 from .files import Kind, StoredShard, Window
 from .host_memory import HostCores
 
-# The folder of one run's files below a path that runs share: nobody else's while the run lives, removed when it is dead.
+# ---- The folder of one run's files, below a path that runs share ----
 #
 # [Note: who may remove a folder] A folder's first file and its last is its lock, which the process holds whose run it is.
 # Another process of this user may remove a folder whose lock it can take, and one without a lock. A process that has made a
@@ -35,10 +35,9 @@ _ATTEMPTS = 20
 
 
 class RunFolder:
-    """A new folder below `parent` that this process holds by a lock which the system drops when the process ends.
+    """A new folder below `parent`, which this process owns by a lock until the process ends.
 
-    This user's folders whose lock nobody holds are of dead runs; they are removed first, with a message. The lock decides and
-    not the process id, which another container's process may have too; the file says for people who held it.
+    This user's folders without a held lock belong to dead runs, and are removed first, with a message.
 
     Args:
         parent: has to exist.
@@ -77,7 +76,7 @@ class RunFolder:
 
 
 def _new_folder(parent: Path) -> tuple[Path, int]:
-    """A run's folder, and the lock that it holds."""
+    """Makes a run's folder; returns the path and the held lock."""
     _remove_dead(parent)
     for _ in range(_ATTEMPTS):
         path = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -90,13 +89,14 @@ def _new_folder(parent: Path) -> tuple[Path, int]:
 
 
 def _locked(path: Path) -> int | None:
-    """A new lock file, held; None where another process has removed it before it was held."""
+    """Makes and locks the file; None if another process has removed it meanwhile."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A lock on a file whose name is gone keeps nobody out.
         is_held = os.path.samestat(os.fstat(lock), path.lstat())
     except (BlockingIOError, FileNotFoundError):
         # Another process removes the file: it has locked the file first, or has taken its name away.
@@ -113,7 +113,7 @@ def _identity() -> dict[str, str | int]:
 
 
 def _own_folders(parent: Path) -> Iterator[Path]:
-    """Those of this user's runs. In a folder that several share, such as /scratch, others may put anything beside them."""
+    """Yields the folders of this user's runs. Others may put anything into a shared folder such as /scratch."""
     for path in sorted(parent.glob(f"{_PREFIX}*")):
         with suppress(FileNotFoundError):
             found = path.lstat()
@@ -134,6 +134,7 @@ def _remove_if_dead(folder: Path) -> None:
     try:
         with suppress(FileNotFoundError):
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # The lock decides, not the process id, which a process of another container may have too.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = os.pread(lock, 500, 0).decode(errors="replace")
         nbytes = _removed_bytes(folder, is_held=lock is not None)
@@ -162,6 +163,7 @@ def _removed_bytes(folder: Path, *, is_held: bool) -> int:
         # By its handle: whatever is put in the folder's place meanwhile keeps its files.
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
+            # The lock last: while it is there, no other process takes the folder for one without a run.
             names = sorted(os.listdir(handle), key=lambda name: name == _LOCK)
             if _LOCK in names and not is_held:
                 return 0
@@ -185,7 +187,7 @@ def _remove_own(path: Path, lock: int) -> None:
         os.close(lock)
 
 
-# The tier of one shard's state: master copy, gradient shard and optimizer state live where their tier allocates them.
+# ---- Tiers: they allocate the master, the reduced gradient and the optimizer state of a shard ----
 
 
 class StateFiles:
@@ -193,7 +195,7 @@ class StateFiles:
 
     Args:
         path: an existing folder; the files are in a folder of this run below it.
-        window: how many buckets may be on their way beside the one that is stepped.
+        window: buckets that may be read or written beside the one that is stepped.
         cores: of steps.
         device: of the parameters.
 
@@ -201,8 +203,8 @@ class StateFiles:
         folder: of this run.
         window: through which files pass.
         shards: the files.
-        moved_bytes: (read, written) by the last step, with what came before it since the step before.
-        holds_state: they have optimizer state; else only masters that are parameters as well.
+        moved_bytes: (read, written) from the end of the last step but one to the end of the last step.
+        holds_state: the files have optimizer state; else only masters that are parameters as well.
     """
 
     def __init__(self, path: Path, window: int, cores: HostCores, device: torch.device, *, holds_state: bool = True):
@@ -214,20 +216,21 @@ class StateFiles:
         self._moved_before = (0, 0)
 
     def store(self, name: str, kinds: Sequence[Kind]) -> StoredShard:
-        """Makes a shard's file. Raises `OffloadError` where there is no room for it."""
+        """Makes a shard's file. Raises `OffloadError` on a full disk."""
         shard = StoredShard(self.folder.path / f"{name.replace(' ', '-')}.state", kinds)
         self.shards.append(shard)
         return shard
 
     def end_step(self) -> None:
-        """Ends what `moved_bytes` counts as one step. A second call in which nothing has moved changes nothing."""
+        """Starts `moved_bytes` anew. A second call without a transfer in between changes nothing."""
         now = (sum(shard.read_bytes for shard in self.shards), sum(shard.written_bytes for shard in self.shards))
         if now != self._moved_before:
             self.moved_bytes = (now[0] - self._moved_before[0], now[1] - self._moved_before[1])
         self._moved_before = now
 
     def close(self) -> None:
-        """Removes the files; what they hold is lost."""
+        """Removes the files and their contents."""
+        # First: its threads may be writing to the files.
         self.window.close()
         for shard in self.shards:
             shard.file.close()
@@ -236,17 +239,17 @@ class StateFiles:
 
 
 class Tier:
-    """Memory that holds shards: here the training device's, where nothing has to be fetched before a step.
+    """Memory for shards: here the training device's, where a step fetches nothing.
 
     Attributes:
-        name: what the plan and the memory report call it.
-        is_apart: it is other memory than the parameters': the optimizer steps there, on masters and gradients of its own.
-        scratch_name: of the memory in which `scratch` is.
+        name: in the plan and the memory report.
+        is_apart: the optimizer steps in other memory than the parameters', on masters and gradients of its own.
+        scratch_name: of the memory of `scratch`.
         device: of the parameters.
-        cores: of the host, that steps in this memory run on; None where they are the script's own.
-        uplink: how masters here become parameters on the device.
-        downlink: how gradients come here from it.
-        files: that it keeps state in; None where all is in its memory.
+        cores: of the host, for steps in this memory; None where they are the script's own.
+        uplink: copies masters here to parameters on the device.
+        downlink: copies gradients from the device here.
+        files: for state; None if all state is in memory.
     """
 
     name = scratch_name = "device"
@@ -260,30 +263,27 @@ class Tier:
         self.downlink = Downlink()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of `numel` elements in this tier."""
+        """Allocates a flat tensor of `numel` elements in this tier."""
         return allocate(numel, dtype, self.device)
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of `numel` elements for a part of a step."""
-        # From where activations come: gradients come as those go, and on the host then fill pages that are there already.
-        # A mapping of their own would have the system clear as many anew in each step.
+        """Allocates a flat tensor of `numel` elements for a part of a step."""
+        # By torch's allocator: gradients come as activations go, and reuse their pages. With a mapping of their own, the system
+        # would clear as many pages anew in each step.
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-
-# Host memory and files as tiers: masters, gradient shards and optimizer state beside the CPU that steps on them.
 
 _HOST = torch.device("cpu")
 
 
 class HostTier(Tier):
-    """Host memory, pinned where the parameters are on an accelerator, so that copies need no buffer in between.
+    """Host memory, pinned for parameters on an accelerator, so that copies need no buffer in between.
 
-    The optimizer's own state is made where its rows are, so it is on the host too, and never moves. Where the training
-    device is the CPU, the same memory holds both; the path is the same.
+    The optimizer makes its state on the device of its rows, so state is on the host too, and never moves.
 
     Args:
         device: of the parameters.
-        cores: of steps here, near to which this memory is to be.
+        cores: for steps here; this memory is near to them.
     """
 
     name = scratch_name = "host memory"
@@ -316,13 +316,12 @@ class HostTier(Tier):
 
 
 class NvmeTier(HostTier):
-    """Optimizer state, and masters where they are kept apart, in one file for each shard; in memory for their bucket's step.
+    """Optimizer state, and separate masters, in one file for each shard; in memory for their bucket's step.
 
-    What passes through memory passes through host memory: gradients of parameters on an accelerator come down there. Where
-    the training device is the CPU, gradients and fp32 parameters are there already, and only state is moved.
+    Gradients of parameters on an accelerator are copied to host memory for the step; on the CPU they are there already.
 
-    Where the files hold no state, it is in host memory, and the files are the parameters': an fp32 parameter and its master
-    are one copy there, which passes through memory when its bucket is stepped.
+    Files without state are the parameters': an fp32 parameter and its master are one copy there, which is in memory while its
+    bucket is stepped, and optimizer state stays in host memory.
 
     Args:
         device: of the parameters.
@@ -339,7 +338,7 @@ class NvmeTier(HostTier):
         self.name = NvmeTier.name if files.holds_state else HostTier.name
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        # A master on its way to its file: for a moment, and therefore not pinned.
+        # A master before it is written to its file: not pinned, since it is used once.
         return allocate(numel, dtype, _HOST)
 
 
