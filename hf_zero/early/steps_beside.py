@@ -30,17 +30,17 @@ from ..optimizer.state_kinds import (
     try_step,
 )
 
-# ---- What a step depends on, and the step itself on tensors of the caller's ----
+# ---- The inputs of a step, and the step itself on the caller's tensors ----
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What a bucket's step depends on, as it was at one moment.
+    """The inputs of a bucket's step at one moment.
 
     Attributes:
         rows: those with a gradient, in their group's order, each with its gradient and its state.
         settings: of the group.
-        arguments: that the script has given to the step.
+        arguments: of the script to the step.
         marks: (object, version) of every tensor and dict that the step reads. The objects are kept, so that none of their
             addresses is given to another.
     """
@@ -60,17 +60,17 @@ class Seen:
         )
 
     def with_marks(self, *marks: tuple[Any, Any]) -> "Seen":
-        """The same, and more that the step depends on."""
+        """Adds further inputs of the step."""
         return replace(self, marks=self.marks + marks)
 
 
 def seen_now(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
-    """What a step of the bucket would depend on now. Reads no tensor's values, but those of tensors in the settings."""
+    """Collects the present inputs of the bucket's step. Reads no tensor's values, but those of tensors in the settings."""
     group = optimizer.param_groups[bucket.key.group]
     has = {id(row.tensor): (row, gradient) for row in bucket.rows if (gradient := row.tensor.grad) is not None}
     group = group_with(group, lambda tensor: id(tensor) in has)
     rows = [has[id(tensor)] for tensor in group["params"]]
-    # By `get`: the register makes an entry for whoever asks, and an empty one would look like a step taken.
+    # By `get`: `optimizer.state` makes an entry when asked, and an empty one would look like a step taken.
     found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient in rows)
     return Seen(found, settings_of(group), arguments_of(optimizer), _marks(bucket, optimizer, found))
 
@@ -130,22 +130,21 @@ def step_on(
     return {row: dict(twin.state[double]) for row, double in doubles.items()}
 
 
-# ---- The next step of one bucket, taken on copies, to be taken over or forgotten ----
+# ---- The next step of one bucket, taken on copies, to be used or dropped ----
 
 Stepped = dict[Row, dict[str, Any]]
-"""Of each row that has been stepped, what the optimizer's register is to have."""
+"""Of each stepped row, the new entries for `optimizer.state`."""
 
 
 class Double:
-    """Copies of a bucket's master and state, on which its next step is taken while training still reads the old ones.
+    """Copies of a bucket's master and state for its next step, while training still reads the old ones.
 
     [Note: two copies of the state]
-    An optimizer's step writes in place. Taken early, on copies, it changes nothing that anyone can see: a look at the state, a
-    save, a gradient that is clipped after all find what they would find without it. If the step that then comes would read
-    what was read early (`Seen.equals`), the copies become the state and the old tensors become the next copies. Else the copies
-    are forgotten, and the step is taken as ever. Both ways, the bits are those of a step taken in its time.
+    An optimizer's step writes in place. An early step writes to copies, so that a look at the state, a save and a late clip find
+    the old values. If the script's step would read the same inputs (`Seen.equals`), the copies become the state and the old
+    tensors the next copies. Else the copies are dropped, and the step is taken again. Both ways give the same bits.
 
-    What is in a file is copied to the file's other side; see [Note: two sides of a file].
+    State in a file is copied to the file's other side; see [Note: two sides of a file].
 
     Edits that torch does not count (through `.data` or numpy, of rows or their gradients) are not noticed.
     """
@@ -158,12 +157,12 @@ class Double:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the master where it lives is what a step in its time would find."""
+        """Whether the stored master is the one that a step at its time would read."""
         # A parameter that a script has edited has another master than the file.
         return self.state.shard is None or not self.state.bucket.edited_rows
 
     def seen(self) -> Seen:
-        """What a step would depend on now."""
+        """Collects the present inputs of a step."""
         return seen_now(self.state.bucket, self.optimizer).with_marks(*self._marks())
 
     @torch.no_grad()
@@ -172,7 +171,7 @@ class Double:
 
         Args:
             scratch: (at least shard_numel,) of the master dtype: some optimizers write into their gradients.
-            buffer: with the contents of the bucket's file; afterwards what its other side is to have.
+            buffer: with the contents of the bucket's file; afterwards those of its other side.
         """
         regions = self.state.regions_in(buffer)
         master = self.state.master.begin_aside(regions)
@@ -195,7 +194,7 @@ class Double:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies in memory, while they wait for the next step."""
+        """Counts bytes of the copies in memory, while they wait for the next step."""
         return self.state.master.aside_bytes + self.state.state.aside_bytes
 
     def _marks(self) -> tuple[tuple[Any, Any], ...]:
@@ -216,8 +215,8 @@ class StepThread:
     """One thread, so that steps follow each other, with its own number of CPU threads for torch's operations.
 
     Args:
-        cores: that those run on.
-        device: of the gradients that it waits for.
+        cores: for those operations.
+        device: of the gradients.
     """
 
     def __init__(self, cores: HostCores, device: torch.device):
@@ -226,7 +225,7 @@ class StepThread:
         self._scratch: torch.Tensor | None = None
         before = torch.get_num_threads()
         self._thread.submit(cores.enter).result()
-        # What a thread sets for itself is what threads that start later have too, until another sets it.
+        # torch gives the last number that any thread has set to threads that start later.
         torch.set_num_threads(before)
 
     def submit(self, call: Callable[..., _Result], *arguments) -> Future[_Result]:
@@ -240,11 +239,11 @@ class StepThread:
 
     @property
     def scratch_bytes(self) -> int:
-        """What `scratch` has come to hold."""
+        """Counts bytes of `scratch`."""
         return 0 if self._scratch is None else self._scratch.nbytes
 
     def close(self) -> None:
-        """Returns when what was submitted has ended."""
+        """Waits for all submitted calls."""
         self._thread.shutdown()
 
 
@@ -254,15 +253,14 @@ class StepThread:
 class StepsBeside:
     """The doubles of buckets, and the threads that step them.
 
-    Arithmetic is done by one thread, so that steps follow each other. What is in a file is read before and written behind by
-    the threads that do so for steps in their time, with as many buffers as those have.
+    One thread computes, so that steps follow each other. The threads and buffers of the usual walk over files read and write.
 
     Args:
         tier: whose cores a step runs on.
-        files: the tier whose files hold state; None where there are none.
+        files: of state; None without files.
 
     Attributes:
-        doubles: of the buckets that are stepped so.
+        doubles: of the buckets that are stepped early.
     """
 
     def __init__(self, tier: Tier, files: StateFiles | None, placeholders: Placeholders):
@@ -275,12 +273,12 @@ class StepsBeside:
         self._most_copy_bytes = 0
 
     def add(self, optimizer: torch.optim.Optimizer, state: BucketState, memory_bytes: int) -> None:
-        """Has a bucket stepped here, whose copies come to `memory_bytes` in memory."""
+        """Registers a bucket for early steps, whose copies take up to `memory_bytes` in memory."""
         self.doubles[state.bucket] = Double(state, optimizer)
         self._most_copy_bytes += memory_bytes
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Bucket]:
-        """The optimizer's buckets that are stepped here."""
+        """Returns the optimizer's buckets that are stepped here."""
         return [bucket for bucket, double in self.doubles.items() if double.optimizer is optimizer]
 
     def start(self, bucket: Bucket, seen: Seen, arrival: Arrival) -> Future[Stepped]:
@@ -294,12 +292,12 @@ class StepsBeside:
         return self._running[bucket]
 
     def end(self) -> None:
-        """Waits for all that has begun. What has failed is raised where its result is taken."""
+        """Waits for all running steps. A failure is raised to the taker of its result."""
         wait(self._running.values())
         self._running.clear()
 
     def give_back_buffers(self) -> None:
-        """Leaves the memory of buffers to the steps that still have them."""
+        """Forgets the buffers, which running steps still use."""
         self._buffers = self._no_buffers()
 
     def take_over(self, stepped: dict[Bucket, Stepped]) -> None:
@@ -332,12 +330,12 @@ class StepsBeside:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory for the gradients of the step that is taken."""
+        """Counts bytes of the gradients of the running step."""
         return self._thread.scratch_bytes
 
     @property
     def most_bytes(self) -> int:
-        """Memory that all copies and `scratch_bytes` come to."""
+        """Counts bytes of all copies and `scratch_bytes` at most."""
         return self._most_copy_bytes + max((bucket.gradient_bytes for bucket in self.doubles), default=0)
 
     def close(self) -> None:
@@ -349,7 +347,8 @@ class StepsBeside:
         return self._step(double, seen, None)
 
     def _step_by_file(self, double: Double, seen: Seen, arrival: Arrival, before: Iterable[Future[Stepped]]) -> Stepped:
-        """Takes a step into the other side of the bucket's file. `before`: one of the same bucket that has been forgotten."""
+        """Takes a step into the other side of the bucket's file. `before`: a dropped step of the same bucket."""
+        # The dropped step may still write to the file's other side.
         wait(before)
         buffers, shard = self._buffers, double.state.shard
         buffer = buffers.get()
@@ -359,6 +358,7 @@ class StepsBeside:
             buffer = self._files.window.make_buffer(self._largest)
         try:
             shard.read(buffer)
+            # Behind the read, which needs no gradient: the disk works while the gradient is copied.
             arrival.wait()
             stepped = self._thread.submit(self._step, double, seen, buffer).result()
             shard.write_aside(buffer)
@@ -377,7 +377,7 @@ class StepsBeside:
         return max(shard.nbytes for shard in shards if shard is not None)
 
     def _no_buffers(self) -> SimpleQueue[torch.Tensor | None]:
-        """As many places as there may be buffers, each of which gets one when it is first used."""
+        """Makes a queue with one entry for each buffer, each allocated at its first use."""
         buffers: SimpleQueue[torch.Tensor | None] = SimpleQueue()
         for _ in range(0 if self._files is None else self._files.window.size + 1):
             buffers.put(None)
@@ -385,9 +385,9 @@ class StepsBeside:
 
 
 def try_aside(optimizer: torch.optim.Optimizer, state: BucketState) -> tuple[Trial | None, str | None]:
-    """(what a trial step of the bucket's group shows, why the bucket cannot be stepped by itself and not in its time).
+    """Returns the findings of a trial step of the bucket's group, and the reason against early steps.
 
-    The second is None if it can; the first is not None then.
+    Without a reason there are findings.
     """
     bucket, name = state.bucket, type(optimizer).__name__
     trial = try_step(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
@@ -403,6 +403,6 @@ def try_aside(optimizer: torch.optim.Optimizer, state: BucketState) -> tuple[Tri
 
 
 def memory_bytes(state: BucketState, trial: Trial) -> int:
-    """Memory that a bucket's copies come to."""
+    """Counts bytes of a bucket's copies in memory."""
     of_state = state.state.most_aside_bytes(state.bucket, [dtype for _, dtype in trial.kinds])
     return state.master.most_aside_bytes + of_state

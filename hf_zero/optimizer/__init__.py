@@ -1,1 +1,1 @@
-"""The optimizer's step over this rank's shards: its state, where each bucket's state is held, and when and how it is stepped."""
+"""The optimizer's step over this rank's rows: the state, its memory, and the time of each bucket's step."""

@@ -21,13 +21,13 @@ from ..offload.tiers import StateFiles
 from .bucket_state import BucketState, EarlyReport, KernelReport, StatePlace
 from .state_kinds import DUE, group_with, own_step
 
-# ---- One step of a stock optimizer as many steps, a bucket at a time, that come to the same bits ----
+# ---- One step of a stock optimizer, taken a bucket at a time, to the same bits ----
 
 _WORD = Label(kind="agreement on state in files", subject="the step")
 
 
 def _untold(bucket: Bucket) -> None:
-    """Nobody waits for a bucket's step."""
+    """Tells nobody of a bucket's step."""
 
 
 def _always() -> bool:
@@ -35,18 +35,18 @@ def _always() -> bool:
 
 
 def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
-    """Every bucket is stepped in its time."""
+    """Reports no bucket as stepped before its time."""
     return ()
 
 
 class BucketStep:
-    """Who steps the rows of one bucket, by the optimizer's group as it is at that moment: here the optimizer's own arithmetic."""
+    """Steps the rows of one bucket by the optimizer's present group: here with the optimizer's own arithmetic."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
 
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
-        """Takes one step. `rows`: those of the bucket that have a gradient."""
+        """Takes one step. `rows`: those of the bucket with a gradient."""
         for row in rows:
             widen(row.tensor)
         groups = self._optimizer.param_groups
@@ -58,11 +58,11 @@ class BucketStep:
             self._optimizer.param_groups = groups
 
     def forget(self, bucket: Bucket) -> None:
-        """Called when state of the bucket in the optimizer's register is replaced by other tensors."""
+        """Drops what it knows of a bucket's entries in `optimizer.state`, which are replaced."""
 
 
 class LentStep(BucketStep):
-    """A step for which the bucket's state is brought to memory, and put away behind it."""
+    """Steps a bucket whose state is fetched for the step and stored behind it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]):
         super().__init__(optimizer)
@@ -75,7 +75,7 @@ class LentStep(BucketStep):
 
 
 class BucketSteps:
-    """Steps one bucket of an optimizer after another, with the bucket's state in memory for that moment.
+    """Steps one bucket of an optimizer after another, with the bucket's state in memory meanwhile.
 
     [Note: one step in parts]
     An element-wise optimizer treats each parameter by itself, so that its step over all rows and its steps over the rows of
@@ -84,22 +84,19 @@ class BucketSteps:
     made then runs to its end over the real groups, with no gradient left in the rows that have been stepped: it changes the
     settings once, and hooks and schedulers see one step.
 
-    The parts run in a hook before that call. It is the last such hook, so that others see, and may change, gradients first.
-
-    A disk may fail under one rank. The others have stepped by then, and would wait for its parameters: each step ends with a
-    word from all.
+    The parts run in a hook before that call: the last such hook, so that others see, and may change, gradients first.
 
     Args:
-        states: of each bucket that is stepped so; None where it is stepped as it lies.
-        window: that state in files passes through; None where there is none.
+        states: of each bucket; None for a bucket whose state needs no fetch.
+        window: moves state in files; None without files.
         transport: of the ranks that step together.
         step: of one bucket.
-        take_over: called before the first; returns the buckets that have been stepped ahead of their time, and wait for none.
-        stepped: called with each bucket behind its step, or where it has none to take.
-        wanted: whether a step is to be taken in parts; the optimizer's own call takes it otherwise.
+        take_over: called before the first; returns the buckets that were stepped early.
+        stepped: called with each bucket behind its step, also without one.
+        wanted: whether to step in parts; else the optimizer's own call steps.
 
     Attributes:
-        optimizer: whose buckets they are.
+        optimizer: of the buckets.
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class BucketSteps:
 
     @property
     def hook_id(self) -> int:
-        """Of the hook that takes the steps, among the optimizer's."""
+        """Returns the id of its hook among the optimizer's."""
         return self._hook.id
 
     def come_last(self) -> None:
@@ -137,20 +134,20 @@ class BucketSteps:
         self._hook = self._register()
 
     def give_back_gradients(self) -> None:
-        """Gives the rows the gradients that they were stepped with."""
+        """Restores the gradients of the stepped rows."""
         for row, gradient in self._gradients.items():
             row.tensor.grad = gradient
         self._gradients.clear()
 
     def refuse_broken(self) -> None:
-        """Raises what ended an earlier step."""
+        """Raises the error of an earlier step."""
         if self._broken is not None:
             raise OffloadError(
                 self._broken.errno, f"an earlier step of this run failed: {self._broken.strerror}"
             ) from self._broken
 
     def release(self) -> None:
-        """Takes the hook off."""
+        """Removes the hook."""
         self._hook.remove()
 
     def _register(self):
@@ -170,8 +167,10 @@ class BucketSteps:
             self._step_each(left)
         except OffloadError as error:
             self._broken = error
+        # A disk may fail under one rank. The others have stepped by then, and would wait for its parameters.
         self._raise_together()
         for row in (row for rows in rows_of.values() for row in rows):
+            # Taken away before the script's own call, which would step these rows a second time.
             self._gradients[row] = cast(torch.Tensor, row.tensor.grad)
             row.tensor.grad = None
 
@@ -191,7 +190,7 @@ class BucketSteps:
     def _walk(
         self, buckets: Sequence[Bucket], *, spared: int
     ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]:
-        """The buckets one after another, those in files last, each with a buffer that has its file's contents."""
+        """Yields the buckets, those in files last, each with a buffer of its file's contents."""
         in_files: dict[StoredShard, Bucket] = {}
         # In memory in forward's order, as they are sent.
         for bucket in reversed(buckets) if self._window is None else buckets:
@@ -206,8 +205,9 @@ class BucketSteps:
                     yield in_files[shard], buffer
 
     def _raise_together(self) -> None:
-        """Raises on every rank what has ended this step on one of them. Collective."""
+        """Raises one rank's error on every rank. Collective."""
         failed = torch.tensor([self._broken is not None], dtype=torch.uint8)
+        # A flag first, which costs one small message a step: the reason is exchanged only when there is one.
         if not self._transport.agree_max(failed, _WORD).item():
             return
         mine = None if self._broken is None else (self._broken.errno, self._broken.strerror)
@@ -218,30 +218,30 @@ class BucketSteps:
         raise self._broken
 
 
-# ---- Who holds optimizer state between steps, and has it stepped ----
+# ---- The holder of optimizer state between steps ----
 
 
 class StepTiming:
-    """When buckets are stepped, chosen once for an engine: here all in `optimizer.step()`.
+    """Decides when buckets are stepped, once for an engine: here all in `optimizer.step()`.
 
     Attributes:
-        steps_early: it wants to be told of gradients while backward goes on.
+        steps_early: `landed` is called while backward goes on.
     """
 
     steps_early = False
 
     def admit(self, optimizer: torch.optim.Optimizer, state: BucketState) -> None:
-        """Takes a new bucket among those that are not stepped in their time, if it may be."""
+        """Registers a new bucket for early steps, if they are possible."""
 
     def takes(self, bucket: Bucket) -> bool:
-        """Whether the bucket has been admitted."""
+        """Whether the bucket may be stepped early."""
         return False
 
     def landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        """Called in the last backward before a step, when a bucket's rows have their gradients, or will have on `arrival`."""
+        """Notes, in the last backward before a step, that a bucket's rows have their gradients, or will on `arrival`."""
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
-        """Called in the optimizer's step before any bucket is stepped; returns those that are not to be stepped in it.
+        """Uses the early steps, before any bucket is stepped; returns their buckets.
 
         Raises:
             OffloadError: a file failed.
@@ -249,27 +249,27 @@ class StepTiming:
         return ()
 
     def report(self) -> EarlyReport | None:
-        """What is stepped before its time; None where nothing is."""
+        """Describes early steps; None without any."""
         return None
 
     def copy_bytes(self) -> int:
-        """Bytes of copies of state in memory, for steps that are not taken in their time."""
+        """Counts bytes of copies of state in memory, for early steps."""
         return 0
 
     def file_copy_bytes(self) -> int:
-        """Bytes of such copies in files."""
+        """Counts bytes of copies of state in files."""
         return 0
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that such steps read or have still to take, beside those that the next step will take."""
+        """Counts bytes of gradients of early steps, beside those of the next step."""
         return 0
 
     def most_beside_bytes(self) -> int:
-        """Bytes in memory that copies and `gradient_bytes` come to when all steps are taken so."""
+        """Counts bytes in memory of copies and `gradient_bytes` at most."""
         return 0
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Waits for running steps."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class Assigned:
     """Buckets whose step is not their optimizer's own.
 
     Attributes:
-        states: of each bucket, what has to come to memory for the step; None where it is stepped as it lies.
+        states: of each bucket; None for a bucket whose state needs no fetch.
     """
 
     step: BucketStep
@@ -285,18 +285,14 @@ class Assigned:
 
 
 class StepChoice:
-    """What steps buckets, chosen once for an engine: here each optimizer's own arithmetic."""
+    """Decides how buckets are stepped, once for an engine: here by each optimizer's own arithmetic."""
 
     def assign(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> list[Assigned]:
-        """Which of an optimizer's buckets are not stepped by the optimizer itself. `states`: of all its buckets."""
+        """Picks the buckets that the optimizer does not step itself. `states`: of all its buckets."""
         return []
 
     def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
-        """Clips: whoever reads the rows' gradients from now on finds them multiplied by `coefficient`, a scalar.
-
-        None leaves them. For gradients in host memory a coefficient of 1 is seen, and they are left as they are; for those on an
-        accelerator it stays there and is multiplied in.
-        """
+        """Multiplies the rows' gradients by `coefficient`, a scalar, at once or at their next read; None leaves them."""
         if coefficient is None:
             return
         for row in rows:
@@ -308,30 +304,30 @@ class StepChoice:
                 gradients if len(devices) == 1 else [gradient for gradient in gradients if gradient.device == device]
             )
             mine = coefficient.to(there[0])
+            # On the host a coefficient of 1 spares a pass over all gradients. On an accelerator, a look would stop its queue.
             if device.type != "cpu" or mine != 1:
                 torch._foreach_mul_(there, mine)
 
     def unwritten(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-        """Those of the buckets whose parameters have not been written beside their masters since the last call."""
+        """Returns the buckets whose parameters were not written with their masters since the last call."""
         return buckets
 
     def report(self) -> KernelReport | None:
-        """What is stepped by kernels; None where nothing is to be."""
+        """Describes the steps of kernels; None without any."""
         return None
 
 
 class StateHolder:
-    """Holds masters and optimizer state between steps. The optimizer's own dict stays the register of what state a row has.
+    """Holds masters and optimizer state between steps. `optimizer.state` says which state a row has.
 
     [Note: where, when and how]
-    Where a bucket's state is, when it is stepped and what steps it are three choices that know nothing of each other:
-    a `BucketState` (in memory, in 8-bit blocks, in a file, a master that is rounded away), a `StepTiming` (in the script's step,
-    or before it) and a `StepChoice` (the optimizer's own arithmetic, or kernels). What none of them has to say about is
-    left to the optimizer's own step over all its parameters.
+    Three choices are independent: the memory of a bucket's state (`BucketState`: memory, 8-bit blocks, a file, a master that is
+    rounded away), the time of the step (`StepTiming`: in the script's step, or before), and the arithmetic (`StepChoice`: the
+    optimizer's own, or kernels). The optimizer's own step over all its parameters takes all other buckets.
 
     Args:
-        place: says where a new bucket's state is.
-        files: the tier whose files hold state; None where there are none.
+        place: chooses the memory of a new bucket's state.
+        files: of state; None without files.
         transport: of the ranks that step together.
 
     Attributes:
@@ -359,11 +355,11 @@ class StateHolder:
 
     @property
     def is_in_files(self) -> bool:
-        """Whether state lies in files, which go with this."""
+        """Whether state is in files, which are removed with the holder."""
         return self._files is not None
 
     def adopt(self, bucket: Bucket) -> None:
-        """Called when a bucket has been built, before the next one is: what it holds goes where it lives."""
+        """Stores the state of a bucket that has just been built, before the next one is built."""
         state = self._states[bucket] = self._place(bucket)
         state.master.move_in()
         bucket.rest(state.master.region)
@@ -378,13 +374,13 @@ class StateHolder:
         stepped: Callable[[Bucket], None],
         sends_early: Callable[[], bool],
     ) -> None:
-        """Has the optimizer's steps go over these buckets, which are its own.
+        """Makes the optimizer's steps go over these buckets, which are its own.
 
         Args:
-            stepped: called with each bucket that is stepped by itself, behind its step.
-            sends_early: whether a bucket is sent then. Those in host memory are stepped by themselves for that.
+            stepped: called behind the step of each bucket that is stepped by itself.
+            sends_early: whether a bucket is sent then. Buckets in host memory are stepped by themselves for that.
         """
-        # No disk can fail under one rank alone, so none has to wait for a word from the others.
+        # Without files no disk can fail under one rank alone: no rank needs the others' word.
         in_memory = partial(BucketSteps, optimizer, window=None, transport=LocalTransport(), stepped=stepped)
         states = {bucket: self._states[bucket] for bucket in buckets}
         by_others = self.choice.assign(optimizer, states)
@@ -406,17 +402,16 @@ class StateHolder:
                 self._put_earlier(optimizer, bucket)
 
     def before_forward(self) -> None:
-        """Called at each forward."""
         for steps in self._steps:
             steps.come_last()
 
     def comes_last(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether no other hook comes between the steps of an optimizer's buckets and its own step."""
+        """Whether no other hook runs between the steps of an optimizer's buckets and its own step."""
         mine = {steps.hook_id for steps in self._steps if steps.optimizer is optimizer}
         return mine.issuperset(list(optimizer._optimizer_step_pre_hooks)[-len(mine) :])
 
     def after_step(self) -> None:
-        """Called after the optimizer's step, before gradients are given back."""
+        """Ends the optimizer's step, before gradients are freed."""
         if self._files is not None:
             # Called twice for a class of optimizer whose step calls its parent's.
             self._files.end_step()
@@ -424,41 +419,41 @@ class StateHolder:
             steps.give_back_gradients()
 
     def write_back(self, buckets: Sequence[Bucket]) -> None:
-        """The parameters become what their masters are, which have been stepped."""
+        """Copies stepped masters into the parameters."""
         for bucket in self.choice.unwritten(buckets):
             bucket.write_back()
 
     def at_hand(self, bucket: Bucket) -> AbstractContextManager[None]:
-        """A context in which the bucket's master may be read and written."""
+        """Opens a context in which the bucket's master may be read and written."""
         return self._states[bucket].master.at_hand()
 
     def values(self, row: Row, name: str, value: Any) -> Any:
-        """What the optimizer's register has under `name` for a row, with its values, which may be a copy."""
+        """Returns a row's `name` of `optimizer.state` with its values, perhaps as a copy."""
         return self._state_of(row).values(row, name, value)
 
     def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        """A row's state, live, without taking memory for it. `tensor` is what the register has."""
+        """Returns a row's state, live and without a copy. `tensor`: the entry in `optimizer.state`."""
         return self._state_of(row).view(row, kind, tensor)
 
     def master_view(self, row: Row) -> torch.Tensor | PackedPart:
-        """A row's master, live, without taking memory for it."""
+        """Returns a row's master, live and without a copy."""
         master = self._states[row.slot.bucket].master
         if master.is_away:
             self._refuse_broken()
         return master.view(row, row.tensor.detach())
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        """Takes a row's state that came from elsewhere; returns what belongs in the optimizer's register."""
+        """Stores a row's state that was loaded; returns the entry for `optimizer.state`."""
         for step in self._bucket_steps:
             step.forget(row.slot.bucket)
         return self._states[row.slot.bucket].state.put(row, without_due(state))
 
     def put_master(self, row: Row, values: torch.Tensor) -> None:
-        """Replaces the row's master."""
         self._states[row.slot.bucket].master.put(row, values)
 
     def close(self) -> None:
-        """Gives state that lives elsewhere back to the optimizer's register, and ends."""
+        """Moves state back to `optimizer.state`, and ends."""
+        # First: a running step writes to the state.
         self.timing.close()
         for steps in self._steps:
             steps.release()
@@ -473,12 +468,12 @@ class StateHolder:
     # ---- what it takes ----
 
     def window_bytes(self) -> int:
-        """Memory at most for state that passes through during a step."""
+        """Counts bytes of buffers for state during a step, at most."""
         shards = [state.shard for state in self._states.values() if state.shard is not None]
         return self._lent_bytes + (0 if self._files is None else self._files.window.nbytes(shards))
 
     def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
-        """Bytes that a bucket's state takes where it lives. `tensors`: what the optimizer's register has of it."""
+        """Counts bytes of a bucket's state. `tensors`: its entries in `optimizer.state`."""
         return self._states[bucket].state.nbytes(tensors)
 
     def _add(self, step: BucketStep, steps: BucketSteps) -> None:
@@ -486,7 +481,7 @@ class StateHolder:
         self._steps.append(steps)
 
     def _put_earlier(self, optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
-        """Takes state that the optimizer had before it came to the engine."""
+        """Stores state that the optimizer had before the engine was built."""
         for row in bucket.rows:
             if row.tensor in optimizer.state:
                 optimizer.state[row.tensor] = self.put(row, optimizer.state[row.tensor])
@@ -503,13 +498,13 @@ class StateHolder:
         return state
 
     def _refuse_broken(self) -> None:
-        """What is in files is not the state of any step once one of them has failed."""
+        """Raises the error of a failed step: files then hold parts of two steps."""
         for steps in self._steps:
             steps.refuse_broken()
 
 
 def without_due(state: dict[str, Any]) -> dict[str, Any]:
-    """A row's state without what an old checkpoint has of a step that was one step late."""
+    """Drops the keys of a step that was one step late, which old checkpoints have."""
     kept = {name: value for name, value in state.items() if not name.startswith(DUE)}
     if f"{DUE}gradient" in state:
         warnings.warn(

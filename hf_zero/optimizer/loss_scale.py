@@ -27,9 +27,8 @@ class _OverShards(_ScalerBase):
     """The methods of a GradScaler that know engines. Optimizers without an engine are treated as ever.
 
     [Note: several optimizers]
-    A scale that changes between two optimizers' steps would unscale the second one's gradients by another number than their
-    loss was scaled with; accelerate calls `update` after each optimizer. So the first to step has all of its engine's
-    optimizers unscaled, and `update` waits for the last of them, or for the next `scale` where one does not step this time.
+    accelerate calls `update` after each optimizer. A scale that changes between two optimizers' steps would unscale the second
+    one's gradients by another number than their loss was scaled with.
     """
 
     _is_update_due = False
@@ -44,6 +43,8 @@ class _OverShards(_ScalerBase):
         engine = engine_stepped_by(optimizer)
         if engine is None or not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
+        # All at the first step: the next optimizer's gradients belong to the same scale. See [Note: several
+        # optimizers].
         for sharded in engine.optimizers:
             if self._per_optimizer_states[id(sharded.optimizer)]["stage"] is OptState.READY:
                 self.unscale_(sharded.optimizer)
@@ -53,6 +54,7 @@ class _OverShards(_ScalerBase):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         # torch makes the register of a scaler that is enabled only.
         stages = [state["stage"] for state in self._per_optimizer_states.values()] if self.is_enabled() else []
+        # Waits for the last optimizer, or for the next `scale` if one does not step this time.
         self._is_update_due = new_scale is None and OptState.UNSCALED in stages
         if not self._is_update_due:
             super().update(new_scale)
@@ -71,6 +73,7 @@ class _OverShards(_ScalerBase):
             if sharded.optimizer is optimizer:
                 sharded.refuse_strangers()
                 for row in sharded.rows:
+                    # A copy under way would put the scaled values over the unscaled ones.
                     row.slot.bucket.await_gradient()
                     widen(row.tensor)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -83,6 +86,7 @@ class _OverShards(_ScalerBase):
         increment_version(gradients)
         # Rows may be in other memory than the scale, and a rank may have none.
         mine = sum((part.to(found_inf.device) for part in found.values()), start=found_inf)
+        # Agreement before the step: a rank sees overflows of its own rows only, and would step while another skips.
         return {found_inf.device: engine.nonfinite.agree(optimizer, mine)}
 
 
@@ -103,7 +107,7 @@ def scale_over_shards(scaler: torch.amp.GradScaler) -> None:
 
 @contextmanager
 def _unscaled_here(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The optimizer's offer to unscale and to skip by itself is left: its step would be called then, and nobody be told."""
+    """Hides the optimizer's offer to unscale and skip by itself: torch would call its step even after an overflow."""
     setattr(optimizer, SCALES_ITSELF, False)
     try:
         yield

@@ -13,7 +13,7 @@ from ..layout.slots import block_bytes, has_blocks, is_in_blocks
 from .bucket_state import Placeholders, Regions, StatePlace, States, is_elementwise
 from .state_kinds import state_kinds
 
-# ---- Which moments are kept in 8-bit blocks, and how they come out of them and go back ----
+# ---- The moments in 8-bit blocks, and their conversion ----
 
 CODES: dict[str, DynamicCode] = {
     "exp_avg": SIGNED,
@@ -26,7 +26,7 @@ CODES: dict[str, DynamicCode] = {
     "sum": UNSIGNED,
 }
 """By torch's names, which other optimizers use too. Not those of which a small error does harm: RMSprop's `grad_avg`, whose
-square is subtracted from what is to be a root's argument; averages of parameters (ASGD), step sizes (Rprop)."""
+square is subtracted under a root; averages of parameters (ASGD), step sizes (Rprop)."""
 
 
 class MomentCodes:
@@ -44,18 +44,18 @@ class MomentCodes:
         }
 
     def of(self, bucket: Bucket) -> dict[str, DynamicCode]:
-        """By name; empty where the bucket's moments are not kept in blocks."""
+        """Returns the codes by name; empty for a bucket whose moments are not in blocks."""
         if not bucket.trained or not has_blocks(bucket.layout):
             return {}
         return self._codes.get((bucket.key.optimizer, bucket.key.group), {})
 
 
 class PackedMoments:
-    """Moves the moments of one bucket between 8-bit blocks, laid out as the rank's shard, and float32 tensors.
+    """Converts the moments of one bucket between 8-bit blocks, laid out as the shard, and float32 tensors.
 
     Args:
         codes: of the moments, by name.
-        placeholders: what the optimizer's register has of moments that are in blocks.
+        placeholders: stand in the optimizer's state for moments in blocks.
     """
 
     def __init__(self, bucket: Bucket, codes: Mapping[str, DynamicCode], placeholders: Placeholders):
@@ -65,16 +65,16 @@ class PackedMoments:
 
     @property
     def float_bytes(self) -> int:
-        """Bytes of all moments of the bucket in float32."""
+        """Counts bytes of all moments of the bucket in float32."""
         return len(self.codes) * self._bucket.layout.shard_numel * torch.float32.itemsize
 
     def zeros(self) -> dict[str, PackedState]:
-        """Blocks for all moments by name."""
+        """Makes blocks of zeros for all moments, by name."""
         numel, tier = self._bucket.layout.shard_numel, self._bucket.tier
         return {name: PackedState.zeros(numel, code, tier) for name, code in self.codes.items()}
 
     def packable(self, row: Row, state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """What of a row's state in the register is to be packed, or is."""
+        """Returns the entries of a row's state that belong in blocks."""
         if not is_in_blocks(row.slot.parameter.numel()):
             return []
         return [(name, value) for name, value in state.items() if name in self.codes and is_elementwise(value, row)]
@@ -100,11 +100,11 @@ class PackedMoments:
     def pack(self, states: States, lent: dict[str, torch.Tensor], packed: Mapping[str, PackedState]) -> None:
         """Packs the moments in `states` into `packed`, as flat tensors that are zero where nothing is; leaves placeholders.
 
-        See [Note: blocks of parameters] for why that comes to the same on any layout, and [Note: nothing drifts] for why rows
-        that a step leaves alone stay as they are.
+        [Note: blocks of parameters] shows that this is the same on any layout, and [Note: nothing drifts] that rows which a step
+        leaves alone stay as they are.
 
         Args:
-            lent: what `unpack` has returned.
+            lent: from `unpack`.
         """
         for row, state in states.items():
             for name, value in self.packable(row, state):
@@ -118,16 +118,16 @@ class PackedMoments:
             packed[name].pack(values)
 
     def placeholder(self, row: Row) -> torch.Tensor:
-        """For one of the row's moments."""
+        """Returns a placeholder for one of the row's moments."""
         return self._placeholders.of(row.tensor.shape, torch.float32, row.tensor.device)
 
     def is_placeholder(self, value: Any) -> bool:
-        """Whether something in a register is a placeholder, so that its values are in blocks."""
+        """Whether an entry is a placeholder, whose values are in blocks."""
         return self._placeholders.has(value)
 
 
 def _codes_for(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, DynamicCode]:
-    """Name → code of each moment that the optimizer keeps in a group with these settings."""
+    """Returns name → code of each moment that the optimizer keeps in a group with these settings."""
     name, kinds = type(optimizer).__name__, state_kinds(optimizer, settings, torch.float32)
     if kinds is None:
         raise ConfigError(
@@ -147,9 +147,9 @@ def _codes_for(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> di
 
 
 class StateInBlocks(StatePlace):
-    """A bucket's moments, which are float32 for the moment in which it is stepped.
+    """A bucket's moments in blocks, which are float32 while the bucket is stepped.
 
-    Those of parameters that are too small for blocks stay in the register.
+    Moments of small parameters stay in the optimizer's state.
 
     Attributes:
         packed: by name; empty before the first step.
@@ -162,12 +162,12 @@ class StateInBlocks(StatePlace):
         self._moments = moments
         self._lent: dict[str, torch.Tensor] = {}
         self.packed: dict[str, PackedState] = {}
-        # Of steps aside; they change places with the others when such a step is taken over.
+        # The copies of an early step; `exchange_aside` swaps the two.
         self._packed_aside: dict[str, PackedState] = {}
         self.lent_bytes = moments.float_bytes
 
     def blocks(self) -> dict[str, PackedState]:
-        """The moments by name; zeros at first."""
+        """Returns the moments by name; zeros at first."""
         if not self.packed:
             self.packed = self._moments.zeros()
         return self.packed
@@ -196,9 +196,9 @@ class StateInBlocks(StatePlace):
         return kept
 
     def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
-        """Has the row's moment in blocks, zero if the register has none, or in float32 there if the parameter is too small.
+        """Puts the row's moment into blocks, zero if there is none; a small parameter's into float32.
 
-        Returns whether it had values.
+        Returns whether there was one.
         """
         had = name in state
         if not is_in_blocks(row.slot.parameter.numel()):

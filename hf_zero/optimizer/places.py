@@ -1,4 +1,4 @@
-"""Masters that are rounded away, optimizer state in files, and the choice of a place for each bucket."""
+"""Masters that are rounded away, optimizer state in files, and the choice for each bucket."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,28 +20,27 @@ from .bucket_state import BucketState, MasterPlace, Placeholders, Regions, State
 from .moments8 import MomentCodes, PackedMoments, StateInBlocks
 from .state_kinds import kinds_by_size, state_kinds
 
-# ---- bfloat16 parameters without a master: stepped in float32 on a copy that passes, and rounded by chance ----
+# ---- bfloat16 parameters without a master: stepped in a temporary float32 copy, and rounded stochastically ----
 
 STEP = "rounding_step"
-"""State of each parameter beside the optimizer's own: how often it has been rounded."""
+"""The count of roundings of a parameter, beside the optimizer's own state."""
 
 _KEY_BITS = 63
 
 
 class RoundedMaster(MasterPlace):
-    """A bucket's parameters become a float32 master for the moment of its step, and are the master rounded after.
+    """Makes a float32 master of a bucket's parameters for its step, and rounds the master into them behind it.
 
     [Note: whose random bits]
-    An element's bits depend on its parameter's name, its place in the parameter and how often the parameter has been rounded,
-    and on nothing else: not on the world size, the stage, the buckets or what was rounded before. That count is in the
-    optimizer's register as `rounding_step`, so that checkpoints have it and a run that goes on draws the bits that it would
-    have drawn.
+    An element's bits depend on the parameter's name, the element's index and the count of roundings alone: not on the world
+    size, the stage or the buckets. The count is in `optimizer.state` as `rounding_step`, so that a resumed run draws the same
+    bits.
 
     Moments in float32 make that 10 bytes a parameter under Adam, where a master makes it 14.
     Stochastic rounding in training: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
 
     Args:
-        optimizer: that steps the bucket; None where none does.
+        optimizer: steps the bucket; None without one.
     """
 
     is_away = True
@@ -65,6 +64,7 @@ class RoundedMaster(MasterPlace):
             if row.tensor.grad is not None:
                 state = register[row.tensor]
                 round_row(row, self._bucket.master, self._bucket.own, count=state.get(STEP, 0))
+                # Behind the rounding, whose bits the old count chooses: a resumed run draws the same.
                 state[STEP] = state.get(STEP, 0) + 1
         self._bucket.put_away(self._absent)
 
@@ -73,7 +73,7 @@ class RoundedMaster(MasterPlace):
         if not self._bucket.is_away:
             yield
             return
-        # What is edited is the parameter itself, and the next step begins with it.
+        # Edits go to the parameter itself, from which the next step begins.
         self._bucket.bring(self._bucket.own.to(self._bucket.precision.master))
         try:
             yield
@@ -81,7 +81,7 @@ class RoundedMaster(MasterPlace):
             self._bucket.put_away(self._absent)
 
     def put(self, row: Row, values: torch.Tensor) -> None:
-        # What the masters of a former run were rounded to has been loaded as the parameters.
+        # A former run's master in a checkpoint is not needed: its rounded values were loaded as the parameters.
         if not self._bucket.is_away:
             super().put(row, values)
 
@@ -107,13 +107,13 @@ def _key_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> (64 - _KEY_BITS)
 
 
-# ---- Masters and optimizer state in a file: as they are, or moments in 8-bit blocks ----
+# ---- Masters and optimizer state in a file: in full digits, or moments in 8-bit blocks ----
 
 _HOST = torch.device("cpu")
 
 
 class MasterInFile(MasterPlace):
-    """A region of the bucket's file."""
+    """Holds the master in a region of the bucket's file."""
 
     is_away = True
 
@@ -132,9 +132,11 @@ class MasterInFile(MasterPlace):
 
     def bring(self, regions: Regions) -> None:
         self._bucket.bring(regions[MASTER])
+        # Behind the fetch, before the step: a script's edit of the parameter must be in the master that is stepped.
         self._bucket.follow_edits()
 
     def put_away(self) -> None:
+        # Before the master is stored: the parameters are written from the values in memory.
         self._bucket.write_back()
         self._bucket.put_away(self._absent)
 
@@ -166,7 +168,7 @@ class MasterInFile(MasterPlace):
         return regions[MASTER]
 
     def take_over_aside(self) -> None:
-        """The file's sides have changed places."""
+        """Does nothing: the file's sides have changed places."""
 
     @property
     def most_aside_bytes(self) -> int:
@@ -174,9 +176,9 @@ class MasterInFile(MasterPlace):
 
 
 class StateInFile(StatePlace):
-    """Tensors with one value an element, each in a region of the bucket's file.
+    """Holds tensors with one value an element, each in a region of the bucket's file.
 
-    A parameter without dimensions has state that looks like a scalar, and stays in the register as scalars do.
+    A parameter without dimensions has state like a scalar, which stays in `optimizer.state` as scalars do.
 
     Args:
         names: of the regions.
@@ -217,7 +219,7 @@ class StateInFile(StatePlace):
         return 0
 
     def _exchange(self, states: States, regions: Regions, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Puts `instead` of its place in the buffer into the register for each state tensor, whose values then are there."""
+        """Copies each state tensor into its place in the buffer, and puts `instead` of that place into `states`."""
         for row, state in states.items():
             for name in self._names:
                 value = state.get(name)
@@ -230,7 +232,7 @@ class StateInFile(StatePlace):
 
 
 class MomentsInFile(StatePlace):
-    """Moments are in the file in 8-bit blocks; those of parameters that are too small for blocks stay in the register."""
+    """Holds moments in the file in 8-bit blocks; those of small parameters stay in `optimizer.state`."""
 
     is_away = True
 
@@ -295,30 +297,30 @@ class MomentsInFile(StatePlace):
 
 
 def kinds_in_blocks(names: Iterable[str], numel: int) -> list[Kind]:
-    """What a file has of these moments, in blocks."""
+    """Lists the regions of these moments in a file, in blocks."""
     dtypes = (torch.uint8, torch.float32)
     regions = [zip(_regions_of(name, Interval(0, numel)), dtypes, strict=True) for name in names]
     return [Kind(region, dtype, cut.numel) for pair in regions for (region, cut), dtype in pair]
 
 
 def _regions_of(name: str, interval: Interval) -> tuple[tuple[str, Interval], tuple[str, Interval]]:
-    """(name in the file, interval there) of the codes and of the scales of a moment's elements, which begin with a block."""
+    """Returns (region, interval there) of codes and of scales of a moment's elements, which begin with a block."""
     scales = Interval(interval.start // BLOCK_NUMEL, blocks(interval.stop))
     return ((f"{name} codes", interval), (f"{name} scales", scales))
 
 
-# ---- Where each bucket's master and optimizer state are ----
+# ---- The choice for each bucket ----
 
 
 class Places:
-    """Chooses a place for each new bucket by the tier that the bucket is in, its precision and its moments.
+    """Chooses the memory of each new bucket's state by its tier, precision and moments.
 
     Args:
         tier: of buckets that are offloaded.
-        optimizers: that the engine trains with, in its order.
+        optimizers: of the engine, in its order.
 
     Attributes:
-        placeholders: what the optimizers' registers have of state that is elsewhere.
+        placeholders: stand in `optimizer.state` for state that is elsewhere.
 
     Raises:
         ConfigError: `moments: 8bit` for an optimizer whose state does not go into blocks.
@@ -331,11 +333,11 @@ class Places:
         self.placeholders = Placeholders()
 
     def of(self, bucket: Bucket) -> BucketState:
-        """Where the bucket's state is from now on. Makes its file, if it is to have one.
+        """Chooses for a bucket, and makes its file if need be.
 
         Raises:
-            ValueError: no trial step shows what a file would have to hold, or two things in it would have one name.
-            OffloadError: there is no room for the file.
+            ValueError: no trial step shows the state to lay out, or two regions would have one name.
+            OffloadError: the disk is full.
         """
         is_stepped = bucket.trained and bucket.key.optimizer >= 0
         optimizer = self._optimizers[bucket.key.optimizer] if is_stepped else None
@@ -381,7 +383,7 @@ def _in_memory(moments: PackedMoments) -> StatePlace:
 
 
 def _kinds_in_file(bucket: Bucket, optimizer: torch.optim.Optimizer, moments: PackedMoments) -> list[Kind]:
-    """What of its optimizer state goes to a bucket's file."""
+    """Lists the regions of optimizer state in a bucket's file."""
     numel = bucket.layout.shard_numel
     if moments.codes:
         return kinds_in_blocks(moments.codes, numel)

@@ -15,23 +15,23 @@ from ..comm.transport import Transport
 from ..config import ZeroConfig
 from ..hooks import WeakHook
 
-# ---- Optimizers with a `train()` and an `eval()` of their own, which write to the parameters (schedule-free ones) ----
+# ---- Schedule-free optimizers, whose `train()` and `eval()` write to the parameters ----
 
 _SWITCHES = ("train", "eval")
 
 
 class TrainModes:
-    """Has all ranks get what an optimizer's `train()` and `eval()` write; one without such methods is left as it is.
+    """Sends an optimizer's writes in `train()` and `eval()` to all ranks. Optimizers without these stay untouched.
 
     Defazio et al., "The Road Less Scheduled", 2024: gradients are taken at one average of the weights, and the model is
     evaluated and saved at another; `train()` and `eval()` exchange them in place.
 
     Args:
-        is_possible: between steps, what they read and write is in memory and up to date.
-        writing: (what writes) → a context around it, after which all ranks have what was written to rows.
+        is_possible: parameters and state are in memory and up to date between steps.
+        writing: (name of the call) → a context around it, which sends the written rows.
 
     Raises:
-        ValueError: it is not, and the optimizer has such methods.
+        ValueError: `is_possible` is False, and the optimizer has these methods.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TrainModes:
             setattr(optimizer, each, _sending(f"{name}.{each}()", getattr(optimizer, each), writing))
 
     def remove(self) -> None:
-        """Leaves the optimizer with its own methods."""
+        """Restores the optimizer's own methods."""
         for name in self._names:
             delattr(self._optimizer, name)
 
@@ -74,20 +74,16 @@ def _sending(
 
 
 class RowWrites:
-    """Keeps the model the same on all ranks when something else than `optimizer.step()` writes to rows.
+    """Sends writes to rows outside of `optimizer.step()` to all ranks.
 
-    What a script finds in `optimizer.param_groups` is this rank's rows. Where parameters are whole, other ranks have copies of
-    them, and where there are masters, so has this rank; only a step renews those. Schedule-free optimizers write to rows in
-    their `train()` and `eval()`, and scripts do to clamp weights or to swap in averaged ones.
-
-    A write is seen by autograd's count of in-place edits, one for all rows of a bucket. Writes through `.data` or numpy are not
-    counted, and not seen.
+    `optimizer.param_groups` holds this rank's rows, of which other ranks have copies, and this rank too beside a master; only a
+    step renews copies. Schedule-free optimizers write to rows in `train()` and `eval()`, and scripts do, to clamp weights or to
+    swap in averaged ones. Autograd's count of in-place edits shows a write, but not one through `.data` or numpy.
 
     Args:
-        buckets: of this rank's rows. Those whose rows are the parameters themselves, or all that there is of them, need nothing.
-        transport: on which ranks agree on what was written.
-        before: called on all ranks before rows are written on purpose, or sent: ends what is on its way from them, and drops
-            what has been gathered of them.
+        buckets: of this rank's rows. Buckets without copies are left out.
+        transport: for the agreement on written buckets.
+        before: called on all ranks before rows are written or sent: ends their gathers, and drops gathered values.
         send: sends the rows of these buckets to the other ranks.
     """
 
@@ -107,10 +103,10 @@ class RowWrites:
     def watch(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
     ) -> list[TrainModes | RemovableHandle]:
-        """Has `model.state_dict()` refuse unsent writes, and the optimizers' `train()` and `eval()` send theirs.
+        """Makes `model.state_dict()` refuse unsent writes, and the optimizers' `train()` and `eval()` send theirs.
 
         Returns:
-            what ends it, each by its `remove()`.
+            objects whose `remove()` ends that.
 
         Raises:
             ValueError: an optimizer whose `train()` and `eval()` cannot write where its state is.
@@ -122,13 +118,13 @@ class RowWrites:
         return [model.register_state_dict_pre_hook(asked), *modes]
 
     def follow(self, buckets: Iterable[Bucket]) -> None:
-        """What was written to the rows of these buckets until now has reached all copies, or is on its way."""
+        """Counts writes so far as sent, for these buckets."""
         for bucket in buckets:
             if bucket in self._known:
                 self._known[bucket] = bucket.row_writes
 
     def refuse_unsent(self, doing: str) -> None:
-        """Raises RuntimeError where copies have not followed a write to this rank's rows."""
+        """Raises RuntimeError for a write to this rank's rows that copies have not followed."""
         for bucket, known in self._known.items():
             if bucket.row_writes != known:
                 names = [row.slot.name for row in bucket.rows]
@@ -142,20 +138,22 @@ class RowWrites:
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Around something that may write to rows on any rank: what it wrote is then sent. Collective."""
+        """Sends the writes to rows that happen inside, on any rank. Collective."""
+        # A gather under way reads the rows: it would send half of the write.
         self._before()
         yield
         self.send(what)
 
     def send(self, what: str) -> None:
-        """Sends what was written to rows, on whichever rank, since copies followed last. Collective.
+        """Sends writes to rows since the last call, of any rank. Collective.
 
         Args:
-            what: has written, for the collective's name.
+            what: the writer's name, for the collective's label.
         """
         if not self._known:
             return
         written = torch.tensor([bucket.row_writes != known for bucket, known in self._known.items()], dtype=torch.uint8)
+        # All ranks send the same buckets: a write on one rank alone must still meet a gather on the others.
         agreed = self._transport.agree_max(
             written, Label(kind="agreement on written parameters", subject=what)
         ).tolist()
@@ -165,7 +163,7 @@ class RowWrites:
             self.renew_copies(buckets)
 
     def renew_copies(self, buckets: Sequence[Bucket]) -> None:
-        """Sends the rows of these buckets to all copies of them. Collective."""
+        """Sends the rows of these buckets to all of their copies. Collective."""
         for bucket in buckets:
             bucket.write_back()
         self._send(buckets)

@@ -1,4 +1,4 @@
-"""The user's optimizer over this rank's rows, and the check that it is element-wise."""
+"""Gives the user's optimizer this rank's rows, and checks that it is element-wise."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,14 +30,14 @@ from .state_kinds import (
     with_dimensions,
 )
 
-# ---- Whether an optimizer updates each element by itself, and so may be given parts of parameters ----
+# ---- Does an optimizer update each element by itself? Only then may it get parts of parameters ----
 
 
 class UpdateScope(Enum):
-    """What the update of an element depends on.
+    """The values that the update of an element depends on.
 
-    ELEMENT: that element alone. PARAMETER: the parameter it is in (a norm, a row's mean, a matrix product). MODEL: other
-    parameters too. UNKNOWN: the optimizer could not be tried.
+    ELEMENT: that element alone. PARAMETER: its whole parameter (a norm, a row's mean, a matrix product). MODEL: other
+    parameters too. UNKNOWN: no trial step is possible.
     """
 
     ELEMENT = "element"
@@ -80,7 +80,7 @@ def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards: int) -> bool:
-    """Whether parameters must not be cut for this optimizer, each being one rank's whole.
+    """Whether parameters must not be cut for this optimizer, so that each is one rank's whole.
 
     Args:
         config: whether buckets are stepped one at a time.
@@ -106,30 +106,30 @@ def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards
 
 
 def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it finds a Parameter's settings as bitsandbytes does: by identity, and by the place in `param_groups`."""
+    """Whether the optimizer finds a Parameter's settings by identity and index in `param_groups`, as bitsandbytes does."""
     return all(callable(getattr(optimizer, name, None)) for name in ("get_config", "check_overrides"))
 
 
 def kept_by_parameter(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] | set[Any]]:
-    """Dicts and sets that the optimizer keeps beside its state, and in which a parameter of it, or its `id`, is a key."""
+    """Returns the optimizer's own dicts and sets, beside its state, whose keys are parameters or their `id`."""
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     own = (value for name, value in vars(optimizer).items() if name != "state" and isinstance(value, dict | set))
     return [held for held in own if any((id(key) if torch.is_tensor(key) else key) in ids for key in held)]
 
 
 def update_scope_of(optimizer: torch.optim.Optimizer) -> UpdateScope:
-    """How far the optimizer looks by the settings of any of its groups, seen by trial steps of copies that leave it alone.
+    """Finds the optimizer's widest scope over all of its groups, by trial steps of copies.
 
-    Two matrices are stepped together, each alone, and cut into flat pieces, and so is a larger one; whatever gives the same
-    values does not tell those cases apart. What a step finds by a Parameter's identity, no trial shows: that is looked for.
+    Two matrices are stepped together, each alone, and cut into flat pieces; so is a larger one. Equal values mean that the
+    optimizer cannot tell these cases apart. Settings that a step finds by a Parameter's identity show in no trial.
     """
     if type(optimizer) in [getattr(torch.optim, name) for name in _OF_TORCH]:
         return UpdateScope.ELEMENT
-    # What a script has said of a parameter is said of the whole.
+    # A script's settings for one parameter are for the whole of it.
     least = UpdateScope.ELEMENT
     if is_of_bitsandbytes(optimizer) or kept_by_parameter(optimizer):
         least = UpdateScope.PARAMETER
-    # An optimizer may do in some groups only what it is chosen for: Muon's step, GaLore's projection, LAMB's trust ratio.
+    # Muon's step, GaLore's projection and LAMB's trust ratio are in use in some groups only: each group is tried.
     scopes = (_scope_with(optimizer, settings) for settings in _unlike_settings(optimizer))
     return max((least, *scopes), key=_REACH.index)
 
@@ -138,7 +138,7 @@ _REACH = (UpdateScope.ELEMENT, UpdateScope.UNKNOWN, UpdateScope.PARAMETER, Updat
 
 
 def _unlike_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Those of the optimizer's groups, once each. A group for each layer, with a learning rate of its own, is no other trial."""
+    """Returns the distinct settings of the optimizer's groups, learning rates aside."""
     # A learning rate of 0 (warm-up) would hide every difference.
     found = [settings_of(group) | {"lr": 0.1, "initial_lr": 0.1} for group in optimizer.param_groups]
     for settings in found:
@@ -178,7 +178,7 @@ def _scope_with(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> U
 
 
 def _looks_at_size(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> bool:
-    """Whether pieces of a larger matrix are stepped otherwise than the whole, as by optimizers that keep state in blocks."""
+    """Whether pieces of a larger matrix are stepped otherwise than the whole, as by optimizers with state in blocks."""
     generator = torch.Generator().manual_seed(0)
     matrix, *gradients = (torch.randn(_LARGE_SHAPE, generator=generator) * scale for scale in (1.0, *_SCALES))
     try:
@@ -206,7 +206,7 @@ def _stepped(
     values: list[torch.Tensor],
     passes: Iterable[list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """The values behind a step with the gradients of each of `passes`."""
+    """Returns the values behind a step with the gradients of each of `passes`."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     trial = double_of(optimizer, settings_of(settings) | {"params": parameters}, {})
     with torch.random.fork_rng(devices=[]):
@@ -236,14 +236,13 @@ class ShardedOptimizer:
     A parameter of which this rank owns nothing leaves its group; a group may be empty.
 
     Args:
-        optimizer: any `torch.optim.Optimizer` whose update scope (elementwise.py) the rows suit; state that it has is cut to
-            them.
+        optimizer: any `torch.optim.Optimizer` whose update scope suits the rows; its state is cut to them.
         rows: this rank's row of each parameter that it owns a part of.
         trained: all parameters that the engine has in buckets.
         identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.
-        before_step: called before each step; returns whether the step is to be taken.
+        before_step: called before each step; returns whether to take the step.
         after_step: called behind each step, with the same answer.
-        holder: who has the state of the rows.
+        holder: of the rows' state.
 
     Attributes:
         rows: of this optimizer, in its order.
@@ -288,7 +287,7 @@ class ShardedOptimizer:
             optimizer.register_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_state_dict)),
             optimizer.register_load_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._on_load_state_dict)),
         ]
-        # torch's own GradScaler, which would skip on one rank alone, then tells a step what it found; see NonFiniteCheck.
+        # torch's own GradScaler, which would skip on one rank alone, then passes its findings to the step; see NonFiniteCheck.
         self._scales_itself = optimizer.__dict__.get(SCALES_ITSELF)
         optimizer.__dict__[SCALES_ITSELF] = True
         self._stock_zero_grad = optimizer.zero_grad
@@ -298,11 +297,11 @@ class ShardedOptimizer:
         changed._hf_zero_keeps = self
 
     def group_names(self, slot_of: Mapping[nn.Parameter, ParameterSlot]) -> list[list[str]]:
-        """Names of the trained parameters in each group, in the user's order."""
+        """Returns names of the trained parameters in each group, in the user's order."""
         return [[slot_of[p].name for p in whole if p in slot_of] for whole in self.whole_groups]
 
     def refuse_strangers(self) -> None:
-        """Raises `ValueError` for parameters that came into the optimizer's groups after the engine was built."""
+        """Raises `ValueError` for parameters that were added to the optimizer's groups after the engine was built."""
         for group in self.optimizer.param_groups:
             if self._known.issuperset(map(id, group["params"])):
                 continue
@@ -314,7 +313,7 @@ class ShardedOptimizer:
 
     @property
     def keeps_stepped_rows(self) -> bool:
-        """Whether rows keep what the holder steps them to, a bucket at a time, until `after_step`.
+        """Whether nothing writes to a row between its bucket's step and `after_step`.
 
         Classes that are not torch's, and hooks in between, may write to any row.
         """
@@ -324,26 +323,26 @@ class ShardedOptimizer:
 
     @property
     def is_in_files(self) -> bool:
-        """Whether the state of rows lies in files, which go with the engine."""
+        """Whether the state of rows is in files, which are removed with the engine."""
         return self._holder.is_in_files
 
     def places(self) -> dict[nn.Parameter, Interval]:
-        """Which elements of each whole parameter this rank has in a row."""
+        """Returns the elements of each whole parameter that this rank has in a row."""
         return {row.slot.parameter: row.layout.in_parameter for row in self.rows}
 
     def row_states(self) -> RowStates:
-        """The state that rows have, taken out of wherever it is held."""
+        """Fetches the state of the rows."""
         register = self.optimizer.state
         return {r.slot.parameter: self._fetched(r, register[r.tensor]) for r in self.rows if r.tensor in register}
 
     def put_row_states(self, states: RowStates) -> None:
-        """Replaces the state of rows; those that are not in `states` keep theirs."""
+        """Replaces the state of the rows that are in `states`."""
         for row in self.rows:
             if row.slot.parameter in states:
                 self.optimizer.state[row.tensor] = self._holder.put(row, states[row.slot.parameter])
 
     def release(self) -> None:
-        """Gives the optimizer its whole parameters back. Its state, which exists in rows only, is dropped."""
+        """Restores the optimizer's whole parameters. Its state, which exists in rows only, is dropped."""
         for hook in self._hooks:
             hook.remove()
         for group, whole, names in zip(self.optimizer.param_groups, self.whole_groups, self._whole_names, strict=True):
@@ -368,10 +367,10 @@ class ShardedOptimizer:
         del changed._hf_zero_keeps
 
     def _look_up_whole(self, rows: Mapping[nn.Parameter, Row]) -> None:
-        """Has an optimizer of bitsandbytes look a row up where its whole parameter is in the groups that the script made.
+        """Makes an optimizer of bitsandbytes look a row up under the index of its whole parameter.
 
-        What a script has said of a Parameter to `GlobalOptimManager` is found by identity and by that place. Rows are other
-        tensors, and a rank's groups have fewer.
+        `GlobalOptimManager` finds a script's settings by a Parameter's identity and index. Rows are other tensors, and a rank's
+        groups have fewer.
         """
         changed: Any = self.optimizer
         groups = [{"params": whole} for whole in self.whole_groups]
@@ -404,8 +403,8 @@ class ShardedOptimizer:
     def _make_zero_grad(self) -> Callable[..., None]:
         """The optimizer's own zero_grad for its rows, and the same for the whole parameters.
 
-        Rows hold what was reduced. What micro-batches have accumulated since lies in `p.grad` of the whole parameters, some
-        of which this rank has no row of; a script that drops a batch means that too.
+        Rows hold reduced gradients. Later micro-batches have accumulated in `p.grad` of the whole parameters, also of those
+        without a row here; a script that drops a batch means these too.
         """
 
         @functools.wraps(self._stock_zero_grad)
@@ -462,7 +461,7 @@ class ShardedOptimizer:
         self._after_step(is_taken)
 
     def _begin_skip(self) -> None:
-        """Lets the step that has begun run over groups without parameters. What it counts in them goes with these copies."""
+        """Lets the running step go over groups without parameters. Its counts in them vanish with these copies."""
         self._skipped_groups = self.optimizer.param_groups
         self.optimizer.param_groups = [group_with(group, lambda _: False) for group in self._skipped_groups]
 
@@ -495,7 +494,7 @@ class ShardedOptimizer:
 
 
 def _stand_in(held: dict[Any, Any] | set[Any], rows: Iterable[Row]) -> list[Any]:
-    """Has rows found in a dict or set of an optimizer's own where their parameters are; returns the keys that they have there."""
+    """Adds rows to an optimizer's own dict or set beside their parameters; returns the added keys."""
     row_of = {id(row.slot.parameter): row for row in rows}
     added: list[Any] = []
     for key in list(held):
@@ -511,20 +510,20 @@ def _stand_in(held: dict[Any, Any] | set[Any], rows: Iterable[Row]) -> list[Any]
 
 
 def identity_of(groups: Groups, stage: int, buckets: Sequence[Bucket]) -> str:
-    """Which shard of which layout an optimizer's state belongs to, in words; equal for shards that are laid out alike."""
+    """Names the shard and the layout of an optimizer's state; equal for equal layouts."""
     numel = sum(bucket.layout.numel for bucket in buckets)
     return f"rank {groups.shard_rank} of {groups.shard_size}, stage {stage}, {len(buckets)} buckets of {numel} elements"
 
 
 def engine_stepped_by(optimizer: torch.optim.Optimizer) -> Any:
-    """The live ZeroEngine whose parameters the optimizer steps; None for an optimizer that no engine has."""
+    """Returns the live ZeroEngine whose parameters the optimizer steps; None without one."""
     sharded = optimizer.__dict__.get("_hf_zero_keeps")
     parameters = () if sharded is None else (p for group in sharded.whole_groups for p in group)
     return next((engine for engine in map(engine_attached_to, parameters) if engine is not None), None)
 
 
 def cut_to(value: Any, row: Row) -> Any:
-    """A row's part of a state tensor of the whole parameter, in the row's shape and on its device; scalars as they are."""
+    """Cuts a state tensor of the whole parameter to a row's part, shape and device; scalars stay."""
     if not torch.is_tensor(value) or value.dim() == 0:
         return value
     if value.shape == row.slot.parameter.shape:
@@ -534,7 +533,7 @@ def cut_to(value: Any, row: Row) -> Any:
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """The parameters that the script gave to an optimizer, whether or not an engine has put rows in their place since."""
+    """Returns the parameters that the script gave to an optimizer, also if an engine has replaced them by rows."""
     sharded = optimizer.__dict__.get("_hf_zero_keeps")
     groups = [group["params"] for group in optimizer.param_groups] if sharded is None else sharded.whole_groups
     return [parameter for group in groups for parameter in group]

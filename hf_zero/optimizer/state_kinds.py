@@ -1,4 +1,4 @@
-"""Which state an optimizer keeps, seen by a trial step of a copy before its first."""
+"""Finds the state that an optimizer keeps, by a trial step of a copy before its first step."""
 
 import copy
 import inspect
@@ -35,12 +35,12 @@ _ARGUMENTS = "_hf_zero_arguments"
 
 
 def arguments_of(optimizer: torch.optim.Optimizer) -> Arguments:
-    """What the script has given to the step that is under way."""
+    """Returns the script's arguments to the running step."""
     return optimizer.__dict__.get(_ARGUMENTS, NO_ARGUMENTS)
 
 
 def note_arguments(optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
-    """Has `own_step` of this optimizer called with them, until others are noted."""
+    """Passes these arguments to `own_step` of this optimizer from now on."""
     if arguments != NO_ARGUMENTS:
         optimizer.__dict__[_ARGUMENTS] = arguments
     else:
@@ -48,17 +48,15 @@ def note_arguments(optimizer: torch.optim.Optimizer, arguments: Arguments) -> No
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether class and step are torch's own: its step leaves parameters without a gradient alone."""
+    """Whether class and step are torch's own, whose step leaves parameters without a gradient alone."""
     kind: Any = type(optimizer)
     return all(made.__module__.startswith("torch.optim.") for made in (kind, kind.step))
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's arithmetic without the step hooks around it, with the arguments noted for it.
-
-    torch wraps the step of each optimizer class in the calls of its hooks when the first of the class is made. A class whose
-    step calls its parent's comes by a second wrapper, which finds no hooks of this optimizer for the moment.
-    """
+    """Runs the optimizer's arithmetic without the step hooks around it, with the noted arguments."""
+    # torch wraps the step of each optimizer class in the calls of its hooks when the first of the class is made. A class whose
+    # step calls its parent's runs a second wrapper: hence no hooks at all meanwhile.
     step: Any = type(optimizer).step
     inner = step.__wrapped__ if getattr(step, "hooked", False) else step
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -71,7 +69,7 @@ def own_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def enter_training(optimizer: torch.optim.Optimizer) -> None:
-    """Schedule-free optimizers refuse to step before their `train()`."""
+    """Calls `train()` of schedule-free optimizers, which refuse to step before."""
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
@@ -80,13 +78,13 @@ def enter_training(optimizer: torch.optim.Optimizer) -> None:
 def double_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """An optimizer like this one, with one group and with state of its own, whose step leaves this one alone.
+    """Makes an optimizer like this one with one group and state of its own, whose step leaves this one alone.
 
-    By its attributes: `copy.copy` would leave those out that a class sets beside its groups. Methods are the class's own: what
-    a scheduler or an engine has put in their place is for this one.
+    Its methods are the class's own, without the replacements of a scheduler or an engine.
     """
     kind = type(optimizer)
     double = object.__new__(kind)
+    # By attributes: `copy.copy` would leave out those that a class sets beside its groups.
     attributes = optimizer.__dict__.items()
     double.__dict__.update({name: value for name, value in attributes if not callable(getattr(kind, name, None))})
     double.param_groups, double.state = [group], defaultdict(dict, state)
@@ -94,12 +92,12 @@ def double_of(
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of an optimizer group without its parameters."""
+    """Copies an optimizer group without its parameters."""
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
 def group_with(group: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
-    """A copy of an optimizer group that has some of its parameters, and of their names, if it has names."""
+    """Copies an optimizer group with some of its parameters, and their names if there are names."""
     chosen = [place for place, tensor in enumerate(group["params"]) if wanted(tensor)]
     parallel = [name for name in ("params", "param_names") if name in group]
     return {**group, **{name: [group[name][place] for place in chosen] for name in parallel}}
@@ -107,13 +105,13 @@ def group_with(group: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool])
 
 @dataclass(frozen=True)
 class Trial:
-    """What one step of an optimizer shows.
+    """The findings of one step of an optimizer.
 
     Attributes:
         kinds: (name, dtype) of each state tensor with one value an element.
-        names: of all state that the parameter has.
-        has_factors: there are also state tensors of other shapes than the parameter's.
-        hindrance: why a step cannot be taken before its time and on copies, in words; None if it can.
+        names: of all state of the parameter.
+        has_factors: some state tensors have other shapes than the parameter.
+        hindrance: the reason against early steps on copies; None without one.
     """
 
     kinds: tuple[tuple[str, torch.dtype], ...]
@@ -128,7 +126,7 @@ def try_step(
     dtype: torch.dtype,
     shape: tuple[int, int] = _SHAPE,
 ) -> Trial | None:
-    """One step on a matrix of `dtype` in a group with these settings, by a double of the optimizer or a new one like it.
+    """Takes one step on a matrix of `dtype` in a group with these settings, by a double of the optimizer or a new one.
 
     None where neither can step.
     """
@@ -151,7 +149,7 @@ def try_step(
 
 
 def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draws: bool) -> Trial:
-    """What its state shows after a step; `draws`: the step has drawn random numbers."""
+    """Reads the findings behind a step; `draws`: the step has drawn random numbers."""
     state, name = optimizer.state[parameter], type(optimizer).__name__
     tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value)}
     strange = [kind for kind, value in state.items() if not isinstance(value, _PLAIN)]
@@ -170,16 +168,16 @@ def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draw
 def state_kinds(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[str, torch.dtype], ...] | None:
-    """(name, dtype) of each state tensor with one value an element, for rows of `dtype` in a group with these settings.
+    """Returns (name, dtype) of each state tensor with one value an element, for rows of `dtype` in such a group.
 
-    None where a trial step tells nothing.
+    None if no trial step is possible.
     """
     trial = try_step(optimizer, settings, dtype)
     return None if trial is None else trial.kinds
 
 
 def kinds_by_size(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Whether a large parameter has other kinds of state than a small one, as where only large ones have it in blocks."""
+    """Whether a large parameter has other kinds of state than a small one, as if only large ones have blocks."""
     if is_of_torch(optimizer):
         return False
     small, large = (try_step(optimizer, settings, dtype, shape) for shape in (_SHAPE, _LARGE_SHAPE))
@@ -189,9 +187,9 @@ def kinds_by_size(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any],
 def state_itemsizes(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[int, ...] | None:
-    """Bytes an element of each kind of state, for parameters of `dtype` in a group with these settings.
+    """Returns bytes an element of each kind of state, for parameters of `dtype` in a group with these settings.
 
-    None where a trial step tells nothing, and for state that has not one value an element (Adafactor's rows and columns).
+    None if no trial step is possible, and for state without one value an element (Adafactor's rows and columns).
     """
     trial = _try_on_host(optimizer, settings, dtype)
     return None if trial is None or trial.has_factors else tuple(dtype.itemsize for _, dtype in trial.kinds)
@@ -200,9 +198,9 @@ def state_itemsizes(
 def with_dimensions(
     state: Mapping[str, Any], row: Row, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """State of a whole parameter without dimensions, such as a temperature, as a row with one has it.
+    """Reshapes the state of a parameter without dimensions, such as a temperature, to a row with one.
 
-    Its moments look like scalars. Which they are is told by a trial step on a matrix, in a group with these settings.
+    Its moments look like scalars. A trial step on a matrix, in a group with these settings, tells them apart.
     """
     held = dict(state)
     scalars = {name: value for name, value in state.items() if torch.is_tensor(value) and not value.dim()}
@@ -219,13 +217,13 @@ def with_dimensions(
 
 
 def state_names(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> frozenset[str]:
-    """What state a step of a matrix leaves, in a group with these settings; nothing where a trial step tells nothing."""
+    """Returns the names of state that a step of a matrix leaves; none if no trial step is possible."""
     trial = _try_on_host(optimizer, settings, torch.float32)
     return frozenset() if trial is None else trial.names
 
 
 def _try_on_host(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
-    """The trial of what steps on an accelerator, taken on the host."""
+    """Tries on the host an optimizer that steps on an accelerator."""
     settings = {
         name: value.item() if torch.is_tensor(value) and value.numel() == 1 else value
         for name, value in settings_of(settings).items()
@@ -234,9 +232,9 @@ def _try_on_host(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], 
 
 
 def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
-    """The trial of a new optimizer of the class, for those of torch that make their state when they are built.
+    """Tries a new optimizer of the class, for those of torch that make their state when they are built.
 
-    So does Adagrad of torch 2.11: a double, which is not built, has no state to step with.
+    A double of torch 2.11's Adagrad, which is not built, has no state to step with.
     """
     kind: Any = type(optimizer)
     if not is_of_torch(optimizer):
@@ -262,7 +260,7 @@ def tier_bytes_needed(
     with_gradients: bool,
     in_blocks: bool,
 ) -> int:
-    """Bytes of masters and optimizer state that a rank keeps of its part; `with_gradients`, of those too.
+    """Counts bytes of masters and optimizer state of a rank's part; `with_gradients`, of gradients too.
 
     State that cannot be known beforehand counts nothing.
 

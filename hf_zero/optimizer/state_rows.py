@@ -1,4 +1,4 @@
-"""Optimizer state row by row: read, written, gathered whole, and resized."""
+"""Optimizer state row by row: reads, writes, gathers whole, and resizes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -23,12 +23,12 @@ from .state_kinds import with_dimensions
 def state_rows(
     optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder, replica: int
 ) -> Iterator[StateRow]:
-    """All that is a tensor with dimensions: masters with more digits than the parameters, and optimizer state.
+    """Yields all state tensors with dimensions: masters with more digits than the parameters, and optimizer state.
 
-    What `holder` has in files or in blocks is read when the tensor is looked at, so that a part at a time passes through memory.
+    State in files or blocks is read when the tensor is looked at, so that only a part is in memory at a time.
 
     Args:
-        replica: of which model the state is. Masters are the same in all, and the first's only.
+        replica: index of the model under outer steps. Masters are equal in all, and only the first yields them.
     """
     prefix = f"{REPLICA}{replica}." if replica else ""
     for row in rows:
@@ -57,7 +57,7 @@ def state_rows(
 def state_scalars(
     optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder
 ) -> dict[str, dict[str, Any]]:
-    """Parameter name → state that is one value for all its elements (`step`): numbers, or 0-d tensors as they are."""
+    """Returns parameter name → state with one value for all elements (`step`): numbers, or 0-d tensors as they are."""
     scalars: dict[str, dict[str, Any]] = {}
     for row in rows:
         state = state_of(optimizers, row)
@@ -75,14 +75,14 @@ def fill_rows(
     holder: StateHolder,
     replica: int,
 ) -> None:
-    """Replaces the state of `rows` by what a checkpoint holds.
+    """Replaces the state of `rows` by a checkpoint's.
 
     Args:
         read: (kind, name, interval) → 1-D host tensor of the interval's elements.
-        kinds_of: name → kinds of which the checkpoint has a tensor with one value an element.
+        kinds_of: name → kinds in the checkpoint with one value an element.
         scalars_of: name → the parameter's scalars, and its state tensors of a shape of their own.
-        holder: who takes them.
-        replica: of which model the state is to be; one that the checkpoint does not have gets the first's.
+        holder: stores them.
+        replica: index of the model; one that is not in the checkpoint gets the first's state.
 
     Raises:
         ValueError: a state tensor of a shape of its own for a parameter of which this rank has a part only.
@@ -113,7 +113,7 @@ def fill_rows(
 
 
 def _kinds_for(replica: int, saved: Iterable[str]) -> dict[str, str]:
-    """Kind of a model's state → the kind under which a checkpoint has it."""
+    """Maps kinds of a model's state to the kinds in a checkpoint."""
     kinds = {kind: kind for kind in saved if not kind.startswith((RESIDUAL, OUTER, REPLICA))}
     prefix = f"{REPLICA}{replica}."
     return kinds | {kind.removeprefix(prefix): kind for kind in saved if kind.startswith(prefix)}
@@ -136,7 +136,7 @@ def elementwise_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor
 
 
 def own_shaped_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
-    """The tensors of a whole parameter's state that have dimensions, and not one value an element (a factor of rows, say)."""
+    """Returns the tensors of a whole parameter's state with other shapes than the parameter (a factor of rows, say)."""
     tensors = {n: v for n, v in state.items() if torch.is_tensor(v) and v.dim() > 0 and v.shape != row.tensor.shape}
     return tensors if _is_whole(row) else {}
 
@@ -146,7 +146,7 @@ def _is_whole(row: Row) -> bool:
 
 
 def _with_step_in_place(state: dict[str, Any], row: Row, group: Mapping[str, Any]) -> dict[str, Any]:
-    """`step` where torch's `load_state_dict` puts it: fused and capturable steps read it on the parameter's device."""
+    """Moves `step` as torch's `load_state_dict` does: fused and capturable steps read it on the device."""
     step = state.get("step")
     if not isinstance(step, torch.Tensor) or not (group.get("fused") or group.get("capturable")):
         return state
@@ -164,14 +164,15 @@ def _placed(value: Any, kind: str, row: Row) -> Any:
     return value.to(row.tensor.device)
 
 
-# Gathers the full gradient or optimizer state of one parameter from the ranks' shards. Each function is collective.
+# ---- The full gradient or optimizer state of one parameter, gathered from the ranks' shards. Collective ----
 #
-# `timeout_s` is how long ranks that come wait for those that do not.
+# `timeout_s` limits the wait for ranks that do not come.
 
 
 @torch.no_grad()
 def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
-    """The reduced gradient in the parameter's shape; None where no rank has any."""
+    """Gathers the reduced gradient in the parameter's shape; None if no rank has any."""
+    # First: a rank that comes alone gets an error that names the call, in place of a gather without an end.
     slot.bucket.group.transport.meet("full_grad", timeout_s)
     row = slot.row
     if row is None or not row.has_gradient:
@@ -185,10 +186,10 @@ def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
 def full_state(
     slot: ParameterSlot, optimizers: Sequence[ShardedOptimizer], holder: StateHolder, timeout_s: float
 ) -> dict[str, torch.Tensor | object]:
-    """The optimizer's state by name, whole where it has one value an element.
+    """Gathers the optimizer's state by name, whole if it has one value an element.
 
     Args:
-        holder: who has it.
+        holder: of the state.
     """
     transport = slot.bucket.group.transport
     transport.meet("full_state", timeout_s)
@@ -199,6 +200,7 @@ def full_state(
     if row is not None:
         mine = state_of(optimizers, row)
         elementwise = {name: name in elementwise_state(mine, row) for name in mine}
+    # A rank without a row knows no names, and has to join each gather all the same.
     everyone = transport.exchange(elementwise)
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     state: dict[str, torch.Tensor | object] = {}
@@ -244,7 +246,7 @@ def slot_of(parameter: nn.Parameter, slots: Mapping[nn.Parameter, ParameterSlot]
 
 
 def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state with its tensors in host memory."""
+    """Copies a parameter's state with its tensors in host memory."""
     return {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items()}
 
 
@@ -255,7 +257,7 @@ def resize_whole(
     num_tokens: int,
     **kwargs: Any,
 ) -> None:
-    """`model.resize_token_embeddings` of a model that no engine holds, with its optimizers' state.
+    """Calls `model.resize_token_embeddings` of a model without an engine, and resizes its optimizers' state.
 
     Args:
         states: parameter name → its whole state, which the optimizers get.
@@ -269,10 +271,8 @@ def resize_whole(
 
 
 def _renew_resized(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
-    """Hangs new Parameter objects in the place of those that were given data of another shape than in `shapes`.
-
-    A graph that is still alive (the last step's loss) expects gradients of the old shape for the old object.
-    """
+    """Replaces Parameter objects whose data got another shape than in `shapes` by new ones."""
+    # A graph that is still alive (the last step's loss) expects gradients of the old shape for the old object.
     renewed = {
         parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         for name, parameter in model.named_parameters()
@@ -291,11 +291,11 @@ def put_state_back(
     before: Mapping[str, nn.Parameter],
     after: Mapping[str, nn.Parameter],
 ) -> None:
-    """Gives the optimizers the parameters `after` in the place of those `before`, with the state of the latter.
+    """Gives the optimizers the parameters `after` in place of those `before`, with the state of the latter.
 
     Args:
-        states: parameter name → its whole state; tensors of the old shape get the new one, zero where they had nothing. Where
-            some are of neither shape (factors of rows, say), a resized parameter starts without state.
+        states: parameter name → its whole state. Tensors of the old shape are resized, with zeros for new rows. If some have
+            neither shape (factors of rows, say), a resized parameter starts without state.
         shapes: of the parameters before.
     """
     replacement = {parameter: after[name] for name, parameter in before.items() if name in after}
