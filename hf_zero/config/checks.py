@@ -35,7 +35,7 @@ _LONGEST_PATH = 4096
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be honoured: names the field, the value, and what is allowed."""
+    """Refuses a setting: names the field, the value and the allowed values."""
 
 
 class _Shown(reprlib.Repr):
@@ -55,19 +55,19 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: Python's `repr`, cut where it would be long."""
+    """Formats a value for an error: Python's `repr`, cut if it is long."""
     return cut(_Shown().repr(value))
 
 
 def cut(text: str) -> str:
-    """The beginning of a text, for errors that quote it; what cannot be printed is escaped."""
+    """Returns the beginning of a text for errors that quote it; unprintable characters are escaped."""
     text = text[: _MOST_SHOWN + 1]
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy's, or one of a subclass of Python's numbers and text, as Python's own; anything else as it is."""
+    """Converts numbers and texts of numpy or of subclasses to Python's own; returns other values unchanged."""
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
     for kind in (bool, int, float):
@@ -83,7 +83,7 @@ def to_python_numbers(config: Any) -> None:
 
 
 def _unquoted(value: Any, kind: Any) -> Any:
-    """`"2"` of a field of numbers, or `"true"` of a switch, as YAML reads it without the quotes."""
+    """Reads `"2"` of a number's field, or `"true"` of a switch, as YAML reads it without the quotes."""
     kinds = get_args(kind) or (kind,)
     if type(value) is not str or str in kinds:
         return value
@@ -140,7 +140,7 @@ def number(name: str, value: Any, holds: Any, allowed: str) -> None:
 
 
 def path_of_folder(name: str, value: Any) -> None:
-    """Refuses what no folder can be called."""
+    """Refuses a text that cannot name a folder."""
     if type(value) is not str or not value or "\0" in value or len(value) > _LONGEST_PATH:
         raise refuse(name, value, "the path of a folder")
 
@@ -307,12 +307,12 @@ _MEANINGS = {
 
 
 def meaning_elsewhere(key: Any) -> str | None:
-    """What a key of another engine's config is here, in words; None for a key that is not known to be one."""
+    """Explains a key of another engine's config in hf_zero's words; None for an unknown key."""
     return _MEANINGS.get(key) if isinstance(key, str) else None
 
 
 def refuse_files_of_others(settings: Mapping[Any, Any], where: str) -> None:
-    """Raises `ConfigError` for DeepSpeed's or accelerate's config, with what to say here in place of it.
+    """Raises `ConfigError` for DeepSpeed's or accelerate's config, with hf_zero's way to say the same.
 
     Args:
         where: what holds the settings, for the error.
@@ -375,7 +375,7 @@ _TOO_DEEP = f"there are more than {_MOST_LEVELS} levels"
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds. Raises `ConfigError` where it cannot be read."""
+    """Reads a YAML file. Raises `ConfigError` for an unreadable one."""
     where = cut(str(path))
     try:
         if path.is_dir():

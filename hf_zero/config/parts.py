@@ -141,7 +141,7 @@ class CommConfig:
 
     @property
     def limit_s(self) -> float:
-        """`timeout_s` in seconds, once the process group has said what `auto` is; see `Groups.create`."""
+        """Returns `timeout_s` in seconds, once the process group has resolved `auto`; see `Groups.create`."""
         if self.timeout_s == AUTO:
             raise AssertionError("hf_zero: `comm.timeout_s: auto` was read before it was resolved; please report this")
         return float(self.timeout_s)

@@ -37,7 +37,7 @@ _NESTED_IN_COMM: dict[str, type] = {"outer": OuterConfig}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ZeroConfig:
-    """What the engine is asked to do. Every field has a default that suits BERT- and GPT-class fine-tuning.
+    """The settings of an engine. Every field has a default that suits BERT- and GPT-class fine-tuning.
 
     Args:
         stage: 0 shards nothing (all-reduce, DDP's equal), 1 the optimizer state, 2 also the gradients, 3 also the
@@ -263,12 +263,12 @@ class ZeroConfig:
 
     @property
     def may_shard_parameters(self) -> bool:
-        """Whether this is stage 3, or may become it."""
+        """Whether the stage is 3, or may become 3."""
         return self.is_open or self.stage == 3
 
     @property
     def steps_by_bucket(self) -> bool:
-        """True when an optimizer never has all of a rank's parameters before it."""
+        """Whether an optimizer steps a bucket at a time, and never has all of a rank's parameters in memory."""
         offload = self.offload
         in_files = offload.optimizer == "nvme" or (offload.optimizer == "cpu" and offload.params == "nvme")
         return in_files or self.rounding == "stochastic" or self.quantises_moments
@@ -285,7 +285,7 @@ class ZeroConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "ZeroConfig":
-        """A nested mapping, as YAML gives it. Unknown keys are errors that name the nearest known one."""
+        """Builds a config from a nested mapping, as YAML gives one. Errors for unknown keys name the nearest known key."""
         if not isinstance(settings, Mapping):
             raise refuse("config", settings, f"a mapping of {', '.join(_names(cls))}")
         refuse_files_of_others(settings, "this mapping")
@@ -325,7 +325,7 @@ class ZeroConfig:
 
     @classmethod
     def of(cls, value: "ConfigLike", name: str = "config") -> "ZeroConfig":
-        """Whatever a user hands over as a config: a stage number, YAML path, flag text, mapping, config, or None.
+        """Builds a config from any form that users pass: stage number, YAML path, flag text, mapping, config, or None.
 
         Args:
             name: what the value is called where it is said, for errors.
@@ -357,7 +357,7 @@ class ZeroConfig:
         return f"{type(self).__name__}.from_dict({self.changes()})"
 
     def changes(self) -> dict[str, Any]:
-        """The stage, and what else differs from the defaults. `from_dict` of it is an equal config."""
+        """Returns the stage and all fields that differ from the defaults. `from_dict` of these is an equal config."""
         return {"stage": self.stage, **_changes(self)}
 
     def to_dict(self) -> dict[str, Any]:
@@ -410,7 +410,7 @@ def _changes(config: Any) -> dict[str, Any]:
 
 
 def differences(first: ZeroConfig, second: ZeroConfig) -> list[str]:
-    """What two configs disagree on, in words: "`stage` 1, and this one 2"."""
+    """Lists in words the fields in which two configs differ: "`stage` 1, and this one 2"."""
     return [
         f"`{name}` {shown(value)}, and this one {shown(other)}"
         for (name, value), other in zip(_flat(first, ""), (value for _, value in _flat(second, "")))
