@@ -70,7 +70,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     _zero_early_optimizers: dict[torch.optim.Optimizer, RemovableHandle]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles get: no engines, and neither the models and optimizers that they train.
+        """Leaves engines, their models and their optimizers out of copies and pickles.
 
         Those have parts of their parameters on each rank, and a copy could not train on them. A copy prepares others.
         """
@@ -106,7 +106,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return result
 
     def _choose_stage(self, args: Iterable[Any]) -> None:
-        """Resolves `stage: auto` when a model is among what is prepared. Collective then."""
+        """Resolves `stage: auto` if `args` hold a model. Collective then."""
         if self.zero_config.is_open:
             # Here, not above: planning needs transformers, which takes seconds to import.
             from ..planner.auto import config_for
@@ -205,6 +205,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
         former = engine_attached_to(model)
         if former is not None:
+            # Before the close: the former engine's shards are the only copy of the state.
             keep_state(former)
             former.close()
             self.zero_engines.remove(former)
@@ -246,7 +247,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         begin_in_loop(self, engine)
 
     def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Takes what could not be prepared out of accelerate's lists, so that a notebook can try again."""
+        """Removes unprepared objects from accelerate's lists, so that a notebook can try again."""
         self._models = [m for m in self._models if m is not prepared]
         self._optimizers = [o for o in self._optimizers if not any(_bare(o) is refused for refused in optimizers)]
 
@@ -281,6 +282,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         engine = self._engine_with(parameters)
         if engine is None or self._clips_before_reducing(engine):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        # Before the norm: a scaled gradient would be clipped by a norm that is larger by the loss scale.
         unscale(self, engine)
         if self._zero_joined is not None:
             self._zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
@@ -461,7 +463,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return engine.config.accumulates_locally
 
     def _refuse_rows(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raises ValueError for what optimizers hold of parameters: each rank would clip by the norm of its own part."""
+        """Raises ValueError for rows out of `param_groups`: each rank would clip by the norm of its own part."""
         rows = {id(row.tensor) for engine in self.zero_engines for sharded in engine.optimizers for row in sharded.rows}
         if any(id(p) in rows for p in parameters):
             raise ValueError(
@@ -489,7 +491,7 @@ _PREPARED = "_hf_zero_prepared"
 
 
 def _mark_prepared(model: Any, is_prepared: bool) -> None:
-    """Sets accelerate's mark, by which it takes a model as it is: with other settings, too, and then without DDP.
+    """Sets accelerate's mark, with which it skips a model, also under other settings, and then without DDP.
 
     Under DDP it is the wrapper that has the mark. Here it would be the script's own model.
     """

@@ -36,7 +36,7 @@ _NAME = "no_sync"
 
 
 class NoSync:
-    """What stands on the model as `no_sync`: micro-batches inside only accumulate.
+    """Replaces the model's `no_sync`: micro-batches inside only accumulate.
 
     A copy or pickle of the model gets one that does nothing.
     """
@@ -132,7 +132,7 @@ def tell_of_skipped_steps(engine: ZeroEngine, prepared: Iterable[AcceleratedOpti
 
 
 class _Tell:
-    """A hook behind an optimizer's step that keeps neither alive; a copy of the optimizer gets one that does nothing."""
+    """A hook behind an optimizer's step that keeps neither side alive. A copied optimizer gets an idle one."""
 
     def __init__(self, engine: ZeroEngine | None = None, accelerated: AcceleratedOptimizer | None = None):
         self._engine = weakref.ref(engine) if engine is not None else lambda: None
@@ -154,7 +154,7 @@ class _Tell:
 
 
 def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
-    """A hook before the steps of an optimizer that was prepared when no model was, until an engine has it."""
+    """Refuses steps of an optimizer that was prepared without a model, until an engine has it."""
     raise RuntimeError(
         f"hf_zero: {type(optimizer).__name__} steps without the engine: it was prepared, and the model that it trains was not. "
         "Call accelerator.prepare(model, optimizer), also in separate calls, before training."
@@ -162,7 +162,7 @@ def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _
 
 
 class RefuseTrainingAlone:
-    """A forward hook that stops a model from training on each rank by itself, while it has no engine."""
+    """Refuses the training forward of a model without an engine: each rank would train it alone."""
 
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
@@ -240,7 +240,7 @@ _NUMBERED = re.compile(r"^checkpoint_(\d+)$")
 
 @contextmanager
 def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None) -> Iterator[tuple[Path, Path]]:
-    """The folder that a state is to be written to, and the one that it is in afterwards. Collective.
+    """Returns the folder to write a state to, and its final name. Collective.
 
     A folder that holds something else than a former state is filled in place. There the manifest, written last, tells a whole
     state from a part of one.
@@ -305,7 +305,7 @@ def _folder_to_fill(
 
 
 def numbered_states(accelerator: Accelerator) -> list[Path]:
-    """What accelerate's automatic naming has written, the newest last."""
+    """Lists the states of accelerate's automatic naming, the newest last."""
     found = [path for path in _states_of(accelerator).glob("checkpoint_*") if _NUMBERED.match(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 

@@ -73,7 +73,7 @@ _PATIENCE_S = 30.0
 
 
 def end_cleanly(accelerator: Accelerator) -> None:
-    """Registers what this Accelerator's process does before it exits, and where it tells of an error.
+    """Registers the work of this Accelerator's process at its exit, and the receivers of its last error.
 
     gloo's threads abort a process that exits while they have work, with "terminate called without an active exception".
     After an error nothing is waited for: the peers may be gone, and the error is what should be seen.
@@ -94,7 +94,7 @@ def _leave(reference: weakref.ref, processes: RankProcesses) -> None:
 
 
 def leave(engines: Sequence[ZeroEngine], processes: RankProcesses | None = None) -> None:
-    """Before the process group goes: ends what is under way, and waits for ranks that are still reading."""
+    """Ends running work before the process group goes, and waits for ranks that are still reading."""
     try:
         for engine in engines:
             engine.finish_parameters()
@@ -221,7 +221,7 @@ def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> 
 
 
 def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tuple[str, str, str]]:
-    """What each kind of state takes here, and what it takes under DDP."""
+    """Lists the bytes of each kind of state here and under DDP."""
     optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.state.groups()) or "none"
     in_blocks = ", 8-bit moments" if engine.config.quantises_moments else ""
     passing = f"at most {in_units(plan.gradient_buffers)}, in passing" if plan.gradient_buffers else "none"
@@ -249,7 +249,7 @@ def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tupl
 
 
 def _peak_rows(at_start: AtStart | None) -> list[tuple[str, str, str]]:
-    """What a step takes beside it."""
+    """Lists the bytes of a step on top."""
     if at_start is None:
         return []
     if at_start.ours is None or at_start.ddp is None:
@@ -287,7 +287,7 @@ def _dtypes(engine: ZeroEngine) -> str:
 
 
 def _casts(engine: ZeroEngine, cast_owner: str) -> str:
-    """Who casts: what is gathered comes to forward and backward in its dtype already."""
+    """Names the owner of the cast; gathered parameters come in their compute dtype already."""
     gathered = {str(b.precision.param).removeprefix("torch.") for b in _all_buckets(engine) if b.precision.casts}
     return "; ".join([*(f"the engine, gathered parameters to {dtype}" for dtype in sorted(gathered)), cast_owner])
 
@@ -308,7 +308,7 @@ def _kernel_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 
 def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
-    """What is held elsewhere than on the training device."""
+    """Lists the state outside of the training device."""
     offload, traffic = engine.config.offload, engine.memory_report().traffic
     rows: list[tuple[str, str]] = []
     in_files = f" in files: {in_units(traffic.held_bytes)} a rank in {traffic.folder}" if traffic else ""
@@ -349,7 +349,7 @@ def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 
 def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
-    """What travels in blocks."""
+    """Lists quantised collectives."""
     comm = engine.config.comm
     if not comm.quantises or engine.groups.shard_size == 1:
         return []
@@ -359,7 +359,7 @@ def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]
 
 
 def _outer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
-    """What only outer steps bring together."""
+    """Lists the settings of outer steps."""
     comm, outer = engine.config.comm, engine.groups.outer
     if outer is None:
         return []
@@ -403,7 +403,7 @@ def _costs(engine: ZeroEngine, buckets: Sequence[Bucket]) -> list[BucketCost]:
 
 
 def _tried_with(bucket: Bucket) -> tuple[int, int, torch.dtype]:
-    """On what it depends what an optimizer keeps for an element."""
+    """Returns the settings on which an optimizer's bytes an element depend."""
     return bucket.key.optimizer, bucket.key.group, bucket.precision.master
 
 
@@ -427,7 +427,7 @@ def _cost(engine: ZeroEngine, bucket: Bucket, itemsizes: tuple[int, ...] | None)
 
 
 def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_bytes: int) -> int:
-    """What an element of the bucket's shard has in files."""
+    """Counts bytes in files of an element of the bucket's shard."""
     precision, params = (
         bucket.precision,
         engine.parameter_tier.name == IN_FILES and isinstance(bucket.memory, GatheredMemory),
@@ -482,7 +482,7 @@ class RecordedAccelerator(_AcceleratorBase):
             weakref.finalize(self, _end_at_exit, recorder)
 
     def end_report(self, how: str = "finished") -> None:
-        """Ends the log and writes the page, if there is a log."""
+        """Ends the log, if there is one, and writes the page."""
         recorder, self.zero_recorder = self.zero_recorder, None
         if recorder is not None:
             recorder.end(how)
@@ -512,7 +512,7 @@ class RecordedAccelerator(_AcceleratorBase):
 
 
 def begin_in_loop(accelerator: RecordedAccelerator, engine: ZeroEngine) -> None:
-    """Starts the log of a script's own loop. Trainer's begins when Trainer knows the step that it goes on from."""
+    """Starts the log of a script's own loop. Trainer's log begins once Trainer knows its first step."""
     if not (accelerator.zero_config.report and engine.optimizers) or _trainer() is not None:
         return
     accelerator.begin_report(engine, accelerator.logging_dir or accelerator.project_dir)

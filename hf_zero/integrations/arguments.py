@@ -68,7 +68,7 @@ class ZeroArguments(_ArgumentsBase):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """False where parameters may be sharded: Trainer would put the whole model on each device before it is sharded."""
+        """False if parameters may be sharded: Trainer would move the whole model to each device first."""
         plugin = self.parallelism_config
         if isinstance(plugin, ZeroPlugin) and plugin.config.may_shard_parameters:
             return False
@@ -142,7 +142,7 @@ class ZeroCallback(TrainerCallback):
         self._trainer: Trainer | None = None
 
     def set_trainer(self, trainer: Trainer) -> None:
-        """Names the Trainer, where it cannot be found from the call to on_init_end."""
+        """Passes the Trainer, for callers that call on_init_end themselves."""
         self._trainer = trainer
 
     def on_init_end(self, args, state, control, **kwargs):

@@ -69,7 +69,7 @@ _LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "datasets", "tok
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """A run's facts as a card shows them. An empty mapping or None is what nobody knows.
+    """A run's facts for a card. An empty mapping or None is unknown.
 
     Attributes:
         losses, eval_losses: (step, value) in the order of logging; those only that can be drawn.
@@ -89,7 +89,7 @@ class CardFacts:
 
 
 def card_facts(folder: Path, history: Sequence[Mapping[str, Any]] | None = None) -> CardFacts:
-    """What the files of a checkpoint or model folder tell.
+    """Reads the facts from the files of a checkpoint or model folder.
 
     Args:
         history: a Trainer's `state.log_history`, where it is newer than the folder's; None reads the folder's.
@@ -126,7 +126,7 @@ def card_facts(folder: Path, history: Sequence[Mapping[str, Any]] | None = None)
 
 
 def carry_run(checkpoint: Path, out: Path) -> None:
-    """Writes to a model folder what the card of the checkpoint that it is made of would tell: settings, set-up and losses.
+    """Copies the run's record to a model folder made from a checkpoint: settings, set-up and losses.
 
     Raises:
         CheckpointError: a file of the checkpoint cannot be read.
@@ -144,7 +144,7 @@ def carry_run(checkpoint: Path, out: Path) -> None:
 
 
 def write_run(trainer: "Trainer", folder: Path) -> None:
-    """Writes what no other file of a Trainer's folder tells, so that a card can be made of the folder alone."""
+    """Writes the run's record, so that a card can be made from the folder alone."""
     args = trainer.args
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     engine = engine_attached_to(model)
@@ -240,7 +240,7 @@ def _model(folder: Path) -> dict[str, Any]:
 
 
 def _of_optimizers(manifest: Manifest) -> dict[str, Any]:
-    """Settings that all groups of a lone optimizer share; a scheduler has moved the learning rate, so it is left out."""
+    """Returns settings that all groups of a lone optimizer share, without the learning rate, which schedulers change."""
     if len(manifest.optimizers) != 1:
         return {}
     optimizer = manifest.optimizers[0]
@@ -317,7 +317,7 @@ _LARGEST_CARD = 2**24
 
 
 def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[str, Any] | None = None) -> bool:
-    """Writes the card to a folder, unless one lies there that we have not made. Returns whether it wrote.
+    """Writes the card to a folder, unless the folder has a foreign one. Returns whether it was written.
 
     Without matplotlib, which the extra `hf-zero[card]` brings, there is no picture, and the card says so.
 
@@ -342,7 +342,7 @@ def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[s
 
 
 def is_our_card(path: Path) -> bool:
-    """Whether a README.md is one of these, with the line that says so still in it."""
+    """Whether a README.md is such a card, with its mark still in the text."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return OURS in file.read(_LARGEST_CARD)
 
@@ -373,7 +373,7 @@ def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cell(value: object) -> str:
-    """A value in a table's cell: whatever it holds, it stays one cell, no markup, and nothing that a terminal obeys."""
+    """Escapes a value for one cell of a table: no markup, and no terminal codes."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, int) and not isinstance(value, bool):

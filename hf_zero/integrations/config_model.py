@@ -1,4 +1,4 @@
-"""What a folder's config.json says that the weights should be: names, shapes, ties. Found without trusting the file.
+"""Builds the model of a folder's config.json for names, shapes and ties, without trusting the file.
 
 A config may ask for a million layers, for a class that is no model, or for code and weights of somebody else. So the model is
 made in a process of its own, on the meta device, offline, with a limit on tensors, memory and time; only classes of
@@ -62,7 +62,7 @@ class ExpectedTensor:
 
 
 def expected_tensors(folder: Path, saved: int, *, as_in_files: bool = True) -> dict[str, ExpectedTensor]:
-    """Name → tensor of what the model of a folder's config saves.
+    """Returns name → tensor of all that the model of a folder's config saves.
 
     Args:
         saved: how many tensors the folder has; a config of a model with many more is refused before that is made.
@@ -75,7 +75,7 @@ def expected_tensors(folder: Path, saved: int, *, as_in_files: bool = True) -> d
 
 
 def is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
-    """Whether `from_pretrained` finds each tensor of the config's model among those that are saved, whatever else is there.
+    """Whether `from_pretrained` finds each tensor of the config's model among the saved ones.
 
     Old names, those without the model's prefix and tensors that many models leave out are transformers' own matter.
 
@@ -89,7 +89,7 @@ def is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dtyp
 
 
 def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
-    """What `find` returns in a process of its own, which has limits."""
+    """Runs `find` in a process of its own, with limits, and returns its result."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
     # Not by multiprocessing, whose own processes may be forbidden to have any.
     child = os.fork()
@@ -140,7 +140,7 @@ def read_config(folder: Path) -> "PretrainedConfig":
 
 
 def model_class(config: "PretrainedConfig", folder: Path) -> type["PreTrainedModel"]:
-    """The class that a config names. Raises `CheckpointError` unless it is a model of transformers."""
+    """Returns the class that a config names. Raises `CheckpointError` unless transformers has this model."""
     import transformers
     from transformers import PreTrainedModel
 
@@ -179,7 +179,7 @@ def meta_model(folder: Path, saved: int) -> "PreTrainedModel":
 
 @contextmanager
 def _at_most(saved: int, folder: Path) -> Iterator[None]:
-    """Refuses a model with far more tensors, or modules, than are saved, as soon as it has them."""
+    """Refuses a model with far more tensors or modules than the files hold, as soon as they are made."""
     counts = {"tensors": 0, "modules": 0}
     most = {"tensors": 4 * saved + _MANY, "modules": _MODULES_A_TENSOR * saved + _MANY}
 
@@ -204,7 +204,7 @@ def _at_most(saved: int, folder: Path) -> Iterator[None]:
 
 
 def _tell(folder: Path, find: Callable[[], object], sending: Connection) -> None:
-    """Sends what is found, or why nothing is. In a process of its own."""
+    """Sends the findings, or the reason for none. In a process of its own."""
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     torch.set_num_threads(1)
     # A dictionary that grows without end is to reach the memory limit before the time limit.
@@ -261,7 +261,7 @@ def _is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dty
 
 
 def _limit_memory() -> None:
-    """Lets this process take so much more than it has; where the system does not say how much that is, the time limit stays."""
+    """Limits this process's further memory, if the system tells the present one; else the time limit alone holds."""
     statm = Path("/proc/self/statm")
     if statm.is_file():
         pages = int(statm.read_text().split()[0])

@@ -23,7 +23,7 @@ from .verify import checkpoint_faults
 
 
 def trap_of_agents_store(environment: Mapping[str, str] = os.environ) -> str | None:
-    """What to set where workers that are started again would fail or hang; None where nothing is wrong.
+    """Returns a setting to add if restarted workers would fail or hang; None if all is well.
 
     torch 2.13's agents keep one store for all starts. Workers may find there the addresses of those that were before them; and
     where the first node is lost, the others look for the store at its old address.
@@ -59,7 +59,7 @@ def exchange_between_ranks(value: Value) -> list[Value]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataPosition:
-    """What was trained on before a checkpoint.
+    """The data that was trained on before a checkpoint.
 
     Attributes:
         global_rows: of an optimizer step, as the run was begun with.
@@ -76,7 +76,7 @@ class DataPosition:
 
     @classmethod
     def read(cls, folder: Path) -> "DataPosition | None":
-        """That of a checkpoint; None where it has none.
+        """Reads the position of a checkpoint; None without one.
 
         Raises:
             CheckpointError: the file holds something else.
@@ -145,7 +145,7 @@ _NUMBERED = re.compile(r"^(?!\.).*[-_](\d+)$")
 
 
 def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) -> str | None:
-    """The newest state in `folder` that is whole and undamaged, for `load_state`; None where there is none yet. Collective.
+    """Finds the newest whole and undamaged state in `folder`, for `load_state`; None without one. Collective.
 
     Newest is the highest number at the end of a name, such as `step_100` or accelerate's `checkpoint_3`. With accelerate's
     automatic naming, the next save has a number of its own.

@@ -1,4 +1,4 @@
-"""What the environment says before training: variables, launchers, the first step."""
+"""Checks the environment before training: variables, launchers, the first step."""
 
 import os
 import sys
@@ -43,7 +43,7 @@ CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 
 
 class StepWatch:
-    """Calls `judge` before each step that an optimizer takes, until it is closed or `judge` is done.
+    """Calls `judge` before each step of an optimizer, until `judge` is done or this is closed.
 
     Args:
         judge: is given the optimizer and the engine that steps it, or None; returns True when it has seen enough.
@@ -201,7 +201,7 @@ def check_environment(accelerator: Accelerator) -> None:
 
 
 def _ranks_asked_for() -> int | None:
-    """The world size that the launcher set or was asked for on its command line; None where there is no sign of one."""
+    """Returns the world size of the launcher or its command line; None without a sign of one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     if os.environ.get("WORLD_SIZE", "").isdigit():

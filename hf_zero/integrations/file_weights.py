@@ -34,7 +34,7 @@ _COMPUTED = "Save the model with `save_pretrained` from a run with tp_size, or r
 
 
 def load_weights_into(engine: ZeroEngine, checkpoint: Path) -> None:
-    """Replaces the model's values by those of a checkpoint, in whichever layout it has them. Collective.
+    """Replaces the model's values by a checkpoint's, in any layout. Collective.
 
     Raises:
         CheckpointError: on every rank: damaged, or of another model.

@@ -81,7 +81,7 @@ def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, A
 
 
 def load_foreign_weights(model: nn.Module, folder: Path) -> Any:
-    """Loads every weight of a DeepSpeed or FSDP checkpoint into a model; returns what `load_state_dict` returns.
+    """Loads every weight of a DeepSpeed or FSDP checkpoint into a model; returns `load_state_dict`'s result.
 
     Trained ones come from the optimizer's own values, fp32 where the run was mixed, so that nothing is lost by rounding.
     The whole model is held in host memory meanwhile.
@@ -103,7 +103,7 @@ def load_foreign_weights(model: nn.Module, folder: Path) -> Any:
 def convert(
     source: Path, out: Path, *, config_folder: Path | None, optimizer: str, on_progress: Progress = untold
 ) -> str:
-    """Makes one of our checkpoint folders of a DeepSpeed or FSDP one; returns in words what it was.
+    """Makes an hf_zero checkpoint folder of a DeepSpeed or FSDP one; returns the kind of the source in words.
 
     The folder holds the weights as `from_pretrained` reads them, in the precision of the masters, masters and optimizer state
     in `zero/`, and the other files of the source (scheduler, random states, trainer state, tokenizer). All of it is held in host

@@ -80,7 +80,7 @@ class Destination:
 def push_folder(
     folder: Path, to: Destination, *, api: HfApi, message: str | None, mirrored: tuple[str, ...] = WEIGHTS
 ) -> CommitInfo:
-    """Uploads all files of a folder as a commit, compares them with what the Hub then has, and returns the commit.
+    """Uploads all files of a folder as a commit, compares them with the Hub's copy, and returns the commit.
 
     Files that the Hub has already, such as those of a push that was cut off, do not travel again. A call that fails for a
     reason that may pass is tried again. A card of ours does not replace one that somebody wrote in the repository.
@@ -133,7 +133,7 @@ def push_folder(
 
 @contextmanager
 def _told_plainly(to: Destination, token: str, where: str) -> Iterator[None]:
-    """The library's errors carry requests, and a server's words; ours says what matters, and nothing secret."""
+    """Replaces the library's errors, which carry requests and a server's text, by plain ones without secrets."""
     try:
         yield
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
@@ -141,7 +141,7 @@ def _told_plainly(to: Destination, token: str, where: str) -> Iterator[None]:
 
 
 def make_repo(to: Destination, make: Callable[[], Answer]) -> Answer:
-    """What `make` returns that makes the repository by the Hub's client, tried again where that may help.
+    """Returns `make`'s repository, made by the Hub's client, with repeats if they may help.
 
     Raises:
         HubError: it could not be made.
@@ -151,7 +151,7 @@ def make_repo(to: Destination, make: Callable[[], Answer]) -> Answer:
 
 
 def checked_token(to: Destination) -> str:
-    """The token to use. Raises `HubError` for what can be known without asking the Hub."""
+    """Returns the token. Raises `HubError` for faults that show without asking the Hub."""
     try:
         validate_repo_id(to.repo_id)
     except HFValidationError as error:
@@ -304,7 +304,7 @@ def push_model(
 
 
 def refuse_faults(folder: Path, *, of: Path | None = None, on_progress: Progress = untold) -> None:
-    """Raises `CheckpointError` unless the folder holds a good checkpoint or model. `of` is what the folder was made of."""
+    """Raises `CheckpointError` unless the folder holds a good checkpoint or model. `of` names the folder's source."""
     faults = folder_faults(folder, on_progress)
     if faults:
         raise CheckpointError(f"hf_zero: {of or folder} is not good, and nothing was pushed: {'; '.join(faults[:3])}.")
@@ -325,7 +325,7 @@ def stage_model(source: Path, out: Path) -> None:
 
 
 def stage_checkpoint(checkpoint: Path, out: Path) -> None:
-    """Puts a checkpoint of ours into `out` so that it can be resumed from, but for the pickled training arguments.
+    """Copies an hf_zero checkpoint into `out` for a resume, without the pickled training arguments.
 
     Those may hold `hub_token`, and resuming does not read them; the manifest is written anew without them.
     """
@@ -367,7 +367,7 @@ _STAGED_PREFIX = ".tmp-checkpoint-push-"
 
 
 def make_trainer_repo(trainer: Trainer, token: str | None, make: Callable[[], None]) -> None:
-    """Has Trainer make its repository by `make`. Raises `HubError` in one line where it cannot."""
+    """Makes Trainer's repository by `make`. Raises `HubError` in one line on failure."""
     args = trainer.args
     name = args.hub_model_id or Path(args.output_dir).absolute().name
     make_repo(Destination(repo_id=name, token=token or args.hub_token), make)
@@ -432,7 +432,7 @@ def push_output(
 
 
 def write_trainer_card(trainer: Trainer, folder: Path, *, facts_of: Path, **said: Any) -> None:
-    """The card of a Trainer's model, with what `push_to_hub` and `create_model_card` were told.
+    """Writes the card of a Trainer's model, with the arguments of `push_to_hub` and `create_model_card`.
 
     Args:
         said: language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, as Trainer names them.

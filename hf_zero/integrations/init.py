@@ -1,4 +1,4 @@
-"""Loading a pretrained model without a copy of it on each rank."""
+"""Loads a pretrained model without a copy on each rank."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -20,7 +20,7 @@ HOW_TO = "accelerate launch ... -m hf_zero.run --zero 2 script.py --its-own argu
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCall:
-    """A script to run, as it would be called without hf_zero.
+    """A script to run, with the arguments of a call without hf_zero.
 
     Attributes:
         config: what `--zero` says, or else HF_ZERO_CONFIG.
@@ -36,7 +36,7 @@ class ScriptCall:
 
 
 def script_call(words: Sequence[str]) -> ScriptCall:
-    """What a command line asks for.
+    """Parses a command line into a script call.
 
     Raises:
         ConfigError: there is no config, it is not valid, or there is no such script.

@@ -35,7 +35,7 @@ _THEN = "The former checkpoints are as they were, and training state is unharmed
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsPlan:
-    """What a rank has to write of the model: pieces of files that are laid out, or rows for its own file in `zero/`.
+    """A rank's part of the model to write: pieces of laid-out files, or rows for its own file in `zero/`.
 
     Attributes:
         weights: what all ranks' rows make up, by the names that `save_pretrained` gives; {} where there are none.
@@ -86,7 +86,7 @@ class Layout(ABC):
     def _make(
         self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, Any] | None:
-        """Makes what this layout has of the files; returns where each tensor goes, by its first name in the model.
+        """Makes this layout's files; returns the place of each tensor, by its first name in the model.
 
         None where the layout has no place for each.
         """
@@ -195,7 +195,7 @@ def _has_plain_state(module: nn.Module) -> bool:
 
 
 def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What `state_dict` has, by name, tied weights under each of theirs; nothing of a sharded model is gathered."""
+    """Returns the entries of `state_dict` by name, tied weights under each name, without gathering a sharded model."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
@@ -208,7 +208,7 @@ def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def _save_without_values(
     trainer: Trainer, tensors: Mapping[str, torch.Tensor], folder: Path
 ) -> list[_SavedFile] | None:
-    """Saves the model with its weights files left out, and tells what they would have held; None if other tensors."""
+    """Saves the model without its weights files, and returns their contents; None for other tensors."""
     # Memory that is never touched is never given: these cost addresses, and tied weights stay one tensor.
     empty: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
@@ -248,7 +248,7 @@ def _written_by(save_file: Callable[..., None]) -> Iterator[None]:
 def _own_values(
     engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Any]
 ) -> Iterator[tuple[str, Interval, torch.Tensor]]:
-    """What this rank has to write of the saved tensors: first name in the model, run of elements, and their values, live."""
+    """Returns this rank's part of the saved tensors: first name in the model, run of elements, live values."""
     name_of: dict[int, str] = {}
     for name, tensor in tensors.items():
         name_of.setdefault(id(tensor), name)
@@ -268,7 +268,7 @@ def _own_values(
 
 
 def weight_rows(engine: ZeroEngine) -> WeightsPlan:
-    """What this rank writes of the model, under the model's own names; a tied weight once. Collective."""
+    """Returns this rank's rows of the model, under the model's own names; a tied weight once. Collective."""
     with engine.sharded.gathered.lend_names():
         tensors = saved_tensors_of(engine.model)
         weights = {

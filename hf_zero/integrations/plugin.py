@@ -104,7 +104,7 @@ class ZeroPlugin(ParallelismConfig):
         self._watch = watch_for_steps_without(self, self.config)
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
-        """Installs the engine's methods in an existing Accelerator, before it prepares anything; returns it."""
+        """Installs the engine's methods in an existing Accelerator, before anything is prepared; returns it."""
         if accelerator._models or accelerator._optimizers:
             raise ConfigError(
                 "hf_zero: plugin.attach(accelerator) came after accelerator.prepare; attach first, then prepare."
@@ -144,7 +144,7 @@ class ZeroPlugin(ParallelismConfig):
         return f"ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in said.items())})"
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """What accelerate deals batches by: none, unless the model is split. The engine makes its own groups."""
+        """Returns the mesh by which accelerate deals batches: None, unless the model is split."""
         if self.tp_size == 1:
             return None
         return mesh_of_batches(device_type or "cpu", self.tp_size)

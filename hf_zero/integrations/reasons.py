@@ -1,14 +1,14 @@
-"""What an error of another package says, in a line of one of ours; and the error of a push."""
+"""Shortens errors of other packages to one line, and defines the error of a push."""
 
 _MOST_CHARACTERS = 300
 
 
 class HubError(RuntimeError):
-    """A push that did not reach its end: names the repository, what is wrong, and what to do. Never carries a token."""
+    """A push has failed: names the repository, the fault and the remedy. Never carries a token."""
 
 
 def reason(error: Exception | None) -> str:
-    """Its first line, and the next where that only announces it; its class where it says nothing."""
+    """Returns an error's first line, with the next if the first only announces it; its class without a text."""
     said = []
     for line in str(error).strip().splitlines():
         said.append(line.strip())

@@ -84,7 +84,7 @@ def parity_of_script(
 
 
 def words_of(script: Sequence[str], zero: str | None, *, is_module: bool) -> list[str]:
-    """What `parity_of_script` takes, of the parts of a command line; without `zero`, HF_ZERO_CONFIG says it."""
+    """Splits a command line into the arguments of `parity_of_script`; without `zero`, HF_ZERO_CONFIG is used."""
     said = zero if zero is not None else os.environ.get(CONFIG_VARIABLE)
     return [*(("--zero", said) if said else ()), *(("-m",) if is_module else ()), *script]
 
@@ -93,7 +93,7 @@ def words_of(script: Sequence[str], zero: str | None, *, is_module: bool) -> lis
 
 
 def main(words: list[str] | None = None) -> None:
-    """`--record FOLDER --steps 3 --seed 0 [--stock]`, and then what `hf_zero.run` takes."""
+    """Takes `--record FOLDER --steps 3 --seed 0 [--stock]`, and then the arguments of `hf_zero.run`."""
     parser = argparse.ArgumentParser(prog="hf_zero.integrations.recorded", allow_abbrev=False)
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)

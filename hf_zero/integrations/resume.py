@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, and what in it is whole."""
+"""Finds the checkpoint to resume from, and checks that it is whole."""
 
 import dataclasses
 import fnmatch
@@ -58,7 +58,7 @@ _PICKLED: dict[str, tuple[str, ...]] = {
 
 
 def resume_faults(checkpoint: Path) -> list[str]:
-    """What a Trainer could not go on with in a checkpoint: its own state, its place in the data, and what `torch.load` reads."""
+    """Lists obstacles to a Trainer's resume: its own state, its data position, and the files of `torch.load`."""
     faults = state_faults(checkpoint)
     try:
         read_position(checkpoint)
@@ -82,7 +82,7 @@ def _is_loaded(path: Path, wanted: tuple[str, ...]) -> bool:
 
 
 def state_faults(checkpoint: Path) -> list[str]:
-    """What a Trainer could not go on with in its own state of a checkpoint."""
+    """Lists obstacles to a resume in a Trainer's own state of a checkpoint."""
     path = checkpoint / STATE_NAME
     if not path.is_file():
         return [f"{STATE_NAME} is missing, so it is no checkpoint of a Trainer"]
@@ -228,7 +228,7 @@ def _in_words(passed: list[Candidate]) -> str:
 
 @contextmanager
 def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = False) -> Iterator[None]:
-    """Keeps other runs out of a Trainer's output_dir, where it is to write or to clear checkpoints there. Collective.
+    """Locks a Trainer's output_dir against other runs while checkpoints are written or cleared. Collective.
 
     Raises:
         CheckpointError: on every rank: another run has the folder, or it cannot be written to.
@@ -244,7 +244,7 @@ def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = Fal
 
 
 def checkpoints_inside(folder: Path) -> list[str]:
-    """The fault of a folder that is no checkpoint and has some: it names the newest."""
+    """Returns the fault of a folder that only contains checkpoints, and names the newest."""
     if (folder / ZERO_FOLDER).is_dir() or (folder / STATE_NAME).is_file() or not folder.is_dir():
         return []
     inside = next(newest_first(folder), None)

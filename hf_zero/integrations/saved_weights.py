@@ -71,7 +71,7 @@ class _WithoutCopies(TorchFunctionMode):
 def blocks_in_files(
     model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]], *, then: str
 ) -> dict[str, FileBlock]:
-    """Name in a file → what it has of the model.
+    """Returns name in a file → blocks of the model in it.
 
     Args:
         shapes: of the model's whole tensors, by name.
@@ -107,7 +107,7 @@ def unloaded(model: "PreTrainedModel") -> "PreTrainedModel":
 
 
 def _block_of(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(offsets, sizes) in a contiguous tensor of `shape`; None for a view that is no block of it."""
+    """Returns (offsets, sizes) in a contiguous tensor of `shape`; None for a view that is no block."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     left = int(view.storage_offset())
     offsets, sizes = [], [1] * len(shape)
@@ -214,7 +214,7 @@ _ROOT = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """A tensor in a weights file: its name, file, shape, dtype as safetensors spells it ("F32"), and size in bytes."""
+    """A tensor in a weights file: name, file, shape, dtype as safetensors spells it ("F32"), and bytes."""
 
     name: str
     file: str
@@ -383,7 +383,7 @@ class ShardWeights(Weights):
 
 
 class MasterWeights(Weights):
-    """The fp32 masters of a run in 16 bits, and the weights of what has none.
+    """The fp32 masters of a run in 16 bits, and the weights of parameters without one.
 
     Args:
         weights: of the same checkpoint; closed with this.
@@ -453,7 +453,7 @@ class InFiles(Weights):
 
 
 def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
-    """A folder's model, wherever it lies."""
+    """Opens a folder's model in any layout."""
     if has_row_weights(folder):
         return RowWeights(folder, others)
     if is_checkpoint_of_ours(folder):

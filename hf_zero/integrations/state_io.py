@@ -276,14 +276,14 @@ def seal_state(
 
 
 def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
-    """About what a checkpoint of this engine takes on a disk: whole weights, and the state of the ranks there. Collective."""
+    """Estimates the disk space of a checkpoint of this engine: whole weights, and the state of this disk's ranks. Collective."""
     weights = sum(parameter.nbytes for parameter in engine.model.parameters())
     states = engine.world.exchange(sum(row.tensor.nbytes for row in engine.state.rows_to_save()))
     return weights + sum(states[rank] for rank in disk.ranks)
 
 
 def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
-    """Raises `CheckpointError` on every rank unless the checkpoint is whole and as it was written. Collective."""
+    """Raises `CheckpointError` on every rank unless the checkpoint is whole and unchanged. Collective."""
     groups = engine.world_groups
     with progress_of(f"checking {root.name}", is_main=groups.rank == 0) as show:
         mine = checkpoint_faults(root, folder, rank=groups.rank, world_size=groups.world_size, on_progress=show)
@@ -370,7 +370,7 @@ def _by(ranks: int, stage: int) -> str:
 
 
 def _progress(folder: Path, manifest: Manifest | None) -> str:
-    """Trainer's step, or how often the optimizer has stepped, where it counts."""
+    """Returns Trainer's step, or the optimizer's count of steps, if there is one."""
     if (folder / _TRAINER_STATE).is_file():
         return f" at step {json.loads((folder / _TRAINER_STATE).read_text(encoding='utf-8'))['global_step']}"
     counts = [scalars["step"] for scalars in manifest.scalars.values() if "step" in scalars] if manifest else []

@@ -1,4 +1,4 @@
-"""What a stock Trainer has to do otherwise once an engine trains its model: save, load, resume, log.
+"""Changes a stock Trainer for an engine's model: save, load, resume, log.
 
 The trainer's class is swapped for one with these methods before them, so subclasses (Seq2SeqTrainer, TRL's) keep theirs.
 """
@@ -109,7 +109,7 @@ class ZeroTrainerMixin(_TrainerBase):
     _rows_of_a_step: RowsOfAStep | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles get: nothing that holds this process's engine or files. `train()` makes these anew."""
+        """Leaves this process's engine and files out of copies and pickles. `train()` makes these anew."""
         # Python 3.10 has no such method of object.
         state = super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__
         return {name: value for name, value in state.items() if name not in _OF_THIS_PROCESS}
@@ -427,18 +427,18 @@ class ZeroTrainerMixin(_TrainerBase):
 
 
 def _only_engine(trainer: Trainer) -> ZeroEngine | None:
-    """The engine of the Trainer's own model; a frozen teacher prepared beside it has one too."""
+    """Returns the engine of the Trainer's own model; a frozen teacher prepared beside it has one too."""
     engine = _attached_to(trainer)
     return engine if engine in trainer.accelerator.zero_engines else None
 
 
 def _attached_to(trainer: Trainer) -> ZeroEngine | None:
-    """The engine of the Trainer's model, also one by which a Trainer before has trained it."""
+    """Returns the engine of the Trainer's model, also one of a former Trainer."""
     return engine_attached_to(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
 
 
 def _gather_to_sync(callback: Any) -> None:
-    """Gives TRL's SyncRefModelCallback (`sync_ref_model=True`) whole parameters of both models; it runs on every rank."""
+    """Gives TRL's SyncRefModelCallback (`sync_ref_model=True`) whole parameters of both models. Collective."""
     sync = getattr(callback, "sync_target_model", None)
     if sync is None or isinstance(callback, type):
         return

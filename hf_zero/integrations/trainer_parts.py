@@ -30,7 +30,7 @@ from .state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
 
 
 class FrozenBase:
-    """What a checkpoint of adapters says of the model that they belong to."""
+    """Identifies the frozen model to which a checkpoint of adapters belongs."""
 
     def __init__(self, engine: ZeroEngine):
         self._engine = engine
@@ -167,7 +167,7 @@ _MIB = 2**20
 
 
 class StepFigures(TrainerCallback):
-    """One Trainer's figures, of the rank that logs. A callback so that what comes before the first step counts for none."""
+    """One Trainer's figures, on the rank that logs. A callback, so that work before the first step is left out."""
 
     def __init__(self) -> None:
         self._before: CommReport | None = None
@@ -195,7 +195,7 @@ class StepFigures(TrainerCallback):
         self._clock.stand_still()
 
     def since_the_last(self, engine: ZeroEngine, step: int, *, all_of_them: bool) -> dict[str, float]:
-        """What a step has taken on average since this was last asked, or since training began.
+        """Returns the mean figures of a step since the last call, or since training began.
 
         A figure that is nothing in this run, such as what one rank sends or what one node sends to others, is left out.
 
@@ -255,7 +255,7 @@ class _StepClock:
 
 @contextmanager
 def named_when_damaged(path: str | Path | None, what: str) -> Iterator[None]:
-    """Raises `CheckpointError` with the file's name in the place of whatever loading it raises.
+    """Replaces any error of a loading file by a `CheckpointError` with the file's name.
 
     Args:
         path: None where there is nothing to load, and the loader does nothing.
@@ -275,7 +275,7 @@ def named_when_damaged(path: str | Path | None, what: str) -> Iterator[None]:
 
 @contextmanager
 def named_when_of_another_model(checkpoint: Path, model_name: str) -> Iterator[None]:
-    """Raises `CheckpointError` in the place of whatever loading a checkpoint's weights into a model raises."""
+    """Replaces any error of loading weights into a model by a `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -296,7 +296,7 @@ def _reason(error: Exception) -> str:
 
 
 def pass_of(trainer: Trainer, stock: Any, model: nn.Module, num_items_in_batch: Any) -> Pass:
-    """What takes some rows of a micro-batch.
+    """Returns a function that takes some rows of a micro-batch.
 
     Args:
         stock: the Trainer's own `training_step`.
@@ -312,7 +312,7 @@ def pass_of(trainer: Trainer, stock: Any, model: nn.Module, num_items_in_batch: 
 
 
 def ignores_num_items(head: nn.Module) -> bool:
-    """Whether a model's loss is a mean whatever `num_items_in_batch` it is given, as far as its source tells."""
+    """Whether a model's loss stays a mean for any `num_items_in_batch`, as far as its source tells."""
     try:
         source = inspect.getsource(type(head).forward)
     except (OSError, TypeError):
@@ -322,7 +322,7 @@ def ignores_num_items(head: nn.Module) -> bool:
 
 
 def _is_sum(trainer: Any, model: nn.Module, num_items_in_batch: Any) -> bool:
-    """Whether the loss has been divided by the items of the whole step: as Trainer decides it, but for some heads."""
+    """Whether the loss is divided by the items of the whole step: by Trainer's rule, with exceptions for some heads."""
     said = getattr(trainer, "loss_is_scaled_for_ga", None)
     if said is not None:
         return bool(said)

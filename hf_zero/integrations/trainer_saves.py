@@ -89,7 +89,7 @@ class CheckpointSaver:
             recorder.stall(stall_s, what)
 
     def save(self, trial: object, position: DataPosition | None, *, is_awaited: bool = False) -> None:
-        """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
+        """Writes Trainer's checkpoint of a save step, under a temporary name until all is on the disk. Collective.
 
         Args:
             position: where training stands in its data.
@@ -105,6 +105,7 @@ class CheckpointSaver:
         final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         # Ranks that come to save different steps would each leave a half under another name.
         self.engine.world.exchange(None, f"save of {final.name}")
+        # The save before first: two would write at a time, and its failure has to surface on all ranks alike.
         self.finish()
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
@@ -122,7 +123,7 @@ class CheckpointSaver:
         return self._may_be_async and not any(self.engine.world.exchange(is_awaited))
 
     def finish(self) -> None:
-        """Waits for the save behind training; raises what `save` raises. Collective."""
+        """Waits for the save behind training; raises `save`'s errors. Collective."""
         with self._shown_from_here():
             # By way of the process group, which tells at once that a rank has died; the store does not.
             while not all(self.engine.world.exchange(self._background.is_done(_GLANCE_S))):
@@ -132,7 +133,7 @@ class CheckpointSaver:
 
     @contextmanager
     def _shown_from_here(self) -> Iterator[None]:
-        """A bar for what this rank still has to write of the last save, while training waits for it."""
+        """Shows a bar for this rank's rest of the last save, while training waits for it."""
         if self._written is None:
             yield
             return
@@ -276,7 +277,7 @@ class CheckpointSaver:
         return WeightsPlan()
 
     def _save_beside_weights(self, folder: Path) -> None:
-        """What `save_pretrained` writes beside weights, of a model whose weights are in rows."""
+        """Writes `save_pretrained`'s files beside weights, for a model whose weights are in rows."""
         model: Any = self.engine.model
         with as_if_whole(model):
             model.config.save_pretrained(folder)
@@ -315,7 +316,7 @@ class CheckpointSaver:
 
 
 def take_mark_away(checkpoint: Path) -> None:
-    """Takes away the folder in which Trainer's save on SIGTERM leaves a mark until it is done.
+    """Removes the folder with the mark that Trainer's save on SIGTERM leaves until it is done.
 
     What is saved here has its own name only when it is whole. A run that ends meanwhile is not to leave a folder of that name.
     """
@@ -328,7 +329,7 @@ def take_mark_away(checkpoint: Path) -> None:
 
 
 def _looks_at_saves(callback: TrainerCallback) -> bool:
-    """Whether a callback is called behind a save, and may read the checkpoint's folder or add to it."""
+    """Whether a callback runs behind a save, and may read or extend the checkpoint's folder."""
     if type(callback).on_save is TrainerCallback.on_save or isinstance(callback, StepFigures):
         return False
     # That of Weights & Biases uploads the folder only where it is told to.
@@ -353,7 +354,7 @@ def _refuse_edits(versions: list[tuple[str, torch.nn.Parameter, int]]) -> None:
 
 
 def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: Path | None) -> None:
-    """Trainer's `save_total_limit`: the oldest go. `latest` stays, whatever stands beside it, and so does the best.
+    """Applies Trainer's `save_total_limit`: removes the oldest. `latest` and the best stay.
 
     Those that are kept for good (`checkpoint.full_every`) count for nothing.
     """

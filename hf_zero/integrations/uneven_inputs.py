@@ -32,12 +32,12 @@ _PURPOSE = "batches that may be uneven"
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank does next, equal on all ranks that still have batches.
+    """A rank's next action, equal on all ranks that still have batches.
 
     Attributes:
         kind: forward, backward, clip norm, clip value or step.
-        engine: place of the model among those that are joined.
-        details: what the ranks that have run out need to do the same.
+        engine: index of the model among the joined ones.
+        details: the arguments, for ranks that have run out.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Event:
 
 @dataclass
 class _Joined:
-    """A model in the context, as this rank last called it."""
+    """A joined model with this rank's last call of it."""
 
     engine: ZeroEngine
     model: nn.Module
@@ -57,12 +57,12 @@ class _Joined:
 
 
 class JoinedRanks:
-    """Has ranks do the same until the last has run out of batches.
+    """Makes ranks without batches do the same as the others, until the last one has run out.
 
     Args:
         engines: of the joined models.
         models: as the script calls them.
-        schedulers: of learning rates, which a rank that has run out steps no more.
+        schedulers: of learning rates; a rank that has run out no longer steps them.
     """
 
     def __init__(self, engines: Sequence[ZeroEngine], models: Sequence[nn.Module], schedulers: Sequence[Any]):
@@ -93,7 +93,7 @@ class JoinedRanks:
     # ---- on ranks that have batches ----
 
     def clips(self, engine: ZeroEngine, kind: str, parameters: Sequence[nn.Parameter], *values: float) -> None:
-        """Tells that the gradients of some parameters are about to be clipped."""
+        """Announces that the gradients of some parameters are about to be clipped."""
         place = next((i for i, joined in enumerate(self._joined) if joined.engine is engine), None)
         if place is None or self._follows:
             return
@@ -160,7 +160,7 @@ class JoinedRanks:
         self._check(everyones)
 
     def _check(self, everyones: Sequence[Event | None]) -> Event | None:
-        """What the ranks with batches do; None where none has any. Raises on all ranks where they differ."""
+        """Returns the next action of the ranks with batches; None without any. Raises on all ranks if they differ."""
         at_work = [(rank, event) for rank, event in enumerate(everyones) if event is not None]
         kinds = {(event.kind, event.engine, str(event.details.get("accumulates"))) for _, event in at_work}
         if len(kinds) > 1:
@@ -175,7 +175,7 @@ class JoinedRanks:
     # ---- on ranks that have run out ----
 
     def _follow(self) -> None:
-        """Does what the others do, until all have come here."""
+        """Repeats the actions of the others, until all ranks have run out."""
         self._follows = True
         while True:
             # One exchange with the others' events; see [Note: ranks that have run out].
@@ -203,6 +203,7 @@ class JoinedRanks:
             torch.set_grad_enabled(details["learns"]),
             _accumulating(joined.engine, details),
         ):
+            # The last batch again: shapes and used layers are those of a real one.
             joined.outputs = differentiable_tensors(joined.model(*args, **kwargs))
         joined.model.train(was_training)
 
@@ -212,6 +213,8 @@ class JoinedRanks:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             _accumulating(joined.engine, details),
         ):
+            # Zeros through the same graph: the same buckets fill in the same order, and the collectives match the
+            # others'.
             torch.autograd.backward(joined.outputs, [torch.zeros_like(tensor) for tensor in joined.outputs])
         joined.outputs = []
 
@@ -225,12 +228,14 @@ class JoinedRanks:
 
     def _step(self, joined: _Joined, details: dict[str, Any]) -> None:
         optimizer = joined.engine.optimizers[details["optimizer"]].optimizer
+        # The others' learning rates: this rank's scheduler no longer runs, and it steps shards of everyone's
+        # parameters.
         _set_settings(optimizer, details["groups"])
         optimizer.step()
         optimizer.zero_grad()
 
     def _catch_up(self) -> None:
-        """Takes over learning rates and schedulers from a rank that had the most steps of its own."""
+        """Copies learning rates and schedulers from a rank with the most steps of its own."""
         optimizers = [sharded.optimizer for joined in self._joined for sharded in joined.engine.optimizers]
         settings = [_settings_of(optimizer) for optimizer in optimizers]
         mine = (self._steps, settings, [scheduler.state_dict() for scheduler in self._schedulers])
@@ -256,7 +261,7 @@ _DOES = {
 def joined_ranks(
     accelerator: Accelerator, models: Sequence[object], even_batches: bool | None
 ) -> Iterator[JoinedRanks | None]:
-    """The context of `accelerator.join_uneven_inputs`; None where there is nothing to join.
+    """Opens the context of `accelerator.join_uneven_inputs`; yields None if no rank can run out.
 
     Args:
         models: prepared ones.

@@ -1,4 +1,4 @@
-"""Gives the engine to a script that does not know of hf_zero, when it is run by `hf_zero.run`."""
+"""Gives the engine to a script that does not import hf_zero, when `hf_zero.run` runs the script."""
 
 import os
 import runpy
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class AfterImport(MetaPathFinder):
-    """A context manager: inside, each package's call comes once, right after its import, or at once if it was imported before.
+    """Runs each package's call once, right after its import, or at once if it is imported already. A context manager.
 
     Args:
         calls: package's name → what to call with its module.
@@ -49,7 +49,7 @@ class AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders have found, with a loader that calls when it has loaded."""
+        """Returns the other finders' spec, with a loader that runs the call after loading."""
         if fullname not in self._waiting:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -85,7 +85,7 @@ _OTHER_ENGINES = {
 
 
 class Door:
-    """Gives each Accelerator that is built while it is open the engine.
+    """Gives the engine to each Accelerator that is built while this is open.
 
     Args:
         config: for all of them.
@@ -145,7 +145,7 @@ class Door:
         entered.callback(StepWatch(judge).close)
 
     def refuse_unmet(self) -> None:
-        """Raises `ConfigError` for a script that has ended without any use of the engine; says so where it only evaluated."""
+        """Raises `ConfigError` for a script that has ended without any use of the engine; reports one that only evaluated."""
         if self.record.engines:
             return
         if not self.record.models:
@@ -187,7 +187,7 @@ _NOT_THE_SCRIPTS = {os.path.normpath(file) for file in (__file__, runpy.__file__
 
 
 def main() -> None:
-    """What `python -m hf_zero.run` does. Ends by SystemExit, except for a script that has come to its end by itself."""
+    """Runs `python -m hf_zero.run`. Ends by SystemExit, except for a script that has ended by itself."""
     try:
         call = script_call(sys.argv[1:])
     except ConfigError as error:
@@ -237,7 +237,7 @@ def run_as_main(call: ScriptCall) -> None:
 
 @contextmanager
 def _as_called(call: ScriptCall) -> Iterator[None]:
-    """Inside, `sys.argv` and `sys.path` are what Python gives the script."""
+    """Sets `sys.argv` and `sys.path` inside as Python sets them for the script."""
     argv, path = sys.argv, list(sys.path)
     # For a module, runpy puts the module's file in place of its name.
     sys.argv = [call.script, *call.arguments]

@@ -134,7 +134,7 @@ _NUMBERED = re.compile(r"^checkpoint-(\d+)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A checkpoint folder and what is wrong with it; good where there is nothing."""
+    """A checkpoint folder and its faults; good without any."""
 
     path: Path
     faults: tuple[str, ...]
@@ -143,7 +143,7 @@ class Candidate:
 def checkpoint_faults(
     checkpoint: Path, folder: str, *, rank: int = 0, world_size: int = 1, on_progress: Progress = untold
 ) -> list[str]:
-    """What this rank's share of a checkpoint's files has wrong, in words. Every rank reads a part of them.
+    """Lists the faults of this rank's share of a checkpoint's files. Every rank reads a part.
 
     Args:
         folder: below the checkpoint, in which the manifest lies. A checkpoint without such a folder, of plain Trainer,
@@ -159,7 +159,7 @@ def checkpoint_faults(
 
 
 def in_words(error: CheckpointError) -> str:
-    """An error as a fault: without whose it is, and without a full stop."""
+    """Formats an error as a fault: without a prefix, and without a full stop."""
     return str(error).removeprefix("hf_zero: ").rstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""The weights of a folder: what is wrong with them, and writing them anew as `from_pretrained` reads them."""
+"""Checks the weights of a folder, and writes them anew as `from_pretrained` reads them."""
 
 import json
 import math
@@ -51,7 +51,7 @@ _OF_THE_RUN = (
 
 
 def folder_faults(folder: Path, on_progress: Progress = untold) -> list[str]:
-    """What a checkpoint or model folder has wrong, in words: first by its manifest, then its weights against its config.
+    """Lists the faults of a checkpoint or model folder: first by its manifest, then its weights against its config.
 
     Args:
         on_progress: called with bytes read and bytes in all.
@@ -70,7 +70,7 @@ def folder_faults(folder: Path, on_progress: Progress = untold) -> list[str]:
 
 
 def weight_faults(folder: Path) -> list[str]:
-    """What the weights have wrong against the model of the folder's config, in words."""
+    """Lists the faults of the weights against the model of the folder's config."""
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         return []
     faults = entry_faults(folder)
@@ -126,7 +126,7 @@ def weight_faults(folder: Path) -> list[str]:
 def _faults_of_quantised(
     saved: Sequence[SavedTensor], expected: Mapping[str, ExpectedTensor], quantised: object
 ) -> list[str]:
-    """What quantised weights have wrong against a config that says they are: scales and codes have names and shapes of their own.
+    """Lists the faults of quantised weights, whose scales and codes have names and shapes of their own.
 
     Args:
         quantised: the config's `quantization_config`.
@@ -229,7 +229,7 @@ def consolidate(
 
 
 def _float32_names(folder: Path, dtype: torch.dtype | None) -> re.Pattern[str] | None:
-    """What the names of weights have in them that are not cast to `dtype`; None where all are."""
+    """Returns the parts of weight names that are not cast to `dtype`; None if all are cast."""
     if dtype is None or not (folder / CONFIG_NAME).is_file():
         return None
     try:
