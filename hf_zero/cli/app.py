@@ -146,7 +146,7 @@ def _table(report: "ParityReport") -> Table:
 
 
 class MixedPrecision(str, Enum):
-    """As accelerate calls it."""
+    """The values of mixed precision, as accelerate spells them."""
 
     no = "no"
     bf16 = "bf16"

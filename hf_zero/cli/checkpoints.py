@@ -34,7 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 
 
 class Dtype(str, Enum):
-    """What weights can be written in."""
+    """The dtypes in which weights can be written."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -42,17 +42,17 @@ class Dtype(str, Enum):
 
 
 def say(line: str) -> None:
-    """One line on stdout, as it is: not wrapped, not coloured."""
+    """Prints one line on stdout, without wrapping and colours."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def say_json(document: Any) -> None:
-    """A JSON document on stdout; paths in it become text."""
+    """Prints a JSON document on stdout; paths become text."""
     typer.echo(json.dumps(document, indent=2, default=str))
 
 
 def say_error(line: str) -> None:
-    """One line on stderr, whatever names out of a file are in it."""
+    """Prints one line on stderr; names out of files cannot break it."""
     _errors.print(shown(line, LONGEST_LINE), markup=False, highlight=False)
 
 
