@@ -18,20 +18,20 @@ import psutil
 import torch
 from torch.utils.dlpack import to_dlpack
 
-# ---- What is asked of the system before it is read from a memory-mapped file, where the system would guess ----
+# ---- Read-ahead of memory-mapped files ----
 #
 # Linux answers a first touch of a mapped page by reading what lies around it, up to the disk's read-ahead size (8 MiB on
-# cloud disks). Of a file that ranks share out, most of that is another rank's; so such files are mapped without it
-# (MADV_RANDOM), and what is about to be read is asked for as a whole.
+# cloud disks). Of a file that ranks share, most of that is another rank's; so such files are mapped without it
+# (MADV_RANDOM), and each rank asks for its own part as a whole before reading.
 
 _ASKED_BYTES = 128 << 10
-"""In one call: of more than the disk's read-ahead size, which is 128 KiB unless it is set, Linux reads the beginning alone."""
+"""In one call: of more than the disk's read-ahead size, by default 128 KiB, Linux reads only the beginning."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def ask_for(values: torch.Tensor) -> None:
-    """Has the system begin to read the pages of these values, if they lie in a mapped file."""
+    """Asks the system to begin reading the pages of these values, if they are in a mapped file."""
     if values.device.type != "cpu" or not values.is_contiguous() or not values.nbytes:
         return
     begin = values.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -41,17 +41,17 @@ def ask_for(values: torch.Tensor) -> None:
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(min(_ASKED_BYTES, end - start)), mmap.MADV_WILLNEED)
 
 
-# ---- One interface to what devices do differently: allocation that gives memory back, and what memory is in use ----
+# ---- One interface to host and accelerators: allocation that returns memory, and memory in use ----
 
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 class _HostArena:
-    """An anonymous mapping: what is freed goes back to the system, where glibc keeps blocks below 32 MiB in the process.
+    """An anonymous mapping, whose freed pages go back to the system. glibc keeps blocks below 32 MiB in the process.
 
-    Large ones are laid on huge pages, whose faults cost a fifth of those of small pages; `boundary` is the byte that lies
-    at the start of one, so that what begins or ends there can come and go in whole huge pages.
+    Large mappings use huge pages, whose faults cost a fifth of those of small pages. `boundary` is a byte that lies at the
+    start of a huge page, so that the memory on either side can be freed in whole huge pages.
     """
 
     def __init__(self, nbytes: int, boundary: int = 0):
@@ -70,7 +70,7 @@ class _HostArena:
             self._region.madvise(mmap.MADV_HUGEPAGE, start, self._end - start)
 
     def discard(self, start: int, stop: int) -> None:
-        """Gives back the whole pages of the bytes `start` to `stop`; they read as zero afterwards."""
+        """Frees the whole pages of the bytes `start` to `stop`, which read as zero afterwards."""
         first = _page_below(self._offset + start + PAGE_BYTES - 1)
         # Behind the end there is nothing, in the last page and in a huge one.
         last = _page_below(self._end + PAGE_BYTES - 1 if stop == self.bytes.nbytes else self._offset + stop)
@@ -83,9 +83,9 @@ def _page_below(nbytes: int) -> int:
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A flat tensor of `numel` elements, base aligned to 256 bytes, zero on the host and undefined elsewhere.
+    """Allocates a flat tensor of `numel` elements, base aligned to 256 bytes, zero on the host and undefined elsewhere.
 
-    On the host it is a mapping of its own, so dropping the last reference returns the memory to the system.
+    On the host the tensor has a mapping of its own: dropping the last reference returns the memory to the system.
     """
     if device.type == "cpu":
         return _HostArena(numel * dtype.itemsize).bytes.view(dtype)
@@ -93,7 +93,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def with_index(device: torch.device) -> torch.device:
-    """`device` by its number: "cuda" is the current one of its kind."""
+    """Adds the number to `device`: "cuda" is the current one of its kind."""
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
@@ -109,22 +109,22 @@ def current(device: torch.device) -> AbstractContextManager[None]:
 
 
 def enter_thread(device: torch.device) -> None:
-    """Makes `device` the calling thread's current one for good: in every new thread it is the first."""
+    """Makes `device` the calling thread's current one for good. A new thread begins with the first device."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
 
 
 def _runtime(device: torch.device) -> Any | None:
-    """CUDA's runtime, or what another accelerator has of it; None where there is none."""
+    """Returns CUDA's runtime, or the like of another accelerator; None without one."""
     module = torch.get_device_module(device)
     return module.cudart() if hasattr(module, "cudart") else None
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Locks a host tensor's pages for direct copies to and from `device`; `unpin` before they are given back.
+    """Locks a host tensor's pages for direct copies to and from `device`. `unpin` before the pages are freed.
 
     Returns:
-        False where `device` needs nothing of the kind.
+        False if `device` needs no pinning.
 
     Raises:
         RuntimeError: the system refuses to lock as much.
@@ -139,8 +139,8 @@ def pin(tensor: torch.Tensor, device: torch.device) -> bool:
             f"hf_zero: {tensor.nbytes} bytes of host memory cannot be pinned (CUDA error {code}). Raise the limit of locked "
             "memory (ulimit -l), or offload less."
         )
-    # A fork, such as of a data loader's workers, marks pages to be copied at the next write. The device would go on with the old
-    # page, and the process with the copy.
+    # A fork, such as of a data loader's workers, marks pages to be copied at the next write. The device would go on with
+    # the old page, and the process with the copy.
     _advise(tensor, "MADV_DONTFORK")
     return True
 
@@ -163,10 +163,10 @@ def _advise(tensor: torch.Tensor, advice: str) -> None:
 
 
 def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Host memory (uint8) of exactly that size; beside an accelerator, pinned for as long as any view of it is there.
+    """Allocates host memory (uint8) of exactly that size; beside an accelerator, pinned while any view exists.
 
-    torch's pinned memory takes a power of two, and keeps what has been freed. This keeps nothing, and knows of no copy: drop it
-    when those from and to it have ended.
+    torch's pinned allocator takes a power of two, and keeps freed memory. This one frees at once, and knows of no copies: drop
+    the tensor only when copies from and to it have ended.
     """
     memory = allocate(nbytes, torch.uint8, torch.device("cpu"))
     if not nbytes or device.type == "cpu" or not pin(memory, device):
@@ -178,12 +178,12 @@ def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class PinnedPool:
-    """Host memory (uint8) of exact sizes, pinned beside an accelerator, that is given out again when its last view has gone.
+    """Host memory (uint8) of exact sizes, pinned beside an accelerator, and reused when its last view is gone.
 
-    It is for copies of one queue, which follow each other: one may still be under way when the memory is given out again.
+    For copies of one queue, which follow each other: a copy may still run when the memory is given out again.
 
     Attributes:
-        nbytes: of all that it has made.
+        nbytes: of all memory of the pool.
     """
 
     def __init__(self, device: torch.device):
@@ -201,14 +201,15 @@ class PinnedPool:
             self.nbytes += nbytes
         memory = free.pop()
         views = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr())
+        # By the last view, not by the caller: a view that still copies must keep the memory from the next user.
         weakref.finalize(views, free.append, memory).atexit = False
         return torch.frombuffer(views, dtype=torch.uint8)
 
 
 def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Host memory (uint8), aligned for direct I/O, through which something passes on its way to or from `device`.
+    """Allocates host memory (uint8), aligned for direct I/O, for copies on their way to or from `device`.
 
-    Pinned beside an accelerator, by torch's allocator: that one keeps a block until copies from it have ended.
+    Pinned beside an accelerator, by torch's allocator, which keeps a block until copies from it have ended.
     """
     if device.type == "cpu":
         return allocate(nbytes, torch.uint8, device)
@@ -221,23 +222,23 @@ def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class Moment:
-    """A point in what a device does for the caller, here the host, to tell afterwards how long something took there."""
+    """A point in a device's work, here the host's, for timing afterwards."""
 
     def __init__(self):
         self._seconds = time.perf_counter()
 
     @property
     def is_past(self) -> bool:
-        """Whether the device has come so far. Asking does not stop it."""
+        """Whether the device has reached this point. Asking does not stop the device."""
         return True
 
     def seconds_until(self, later: "Moment") -> float:
-        """From here to a later moment of the same device; both are past."""
+        """Returns the time to a later moment of the same device; both are past."""
         return later._seconds - self._seconds
 
 
 class _QueueMoment(Moment):
-    """An event in the queue that was current: the device comes there after all that the host had asked of it before."""
+    """An event in the current queue, behind all work that the host has queued before."""
 
     def __init__(self, clock: "_QueueClock"):
         self._clock = clock
@@ -256,7 +257,7 @@ class _QueueMoment(Moment):
 
 
 class _QueueClock:
-    """Gives moments of a device. An event is made where those of earlier moments are all in use.
+    """Makes moments of a device. Events of earlier moments are reused.
 
     Attributes:
         free: events of moments that are gone.
@@ -271,7 +272,7 @@ class _QueueClock:
         return _QueueMoment(self)
 
     def recorded(self) -> torch.Event:
-        """An event in the queue that is current."""
+        """Records an event in the current queue."""
         try:
             event = self.free.pop()
         except IndexError:
@@ -281,7 +282,7 @@ class _QueueClock:
 
 
 def clock(device: torch.device) -> Callable[[], Moment]:
-    """What gives the present moment of `device`."""
+    """Returns a function that makes the present moment of `device`."""
     return Moment if device.type == "cpu" else _QueueClock(device)
 
 
@@ -292,24 +293,24 @@ def _settings_of_events(kind: type[torch.Event]) -> dict[str, bool]:
 
 
 class Arrival:
-    """A copy that has been started, and here is made already."""
+    """A started copy; here one that has ended already."""
 
     def wait(self) -> None:
-        """Returns when it has been made."""
+        """Waits for the end of the copy."""
 
 
 class Mark(Arrival):
-    """A point in a `SideQueue`'s work, which `wait` waits for. On the host it was reached when it was made."""
+    """A point in a `SideQueue`'s work; on the host, reached when it is made."""
 
     def hold_up_device(self) -> None:
-        """The device goes no further in its own queue before this point is reached. The host goes on."""
+        """Makes the device's own queue wait for this point. The host goes on."""
 
 
 class SideQueue:
-    """Copies between host and device that run beside the device's own queue. On the host they have ended when they return."""
+    """Copies between host and device beside the device's own queue. On the host they have ended when they return."""
 
     def aside(self, *, behind: Mark | None = None) -> AbstractContextManager[None]:
-        """What is queued inside begins after `behind`, and runs beside what the device is asked for later.
+        """Queues the work inside behind `behind`, and beside later work of the device.
 
         Args:
             behind: a point in the device's queue; None is the end of what it has in its queue now.
@@ -317,12 +318,12 @@ class SideQueue:
         return nullcontext()
 
     def mark(self) -> Mark:
-        """The end of what has been queued here."""
+        """Marks the end of the queued work."""
         return Mark()
 
 
 class _Event(Mark):
-    """What a stream of `device` has been asked so far."""
+    """Marks the present end of a stream of `device`."""
 
     def __init__(self, stream: torch.Stream, device: torch.device):
         self._device = device
@@ -334,7 +335,7 @@ class _Event(Mark):
         self.hold_up(torch.get_device_module(self._device).current_stream(self._device))
 
     def hold_up(self, stream: torch.Stream) -> None:
-        """The device's `stream` goes no further before this point is reached."""
+        """Makes the device's `stream` wait for this point."""
         stream.wait_event(self._event)
 
     def wait(self) -> None:
@@ -342,7 +343,7 @@ class _Event(Mark):
 
 
 def queue_end(device: torch.device) -> Mark:
-    """The end of what an accelerator's current queue has been asked so far."""
+    """Marks the present end of an accelerator's current queue."""
     return _Event(torch.get_device_module(device).current_stream(device), device)
 
 
@@ -357,6 +358,7 @@ class _StreamQueue(SideQueue):
     @contextmanager
     def aside(self, *, behind: Mark | None = None) -> Iterator[None]:
         if behind is None:
+            # The copy reads what the device's queue writes: without the wait it would read old values.
             self._stream.wait_stream(self._module.current_stream(self._device))
         else:
             cast(_Event, behind).hold_up(self._stream)
@@ -389,7 +391,7 @@ class Reservation(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Gives `flat` memory, if it has none. What it then holds outside `own` is undefined."""
+        """Gives `flat` its memory. Its values outside `own` are undefined then."""
 
     @abstractmethod
     def release(self) -> None:
@@ -418,7 +420,7 @@ class HostReservation(Reservation):
 
 
 class ApartHostReservation(Reservation):
-    """Pages of one mapping, all of which come and go, and memory of its own for what lasts."""
+    """Pages of one mapping, all of them temporary, and separate memory for `own`."""
 
     in_place = False
 
@@ -435,7 +437,7 @@ class ApartHostReservation(Reservation):
 
 
 class ResizedReservation(Reservation):
-    """A storage resized to nothing and back, by the device's allocator; what autograd saved of `flat` shares it."""
+    """A storage that the device's allocator resizes to nothing and back. Tensors that autograd saved share it."""
 
     in_place = False
 
@@ -452,22 +454,22 @@ class ResizedReservation(Reservation):
 
 
 def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-    """A flat tensor of `numel` elements of which only the elements `kept` last.
+    """Allocates a flat tensor of `numel` elements of which only the elements `kept` last.
 
-    It has memory at first, for views to be made of it: none can be made of a storage that has been resized to nothing.
+    Views must be made before the first `release`: torch makes none of a storage without memory.
     """
     kind = HostReservation if device.type == "cpu" else partial(ResizedReservation, device=device)
     return kind(numel, dtype, kept=kept)
 
 
 def reserve_apart(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-    """The same with `own` outside of `flat` on every device, so that it may hold other values."""
+    """Like `reserve`, with `own` outside of `flat` on every device, so that the two may hold different values."""
     kind = ApartHostReservation if device.type == "cpu" else partial(ResizedReservation, device=device)
     return kind(numel, dtype, kept=kept)
 
 
 def alias(view: torch.Tensor) -> torch.Tensor:
-    """The same memory behind a storage of its own, which begins and ends with `view` and keeps its memory alive.
+    """Returns a tensor over the memory of `view` with a storage that begins and ends with it, and keeps the memory alive.
 
     Savers look at storages: `torch.save` of a plain view writes the whole buffer it was cut from, and safetensors takes
     views of one buffer for tied weights and drops all but one.
@@ -477,7 +479,7 @@ def alias(view: torch.Tensor) -> torch.Tensor:
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Where an accelerator hangs on the bus, as "0000:3b:00.0"; None for the host, and where torch does not know."""
+    """Returns an accelerator's address on the bus, "0000:3b:00.0"; None for the host, and if torch does not know."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
@@ -504,20 +506,21 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, _ = torch.get_device_module(device).mem_get_info(device)
+    # torch's allocator keeps freed memory: it counts as free for this process.
     reserved = torch.get_device_module(device).memory_reserved(device)
     return free + reserved - torch.get_device_module(device).memory_allocated(device)
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Returns when `device` has done all that was asked of it. The host has done so already."""
+    """Waits until `device` has done all queued work. On the host that is so already."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
 class HostValue:
-    """A scalar on its way to the host, read without stopping the device's queue in between.
+    """Copies a scalar to the host without stopping the device's queue.
 
-    On the host it is there at once. Elsewhere `start` queues the copy and `value` waits for that copy alone.
+    `value` waits for this copy alone.
     """
 
     def __init__(self, scalar: torch.Tensor):
@@ -534,7 +537,7 @@ class HostValue:
 
 
 def in_units(nbytes: int) -> str:
-    """Bytes with their unit: MiB with one decimal, GiB from ten on, and KiB or bytes for what would be a fraction of a MiB."""
+    """Formats bytes: MiB with one decimal, GiB from ten on, KiB or bytes below one MiB."""
     for least, unit_bytes, unit in ((10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (2**10, 2**10, "KiB")):
         if nbytes >= least:
             return f"{nbytes / unit_bytes:,.1f} {unit}"

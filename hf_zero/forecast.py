@@ -93,7 +93,7 @@ class StatePlan:
 
     @property
     def total(self) -> int:
-        """All that lasts in memory, the host's and the device's, as far as it is known beforehand."""
+        """Counts all lasting memory, the host's and the device's, as far as it is known beforehand."""
         lasts = (self.parameters, self.frozen, self.masters, self.gradients, self.residuals, self.beside)
         return sum(lasts) + (self.optimizer or 0) - self.in_files
 
@@ -113,12 +113,12 @@ class DdpState:
 
     @property
     def total(self) -> int:
-        """As far as it is known beforehand."""
+        """Counts all memory, as far as it is known beforehand."""
         return self.parameters + self.frozen + self.gradients + self.gradient_buckets + (self.optimizer or 0)
 
 
 def _residual_bytes(layout: BucketLayout, replicas: int) -> int:
-    """What error feedback keeps of a bucket: the whole, and between several shard groups also a shard and a part of it."""
+    """Counts a bucket's residual: the whole, and between several shard groups also a shard and a part of it."""
     if layout.shards == 1:
         return 0
     between = layout.shard_numel + layout.shard_numel // replicas if replicas > 1 else 0
@@ -232,7 +232,7 @@ DDP = "DDP"
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What one micro-batch holds during forward and backward, as traced.
+    """The traced memory of one micro-batch during forward and backward.
 
     Attributes:
         curve: (bytes of gradients that have come so far, bytes live at most until the next one comes) in the order of backward;
@@ -252,7 +252,7 @@ class Activations:
 
     @property
     def peak_bytes(self) -> int:
-        """Live at most, where each gradient goes as soon as it is there."""
+        """Counts live bytes at most, if each gradient is freed as soon as it is computed."""
         return self.peak_beside(0)
 
     def peak_beside(self, gradient_bytes: int) -> int:
@@ -343,7 +343,7 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class AtStart:
-    """What is said at the start of a run of a rank's memory when most is there.
+    """The forecast of a rank's peak memory at the start of a run.
 
     Attributes:
         batch: the shape of the micro-batch that it is for, in words; or why it is not known.
@@ -373,7 +373,7 @@ def forecast(
     on_host: bool,
     accumulates: bool = False,
 ) -> Forecast:
-    """What a rank holds with a config.
+    """Forecasts a rank's memory under a config.
 
     Backward and step are not at the same time: the larger of what both take beside the state counts.
 
@@ -431,7 +431,7 @@ def forecast(
 def forecast_ddp(
     state: DdpState, passing: Passing, activations: Activations | None, *, accumulates: bool = False
 ) -> Forecast:
-    """What a rank holds under DistributedDataParallel.
+    """Forecasts a rank's memory under DistributedDataParallel.
 
     Args:
         accumulates: as `forecast`'s.
@@ -537,13 +537,13 @@ class Room:
         return FITS if needed <= self.device * (1 - self.reserve) else CLOSE
 
     def describe(self, forecast: Forecast) -> str:
-        """The class with what decides it: `close: 390 of 390 MB`."""
+        """Names the class and its reason: `close: 390 of 390 MB`."""
         where, needed, there = self._short_beside_device(forecast) or ("", forecast.device_bytes, self.device)
         how = f"{where}, {of(needed, there)}" if where else of(needed, there)
         return f"{self.fit_of(forecast)}: {how if there else f'{size(needed)} of {where}, none was given'}"
 
     def _short_beside_device(self, forecast: Forecast) -> tuple[str, int, int] | None:
-        """Where what is offloaded does not go: the place, what is needed, and what is there."""
+        """Names a place without room for offloaded state, with needed and free bytes."""
         needs = (("host memory", forecast.host_bytes, self.host), ("disk", forecast.disk_bytes, self.disk))
         for where, needed, there in needs:
             if there is not None and needed > there:

@@ -37,7 +37,7 @@ _ATTRIBUTE = "_hf_zero_engine"
 
 
 class EngineReference:
-    """A pointer to an engine; copies and pickles of what holds it get an empty one.
+    """Points to an engine. Copies and pickles of the holder get an empty reference.
 
     Args:
         keeps: the engine lives as long as its model, which is of no use without it. Else the pointer is weak.
@@ -69,6 +69,6 @@ def detach(holders: Iterable[nn.Module | nn.Parameter]) -> None:
 
 
 def engine_attached_to(holder: nn.Module | nn.Parameter) -> Any:
-    """The live ZeroEngine of a module that was handed to `ZeroEngine`, or of a parameter of it; or None."""
+    """Returns the live ZeroEngine of a module that was handed to `ZeroEngine`, or of its parameter; or None."""
     reference = holder.__dict__.get(_ATTRIBUTE)
     return reference() if isinstance(reference, EngineReference) else None
