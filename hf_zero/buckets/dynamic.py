@@ -79,7 +79,7 @@ class Coded:
     scales: torch.Tensor
 
     def check(self, name: str, *, numel: int, device: torch.device) -> None:
-        """Raises `ValueError` unless these are `numel` elements on `device`; `name` is what the error calls them."""
+        """Raises `ValueError` unless these are `numel` elements on `device`; `name` stands in the error."""
         check_flat(f"{name}codes", self.codes, numel=numel, device=device, dtypes=[torch.uint8])
         check_flat(f"{name}scales", self.scales, numel=blocks(numel), device=device, dtypes=[torch.float32])
 

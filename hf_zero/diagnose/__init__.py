@@ -1,1 +1,1 @@
-"""Whether a run computes what it should, and what to do where it does not."""
+"""Checks whether a run computes the right values, and says how to mend faults."""

@@ -49,7 +49,7 @@ _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def environment() -> Iterator[Finding]:
-    """What the environment variables and accelerate's default config file ask for."""
+    """Checks the environment variables and accelerate's default config file."""
     yield from _other_engines()
     yield _default_config()
     yield _cpu()
@@ -324,7 +324,7 @@ def placement(inside: dict[str, float] | None, between: dict[str, float] | None)
 
 
 def _run(folder: Path, count: int, backend: str, tp_size: int) -> str | None:
-    """Runs the ranks to their end; returns the last line of what one that failed has said."""
+    """Runs the ranks to their end; returns the last line of a failed one."""
     environment = {name: value for name, value in os.environ.items() if name not in (*_LAUNCHERS, "HF_ZERO_CONFIG")}
     command = [sys.executable, "-m", "hf_zero.diagnose.link_ranks", str(folder)]
     said = [folder / f"said{rank}" for rank in range(count)]
@@ -356,7 +356,7 @@ def _run(folder: Path, count: int, backend: str, tp_size: int) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What the doctor has found, in the order in which it looked."""
+    """The doctor's findings, in the order of the checks."""
 
     findings: tuple[Finding, ...]
 

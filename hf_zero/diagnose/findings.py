@@ -27,7 +27,7 @@ Status = Literal["good", "hint", "bad", "absent"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was found, and what to do.
+    """A finding and its remedy.
 
     Attributes:
         status: "bad" keeps a run from working or makes it much slower than it has to be; "hint" is worth knowing; "absent" is
@@ -119,7 +119,7 @@ def _nccl() -> Finding:
 
 
 def driver() -> Finding:
-    """NVIDIA's driver, and whether this torch can use it."""
+    """Finds NVIDIA's driver, and whether this torch can use it."""
     if shutil.which(_DRIVER[0]) is None:
         return absent("driver", "no GPU")
     try:
@@ -270,7 +270,7 @@ _LEAST_TRANSFORMERS = (5, 23)
 
 
 def tensor_parallelism(tp_size: int) -> Iterator[Finding]:
-    """What `parallel_config(tp_size=...)` needs beyond what every run does."""
+    """Checks the requirements of `parallel_config(tp_size=...)` beyond those of every run."""
     yield library("transformers", _LEAST_TRANSFORMERS, user=f"a model that is split over {tp_size} ranks")
     yield _copies(tp_size)
 
@@ -294,7 +294,7 @@ _SLOW_MB = 100.0
 
 
 def disk(folder: Path) -> Iterator[Finding]:
-    """Writes and reads a small file in it, and takes it away."""
+    """Measures a folder's disk with a small file, which is removed afterwards."""
     subject = f"disk of {folder}"
     path = folder / f".hf-zero-doctor-{uuid.uuid4().hex}"
     try:

@@ -1,4 +1,4 @@
-"""Trains with and without the engine, and compares what comes out."""
+"""Trains with and without the engine, and compares the results."""
 
 import copy
 import dataclasses
@@ -60,7 +60,7 @@ class PlainCopies:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Replaces the gradients by their means over the copies. One that no copy has stays None. Collective."""
+        """Replaces the gradients by their means over the copies. A gradient that no copy has stays None. Collective."""
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
         used = used.to(_local(trained[0]).device)
@@ -90,7 +90,7 @@ class PlainCopies:
 
 
 class LocalValues:
-    """What this rank has of a split model, to be put back: a model on a device mesh cannot be copied."""
+    """Keeps this rank's values of a split model, for restoring: a model on a device mesh cannot be copied."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -116,7 +116,7 @@ def _own_group(copies: ModelCopies) -> dist.ProcessGroup | None:
 
 
 def put_together(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor, or the tensor itself. Collective over the ranks that it is split over."""
+    """Returns the whole of a DTensor, or the tensor itself. Collective over the ranks of the split."""
     split: Any = tensor
     return split.full_tensor() if is_dtensor(tensor) else tensor
 
@@ -130,7 +130,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Recorder:
-    """Writes the first optimizer steps of a run to a folder, the same with DDP, without it, and with the engine.
+    """Writes the first optimizer steps of a run to a folder, in one form for DDP, one process and the engine.
 
     Full gradients and parameters are collected from all ranks and written by rank 0; each rank has losses of its own.
 
@@ -171,7 +171,7 @@ class Recorder:
 
     @contextmanager
     def watching_backward(self) -> Iterator[None]:
-        """Within it, each `loss.backward()` of this process is recorded."""
+        """Records each `loss.backward()` of this process inside."""
         stock = torch.Tensor.backward
 
         def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +191,7 @@ class Recorder:
         self._losses.append(value.detach().double().item())
 
     def norm(self, value: Any) -> None:
-        """Records the gradient norm that clipping returned, if it did."""
+        """Records the gradient norm of a clip, if the clip returned one."""
         self._norm = None if value is None else float(value)
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class Recorder:
         return {self._names[p]: p for p in whole_parameters(optimizer) if p in self._names and p.requires_grad}
 
     def _write(self, name: str, tensors: Iterator[tuple[str, torch.Tensor | None]]) -> None:
-        """Every rank takes part in collecting what rank 0 writes."""
+        """Collects and writes on rank 0. Collective."""
         if self._rank == 0:
             write_tensors(self._folder, name, {n: None if t is None else t.to("cpu", copy=True) for n, t in tensors})
         else:
@@ -259,16 +259,16 @@ class Recorder:
 
     @property
     def _rank(self) -> int:
-        """The launcher's before and after there is a process group."""
+        """Returns the launcher's rank, before and after there is a process group."""
         return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
     def read(self) -> Recording:
-        """What rank 0 has written."""
+        """Reads rank 0's recording."""
         return Recording(self._folder)
 
 
 def bare_name(name: str) -> str:
-    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
+    """Strips the prefixes of DistributedDataParallel and torch.compile from a parameter's name."""
     return name.removeprefix("module.").replace("_orig_mod.", "")
 
 
@@ -276,7 +276,7 @@ def bare_name(name: str) -> str:
 def full_gradients(
     named: Mapping[str, nn.Parameter], engine: ZeroEngine | None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Each parameter's whole reduced gradient; None where it has none. Collective with an engine."""
+    """Returns each parameter's whole reduced gradient; None without one. Collective with an engine."""
     for name, parameter in named.items():
         if engine is not None and engine.trains(parameter):
             gradient = engine.full_grad(parameter)
@@ -308,7 +308,7 @@ LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What is trained in both runs."""
+    """The training that both runs repeat."""
 
     model: nn.Module
     batches: Sequence[Any]
@@ -388,7 +388,7 @@ def parity(
 
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
-    """A model to train: what is called, what its micro-batches run in, how it is clipped, what ends it.
+    """A model to train: the callable, the context of its micro-batches, its clip, and its end.
 
     Attributes:
         reduce: what is left to do behind the last backward of a step.
@@ -444,7 +444,7 @@ def _adding_in_float32(config: ZeroConfig, model: nn.Module) -> ZeroConfig:
 def _record(
     job: _Job, folder: Path, prepare: Callable[[nn.Module, torch.optim.Optimizer], _Trained]
 ) -> Callable[[], Recording]:
-    """Trains a copy of the model; returns what reads the recording, on rank 0."""
+    """Trains a copy of the model; returns a reader of the recording, on rank 0."""
     folder.mkdir()
     with _to_train(job.model) as model:
         recorder = _train(job, model, folder, prepare)
@@ -455,7 +455,7 @@ def _record(
 
 @contextmanager
 def _to_train(model: nn.Module) -> Iterator[nn.Module]:
-    """A copy of the model; one that is split over ranks itself, with its values given back afterwards."""
+    """Returns a copy of the model; a split model itself, whose values are restored afterwards."""
     if not is_split(model):
         yield copy.deepcopy(model)
         return
@@ -537,7 +537,7 @@ def _from_all_ranks(value: Any) -> list[Any]:
 
 
 def _on_all_ranks(judge: Callable[[], ParityReport]) -> ParityReport:
-    """What rank 0 finds, a report or an error, on every rank."""
+    """Returns rank 0's report, or raises its error, on every rank."""
     found: list[Any] = [None]
     if _rank() == 0:
         try:

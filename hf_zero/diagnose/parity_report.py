@@ -21,7 +21,7 @@ Tensors = Mapping[str, torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is to be known of a run to say whether another can have the same bits.
+    """The facts of a run that decide whether another run can have the same bits.
 
     Attributes:
         config: the engine's settings; None for a run without it.
@@ -40,7 +40,7 @@ class Facts:
 
 
 class Recording:
-    """Reads what a `Recorder` has written."""
+    """Reads a `Recorder`'s files."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -60,7 +60,7 @@ class Recording:
 
     @property
     def norms(self) -> list[float | None]:
-        """What clipping returned in each step; None where nothing was clipped."""
+        """Returns the norm that clipping returned in each step; None without a clip."""
         return self._traces[0]["norms"] if self._traces else []
 
     @property
@@ -73,11 +73,11 @@ class Recording:
         return self._load("start")
 
     def gradients(self, step: int) -> Tensors:
-        """What the optimizer was given in a step."""
+        """Returns the gradients that the optimizer got in a step."""
         return self._load(f"gradients-{step}")
 
     def parameters(self, step: int) -> Tensors:
-        """What the optimizer left behind after a step."""
+        """Returns the parameters after a step."""
         return self._load(f"parameters-{step}")
 
     def _load(self, name: str) -> Tensors:
@@ -225,7 +225,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityReport:
-    """What came of comparing a run with the engine to the same run without.
+    """The result of comparing a run with the engine to the same run without.
 
     Attributes:
         steps: optimizer steps that were compared.
@@ -423,7 +423,7 @@ def _of_tensors(
 
 
 def _beyond_rounding(apart: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Differences of a parameter's elements, less what its 32 bits round, which may be much of a small step.
+    """Returns differences of a parameter's elements beyond the rounding of 32 bits, which may be much of a small step.
 
     With 16 bits, rounding may be all of a step, and nothing would be left to judge.
     """

@@ -1,4 +1,4 @@
-"""Repeats a micro-batch in halves when it runs out of memory."""
+"""Repeats a micro-batch in halves when a rank runs out of memory."""
 
 import gc
 import logging
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 def rows_of(batch: Any) -> int | None:
-    """How many rows a batch has; None where its tensors do not have the same number of rows, and it cannot be cut.
+    """Returns the number of rows of a batch; None if its tensors disagree, so that no cut is possible.
 
     A tensor whose first dimension is 1 belongs to all rows.
     """
@@ -62,7 +62,7 @@ def cut(batch: Any, count: int) -> list[Part]:
 
 
 def _numbers(batch: Any, start: int, stop: int) -> int:
-    """What a mean loss is a mean over: the labels of tokens that have a loss, or else rows."""
+    """Counts the terms of a mean loss: labels of tokens with a loss, else rows."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
         return int((labels[start:stop] != IGNORED).sum())
@@ -123,7 +123,7 @@ class Rescue:
         self.parts = 1
 
     def serves(self, engine: ZeroEngine) -> bool:
-        """Whether it is of this engine, and not of an earlier one."""
+        """Whether this rescue belongs to the engine, and not to an earlier one."""
         return self._engine is engine
 
     def run(self, batch: Any, run: Pass, *, ends_step: bool) -> torch.Tensor:
@@ -149,7 +149,7 @@ class Rescue:
         return loss
 
     def _attempt(self, todo: list[_MicroBatch]) -> tuple[torch.Tensor | None, str | None]:
-        """The last one's loss, or why there is none."""
+        """Returns the last part's loss, or the reason for none."""
         ended = self._engine.ended_backwards
         loss: torch.Tensor | None = None
         for each in todo:

@@ -55,7 +55,7 @@ class DcpFolder(ChunkedFolder):
         self._refuse_short_files()
 
     def value(self, path: tuple[Any, ...]) -> Any:
-        """A plain value, or a tensor of one element as it was saved."""
+        """Returns a plain value, or a tensor of one element in its saved form."""
         [chunk] = self.entries[path].chunks
         return chunk.load()
 
@@ -219,7 +219,7 @@ class DcpOptimizer:
         return tuple(ForeignGroup(settings=found, names=tuple(members)) for found, members in groups)
 
     def _flat(self, part: str, entries: Mapping[_Path, _Path]) -> Iterator[tuple[tuple[str, str], _Path]]:
-        """((parameter, what is said of it), path), of keys such as `state.lm_head.weight.exp_avg`."""
+        """Yields ((parameter, name), path), of keys such as `state.lm_head.weight.exp_avg`."""
         for (key,), path in entries.items():
             if not str(key).startswith(f"{part}."):
                 continue
@@ -251,7 +251,7 @@ _OPTIMIZER_KEYS = ("optimizer", "optim")
 
 
 class DcpCheckpoint(ForeignCheckpoint):
-    """Parameters and optimizer state by name, sharded over any mesh. A rank opens only the chunks that hold rows it wants.
+    """Parameters and optimizer state by name, sharded over any mesh. A rank opens only chunks with its rows.
 
     Args:
         folder: with `pytorch_model_fsdp_0/` and `optimizer_0/`; with the `.metadata` of a dictionary that has "model" and

@@ -53,7 +53,7 @@ class DeepSpeedFiles:
 
 
 def step_folder_of(folder: Path) -> Path | None:
-    """The folder of the step that `latest` names, `folder` itself where it is one, or None: not DeepSpeed's."""
+    """Returns the folder of the step that `latest` names, or `folder` itself; None if it is not DeepSpeed's."""
     latest = folder / "latest"
     if latest.is_file():
         tag = read_text(latest, most_bytes=_LARGEST_TAG_BYTES).strip()
@@ -181,7 +181,7 @@ def _not_covered(path: Path, fault: str) -> CheckpointError:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A part of a parameter's elements: `interval` of it, from element `start` of a bank on a rank."""
+    """A part of a parameter: the elements `interval`, from element `start` of a bank on a rank."""
 
     interval: Interval
     rank: int
@@ -190,7 +190,7 @@ class _Run:
 
 
 class DeepSpeedCheckpoint(ForeignCheckpoint):
-    """One step of a DeepSpeed ZeRO run; its files stay mapped while it lives.
+    """One step of a DeepSpeed ZeRO run. Its files stay mapped while this object lives.
 
     Raises:
         CheckpointError: not whole, or of a variant that is not covered.

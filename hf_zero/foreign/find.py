@@ -9,7 +9,7 @@ from .states import ForeignCheckpoint, weight_shards_of
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether a folder looks like DeepSpeed's or FSDP's; `open_foreign` says whether it is good."""
+    """Whether a folder looks like DeepSpeed's or FSDP's. `open_foreign` checks the contents."""
     if not folder.is_dir():
         return False
     if _is_dcp(folder):
@@ -18,7 +18,7 @@ def is_foreign(folder: Path) -> bool:
 
 
 def open_foreign(folder: Path) -> ForeignCheckpoint:
-    """Opens a checkpoint of DeepSpeed ZeRO or of FSDP; reads headers and metadata only. What a link leads to is not read.
+    """Opens a checkpoint of DeepSpeed ZeRO or of FSDP; reads headers and metadata only, and follows no link outside.
 
     Args:
         folder: of Trainer or accelerate (`checkpoint-N`), or DeepSpeed's own, with `latest` or of one step.

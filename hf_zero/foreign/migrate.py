@@ -55,7 +55,7 @@ class MigratedKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """What becomes of another engine's config.
+    """The translation of another engine's config.
 
     Attributes:
         source: whose config it is: DeepSpeed, FSDP or accelerate.
@@ -165,7 +165,7 @@ def _own_stage(settings: Mapping[Any, Any], origin: Source) -> int:
 
 
 def _keys(settings: Mapping[Any, Any], table: Table, prefix: str = "") -> Iterator[tuple[str, Any, Verdict]]:
-    """Each key once: dotted path, value, and what becomes of it by itself."""
+    """Yields each key once: dotted path, value, and its own translation."""
     for key, value in settings.items():
         path = f"{prefix}{key}"
         # A dot in a key's own name is no way into a section.

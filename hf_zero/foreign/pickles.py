@@ -21,7 +21,7 @@ from ..checkpoint.files import CheckpointError, shown
 
 
 class Unread:
-    """In the place of an object that nobody asks for: takes its state and forgets it."""
+    """Stands for an object that nobody needs, and drops its state."""
 
     def __init__(self, *_args: object):
         pass
@@ -169,7 +169,7 @@ def _set_items(target: dict, items: list) -> None:
 
 
 def _plain_values(content: bytes) -> Any:
-    """The value that a pickle makes of what `_OF_DCP` says and dtypes.
+    """Reads a pickle that contains only the names of `_OF_DCP` and dtypes.
 
     Raises:
         Exception: of any kind, for anything else and where it is damaged.

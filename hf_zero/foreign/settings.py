@@ -18,7 +18,7 @@ class Fate(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a key with its value.
+    """The translation of a key with its value.
 
     Attributes:
         said: the setting here, why none is needed, or what to do instead.
@@ -63,7 +63,7 @@ def never(why: str) -> Rule:
 
 
 def instead(what: str) -> Rule:
-    """Not there; what does the like. Left off it needs nothing."""
+    """Names a replacement for an unsupported key, which needs nothing if it is off."""
     return lambda value, section: unneeded("off, or left to its default") if is_off(value) else unsupported(what)
 
 
@@ -102,7 +102,7 @@ def switch(settings: Mapping[str, Any], off: str = "off, or left to its default"
 
 
 def whole(value: Any) -> Any:
-    """1e5, as JSON may have it, as a whole number."""
+    """Converts 1e5, as JSON may have it, to a whole number."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -125,7 +125,7 @@ def said_by(argument: str) -> Rule:
 
 
 def tier(name: str) -> Rule:
-    """Where something is kept: none, cpu, or nvme with the folder that stands beside it."""
+    """Translates a place: none, cpu, or nvme with the folder beside it."""
 
     def rule(value: Any, section: Mapping[Any, Any]) -> Verdict:
         if is_off(value):

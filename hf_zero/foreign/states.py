@@ -48,7 +48,7 @@ class SavedEntry:
 
 
 class ChunkedFolder:
-    """What a folder holds.
+    """The contents of a folder of chunks.
 
     Attributes:
         entries: path in the saved dictionary, such as `("optimizer", "state", "lm_head.weight", "exp_avg")` → what is there.
@@ -226,7 +226,7 @@ _THEN = "Resume from another checkpoint."
 
 
 def weight_shards_of(folder: Path) -> list[Path]:
-    """The files of such weights in a folder; none where there is no folder."""
+    """Lists the files of sharded weights in a folder; none without a folder."""
     return sorted(path for path in folder.glob("*.safetensors") if _NAME.fullmatch(path.name))
 
 
@@ -272,7 +272,7 @@ class WeightShards(ChunkedFolder):
 
 @dataclass
 class _Found:
-    """What the files have of a tensor."""
+    """The parts of a tensor in the files."""
 
     chunks: list[Chunk] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)

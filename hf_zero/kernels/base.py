@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Kernel:
-    """A function in Triton's language, compiled (or, under TRITON_INTERPRET=1, interpreted) when it is launched.
+    """A function in Triton's language, compiled (or, under TRITON_INTERPRET=1, interpreted) at its launch.
 
     The function may name `tl` (triton.language) and other kernels that its file knows.
 
@@ -42,7 +42,7 @@ class Kernel:
 
     @functools.cached_property
     def jit(self) -> Any:
-        """What `triton.jit` makes of the function, in a scope where its names mean Triton's objects."""
+        """Returns `triton.jit` of the function, in a scope where its names mean Triton's objects."""
         import triton
         import triton.language as tl
 
@@ -109,7 +109,7 @@ def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @kernel
 def nearest_integer(x):
-    """`x` (float32, below 2^22), ties to even. There is no instruction for it that the interpreter has as well.
+    """Rounds `x` (float32, below 2^22), ties to even. Triton's interpreter lacks the instruction.
 
     1.5 x 2^23, added and taken away again, leaves no digits behind the point.
     """

@@ -88,7 +88,7 @@ def statistics_triton(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def step_scalars(statistics: torch.Tensor, max_norm: float, inverse_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """What the optimizer's kernel needs to know of a step, without the host.
+    """Computes the scalars of a step for the optimizer's kernel on the device, without the host.
 
     norm = sqrt(sum of squares) * inverse_scale and coefficient = min(1, max_norm / (norm + 1e-6)), as
     torch.nn.utils.clip_grads_with_norm_ computes it in float32.

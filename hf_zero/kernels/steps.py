@@ -477,7 +477,7 @@ def _lion(
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """One step's settings. `first_step` starts the momentum buffer: it becomes the gradient, without dampening."""
+    """One step's settings. `first_step` sets the momentum buffer to the gradient, without dampening."""
 
     lr: float
     momentum: float = 0.0

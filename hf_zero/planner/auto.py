@@ -49,7 +49,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What is assumed of a micro-batch, and where that is from.
+    """The assumed micro-batch, and the source of the assumption.
 
     Attributes:
         source: in words.
@@ -64,7 +64,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What auto has come to.
+    """The choice of `auto`.
 
     Attributes:
         settings: of the config, nested, without those that the user has set.
@@ -80,7 +80,7 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class _Free:
-    """What a rank has."""
+    """A rank's free memory."""
 
     device: int
     host: int
@@ -89,7 +89,7 @@ class _Free:
 
 @dataclass(kw_only=True)
 class _Answer:
-    """What rank 0 sends."""
+    """Rank 0's answer to the others."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     rejected: dict[str, Any] | None = None
@@ -98,7 +98,7 @@ class _Answer:
 
 
 def assume(model: nn.Module, rows: int | None, length: int | None, micro_batches: int = 1) -> MicroBatch:
-    """The micro-batch to plan with: what is known of it, and else the model's longest row and a usual number of rows."""
+    """Returns the micro-batch to plan with: known values, else the model's longest row and a usual number of rows."""
     most = longest(inner_model(model))
     from_model = min(_LONGEST, most or _LONGEST)
     known = "the data loader" if rows is not None else "assumed, since no data loader was there"
@@ -120,7 +120,7 @@ def choose_config(
     mixed_precision: str,
     batch: MicroBatch,
 ) -> Chosen:
-    """The finished config for `stage: auto`, the same on all ranks; rank 0 says it on stderr. Collective.
+    """Returns the finished config for `stage: auto`, the same on all ranks; rank 0 prints the choice. Collective.
 
     Args:
         optimizers: over the model's parameters; none: AdamW, as Trainer makes it, is planned with.
@@ -176,7 +176,7 @@ def _answer(
     batch: MicroBatch,
     traced: tuple[Activations | None, str | None],
 ) -> _Answer:
-    """On rank 0. What fails here fails on all ranks."""
+    """Computes rank 0's answer. An error is raised on all ranks."""
     try:
         activations, unknown = traced
         job = Job(
@@ -367,7 +367,7 @@ _UNSET_LENGTH = 10**6
 
 
 def config_for(config: ZeroConfig, accelerator: Accelerator, args: Sequence[Any]) -> ZeroConfig:
-    """The config that a model among `args` is trained with; `config` where there is none, or its stage is known. Collective."""
+    """Returns the config of a model among `args`; `config` without a model, or with a known stage. Collective."""
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
     if not config.is_open or model is None:
         return config
@@ -426,7 +426,7 @@ def _trainer() -> Any:
 def forecast_at_start(
     accelerator: Accelerator, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
 ) -> AtStart | None:
-    """What a rank will need at its peak; None where it would not be said: on other ranks, and where warnings are not shown.
+    """Forecasts a rank's peak; None where no table is printed: on other ranks, and without warnings.
 
     Args:
         model: before it has an engine.
@@ -473,7 +473,7 @@ def _is_quiet() -> bool:
 
 
 def _first_batch(accelerator: Accelerator) -> Any:
-    """What the data loader makes of the first rows of the data; see [Note: the first rows]."""
+    """Returns the data loader's batch of the first rows; see [Note: the first rows]."""
     loader = next(iter(accelerator._dataloaders), None)
     if loader is None:
         raise PlanError("hf_zero: no data loader was prepared before or with the model")

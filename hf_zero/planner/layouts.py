@@ -34,7 +34,7 @@ from .search import Machine, Piece, StepTime, Work, simulate
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedBucket:
-    """A bucket as the engine would make it.
+    """A bucket in the engine's layout.
 
     Attributes:
         unit: the modules of the unit of stage 3 that gathers it; "" for the root's and for what is in no unit.
@@ -167,7 +167,7 @@ def _planned(
     *,
     in_place: bool,
 ) -> PlannedBucket:
-    """A bucket and what it costs.
+    """Makes a bucket with its cost.
 
     Args:
         state: bytes an element of each kind of optimizer state.
@@ -220,7 +220,7 @@ def _state_of(
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a bucket's state and its shard of parameters would be; what tiers know of themselves, without their folders."""
+    """A bucket's tiers of state and of parameters, without the folders that real tiers make."""
 
     is_apart: bool
     masters_apart: bool
@@ -274,7 +274,7 @@ _FUSED_BY_KERNELS = ("AdamW", "Adam", "SGD", "Lion")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, where.
+    """The model, inputs and ranks to plan for.
 
     Attributes:
         model: with or without memory; nothing of it is touched.

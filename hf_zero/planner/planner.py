@@ -45,7 +45,7 @@ _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a planner found.
+    """A planner's findings.
 
     Attributes:
         model: its name, in words; `parameters` and `trained` are its elements.
@@ -226,7 +226,7 @@ def _numels(model: nn.Module) -> tuple[int, int]:
 def candidates_of(
     job: Job, wanted: list[SetUp], machine: Machine, micro_batches: int, mixed_precision: str
 ) -> tuple[list[Candidate], list[str]]:
-    """Those set-ups with what they need, and why others are left out."""
+    """Returns the set-ups with their needs, and the reasons against the others."""
     found, faults = [], []
     for each in wanted:
         try:
@@ -295,7 +295,7 @@ _SHOWN = {
 
 
 def header(plan: Plan) -> Iterator[str]:
-    """What was planned, in lines."""
+    """Describes the plan's request, in lines."""
     request = plan.request
     where = f"{request.nodes} x {request.gpus}" if request.nodes > 1 else f"{request.gpus}"
     kind = "ranks on the CPU" if request.on_cpu else "accelerators"

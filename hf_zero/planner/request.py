@@ -1,4 +1,4 @@
-"""What a plan is asked for: model, inputs, world, and the settings to try."""
+"""The request for a plan: model, inputs, world, and the settings to try."""
 
 import inspect
 import math
@@ -51,7 +51,7 @@ _TIERS: tuple[tuple[str, Mapping[str, str], tuple[int, ...]], ...] = (
 
 
 def set_ups(kept: Mapping[str, Any], *, world_size: int, on_host: bool, nvme_path: str | None) -> list[SetUp]:
-    """All that go with what the user has set.
+    """Lists all set-ups that agree with the user's settings.
 
     Args:
         kept: settings that stay as they are, nested; a stage among them leaves no other.
@@ -185,7 +185,7 @@ class PlanRequest:
 
     @property
     def machine(self) -> Machine:
-        """Rates of what the ranks run on."""
+        """Returns the rates of the ranks' machine."""
         link = self.link_gbps / 8 * 1e9 / self.gpus
         if self.on_cpu:
             return host_machine(nodes=self.nodes, ranks_a_node=self.gpus, link_bytes_a_second=link)
@@ -230,7 +230,7 @@ _MASK = "attention_mask"
 
 
 def longest(model: nn.Module) -> int | None:
-    """The longest input that the model's config allows; None where it says nothing."""
+    """Returns the longest input that the model's config allows; None if unknown."""
     config = getattr(model, "config", None)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_source_positions"):
         value = getattr(config, name, None)
@@ -483,7 +483,7 @@ def _part(parameter: nn.Parameter, name: str, style: str | None, size: int) -> n
 
 
 def _cut(dims: int, name: str, style: str | None) -> tuple[int | None, int]:
-    """The dimension along which a style cuts a parameter, or None, and how many tensors side by side it cuts there."""
+    """Returns the dimension along which a style cuts a parameter, or None, and the tensors side by side in that dimension."""
     matrix = dims > 1
     cuts: dict[str | None, tuple[int | None, int]] = {
         None: (None, 1),

@@ -127,7 +127,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A bucket, or at stage 3 all buckets of a unit, as it comes and goes.
+    """A bucket, or at stage 3 all buckets of a unit, as gathered and reduced together.
 
     Attributes:
         numel: elements, by which work is dealt.
@@ -141,7 +141,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a rank computes in a step.
+    """The computation of a rank in a step.
 
     Attributes:
         forward_flops, backward_flops: of a micro-batch; recomputation is in backward.
@@ -165,7 +165,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, and what they go to.
+    """The seconds of a step, by part.
 
     Attributes:
         exposed_s: in which kernels wait for collectives.
@@ -192,7 +192,7 @@ class _Link:
         self.busy_s = 0.0
 
     def send(self, ready_s: float, seconds: float) -> float:
-        """When what is ready then has arrived."""
+        """Returns the time at which data that is ready then has arrived."""
         self.free_s = max(self.free_s, ready_s) + seconds
         self.busy_s += seconds
         return self.free_s
@@ -269,7 +269,7 @@ class _Simulation:
     def _through_units(
         self, order: Sequence[Piece], now: float, flops: float, *, reduces: bool, gathers: bool = True
     ) -> float:
-        """Units of stage 3: each is gathered ahead of its use, and in backward reduced behind it."""
+        """Simulates units of stage 3: each is gathered before its use, and reduced behind its backward."""
         ahead = self._config.prefetch_units
         arrived: dict[int, float] = {}
         under_way: deque[float] = deque()
@@ -316,7 +316,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A set-up with what it needs and how long its step takes; `step` is None where that is not known."""
+    """A set-up with its needs and the time of its step; `step` is None if unknown."""
 
     forecast: Forecast
     step: StepTime | None = None
@@ -333,7 +333,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a planner recommends.
+    """A planner's recommendation.
 
     Attributes:
         candidate: the recommended one; None where all are too large.

@@ -52,7 +52,7 @@ def trace(
     autocast: torch.dtype | None = None,
     param_dtype: str = AUTO,
 ) -> Activations:
-    """Counts what a forward and a backward of `model` hold, without touching it or any memory.
+    """Counts the memory of a forward and a backward of `model`, without touching the model or allocating any.
 
     Args:
         batch: keyword arguments of the model's forward; tensors on the meta device will do. A function makes them inside.
@@ -111,7 +111,7 @@ def _loss_of(outputs: Any) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Its shape on the host, of another dtype if it holds floating-point numbers."""
+    """Returns a tensor of this shape on the host, of another dtype if it holds floating-point numbers."""
     is_cast = dtype is not None and tensor.is_floating_point()
     return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=_HOST)
 
@@ -163,7 +163,7 @@ class _LivingBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """What is there all the time."""
+        """Leaves out tensors that exist all the time."""
         self._known.add(tensor.untyped_storage()._cdata)
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
@@ -219,7 +219,7 @@ _LIMITED = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 
 
 def free_for_training(device: torch.device) -> int:
-    """Bytes that this rank could still allocate on its training device; on the host, its part of what is left there.
+    """Returns bytes that this rank could still allocate on its training device; on the host, its part of the free memory.
 
     On the host that is the least of what the system has, of what a control group leaves, and of the process's own limits.
     """
@@ -229,19 +229,19 @@ def free_for_training(device: torch.device) -> int:
 
 
 def free_on_host() -> int:
-    """This rank's part of the host's memory, for what is offloaded from an accelerator."""
+    """Returns this rank's part of the host's free memory, for state that is offloaded from an accelerator."""
     return min(available_host_bytes() // ranks_on_this_host(), _within_limits())
 
 
 def reserve_on(device: torch.device) -> float:
-    """The part of a training device that a set-up which fits leaves free, by what this process's allocator gives back."""
+    """Returns the part of a training device that a fitting set-up leaves free, by this process's allocator."""
     if device.type != "cpu":
         return RESERVE["accelerator"]
     return RESERVE["host" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "host's heap"]
 
 
 def _within_limits() -> int:
-    """What the process's own limits leave."""
+    """Returns the memory that the process's own limits leave."""
     left = 2**63 - 1
     used = _used() if _STATUS.is_file() else {}
     for limit, name in _LIMITED:

@@ -1,1 +1,1 @@
-"""What a training run leaves behind to be looked at: a log while it goes on, and a page made of it."""
+"""The log of a training run, written while it goes on, and the page made from it."""

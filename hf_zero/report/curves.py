@@ -38,7 +38,7 @@ def shown_seconds(seconds: float) -> str:
 
 
 def shown(value: float) -> str:
-    """Three figures that count, without an exponent where it is avoidable: 1234.5 → "1,234", 4 → "4.00"."""
+    """Formats three significant figures, without an exponent if possible: 1234.5 → "1,234", 4 → "4.00"."""
     if not math.isfinite(value):
         return str(value)
     magnitude = abs(value)
@@ -122,7 +122,7 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A row of bars: its value and, where there are such, what was planned and what something else takes.
+    """A row of bars: the value, and optionally the planned value and another part.
 
     Attributes:
         shown: the value with its unit.
@@ -222,7 +222,7 @@ _RATE_NAMES = ("learning_rate", "lr", "train/lr", "train/learning_rate")
 
 
 def logged(run: RunLines, names: Sequence[str]) -> list[Point]:
-    """What was logged under the first of these names that was logged at all. Of a step logged twice, the last."""
+    """Returns the values of the first of these names that was logged at all; of a step logged twice, the last."""
     for name in names:
         found = {
             line["step"]: line["values"][name]
@@ -240,7 +240,7 @@ def counted(run: RunLines, name: str) -> list[Point]:
 
 
 def losses(run: RunLines) -> tuple[list[Point], str]:
-    """The training loss, and where it comes from."""
+    """Returns the training loss and its source."""
     points = logged(run, _LOSS_NAMES)
     if points:
         return points, "as the script or Trainer logged it"
@@ -256,7 +256,7 @@ def norms(run: RunLines) -> list[Point]:
 
 
 def ends_of(points: Sequence[Point]) -> tuple[float, float]:
-    """Means of the first and of the last tenth of the values: what one batch does to a loss is left out."""
+    """Returns the means of the first and of the last tenth of the values, so that one batch decides nothing."""
     tenth = max(1, len(points) // 10)
     values = [value for _, value in points]
     return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
@@ -349,7 +349,7 @@ def rate_section(run: RunLines) -> Section | None:
 
 
 def training_seconds(line: Line) -> float:
-    """What steps themselves took, without what comes between them."""
+    """Sums the seconds of the steps themselves, without the time between them."""
     return sum(float(line.get(name) or 0.0) for name in ("forward_s", "backward_s", "optimizer_s"))
 
 

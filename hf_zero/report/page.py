@@ -22,7 +22,7 @@ _SHADES = {"between steps": 0, "forward": 1, "backward": 2, "optimizer step": 3}
 
 
 def draw(body: Plot | Bars | Timeline | Table) -> Markup:
-    """A figure, with what it shows as text for those who cannot see it."""
+    """Draws a figure, with its contents as text for readers who cannot see it."""
     if isinstance(body, Plot):
         return _plot(body)
     if isinstance(body, Bars):
@@ -291,7 +291,7 @@ def render_page(report: Report) -> str:
 
 
 def write_page(folder: Path, path: Path | None = None) -> Path:
-    """Writes the page of the run in `folder`, by default beside its log; returns where it is. A former page is replaced.
+    """Writes the page of the run in `folder`, by default beside its log, over a former page; returns the path.
 
     Raises:
         ReportError: there is nothing to report on.

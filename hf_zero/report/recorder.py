@@ -46,7 +46,7 @@ class Totals:
 
 
 class Counts:
-    """Adds up what passes between the calls of hooks.
+    """Adds up amounts between the calls of hooks.
 
     Attributes:
         totals: so far.
@@ -90,7 +90,7 @@ class Counts:
         self._since_s, self._is_between = now_s, True
 
     def taken(self) -> dict[str, int | float]:
-        """What has been added since this was last asked, as fields of a line."""
+        """Returns the amounts since the last call, as fields of a line."""
         before, self._before = self._before, replace(self.totals)
         return {name: _rounded(value - getattr(before, name)) for name, value in vars(self._before).items()}
 
@@ -121,7 +121,7 @@ class StepTrace:
         ledger.traced = self._spans
 
     def enter(self, phase: str) -> None:
-        """What came before ends here, and `phase` begins."""
+        """Ends the former phase and begins `phase`."""
         self._phases.append((phase, self._ledger.now()))
 
     def end(self) -> None:
@@ -131,7 +131,7 @@ class StepTrace:
 
     @property
     def is_past(self) -> bool:
-        """Whether the device has come to the end of it. Asking does not stop it."""
+        """Whether the device has reached the end of the trace. Asking does not stop the device."""
         return self._phases[-1][1].is_past
 
     def as_line(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ _MIB = 2**20
 
 
 class RunRecorder:
-    """Records the training of one engine's model, on rank 0; on other ranks it does nothing. Nothing here is collective.
+    """Records the training of one engine's model on rank 0, and nothing on other ranks. Nothing here is collective.
 
     For a loop without accelerate and Trainer, which do it by `report: true`: `with RunRecorder(engine, "runs/first") as run:`
     around the loop, and `run.log({"loss": ...})` where a loss is known.
@@ -231,7 +231,7 @@ class RunRecorder:
         self.end("finished" if error is None else in_one_line(error))
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Adds what a script or Trainer logs: the numbers among `values`."""
+        """Adds the numbers among `values`, from a script or Trainer."""
         if not self.is_open:
             return
         numbers = {name: _number(value) for name, value in values.items()}
@@ -251,13 +251,13 @@ class RunRecorder:
             self._write("stall", self.step, seconds=round(seconds, 4), what=what, **where)
 
     def go_on_from(self, folder: Path) -> None:
-        """Counts steps on from those behind which this log says that `folder` was saved, if it does."""
+        """Continues the count of steps behind the save of `folder`, if this log has it."""
         saved, lines = str(folder.resolve()), read_lines(self.folder)
         found = [line["step"] for _, line in lines if line is not None and line.get("folder") == saved]
         self.step = found[-1] if found else self.step
 
     def figures(self) -> dict[str, float]:
-        """What a step has taken on average since this was last asked, as `zero/...`; empty without a step since."""
+        """Returns the mean figures of a step since the last call, as `zero/...`; empty without a step since."""
         (before, sent_before), now = self._shown, self._counts.totals
         steps, seconds, ranks = now.steps - before.steps, now.seconds - before.seconds, self._engine.groups.world_size
         if not steps or seconds <= 0:
@@ -428,13 +428,13 @@ class RunRecorder:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's class, and the first line of what it says."""
+    """Returns an error's class, and the first line of its text."""
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _loss_in(outputs: object) -> torch.Tensor | None:
-    """The scalar that a model of transformers, or one that returns its loss alone, has given."""
+    """Finds the scalar loss in a model's output: of transformers, or of a model that returns the loss alone."""
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
     return found.detach() if isinstance(found, torch.Tensor) and found.numel() == 1 else None
 

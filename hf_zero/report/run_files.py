@@ -39,7 +39,7 @@ _LONGEST_TEXT = 2000
 
 
 class LogFile:
-    """Appends to the log in a folder, which is made if it is missing.
+    """Appends to the log in a folder, and makes the folder if need be.
 
     Each line goes to the system at once: a process that is killed leaves all of them but perhaps a part of the last. Where one
     cannot be written, as on a full disk, that is said once and no more are: training goes on.
@@ -74,7 +74,7 @@ class LogFile:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: numbers that are not finite, and objects, as text."""
+    """Converts a value for JSON: numbers that are not finite, and objects, become text."""
     if isinstance(value, bool) or value is None or isinstance(value, int | str):
         return value
     if isinstance(value, float):
@@ -87,7 +87,7 @@ def plain(value: Any) -> Any:
 
 
 def read_lines(folder: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The lines of the log in a folder with their numbers, from 1; None for one that is no line of ours, or is cut off."""
+    """Yields the lines of the log in a folder with their numbers, from 1; None for a foreign or cut line."""
     with (folder / LOG_NAME).open("rb") as file:
         for number, text in enumerate(file, 1):
             if text.strip():
@@ -167,7 +167,7 @@ class RunLines:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a line can be calculated with, be it finite or not."""
+    """Whether a value of a line is a number, finite or not."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
@@ -281,7 +281,7 @@ def _checked(line: Line) -> Line:
 
 
 def _begin(run: RunLines, start: Line) -> None:
-    """A run that begins anew replaces what was there; one that goes on, what came behind the step that it goes on from."""
+    """Clears the log: all of it for a new run, the lines behind the starting step for a resumed one."""
     step = start["step"]
     last = max((line["step"] for line in run.steps), default=0)
     if step == 0 and run.starts:

@@ -57,7 +57,7 @@ def on_accelerator(run: RunLines) -> bool:
 
 
 def time_section(run: RunLines) -> Section | None:
-    """Seconds of the whole run by what was done."""
+    """Shows the seconds of the whole run by kind of work."""
     if not run.steps:
         return None
     sums = {
@@ -165,7 +165,7 @@ def _spans(value: Any, seconds: float) -> list[tuple[str, float, float]]:
 
 
 def _is_agreement(kind: str) -> bool:
-    """Whether ranks only told each other a number: what takes time then is that one waits for another."""
+    """Whether ranks only exchanged a number: the time of that is one rank waiting for another."""
     return kind.startswith("agreement")
 
 
@@ -174,7 +174,7 @@ def _first(kind: str, *spans: Sequence[tuple[str, float, float]]) -> float:
 
 
 def _covered(spans: Sequence[tuple[str, float, float]]) -> float:
-    """Seconds in which there is at least one of the spans."""
+    """Returns the seconds that are in at least one of the spans."""
     total, reached = 0.0, 0.0
     for _, start, end in sorted(spans, key=lambda span: span[1]):
         total += max(0.0, end - max(start, reached))
@@ -345,7 +345,7 @@ def _not_finite(run: RunLines) -> list[str]:
 
 
 def _is_lost(value: object) -> bool:
-    """Whether a loss is NaN, infinite, or so large that nothing can be calculated with it."""
+    """Whether a loss is NaN, infinite, or too large for arithmetic."""
     return isinstance(value, float) and not is_finite(value) and not abs(value) < 1
 
 
@@ -427,7 +427,7 @@ _YEAR_9999_S = 2.5e11
 
 
 def make_report(folder: Path) -> Report:
-    """What the folder of a run tells.
+    """Makes the report of a run's folder.
 
     Raises:
         ReportError: it has neither our log nor a trainer state.
@@ -459,7 +459,7 @@ def make_report(folder: Path) -> Report:
 
 
 def _title(run: RunLines) -> str:
-    """What was trained, how and when: reports of several runs are told apart by it."""
+    """Titles a report by model, settings and date, so that reports of several runs differ."""
     start = run.starts[-1] if run.starts else {}
     stage, ranks, begun_s = (start.get(name) for name in ("stage", "ranks", "time"))
     parts = [str(start["model"])] if start.get("model") else []

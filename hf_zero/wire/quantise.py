@@ -37,7 +37,7 @@ class Code(ABC):
 
     @abstractmethod
     def write(self, values: torch.Tensor, code_rows: torch.Tensor) -> None:
-        """Rounds to what can be written, to the nearest, ties to even, in place too, and writes it.
+        """Rounds to the nearest value of the code, ties to even, in place too, and writes the code.
 
         Args:
             values: (blocks, B) float32, from -largest to largest.
@@ -46,7 +46,7 @@ class Code(ABC):
 
     @abstractmethod
     def read(self, code_rows: torch.Tensor, values: torch.Tensor) -> None:
-        """What `write` has written, into `values`."""
+        """Reads the values of a code that `write` has written, into `values`."""
 
     def runs_triton(self, device: torch.device) -> bool:
         """Whether the Triton forms run on tensors of `device`."""
@@ -138,7 +138,7 @@ def in_scales(x, scale):
 
 @kernel
 def store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED: tl.constexpr):
-    """What writing `q` for `x` loses, or what there was where the block is not finite."""
+    """Stores the error of writing `q` for `x`; the former residual if the block is not finite."""
     kept = tl.where(scale < float("inf"), x - q * scale, old)
     tl.store(residual + offsets, rounded(kept, residual.dtype.element_ty, INTERPRETED), mask=mask)
 
@@ -155,7 +155,7 @@ def sum_of_bytes(
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Sums in rank order what codes of a byte each stand for; `codes` points to the type that they are."""
+    """Sums the values of one-byte codes in rank order; `codes` points to their type."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)[None, :]
     known = row < blocks
@@ -351,7 +351,7 @@ def quantise(
     format: BlockFormat,
     residual: torch.Tensor | None = None,
 ) -> None:
-    """Writes the codes and scales of `values + residual`, and into `residual` what they lose.
+    """Writes the codes and scales of `values + residual`, and the error into `residual`.
 
     Error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv 1901.09847): what
     is sent over many steps sums to the sum of the values, but for the last residual. In a block that is not finite the
@@ -383,7 +383,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, for
 
 
 def round_to_blocks(values: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
-    """Writes into `out`, like `values` or `values` itself, what comes out of them at the other end."""
+    """Writes into `out`, like `values` or `values` itself, the values that a receiver would dequantise."""
     codes = torch.empty(format.code_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     scales = torch.empty(format.blocks(values.numel()), dtype=torch.float32, device=values.device)
     quantise(values, codes, scales, format)
