@@ -424,9 +424,9 @@ class Bucket:
                         slot.sharded_gradient.refuse_if_spent()
                 elif not (self.rows_are_parameters or gradient is None or isinstance(gradient, ShardedGradient)):
                     raise ShardedGradientError(
-                        f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward has reduced "
-                        "into the ranks' shards. Let the gradient come from a backward (of a loss that has it as its gradient, "
-                        "if need be), or train at `stage: 0`, where `grad` is the reduced gradient itself."
+                        f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward "
+                        "has reduced. Let a backward compute the gradient, or train at `stage: 0`, where `grad` is "
+                        "the reduced gradient."
                     )
             # Before the step: else it starts from the master as it was, and undoes the script's edit.
             self.follow_edits()

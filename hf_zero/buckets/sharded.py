@@ -69,8 +69,9 @@ def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientErr
                 return None
             name = type(stepped).__name__
             return ShardedGradientError(
-                f"hf_zero: {name}.step() reaches parameters that the engine trains, and this {name} was not prepared. Build the "
-                "optimizer before accelerator.prepare(model, optimizer), and step the one that prepare returns."
+                f"hf_zero: {name}.step() reaches parameters that the engine trains, and this {name} was not "
+                "prepared. Build the optimizer before accelerator.prepare(model, optimizer), and step the one that "
+                "prepare returns."
             )
         frame = frame.f_back
     return None
@@ -163,10 +164,9 @@ class ShardedGradient(torch.Tensor):
 
     def _unreadable(self, operation: object) -> ShardedGradientError:
         return unprepared_step(lambda parameter: parameter.grad is self) or ShardedGradientError(
-            f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor change it "
-            "here. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to "
-            "look at it, call engine.full_grad(parameter) on all ranks; to forget it, optimizer.zero_grad(). The model is not to "
-            "be wrapped in DistributedDataParallel as well."
+            f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor "
+            "change it here. Call accelerator.clip_grad_norm_ to clip, engine.full_grad(parameter) to read, "
+            "optimizer.zero_grad() to forget; do not wrap in DDP."
         )
 
     @classmethod
@@ -201,11 +201,9 @@ class RowGradient(Disguised):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in _NORMS:
             raise ShardedGradientError(
-                f"hf_zero: `{func.__name__}` of a gradient in optimizer.param_groups, which holds this rank's part of each "
-                "parameter, is the norm of that part: torch.nn.utils.clip_grad_norm_ over a group would clip by another number "
-                "on each rank. To clip, call accelerator.clip_grad_norm_(model.parameters(), ...) or "
-                "engine.clip_grad_norm_(max_norm, parameters=...) on all ranks; to look at a whole gradient, "
-                "engine.full_grad(parameter)."
+                f"hf_zero: `{func.__name__}` of a gradient in optimizer.param_groups is the norm of this rank's part "
+                "only. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ on all ranks; for a "
+                "whole gradient, engine.full_grad(parameter)."
             )
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         return result.as_subclass(cls) if func in ALIASING else result
@@ -402,10 +400,9 @@ def are_hidden(parameter: torch.Tensor) -> bool:
 def unreadable(name: str, operation: str) -> ShardedParametersError:
     """Makes the error for touching values of a sharded parameter outside of a collective place."""
     return ShardedParametersError(
-        f"hf_zero: {operation} needs the values of {name}, which is sharded over the ranks (stage 3): no rank has all of it now. "
-        "Do it on every rank inside `with hf_zero.gathered(model):` (a part of the model or a few parameters take less memory), "
-        "and with `writeback=True` if it edits them; or read model.state_dict(), on every rank. After training, "
-        "hf_zero.engine_of(model).close(), on every rank, makes an ordinary model of it."
+        f"hf_zero: {operation} needs the values of {name}, which is sharded over the ranks (stage 3): no rank has "
+        "all of it now. Use `with hf_zero.gathered(model):` on every rank (to edit, `writeback=True`), or "
+        "model.state_dict()."
     )
 
 

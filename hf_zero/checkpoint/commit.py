@@ -472,7 +472,9 @@ class Background:
     def start(self, job: Callable[[], None]) -> None:
         """Starts `job`; the one before must have been finished."""
         if self._thread is not None:
-            raise AssertionError("hf_zero: a save was started before the last one was finished; please report this")
+            raise AssertionError(
+                "hf_zero: bug: a save was started before the last one was finished. Open an issue with this traceback."
+            )
 
         def run() -> None:
             try:

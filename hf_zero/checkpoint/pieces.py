@@ -121,7 +121,9 @@ class _Way:
         if self._free:
             return self._free.pop()
         if self._buffers == BUFFERS:
-            raise AssertionError(f"hf_zero: more than {BUFFERS} copies of a save are under way; please report this")
+            raise AssertionError(
+                f"hf_zero: bug: more than {BUFFERS} copies of a save are under way. Open an issue with this traceback."
+            )
         self._buffers += 1
         return pinned(self._nbytes, self._device)
 

@@ -97,9 +97,9 @@ def _plain(value: Any, key: str) -> Any:
         return {name: _plain(each, key) for name, each in value.items()}
     what = f"tensor of {value.numel()} numbers" if torch.is_tensor(value) else type(value).__name__
     raise CheckpointError(
-        f"hf_zero: the optimizer has a {what} as the setting {key!r} of a parameter group, and only numbers, strings, True, "
-        "False, None, tensors of one number, and lists and dicts of these can be saved. Keep it outside of `param_groups`, or "
-        "train without checkpoints."
+        f"hf_zero: the optimizer's group setting {key!r} is a {what}, which cannot be saved; allowed: numbers, "
+        "strings, booleans, None, and lists and dicts of these. Keep it outside of `param_groups`, or train without "
+        "checkpoints."
     )
 
 

@@ -215,10 +215,10 @@ class Control:
         # Before the bytes are unpickled: they belong to another exchange.
         if theirs != name or count != own_count:
             raise CommunicationError(
-                f"hf_zero: the ranks came to different collectives: rank {self._ranks[self._place]} to the "
-                f"{name.decode(errors='replace')} ({script_line()[0]}), and rank {self._ranks[place]} to the "
-                f"{theirs.decode(errors='replace')}. Each is collective: call it on every rank, in the same order, outside of "
-                "`if is_main_process`."
+                f"hf_zero: the ranks called different collectives: rank {self._ranks[self._place]} the "
+                f"{name.decode(errors='replace')} ({script_line()[0]}), rank {self._ranks[place]} the "
+                f"{theirs.decode(errors='replace')}. Call each on every rank, in one order, outside of `if "
+                "is_main_process`."
             )
         # Values in the wrong layer raise no error by themselves: this is the only place that notices.
         if order != own_order and self._ranks[place] in self._order.ranks:

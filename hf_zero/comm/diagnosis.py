@@ -12,8 +12,8 @@ from .whereabouts import Whereabouts, in_brackets, script_frame
 _GATHERS, _OF_A_PASS = "all-gather parameters", ("forward", "backward", "evaluate")
 """Of a layer at stage 3: below it, parameters are gathered behind the step."""
 OTHER_LAYERS = (
-    "The ranks run different layers (LayerDrop, a branch, a forward on some ranks only). Keep those that some ranks leave out "
-    "whole (`persist_below_numel` above their sizes, or `unit_modules` that names the others), or train at `stage: 2`."
+    "The ranks run different layers (LayerDrop, a branch, a forward on some ranks only). Keep layers that some "
+    "ranks leave out whole (`persist_below_numel`), name the others in `unit_modules`, or train at `stage: 2`."
 )
 _LISTED = 8
 _DETAILED = 2
@@ -220,25 +220,24 @@ class Verdict:
             each = self.absences.get(rank)
             if each is not None and each.has_left and each.words is None:
                 return (
-                    f"Rank {rank} came to its end while rank {self.rank} goes on: the ranks have different numbers of batches or "
-                    "steps, or a `break` or `sys.exit` that not all of them come to. Give every rank as many batches "
-                    "(accelerate's even_batches=True, its default; drop_last=True) and end the loop on all ranks at one step."
+                    f"Rank {rank} came to its end while rank {self.rank} goes on: the ranks have different numbers "
+                    "of batches or steps. Give every rank as many (accelerate's even_batches=True), and `break` on "
+                    "all ranks at one step."
                 )
         if self._other_layers:
             return OTHER_LAYERS
         if self.others_apart:
             return (
-                "Some ranks have made a call that the others have not made: a forward, a save, a look at parameters, a step. "
-                "What is collective has to be called on every rank in the same order, outside of `if is_main_process`."
+                "Some ranks have made a call that the others have not made: a forward, a save, a look at "
+                "parameters, a step. Make it on every rank in the same order, outside of `if is_main_process`."
             )
         for rank in self.culprits:
             each = self.absences.get(rank)
             if each is not None and not each.is_over and each.where is not None:
                 return (
-                    f"Rank {rank} is elsewhere. Where it only takes its time, set a larger `comm.late_s` (0: never late; "
-                    "`comm.timeout_s` is the last limit). Otherwise one of the two makes a call that the other does not make: "
-                    "what is collective has to be called on every rank, outside of `if is_main_process`, and every rank has to "
-                    "take as many steps."
+                    f"Rank {rank} is elsewhere. If it is only slow, set a larger `comm.late_s` (0: never late). Else "
+                    "one rank makes a call that another does not: call collectives on every rank, outside of `if "
+                    "is_main_process`."
                 )
         first = _ranks(self.culprits) if self.culprits else "the first rank that stopped"
         if any(rank in self.absences and self.absences[rank].is_over for rank in self.culprits):

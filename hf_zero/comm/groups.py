@@ -335,7 +335,8 @@ class Groups:
         """Returns `control`, which groups of several ranks have."""
         if self.control is None:
             raise AssertionError(
-                f"hf_zero: ranks of the backend {self.backend} have no control group; please report this"
+                f"hf_zero: bug: ranks of the backend {self.backend} have no control group. Open an issue with this "
+                "traceback."
             )
         return self.control
 
@@ -498,9 +499,9 @@ def _within_nodes(shards: Sequence[Sequence[int]], nodes: Sequence[int]) -> list
     sizes = {len(ranks) for ranks in found}
     if len(sizes) > 1 or 1 in sizes or len(found) == len(shards):
         raise ConfigError(
-            "hf_zero config: `comm.secondary_shard: node` needs shard groups that span nodes of two or more ranks each, as many "
-            f"on each; here the nodes of a shard group hold {', '.join(str(len(ranks)) for ranks in found)}. Say which ranks are "
-            "on one node with `comm.node_size`, or leave it at none."
+            "hf_zero config: `comm.secondary_shard: node` needs several nodes with equally many ranks, two or more; "
+            f"the nodes of a shard group have {', '.join(str(len(ranks)) for ranks in found)}. Set `comm.node_size`, "
+            "or leave the setting at none."
         )
     return found
 
@@ -527,7 +528,9 @@ def _make(
         if rank in ranks:
             own = RankGroup(ranks=ranks, place=ranks.index(rank), handle=handle)
     if own is None:
-        raise AssertionError(f"hf_zero: rank {rank} is in none of the groups {groups}; please report this")
+        raise AssertionError(
+            f"hf_zero: bug: rank {rank} is in none of the groups {groups}. Open an issue with this traceback."
+        )
     return own
 
 

@@ -392,9 +392,9 @@ class ModelCopies:
         ranks = [rank for copy in copies for rank in copy]
         if sorted(ranks) != list(range(len(everyone))) or len({len(copy) for copy in copies}) > 1:
             raise ConfigError(
-                f"hf_zero: the model is split over the ranks {[list(copy) for copy in copies]}; each of the {len(everyone)} "
-                "ranks of this run has to be in one of these sets, and all sets have to be of one size. Load the model on all "
-                "ranks with the same tp_size and ep_size."
+                f"hf_zero: the model is split over the ranks {[list(copy) for copy in copies]}; allowed: sets of one "
+                f"size that have each of the {len(everyone)} ranks once. Load it with the same tp_size and ep_size "
+                "on all ranks."
             )
         alike = tuple(tuple(sorted(members)) for members in zip(*copies))
         return cls(copies=copies, alike=alike)

@@ -321,9 +321,9 @@ def refuse_files_of_others(settings: Mapping[Any, Any], where: str) -> None:
         raise ConfigError(_instead_of_deepspeed(settings, where))
     if any(key in settings for key in _OF_ACCELERATE):
         raise ConfigError(
-            f"hf_zero config: {cut(where)} is a config of `accelerate launch`, not of hf_zero. Give it to `accelerate launch "
-            "--config_file`, with a distributed_type of MULTI_GPU and without fsdp_config and deepspeed_config, and give hf_zero "
-            "a stage, settings such as stage=2,offload.optimizer=cpu, or a YAML file (`hf-zero migrate` makes one of it)."
+            f"hf_zero config: {cut(where)} is a config of `accelerate launch`, not of hf_zero. Pass it to "
+            "`accelerate launch --config_file`, and give hf_zero a stage, settings such as "
+            "stage=2,offload.optimizer=cpu, or a YAML file of its own."
         )
 
 

@@ -81,7 +81,9 @@ class OffloadConfig:
     def files_folder(self) -> Path:
         """`nvme_path`, without which nothing is kept in files."""
         if self.nvme_path is None:
-            raise AssertionError("hf_zero: files are wanted, and there is no `offload.nvme_path`; please report this")
+            raise AssertionError(
+                "hf_zero: bug: files are needed without an `offload.nvme_path`. Open an issue with this traceback."
+            )
         return Path(self.nvme_path)
 
     @property
@@ -143,7 +145,10 @@ class CommConfig:
     def limit_s(self) -> float:
         """Returns `timeout_s` in seconds, once the process group has resolved `auto`; see `Groups.create`."""
         if self.timeout_s == AUTO:
-            raise AssertionError("hf_zero: `comm.timeout_s: auto` was read before it was resolved; please report this")
+            raise AssertionError(
+                "hf_zero: bug: `comm.timeout_s: auto` was read before it was resolved. Open an "
+                "issue with this traceback."
+            )
         return float(self.timeout_s)
 
     @property

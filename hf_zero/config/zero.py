@@ -218,9 +218,9 @@ class ZeroConfig:
                 )
         if self.offload.moves_params and self.stage < 3:
             raise ConfigError(
-                f"hf_zero config: `offload.params: {self.offload.params}` is of stage 3, where a layer's parameters are fetched "
-                f"for its forward and its backward (stage is {self.stage}: parameters stay whole on the training device). Set "
-                "`stage: 3`, which also fits one rank, or leave it out; `offload.optimizer` moves state at every stage."
+                f"hf_zero config: `offload.params: {self.offload.params}` is of stage 3, and `stage` is "
+                f"{self.stage}, where parameters stay whole on the training device. Set `stage: 3`, or leave it out; "
+                "`offload.optimizer` moves state at every stage."
             )
 
     def _refuse_settings_of_shards(self) -> None:

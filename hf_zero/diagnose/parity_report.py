@@ -351,8 +351,8 @@ def _refuse_unlike(stock: Recording, engine: Recording) -> None:
     if stock.steps != engine.steps or shapes[0] != shapes[1]:
         raise ParityError(
             f"hf_zero parity: the runs went other ways: {stock.steps} and {engine.steps} optimizer steps, with "
-            f"{shapes[0][1]} and {shapes[1][1]} backwards in each step by rank. A script that is not seeded, or that stops by "
-            "its loss, cannot be compared."
+            f"{shapes[0][1]} and {shapes[1][1]} backwards in each step by rank. Seed the script, and let it stop by "
+            "steps, not by its loss."
         )
 
 

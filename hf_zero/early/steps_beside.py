@@ -353,7 +353,9 @@ class StepsBeside:
         buffers, shard = self._buffers, double.state.shard
         buffer = buffers.get()
         if self._files is None or shard is None:
-            raise AssertionError("hf_zero: a bucket without a file was to be stepped in one; please report this")
+            raise AssertionError(
+                "hf_zero: bug: a bucket without a file was to be stepped in one. Open an issue with this traceback."
+            )
         if buffer is None:
             buffer = self._files.window.make_buffer(self._largest)
         try:

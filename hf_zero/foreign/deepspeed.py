@@ -278,10 +278,9 @@ class DeepSpeedCheckpoint(ForeignCheckpoint):
                     there = value.numel() if isinstance(value, torch.Tensor) else 0
                     if there < run.start + run.interval.numel:
                         raise CheckpointError(
-                            f"hf_zero: {self.folder} ({self.origin}): rank {run.rank} has {there} elements of {kind} in bank "
-                            f"{run.bank}, and {name!r} needs {run.start + run.interval.numel}. State offloaded to NVMe and "
-                            "compressed optimizers are not covered; otherwise the file is damaged, resume from another "
-                            "checkpoint."
+                            f"hf_zero: {self.folder} ({self.origin}): rank {run.rank} has {there} elements of {kind} "
+                            f"in bank {run.bank}, and {name!r} needs {run.start + run.interval.numel}. NVMe state "
+                            "and compressed optimizers are not covered; else resume from an undamaged checkpoint."
                         )
 
 

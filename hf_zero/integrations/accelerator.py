@@ -255,9 +255,9 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if self._models:
             self._forget(None, [optimizer])
             raise ValueError(
-                f"hf_zero: {type(optimizer).__name__} holds none of the parameters of the prepared models, so it would train "
-                "nothing. Build it from the model that you prepare, after any step that replaces parameters "
-                "(resize_token_embeddings, get_peft_model), and prepare the model with it or before it."
+                f"hf_zero: {type(optimizer).__name__} holds none of the parameters of the prepared models, so it "
+                "would train nothing. Build it from the prepared model, after steps that replace parameters "
+                "(resize_token_embeddings, get_peft_model)."
             )
 
     # ---- a step ----
@@ -480,9 +480,9 @@ def _refuse_compiled(accelerator: Accelerator, model: nn.Module) -> None:
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO or is_compiled(model):
         raise ConfigError(
-            "hf_zero: stage 3 gathers parameters from hooks around each layer, which a compiled model would trace. Compile what "
-            "is inside the layers instead, `for layer in layers: layer.forward = torch.compile(layer.forward)`, and leave "
-            "torch_compile / dynamo_backend off; or use stage 2, which trains compiled models."
+            "hf_zero: stage 3 gathers parameters from hooks around each layer, which a compiled model would trace. "
+            "Compile inside the layers (`layer.forward = torch.compile(layer.forward)`) with torch_compile / "
+            "dynamo_backend off, or use stage 2."
         )
 
 

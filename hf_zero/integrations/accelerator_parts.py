@@ -75,9 +75,9 @@ def _refuse_local_sgd(caller: FrameType) -> None:
         return
     asked = getattr(caller.f_locals.get("self"), "local_sgd_steps", "N")
     raise NotImplementedError(
-        f"hf_zero: LocalSGD(local_sgd_steps={asked}) lets each rank step a whole model by itself and then averages them, "
-        f"and here the ranks share one optimizer's state. Set `comm.sync_every: {asked}` in hf_zero's config, which does the "
-        "like with groups of ranks, and leave LocalSGD out or pass it enabled=False."
+        f"hf_zero: LocalSGD(local_sgd_steps={asked}) steps a whole model on each rank, and here the ranks share one "
+        f"optimizer's state. Set `comm.sync_every: {asked}` in hf_zero's config, and leave LocalSGD out or pass it "
+        "enabled=False."
     )
 
 

@@ -155,9 +155,9 @@ def refuse_split_models(parallelism: ParallelismConfig) -> None:
 def _refuse_split(name: str, value: str) -> None:
     if value not in ("", "1", "None"):
         raise ConfigError(
-            f"hf_zero: {name} is {value}: accelerate is to split the model or its batches over ranks in a way of its own. Two "
-            "engines cannot own one model. Leave it at 1; `comm.shard_group_size` is how many ranks share one copy of the state, "
-            "and ZeroPlugin(tp_size=...) is of models that tensor parallelism has split."
+            f"hf_zero: {name} is {value}: accelerate would split the model or its batches itself. Two engines cannot "
+            "own one model. Leave it at 1; see `comm.shard_group_size`, and ZeroPlugin(tp_size=...) for tensor "
+            "parallel models."
         )
 
 
@@ -192,11 +192,9 @@ def check_environment(accelerator: Accelerator) -> None:
     asked = _ranks_asked_for()
     if asked is not None and asked != accelerator.num_processes:
         raise ConfigError(
-            f"hf_zero: {asked} processes were asked for, and accelerate counts {accelerator.num_processes} in each of them, so "
-            "data and state would not be split. `accelerate launch --cpu --num_processes N` starts a single process, and ranks "
-            "on a machine without a GPU find each other only with ACCELERATE_USE_CPU=true. For N ranks on CPU: "
-            "`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N --num_machines 1 script.py` or "
-            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node N script.py`."
+            f"hf_zero: {asked} processes were asked for, and accelerate counts {accelerator.num_processes} in each "
+            "of them, so data and state would not be split. On CPU: `ACCELERATE_USE_CPU=true torchrun "
+            "--nproc_per_node N script.py`."
         )
 
 

@@ -52,10 +52,9 @@ def watch_for_steps_without(plugin: ParallelismConfig, config: ZeroConfig) -> St
         is_anothers = came_second and first is not None and first != config
         if is_without or is_anothers:
             raise ConfigError(
-                f"hf_zero: {type(optimizer).__name__} steps, and a ZeroPlugin for stage {config.stage} was installed nowhere: "
-                f"accelerate takes what the first Accelerator of a process was given ({_named(first)}) for all of them, and "
-                "ignores the plugin of a later one. Call plugin.attach(accelerator) before accelerator.prepare, or "
-                "pass ZeroCallback to the Trainer; or give the plugin to the first."
+                f"hf_zero: {type(optimizer).__name__} steps, and a ZeroPlugin for stage {config.stage} was installed "
+                f"nowhere: accelerate takes what the first Accelerator was given ({_named(first)}). Call "
+                "plugin.attach(accelerator) before prepare, or pass ZeroCallback to the Trainer."
             )
         # An equal plugin does as well.
         return came_second and first == config

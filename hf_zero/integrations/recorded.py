@@ -119,9 +119,9 @@ def recording(folder: Path, steps: int) -> Iterator[None]:
         found = list(dict.fromkeys(a.unwrap_model(model, keep_torch_compile=False) for a, model in prepared))
         for model in filter(is_split, found):
             raise ParityError(
-                f"hf_zero parity: {type(model).__name__} is split over ranks (tensor or expert parallel), and a script is "
-                "compared with DDP, which holds whole models. Call hf_zero.parity(model, batches, config) in a script under "
-                "torchrun: it compares with a plain all-reduce over the copies."
+                f"hf_zero parity: {type(model).__name__} is split over ranks (tensor or expert parallel), and a "
+                "script is compared with DDP, which holds whole models. Call hf_zero.parity(model, batches, config) "
+                "in a script under torchrun."
             )
         return found
 

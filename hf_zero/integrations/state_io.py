@@ -326,9 +326,9 @@ def _refuse_namesake(name: str, saved: dict[str, Any], group: dict[str, Any], fo
     if differing is not None:
         there, here = differing
         raise CheckpointError(
-            f"hf_zero: {folder} was made with another optimizer that is called {name}: it has the setting {there!r}, which this "
-            f"run's has not, and this run's has {here!r}. Resume with the optimizer of the same package, or start afresh from "
-            "the saved model."
+            f"hf_zero: {folder} was made with another optimizer that is called {name}: it has the setting {there!r}, "
+            f"and this run's has {here!r}. Resume with the same package's optimizer, or start afresh from the saved "
+            "model."
         )
 
 

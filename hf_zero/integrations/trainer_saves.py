@@ -248,8 +248,8 @@ class CheckpointSaver:
         if is_hf and not disk.is_of_all and not self._trainer.args.save_on_each_node:
             raise CheckpointError(
                 f"hf_zero: only ranks {list(disk.ranks)} of {disk.world_size} see the same output_dir "
-                f"{self._trainer.args.output_dir!r} as rank {disk.rank}, and all write into one weights file there. Give all "
-                "hosts one folder, or set `checkpoint.layout: sharded`, which keeps each rank's part on its own host's disk"
+                f"{self._trainer.args.output_dir!r} as rank {disk.rank}, and all write one weights file. Give all "
+                "hosts one folder, or set `checkpoint.layout: sharded`"
                 + (", without `checkpoint.full_every`." if settings.full_every else ".")
             )
         return HfLayout() if is_hf else ShardedLayout()

@@ -142,9 +142,9 @@ class JoinedRanks:
         joined = self._joined[place]
         if number != joined.forwards:
             raise RuntimeError(
-                "hf_zero: a backward inside join_uneven_inputs goes through more than one forward of a model. Ranks that have "
-                "run out of batches take part in one forward and its backward at a time. Make the batches even "
-                "(even_batches=True), or call the model once for each backward."
+                "hf_zero: a backward inside join_uneven_inputs goes through more than one forward of a model, which "
+                "ranks without batches cannot follow. Make the batches even (even_batches=True), or call the model "
+                "once for each backward."
             )
         self._tell(Event("backward", place, {"accumulates": joined.engine.is_accumulating}))
 

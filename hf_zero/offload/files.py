@@ -308,9 +308,9 @@ class StoredShard:
         if expected is not None and _sum_of(chunk) != expected:
             raise OffloadError(
                 errno.EIO,
-                f"hf_zero: {self.file.path}: the {chunk.nbytes} bytes at {begin} are not those that were written: the disk or "
-                "the way to it has changed them, or another process has. The state of this run is not whole any more: end it, "
-                "see to the disk, and resume from the last checkpoint.",
+                f"hf_zero: {self.file.path}: the {chunk.nbytes} bytes at {begin} are not those that were written: a "
+                "broken disk, or another process. The state of this run is not whole any more: resume from the last "
+                "checkpoint.",
             )
 
 

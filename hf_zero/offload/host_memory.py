@@ -43,9 +43,8 @@ def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int, setti
         return None
     return (
         f"hf_zero: `{setting}` needs {_gib(needed_bytes)} GiB of host memory for each of {ranks} ranks here, "
-        f"{_gib(needed_bytes * ranks)} GiB together, and {_gib(available_bytes)} GiB are available (the system's, or the "
-        "control group's if it is less). Give the job more memory, use more hosts, an optimizer with less state, `nvme` "
-        "in place of `cpu`, or leave it at `none`."
+        f"{_gib(needed_bytes * ranks)} GiB together, and {_gib(available_bytes)} GiB are available. Use more memory "
+        "or hosts, `nvme` in place of `cpu`, or `none`."
     )
 
 

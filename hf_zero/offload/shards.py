@@ -141,7 +141,9 @@ class FileShard(ParameterShard):
     @property
     def _file(self) -> StoredShard:
         if self._stored is None:
-            raise AssertionError("hf_zero: a shard is looked for in its file before it has one; please report this")
+            raise AssertionError(
+                "hf_zero: bug: a shard was read from its file before it had one. Open an issue with this traceback."
+            )
         return self._stored
 
     def _start_read(self) -> Future[torch.Tensor]:

@@ -62,9 +62,9 @@ class RunFolder:
             self.path, lock = _new_folder(parent.absolute())
         except OSError as error:
             raise ConfigError(
-                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, in which no folder could be made for this run: "
-                f"{error}. "
-                "The system's own folders (/proc, /sys) and read-only disks take no files. Name a folder on a local NVMe disk."
+                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, in which no folder could be made for this "
+                f"run: {error}. Name a folder on a writable local NVMe disk, and none of the system's own (/proc, "
+                "/sys)."
             ) from error
         # Of multiprocessing, since it also runs at the end of processes that multiprocessing started, which skip atexit; a
         # process forked from this one (a DataLoader's worker) has the object, and not the folder.

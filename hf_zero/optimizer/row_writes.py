@@ -46,9 +46,9 @@ class TrainModes:
         name = type(optimizer).__name__
         if self._names and not is_possible:
             raise ValueError(
-                f"hf_zero: the optimizer {name} writes to the parameters in its {self._names[0]}(), so they and its state have "
-                "to be in memory between steps. Take `offload.optimizer: nvme`, `moments: 8bit` and "
-                "`rounding: stochastic` out of the settings (`offload.optimizer: cpu` is possible), or use another optimizer."
+                f"hf_zero: the optimizer {name} writes to the parameters in its {self._names[0]}(), so they and its "
+                "state must stay in memory. Leave out `offload.optimizer: nvme`, `moments: 8bit` and `rounding: "
+                "stochastic`, or use another optimizer."
             )
         for each in self._names:
             setattr(optimizer, each, _sending(f"{name}.{each}()", getattr(optimizer, each), writing))
@@ -130,10 +130,9 @@ class RowWrites:
                 names = [row.slot.name for row in bucket.rows]
                 more = f" and {len(names) - 1} other parameters of its bucket" if len(names) > 1 else ""
                 raise RuntimeError(
-                    f"hf_zero: {doing}, and what optimizer.param_groups holds of {names[0]}{more} has been written to since "
-                    "the last optimizer.step(). This rank's optimizer holds its own part of the parameters, so that the other "
-                    "ranks have not seen the write. Call `engine_of(model).synchronise()` on all ranks after such a write, or "
-                    "write to `model.parameters()`, the same on every rank."
+                    f"hf_zero: {doing}, and what optimizer.param_groups holds of {names[0]}{more} has been written "
+                    "to since the last optimizer.step(), unseen by other ranks. Call "
+                    "`engine_of(model).synchronise()` on all ranks after such a write."
                 )
 
     @contextmanager

@@ -98,9 +98,9 @@ def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards
     scope = update_scope_of(optimizer)
     if scope is UpdateScope.MODEL and (shards > 1 or config.steps_by_bucket):
         raise ValueError(
-            f"hf_zero: the optimizer {name} updates a parameter by what other parameters are, and here only some of them are "
-            "stepped at a time. Set `stage: 0`, where each rank has all, without `offload.optimizer: nvme` and `rounding: "
-            "stochastic` and `moments: 8bit`, which step a bucket at a time; or use another optimizer."
+            f"hf_zero: the optimizer {name} updates a parameter by what other parameters are, and here only some are "
+            "stepped at a time. Set `stage: 0` without `offload.optimizer: nvme`, `rounding: stochastic`, `moments: "
+            "8bit`, or change the optimizer."
         )
     return scope is not UpdateScope.ELEMENT
 

@@ -150,7 +150,7 @@ def choose_config(
         dist.broadcast_object_list(answers, src=0, device=device if device.type == "cuda" else None)
     answer = answers[0]
     if answer is None:
-        raise AssertionError("hf_zero: rank 0 sent no choice; please report this")
+        raise AssertionError("hf_zero: bug: rank 0 sent no choice. Open an issue with this traceback.")
     if answer.fault is not None and answer.rejected is not None:
         raise NothingFitsError(answer.fault, answer.rejected)
     if answer.fault is not None:

@@ -252,8 +252,8 @@ def read_run(folder: Path) -> RunLines:
     if state is None:
         why = "holds no line that can be read" if log.is_file() else "is not there"
         raise ReportError(
-            f"hf_zero: {folder} has nothing to report on: {LOG_NAME} {why}, and there is no {STATE_NAME}, here or in a "
-            "checkpoint-N. Give the output_dir of a run, or the folder that a run with `report: true` wrote its log to."
+            f"hf_zero: {folder} has nothing to report on: {LOG_NAME} {why}, and there is no {STATE_NAME}, here or in "
+            "a checkpoint-N. Give a run's output_dir, or the folder of a log of `report: true`."
         )
     return _of_state(folder, state)
 

@@ -256,7 +256,7 @@ def test_secondary_shards_without_a_node_to_keep_them_in_are_refused():
 
 def refuses_one_node(rank: int, world_size: int) -> None:
     for size in (1, 2):
-        with pytest.raises(ConfigError, match=r"needs shard groups that span nodes of two or more ranks each"):
+        with pytest.raises(ConfigError, match=r"needs several nodes with equally many ranks, two or more"):
             model = torch.nn.Linear(4, 4)
             comm = {"secondary_shard": "node", "node_size": size}
             ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], {"stage": 3, "comm": comm})
