@@ -19,13 +19,13 @@ from hf_zero.integrations.weights import consolidate
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     save_models(folder)
     return folder
 
 
-def engine_of(job: SplitJob, lr: float = 1e-2):
+def trained_engine(job: SplitJob, lr: float = 1e-2):
     model = load(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     return model, optimizer, ZeroEngine(model, [optimizer], job.settings)
@@ -55,7 +55,7 @@ def moments(engine, model) -> dict[str, np.ndarray]:
 
 def save(rank: int, world_size: int, job: SplitJob, checkpoint: Path, resumed: Path | None = None) -> dict:
     """Trains, saves, and returns everything that a checkpoint keeps; with `resumed`, that is what is saved."""
-    model, optimizer, engine = engine_of(job)
+    model, optimizer, engine = trained_engine(job)
     if resumed is None:
         run_step(job, model, optimizer, engine)
     else:

@@ -14,8 +14,8 @@ from peft import (
     get_peft_model,
     get_peft_model_state_dict,
 )
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from shared_ranks import on_ranks
 from told import tell, wait_until_told
 from torch import nn
 from trainer_job import as_launched, make_trainer
@@ -51,24 +51,6 @@ def with_prompt_encoder(model: nn.Module) -> nn.Module:
     return get_peft_model(model, config)
 
 
-def saves_adapters(rank: int, world_size: int, folder: str, adapts: list) -> None:
-    as_launched(rank, world_size)
-    for adapt in adapts:
-        settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "dropout": 0.0, "logging_steps": 2}
-        saved = []
-        for name, door in (("ours", SHARDED), ("ddp", "ddp")):
-            output_dir = Path(folder) / adapt.__name__ / name
-            trainer = make_trainer(door, "bert", output_dir, adapt=WithRoom(adapt), **settings)
-            trainer.train()
-            trainer.save_model(str(output_dir / "end"))
-            trainer.accelerator.wait_for_everyone()
-            saved += [load_file(output_dir / last / "adapter_model.safetensors") for last in ("checkpoint-2", "end")]
-        *others, expected = saved
-        for found in others:
-            assert found.keys() == expected.keys(), adapt.__name__
-            assert all(torch.equal(found[name], expected[name]) for name in expected), adapt.__name__
-
-
 class WithRoom:
     """Adapts a model that has room for virtual tokens in front of its texts."""
 
@@ -88,10 +70,24 @@ class WithRoom:
         pytest.param([with_trained_tokens, with_prompt, with_prompt_encoder], id="others", marks=pytest.mark.slow),
     ],
 )
-def test_a_trainers_checkpoint_of_an_adapter_is_ddps_at_stage_3(tmp_path, adapts):
-    run_ranks(
-        saves_adapters, world_size=2, time_limit_s=150, keyword_arguments={"folder": str(tmp_path), "adapts": adapts}
-    )
+@on_ranks(2, time_limit_s=150)
+def test_a_trainers_checkpoint_of_an_adapter_is_ddps_at_stage_3(rank, world_size, tmp_path, adapts):
+    folder = str(tmp_path)
+    as_launched(rank, world_size)
+    for adapt in adapts:
+        settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "dropout": 0.0, "logging_steps": 2}
+        saved = []
+        for name, door in (("ours", SHARDED), ("ddp", "ddp")):
+            output_dir = Path(folder) / adapt.__name__ / name
+            trainer = make_trainer(door, "bert", output_dir, adapt=WithRoom(adapt), **settings)
+            trainer.train()
+            trainer.save_model(str(output_dir / "end"))
+            trainer.accelerator.wait_for_everyone()
+            saved += [load_file(output_dir / last / "adapter_model.safetensors") for last in ("checkpoint-2", "end")]
+        *others, expected = saved
+        for found in others:
+            assert found.keys() == expected.keys(), adapt.__name__
+            assert all(torch.equal(found[name], expected[name]) for name in expected), adapt.__name__
 
 
 # ---- subclasses of Trainer ----
@@ -117,7 +113,9 @@ class SavesByItself(Trainer):
             save_file(self.model.classifier.state_dict(), Path(output_dir) / "classifier.safetensors")
 
 
-def saves_parts(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2, time_limit_s=150)
+def test_a_trainer_that_saves_parts_of_its_model_by_itself_finds_their_values(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     for kind in (SavesParts, SavesByItself):
         for door in (SHARDED, "flag stage=2,comm.weights=int8"):
@@ -139,10 +137,6 @@ def saves_parts(rank: int, world_size: int, folder: str) -> None:
             assert not any(p.device.type == "meta" for p in trainer.model.parameters())
 
 
-def test_a_trainer_that_saves_parts_of_its_model_by_itself_finds_their_values(tmp_path):
-    run_ranks(saves_parts, world_size=2, time_limit_s=150, keyword_arguments={"folder": str(tmp_path)})
-
-
 # ---- plain loops ----
 
 
@@ -158,7 +152,9 @@ def with_a_step(accelerator: Accelerator, rank: int) -> nn.Module:
     return model
 
 
-def saves_in_a_loop(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_savers_of_a_plain_loop_find_the_values_of_an_adapters_modules(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     accelerator = make_accelerator("plugin stage=3")
     model = with_a_step(accelerator, rank)
@@ -206,11 +202,14 @@ def saves_in_a_loop(rank: int, world_size: int, folder: str) -> None:
     assert all(torch.equal(now[name], expected[name]) for name in expected)
 
 
-def test_savers_of_a_plain_loop_find_the_values_of_an_adapters_modules(tmp_path):
-    run_ranks(saves_in_a_loop, world_size=2, time_limit_s=100, keyword_arguments={"folder": str(tmp_path)})
-
-
-def saves_below_stage_3(rank: int, world_size: int, folder: str, door: str) -> None:
+@pytest.mark.parametrize(
+    "door", ["plugin stage=2,comm.weights=int8", "plugin stage=1,comm.sync_every=2,comm.shard_group_size=1"]
+)
+@on_ranks(2)
+def test_an_adapter_is_saved_by_the_documented_line_where_the_main_process_has_the_exact_weights(
+    rank, world_size, door, tmp_path
+):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     accelerator = make_accelerator(door)
     model = with_a_step(accelerator, rank)
@@ -225,16 +224,9 @@ def saves_below_stage_3(rank: int, world_size: int, folder: str, door: str) -> N
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    "door", ["plugin stage=2,comm.weights=int8", "plugin stage=1,comm.sync_every=2,comm.shard_group_size=1"]
-)
-def test_an_adapter_is_saved_by_the_documented_line_where_the_main_process_has_the_exact_weights(door, tmp_path):
-    run_ranks(
-        saves_below_stage_3, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path), "door": door}
-    )
-
-
-def saves_alone(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_save_pretrained_on_one_rank_alone_is_named_and_leaves_no_folder(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     accelerator = make_accelerator("plugin stage=3")
     model = gpt2()
@@ -249,7 +241,3 @@ def saves_alone(rank: int, world_size: int, folder: str) -> None:
         tell("the error")
     else:
         wait_until_told("the error")
-
-
-def test_save_pretrained_on_one_rank_alone_is_named_and_leaves_no_folder(tmp_path):
-    run_ranks(saves_alone, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})

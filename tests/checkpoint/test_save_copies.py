@@ -10,6 +10,7 @@ import pytest
 import standin_device
 import torch
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from standin_runs import EXACT, INEXACT, prepared, steps
 
 from hf_zero.checkpoint import pieces
@@ -74,7 +75,15 @@ def secure(live: LivePieces, *_: object) -> None:
     live.secure()
 
 
-def saves_beside_training(rank: int, world_size: int, library: Path, folder: str, name: str) -> None:
+SIDE = "an event of a side stream"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in MORE else n for n in SAVED])
+@on_ranks(1)
+def test_a_save_behind_training_has_the_bytes_of_the_moment_and_stops_no_queue(
+    rank, world_size, name, library, tmp_path
+):
+    folder = str(tmp_path)
     compiled = standin_device.register(library)
     in_small_parts()
     with standin_device.process_group(rank, world_size, folder):
@@ -101,15 +110,6 @@ def saves_beside_training(rank: int, world_size: int, library: Path, folder: str
                 assert waits_of(compiled, noted, saver) <= {SIDE}
         assert compiled.pinned() == pinned
         assert compiled.hazards() == []
-
-
-SIDE = "an event of a side stream"
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in MORE else n for n in SAVED])
-def test_a_save_behind_training_has_the_bytes_of_the_moment_and_stops_no_queue(name, library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path), "name": name}
-    run_ranks(saves_beside_training, world_size=1, time_limit_s=100, keyword_arguments=arguments)
 
 
 def saves_at_once(rank: int, world_size: int, library: Path, folder: str) -> tuple[set[str], int, int]:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import clean_state_dict_for_safetensors
 from launching import launch, launch_forked
-from ranks import run_ranks
 from safetensors.torch import load_file, load_model, save_file, save_model
+from shared_ranks import on_ranks
 from told import tell, wait_until_told
 from torch import nn
 from training import bert, bert_batch, gpt2, gpt2_batch
@@ -124,7 +124,13 @@ def sharded_and_whole(
     return models[0], models[1], engine
 
 
-def saves_whole_tensors(rank: int, world_size: int, folder: str) -> None:
+def slice_of(state: dict, prefix: str) -> dict:
+    return {name: value for name, value in state.items() if name.startswith(prefix)}
+
+
+@on_ranks(2)
+def test_state_dict_is_whole_on_every_rank_for_the_model_and_a_part_of_it(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     model, whole, _ = sharded_and_whole(rank, gpt2, gpt2_batch)
     state, expected = model.state_dict(), whole.state_dict()
     assert list(state) == list(expected)
@@ -154,15 +160,9 @@ def saves_whole_tensors(rank: int, world_size: int, folder: str) -> None:
     model(**gpt2_batch(torch.Generator(), 2)).loss.backward()
 
 
-def slice_of(state: dict, prefix: str) -> dict:
-    return {name: value for name, value in state.items() if name.startswith(prefix)}
-
-
-def test_state_dict_is_whole_on_every_rank_for_the_model_and_a_part_of_it(tmp_path):
-    run_ranks(saves_whole_tensors, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
-
-
-def saves_a_file(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_save_file_of_a_sharded_models_state_dict(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     model, whole, _ = sharded_and_whole(rank, bert, bert_batch)
     state = model.state_dict()
     save_file(state, f"{folder}/model-{rank}.safetensors")
@@ -172,11 +172,11 @@ def saves_a_file(rank: int, world_size: int, folder: str) -> None:
         torch.testing.assert_close(loaded[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_save_file_of_a_sharded_models_state_dict(tmp_path):
-    run_ranks(saves_a_file, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
-
-
-def some_ranks_save(rank: int, world_size: int, come: tuple[int, ...], folder: str) -> None:
+@pytest.mark.short_cells("(1, 2)")
+@pytest.mark.parametrize("come", [(0,), (1, 2)], ids=str)
+@on_ranks(3)
+def test_a_save_to_which_not_all_ranks_come_is_named_within_the_time_limit(rank, world_size, come, tmp_path):
+    folder = str(tmp_path)
     model = sharded_and_whole(rank, gpt2, gpt2_batch)[0]
     dist.barrier()
     if rank in come:
@@ -190,14 +190,9 @@ def some_ranks_save(rank: int, world_size: int, come: tuple[int, ...], folder: s
     wait_until_told(*(f"rank {each}'s error" for each in come))
 
 
-@pytest.mark.short_cells("(1, 2)")
-@pytest.mark.parametrize("come", [(0,), (1, 2)], ids=str)
-def test_a_save_to_which_not_all_ranks_come_is_named_within_the_time_limit(come, tmp_path):
-    arguments = {"come": come, "folder": str(tmp_path)}
-    run_ranks(some_ranks_save, world_size=3, time_limit_s=100, keyword_arguments=arguments)
-
-
-def one_rank_has_ended(rank: int, world_size: int, ends_first: bool) -> None:
+@pytest.mark.parametrize("ends_first", [True, False])
+@on_ranks(2)
+def test_ranks_that_have_ended_are_not_waited_for(rank, world_size, ends_first):
     model = sharded_and_whole(rank, gpt2, gpt2_batch, timeout_s=100)[0]
     process = [None] * world_size
     dist.all_gather_object(process, RankProcess())
@@ -213,12 +208,8 @@ def one_rank_has_ended(rank: int, world_size: int, ends_first: bool) -> None:
     assert waited < 60, f"waited {waited:.1f} s"
 
 
-@pytest.mark.parametrize("ends_first", [True, False])
-def test_ranks_that_have_ended_are_not_waited_for(ends_first):
-    run_ranks(one_rank_has_ended, world_size=2, time_limit_s=90, keyword_arguments={"ends_first": ends_first})
-
-
-def one_rank_leaves(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_are_about_to_end_are_not_waited_for(rank, world_size):
     model = sharded_and_whole(rank, gpt2, gpt2_batch, timeout_s=100)[0]
     if rank == 1:
         assert RankProcesses().leave(patience_s=0.2) == [0]
@@ -228,10 +219,6 @@ def one_rank_leaves(rank: int, world_size: int) -> None:
     # Both are alive all the time.
     dist.barrier()
     assert RankProcesses().leave(patience_s=50) == []
-
-
-def test_ranks_that_are_about_to_end_are_not_waited_for():
-    run_ranks(one_rank_leaves, world_size=2, time_limit_s=60)
 
 
 DONE_BY_ONE = """
@@ -295,14 +282,12 @@ def test_a_script_whose_main_process_goes_on_alone_ends_soon_and_says_why(start,
     assert "Exception ignored" not in result.stderr
 
 
-def gathered_and_saved_by_one(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_inside_gathered_one_rank_may_save_by_itself(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     model, _, _ = sharded_and_whole(rank, gpt2, gpt2_batch)
     with hf_zero.gathered(model):
         if rank == 0:
             model.save_pretrained(folder)
     state = model.state_dict()
     assert_equal(type(model).from_pretrained(folder).state_dict(), state)
-
-
-def test_inside_gathered_one_rank_may_save_by_itself(tmp_path):
-    run_ranks(gathered_and_saved_by_one, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})

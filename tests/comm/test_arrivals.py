@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fault_runs import why_no_namespaces
 from faulty_ranks import Namespaces
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_zero.comm import arrivals
@@ -40,7 +41,11 @@ def refusal(timeout_s: float = 1800.0) -> tuple[CommunicationError, float]:
     return caught.value, time.monotonic() - began_s
 
 
-def one_ends(rank: int, world_size: int, victim: int, when: str) -> None:
+@pytest.mark.parametrize(
+    ("victim", "when"), [(0, "before it comes"), (1, "before it comes"), (1, "once all are there")]
+)
+@on_ranks(3)
+def test_a_rank_that_ends_while_groups_are_made_ends_the_others_with_its_name(rank, world_size, victim, when):
     RankProcesses().register()
     dist.barrier()
     if rank == victim:
@@ -55,14 +60,9 @@ def one_ends(rank: int, world_size: int, victim: int, when: str) -> None:
     assert re.search(rf"ranks? .*\b{victim}\b.* ended", str(error)), error
 
 
-@pytest.mark.parametrize(
-    ("victim", "when"), [(0, "before it comes"), (1, "before it comes"), (1, "once all are there")]
-)
-def test_a_rank_that_ends_while_groups_are_made_ends_the_others_with_its_name(victim, when):
-    run_ranks(one_ends, world_size=3, time_limit_s=60, keyword_arguments={"victim": victim, "when": when})
-
-
-def one_is_late(rank: int, world_size: int, late: int) -> None:
+@pytest.mark.parametrize("late", [0, 2])
+@on_ranks(3)
+def test_a_rank_that_does_not_come_in_time_is_named_on_all_others(rank, world_size, late):
     if rank == late:
         # Not by a message: the one that gives up closes its connections.
         time.sleep(2)
@@ -74,27 +74,6 @@ def one_is_late(rank: int, world_size: int, late: int) -> None:
     assert f"rank {late} did not come within 1 s (`comm.timeout_s`)" in str(error)
     if rank == (1 if late == 0 else 0):
         assert f"waited 0 s for rank {late}." in said.write.call_args_list[0].args[0]
-
-
-@pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_that_does_not_come_in_time_is_named_on_all_others(late):
-    run_ranks(one_is_late, world_size=3, time_limit_s=60, keyword_arguments={"late": late})
-
-
-def comes_after_predecessors(rank: int, world_size: int) -> None:
-    processes = RankProcesses()
-    if rank == 0:
-        leave_traces_of_an_earlier_start()
-    dist.barrier()
-    for other in range(world_size):
-        assert processes.known(other) is None and not processes.has_gone(other)
-    dist.barrier()
-    for number in range(3):
-        # Each in turn is the one that the others wait for, longer than until they look for it.
-        if rank == number:
-            time.sleep(1)
-        await_all_ranks(20, number)
-        dist.barrier()
 
 
 def leave_traces_of_an_earlier_start() -> None:
@@ -113,8 +92,21 @@ def leave_traces_of_an_earlier_start() -> None:
         store.set(f"hf_zero/arrivals/{number}/word", json.dumps(word))
 
 
-def test_ranks_that_are_started_again_take_nothing_of_their_predecessors_in_the_store_for_each_other():
-    run_ranks(comes_after_predecessors, world_size=3, time_limit_s=60)
+@on_ranks(3)
+def test_ranks_that_are_started_again_take_nothing_of_their_predecessors_in_the_store_for_each_other(rank, world_size):
+    processes = RankProcesses()
+    if rank == 0:
+        leave_traces_of_an_earlier_start()
+    dist.barrier()
+    for other in range(world_size):
+        assert processes.known(other) is None and not processes.has_gone(other)
+    dist.barrier()
+    for number in range(3):
+        # Each in turn is the one that the others wait for, longer than until they look for it.
+        if rank == number:
+            time.sleep(1)
+        await_all_ranks(20, number)
+        dist.barrier()
 
 
 def is_slow_in_training(rank: int, world_size: int) -> float:

@@ -19,6 +19,7 @@ from harness import tcp_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankFailedError, run_ranks
+from shared_ranks import on_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
 
@@ -65,7 +66,10 @@ def test_sum_of_squares_to_the_seventh_digit(numel):
         assert torch.isnan(sum_of_squares(values))
 
 
-def both_transports(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", short_of([2, 3, 4], [2, 3]))
+@on_ranks()
+def test_both_transports_give_the_same(rank, world_size, dtype):
     groups = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
     numel = 640 * world_size
     mine = torch.arange(numel, dtype=torch.float32).to(dtype) * (rank + 1)
@@ -89,12 +93,6 @@ def both_transports(rank: int, world_size: int, dtype: torch.dtype) -> None:
             assert all((part == r + 1).all() for r, part in enumerate(gathered.chunk(world_size)))
         assert transport.exchange(rank) == list(range(world_size))
         assert transport.agree_max(torch.tensor([rank, 3]), LABEL).tolist() == [world_size - 1, max(3, world_size - 1)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", short_of([2, 3, 4], [2, 3]))
-def test_both_transports_give_the_same(world_size, dtype):
-    run_ranks(both_transports, world_size=world_size, time_limit_s=60, keyword_arguments={"dtype": dtype})
 
 
 def bytes_of_steps(rank: int, world_size: int, settings: dict, accumulation: int, steps: int) -> dict:
@@ -256,7 +254,8 @@ def test_every_rank_starts_from_rank_0s_parameters(stage):
     assert np.array_equal(first, torch.cat([p.detach().flatten() for p in gpt2().parameters()]).numpy())
 
 
-def drops_a_handle(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_is_under_way_when_an_engine_is_dropped_arrives_and_blocks_nothing(rank, world_size):
     groups = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
     transport = PointToPointTransport(groups, 30)
     label = Label(kind="all-gather parameters", subject="bucket 0")
@@ -275,11 +274,8 @@ def drops_a_handle(rank: int, world_size: int) -> None:
     assert flat[0] == 1 and flat[-1] == 2
 
 
-def test_what_is_under_way_when_an_engine_is_dropped_arrives_and_blocks_nothing():
-    run_ranks(drops_a_handle, world_size=2, time_limit_s=40)
-
-
-def gathers_in_another_order(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_gather_layers_of_equal_size_in_another_order_are_told_at_their_next_agreement(rank, world_size):
     groups = Groups.create(stage=3, device_type="cpu", comm=CommConfig())
     transport = CollectiveTransport(groups)
     labels = [Label(kind="all-gather parameters", subject=f"bucket {number}") for number in range(2)]
@@ -294,10 +290,6 @@ def gathers_in_another_order(rank: int, world_size: int) -> None:
         CommunicationError, match=rf"rank {rank} and rank {1 - rank} have gathered parameters in different"
     ):
         transport.agree_max(torch.ones(1), LABEL)
-
-
-def test_ranks_that_gather_layers_of_equal_size_in_another_order_are_told_at_their_next_agreement():
-    run_ranks(gathers_in_another_order, world_size=2, time_limit_s=60)
 
 
 GPUS = "cpu:gloo,cuda:nccl"
@@ -315,7 +307,8 @@ ASKED_FOR = [
 """Backends, stage, `comm`, and the groups that torch is asked for, none of them the default one: backend, options."""
 
 
-def groups_made(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_an_accelerators_gathers_have_urgent_communicators_of_their_own_made_once(rank, world_size):
     """gloo is what is had of all of them, on a host without accelerators."""
     asked = []
     make = dist.new_group
@@ -346,10 +339,6 @@ def groups_made(rank: int, world_size: int) -> None:
     asked.clear()
     groups = Groups.create(stage=2, device_type="cuda", comm=CommConfig(timeout_s=99))
     assert asked == [WORLD, "default"] and groups.gather.handle is groups.shard.handle
-
-
-def test_an_accelerators_gathers_have_urgent_communicators_of_their_own_made_once():
-    run_ranks(groups_made, world_size=4, time_limit_s=60)
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
@@ -388,7 +377,8 @@ def test_of_processes_that_cannot_be_seen_nothing_is_said():
     assert not RankProcess(pid=process.pid, namespace="of another host").has_ended()
 
 
-def loses_the_store(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_meeting_without_a_store_is_an_error_that_says_so(rank, world_size):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     ports = [None] * world_size
     dist.all_gather_object(ports, store and store.port)
@@ -412,10 +402,6 @@ def loses_the_store(rank: int, world_size: int) -> None:
         assert lookout.leave(patience_s=20) == []
 
 
-def test_a_meeting_without_a_store_is_an_error_that_says_so():
-    run_ranks(loses_the_store, world_size=2, time_limit_s=60)
-
-
 def all_collectives(link: CollectiveTransport) -> Iterator[Callable[[], object]]:
     flat, part = torch.zeros(8), torch.zeros(4)
     yield lambda: link.start_reduce_scatter(flat, part, LABEL).finish()
@@ -426,7 +412,8 @@ def all_collectives(link: CollectiveTransport) -> Iterator[Callable[[], object]]
     yield lambda: link.broadcast(flat, LABEL)
 
 
-def talks_to_nobody(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_collective_that_a_peers_end_keeps_from_starting_has_a_name_too(rank, world_size):
     groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
     links = [CollectiveTransport(groups), PointToPointTransport(groups, 60)]
     [_, peer] = links[0].exchange(RankProcess())
@@ -444,10 +431,6 @@ def talks_to_nobody(rank: int, world_size: int) -> None:
                 call()
         with pytest.raises(CommunicationError, match=r"exchange of a few values failed for want of rank 1"):
             link.exchange(1)
-
-
-def test_a_collective_that_a_peers_end_keeps_from_starting_has_a_name_too():
-    run_ranks(talks_to_nobody, world_size=2, time_limit_s=60)
 
 
 class Planted:

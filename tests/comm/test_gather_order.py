@@ -1,11 +1,9 @@
 """Ranks that run layers of equal size in different orders are told so: a device's collectives have no tags."""
 
-from pathlib import Path
-
 import pytest
 import standin_device
 import torch
-from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import nn
 from training import fused_adamw
 
@@ -28,7 +26,9 @@ class Twins(nn.Module):
         return hidden.sum()
 
 
-def runs_them_in_another_order(rank: int, world_size: int, library: Path, folder: str) -> None:
+@on_ranks(2)
+def test_a_step_on_layers_that_were_swapped_is_refused(rank, world_size, library, tmp_path):
+    folder = str(tmp_path)
     standin_device.register(library)
     device = torch.device(standin_device.NAME, rank)
     torch.get_device_module(device).set_device(rank)
@@ -45,8 +45,3 @@ def runs_them_in_another_order(rank: int, world_size: int, library: Path, folder
             optimizer.zero_grad()
         with pytest.raises(CommunicationError, match="have gathered parameters in different orders"):
             model(batch, (rank, 1 - rank)).backward()
-
-
-def test_a_step_on_layers_that_were_swapped_is_refused(library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path)}
-    run_ranks(runs_them_in_another_order, world_size=2, time_limit_s=100, keyword_arguments=arguments)

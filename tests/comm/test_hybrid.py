@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cells import slow
 from ranks import run_ranks
 from safetensors import safe_open
+from shared_ranks import on_ranks
 from training import Job, gpt2, gpt2_batch, train
 from wire_runs import go_on, resume, save, start
 
@@ -131,7 +132,10 @@ def test_bytes_between_nodes_are_what_the_formula_says(stage, world_size, size):
         assert sent["all-gather parameters"][1] * peers == sent["all-gather parameters"][0] * elsewhere
 
 
-def saves_and_resumes(rank: int, world_size: int, root: str) -> None:
+@pytest.mark.slow
+@on_ranks(4, time_limit_s=150)
+def test_checkpoints_of_several_shard_groups(rank, world_size, tmp_path):
+    root = str(tmp_path)
     for stage in (2, 3):
         settings = setting(stage, hybrid(2, weights="int8"))
         folder = Path(root) / str(stage)
@@ -151,11 +155,6 @@ def saves_and_resumes(rank: int, world_size: int, root: str) -> None:
         gradientless = next(engine.model.parameters())
         assert engine.full_state(gradientless)["exp_avg"].shape == gradientless.shape
         dist.barrier()
-
-
-@pytest.mark.slow
-def test_checkpoints_of_several_shard_groups(tmp_path):
-    run_ranks(saves_and_resumes, world_size=4, time_limit_s=150, keyword_arguments={"root": str(tmp_path)})
 
 
 def finds_its_place(rank: int, world_size: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cells import slow
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from training import bert, bert_batch, gpt2, gpt2_batch
 
 from hf_zero.config import ConfigError, ZeroConfig
@@ -91,19 +92,18 @@ def test_a_skipped_step_leaves_the_run_as_without_its_batch(world_size, clips, v
     run_ranks(skip_is_as_without, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
 
 
-def skip_in_files(rank: int, world_size: int, folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(2, time_limit_s=120)
+def test_steps_in_files_early_steps_and_accumulated_ones_are_skipped_too(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     files = {"optimizer": "nvme", "nvme_path": folder, "speculate_bytes": "1GiB"}
     skip_is_as_without(rank, world_size, [{"stage": 2, "offload": files}])
     skip_is_as_without(rank, world_size, [{"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": "1GiB"}}])
     skip_is_as_without(rank, world_size, [{"stage": 2}, {"stage": 1}], accumulation=2)
 
 
-@pytest.mark.slow
-def test_steps_in_files_early_steps_and_accumulated_ones_are_skipped_too(tmp_path):
-    run_ranks(skip_in_files, world_size=2, time_limit_s=120, keyword_arguments={"folder": str(tmp_path)})
-
-
-def two_optimizers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_all_optimizers_skip_together(rank, world_size):
     torch.manual_seed(0)
     model = bert()
     named = dict(model.named_parameters())
@@ -126,10 +126,6 @@ def two_optimizers(rank: int, world_size: int) -> None:
     assert all(torch.equal(p, before[name]) for name, p in named.items())
 
 
-def test_all_optimizers_skip_together():
-    run_ranks(two_optimizers, world_size=2, time_limit_s=60)
-
-
 class Counting(torch.optim.SGD):
     """Keeps a count in its groups, as schedule-free optimizers do."""
 
@@ -146,17 +142,14 @@ def test_what_an_optimizer_counts_in_its_groups_is_not_counted_in_a_skipped_step
     assert run.optimizer.param_groups[0]["count"] == 3 and run.optimizer.param_groups[0]["params"]
 
 
-def skips_and_zeroes_nothing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_gradients_of_a_skipped_step_are_dropped_where_the_script_zeroes_none(rank, world_size):
     for stage in range(4):
         run = Poisoned(rank, world_size, {"stage": stage, "nonfinite": "skip"})
         run.optimizer.zero_grad = lambda: None
         run.step(0, is_bad=True, clips=False)
         assert run.engine.bad_steps.skipped == 1
         assert all(row.grad is None for group in run.optimizer.param_groups for row in group["params"])
-
-
-def test_the_gradients_of_a_skipped_step_are_dropped_where_the_script_zeroes_none():
-    run_ranks(skips_and_zeroes_nothing, world_size=2, time_limit_s=60)
 
 
 def named_by_all(rank: int, world_size: int, policy: str) -> str:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate_job import make_accelerator
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch.utils.data import DataLoader
 from trainer_job import as_launched, make_trainer
 from training import gpt2, gpt2_batch
@@ -50,7 +51,8 @@ def test_trainer_goes_on_and_its_schedule_waits(tmp_path):
         assert outcome == {**expected, "scheduled": 4}
 
 
-def through_accelerate(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_accelerate_tells_of_a_skipped_step_and_its_scheduler_waits(rank, world_size):
     as_launched(rank, world_size)
     accelerator = make_accelerator("plugin stage=1,nonfinite=skip", cpu=True)
     torch.manual_seed(0)
@@ -70,7 +72,3 @@ def through_accelerate(rank: int, world_size: int) -> None:
         skipped.append(accelerator.optimizer_step_was_skipped)
     assert skipped == [False, True, False, False]
     assert rates == [0.1 * 0.5 ** (2 * steps) for steps in (1, 1, 2, 3)]
-
-
-def test_accelerate_tells_of_a_skipped_step_and_its_scheduler_waits():
-    run_ranks(through_accelerate, world_size=2, time_limit_s=90)

@@ -9,6 +9,7 @@ from cells import examples, short_of, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import nn
 from trainer_job import as_launched, history, make_trainer
 from training import VOCABULARY, gpt2, gpt2_batch
@@ -121,7 +122,11 @@ def test_one_rank_is_rescued(when):
     run_ranks(rescued, world_size=1, time_limit_s=90, keyword_arguments={"variants": variants, "when": when})
 
 
-def later_micro_batch(rank: int, world_size: int, variants: list[dict]) -> None:
+@pytest.mark.parametrize(
+    "variants", [[VARIANTS[0], VARIANTS[3]], slow(VARIANTS[1:3])], ids=["whole and local", "sharded"]
+)
+@on_ranks(2)
+def test_the_micro_batches_before_the_one_that_fails_are_taken_again_too(rank, world_size, variants):
     for variant in variants:
         saved, by_hand = Run(rank, world_size, {**HALVE, **variant}), Run(rank, world_size, variant)
         calls = []
@@ -138,14 +143,8 @@ def later_micro_batch(rank: int, world_size: int, variants: list[dict]) -> None:
         assert all(np.array_equal(values, theirs[name]) for name, values in saved.weights().items()), variant
 
 
-@pytest.mark.parametrize(
-    "variants", [[VARIANTS[0], VARIANTS[3]], slow(VARIANTS[1:3])], ids=["whole and local", "sharded"]
-)
-def test_the_micro_batches_before_the_one_that_fails_are_taken_again_too(variants):
-    run_ranks(later_micro_batch, world_size=2, time_limit_s=90, keyword_arguments={"variants": variants})
-
-
-def fails_before_its_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_fails_before_its_forward_takes_part_in_the_broadcast_of_buffers(rank, world_size):
     saved, by_hand = Run(rank, world_size, {"stage": 2, **HALVE}), Run(rank, world_size, {"stage": 2})
     for run in (saved, by_hand):
         # All ranks have rank 0's from the forward on, in which the rank that fails takes no part.
@@ -162,10 +161,6 @@ def fails_before_its_forward(rank: int, world_size: int) -> None:
     saved.part = fails_once
     for number, parts in enumerate((1, 2)):
         assert saved.step(number, 4, 1) == by_hand.step(number, 4, 1, parts=parts)
-
-
-def test_a_rank_that_fails_before_its_forward_takes_part_in_the_broadcast_of_buffers():
-    run_ranks(fails_before_its_forward, world_size=2, time_limit_s=60)
 
 
 def ends_at_one_row(rank: int, world_size: int) -> str:

@@ -11,6 +11,7 @@ from offloaded_params import moved
 from ranks import run_ranks
 from scaled_runs import OVERFLOWS, muon_and_adamw
 from scaled_runs import train as train_scaled
+from shared_ranks import on_ranks
 from training import Job, train
 
 pytestmark = pytest.mark.timeout(180)
@@ -52,13 +53,6 @@ ON_FOUR_RANKS = {
 }
 
 
-def in_places(rank: int, world_size: int, case: Case, path: str) -> None:
-    here = train(rank, world_size, replace(case.job, settings={**STAGE_3, **case.settings}))
-    for place in case.places:
-        there = train(rank, world_size, replace(case.job, settings=moved(*place, path, **case.settings)))
-        assert there.equals(here) and there.norms == here.norms, f"{place}: {there.losses} for {here.losses}"
-
-
 def on(world_size: int, name: str, case: Case, *, slow: bool):
     return pytest.param(world_size, case, id=f"{name}-{world_size}", marks=pytest.mark.slow if slow else ())
 
@@ -69,26 +63,28 @@ def on(world_size: int, name: str, case: Case, *, slow: bool):
     [on(2, name, case, slow=name not in ("blocks", "whole parameters")) for name, case in ON_TWO_RANKS.items()]
     + [on(4, name, case, slow=name != "groups and blocks") for name, case in ON_FOUR_RANKS.items()],
 )
-def test_parameters_elsewhere_train_the_same_bit_for_bit(world_size, case, tmp_path):
-    arguments = {"case": case, "path": str(tmp_path)}
-    run_ranks(in_places, world_size=world_size, time_limit_s=170, keyword_arguments=arguments)
+@on_ranks(time_limit_s=170)
+def test_parameters_elsewhere_train_the_same_bit_for_bit(rank, world_size, case, tmp_path):
+    path = str(tmp_path)
+    here = train(rank, world_size, replace(case.job, settings={**STAGE_3, **case.settings}))
+    for place in case.places:
+        there = train(rank, world_size, replace(case.job, settings=moved(*place, path, **case.settings)))
+        assert there.equals(here) and there.norms == here.norms, f"{place}: {there.losses} for {here.losses}"
 
 
 FLOAT16 = {"param_dtype": "float16"}
 
 
-def scaled_in_places(rank: int, world_size: int, path: str) -> None:
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@on_ranks(time_limit_s=170)
+def test_parameters_elsewhere_are_scaled_and_skipped_the_same(rank, world_size, tmp_path):
+    path = str(tmp_path)
     for settings, autocast in (({}, True), (FLOAT16, False), ({**FLOAT16, "comm": IN_BLOCKS}, False)):
         how = {"autocast": autocast, "max_norm": 1e3, "steps": 7}
         here = train_scaled(rank, {**STAGE_3, **settings}, **how)
         assert here.skipped == [OVERFLOWS.get(step, world_size) < world_size for step in range(7)]
         for place in (HOST, FILES):
             assert train_scaled(rank, moved(*place, path, **settings), **how).equals(here), (settings, place)
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_parameters_elsewhere_are_scaled_and_skipped_the_same(world_size, tmp_path):
-    run_ranks(scaled_in_places, world_size=world_size, time_limit_s=170, keyword_arguments={"path": str(tmp_path)})
 
 
 def scaled_in_groups(rank: int, world_size: int, cells: list[tuple]) -> tuple[list[bytes], list[float]]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cells import short_of
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import nn
 
 from hf_zero import GradScaler
@@ -199,7 +200,8 @@ ROUTED = [
 ]
 
 
-def what_a_model_keeps_stays(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_param_dtype_leaves_what_a_model_keeps_in_float32(rank, world_size):
     for dtype, settings in ROUTED:
         expected, wide = routed(rank, settings, dtype, is_cast=True)
         found, seen = routed(rank, settings, dtype, is_cast=False)
@@ -208,7 +210,3 @@ def what_a_model_keeps_stays(rank: int, world_size: int) -> None:
             assert found[name].dtype == value.dtype and torch.equal(found[name], value), (dtype, settings, name)
     _, seen = routed(rank, {"stage": 2, "rounding": "stochastic"}, BF16, is_cast=False)
     assert seen == KEPT[BF16]
-
-
-def test_param_dtype_leaves_what_a_model_keeps_in_float32():
-    run_ranks(what_a_model_keeps_stays, world_size=2, time_limit_s=100)

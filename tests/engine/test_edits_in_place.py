@@ -6,8 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from cells import slow
-from ranks import run_ranks
-from shared_ranks import shared_ranks
+from shared_ranks import on_ranks, on_shared_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,25 +101,17 @@ WHOLE = [{"stage": stage} for stage in (0, 1, 2)] + [{"stage": 2, "offload": HOS
 SHARDED = [STAGE_3, STAGE_3 | {"reshard_after_forward": False}, STAGE_3 | {"offload": {"params": "cpu"}}]
 
 
-def edits_in_forward(rank: int, world_size: int, edit: Edit, settings: list[dict]) -> None:
+@pytest.mark.parametrize(
+    ("edit", "settings"), [(clamp, SHARDED), slow(clamp, WHOLE), slow(clamp_alias, WHOLE + SHARDED)]
+)
+@on_shared_ranks
+def test_weights_that_a_forward_edits_are_ddps(rank, world_size, edit, settings):
     expected = train(rank, clamping(edit), None)
     for each in settings:
         assert train(rank, clamping(edit), each) == expected, each
         if each["stage"] == 3:
             with as_on_an_accelerator():
                 assert train(rank, clamping(edit), each) == expected, f"apart, {each}"
-
-
-@pytest.mark.parametrize(
-    ("edit", "settings"), [(clamp, SHARDED), slow(clamp, WHOLE), slow(clamp_alias, WHOLE + SHARDED)]
-)
-def test_weights_that_a_forward_edits_are_ddps(edit, settings):
-    shared_ranks.run(edits_in_forward, edit=edit, settings=settings)
-
-
-def loses_edits(rank: int, world_size: int, edit: Edit, settings: dict, message: str) -> None:
-    with as_on_an_accelerator(), pytest.raises(RuntimeError, match=message):
-        train(rank, clamping(edit), settings)
 
 
 NEAR = {"comm": {"secondary_shard": "node", "node_size": 2}}
@@ -137,17 +128,15 @@ NEAR = {"comm": {"secondary_shard": "node", "node_size": 2}}
     ],
     ids=["data", "exchanged data", "gathered in bf16", "gathered in int8", "kept for the backward"],
 )
-def test_edits_of_a_forward_that_shards_cannot_take_in_are_refused(world_size, edit, settings, message):
+@on_ranks()
+def test_edits_of_a_forward_that_shards_cannot_take_in_are_refused(rank, world_size, edit, settings, message):
     # A forward that has ended in an error leaves gathers of the next layers behind.
-    run_ranks(
-        loses_edits,
-        world_size=world_size,
-        time_limit_s=100,
-        keyword_arguments={"edit": edit, "settings": settings, "message": message},
-    )
+    with as_on_an_accelerator(), pytest.raises(RuntimeError, match=message):
+        train(rank, clamping(edit), settings)
 
 
-def edits_behind_steps(rank: int, world_size: int) -> None:
+@on_shared_ranks
+def test_weights_clamped_behind_each_step_are_ddps(rank, world_size):
     expected = train(rank, plain(), None, after_step=clamp)
     for settings in WHOLE:
         assert train(rank, plain(), settings, after_step=clamp) == expected, settings
@@ -156,22 +145,15 @@ def edits_behind_steps(rank: int, world_size: int) -> None:
             assert train(rank, plain(), settings, after_step=clamp_data) == expected, settings
 
 
-def test_weights_clamped_behind_each_step_are_ddps():
-    shared_ranks.run(edits_behind_steps)
-
-
-def loses_edits_behind_steps(rank: int, world_size: int, settings: dict) -> None:
-    with pytest.raises(RuntimeError, match=r"through `\.data` or numpy.*in place of `p\.data\.clamp_"):
-        train(rank, plain(), settings, after_step=decay_data)
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"stage": 2, "offload": HOST}, slow({"stage": 1, "param_dtype": "bfloat16"})],
     ids=["in host memory", "in float32"],
 )
-def test_an_edit_that_a_master_would_undo_is_refused(settings):
-    run_ranks(loses_edits_behind_steps, world_size=2, time_limit_s=100, keyword_arguments={"settings": settings})
+@on_ranks(2)
+def test_an_edit_that_a_master_would_undo_is_refused(rank, world_size, settings):
+    with pytest.raises(RuntimeError, match=r"through `\.data` or numpy.*in place of `p\.data\.clamp_"):
+        train(rank, plain(), settings, after_step=decay_data)
 
 
 class Renormed(nn.Module):
@@ -182,7 +164,8 @@ class Renormed(nn.Module):
         self.head = nn.Linear(WIDTH, 2)
 
 
-def refuses_renormed_embeddings(rank: int, world_size: int) -> None:
+@on_shared_ranks
+def test_embeddings_that_each_rank_would_scale_by_its_own_tokens_are_refused(rank, world_size):
     for kind in (nn.Embedding, nn.EmbeddingBag):
         for stage, frozen in ((1, False), (2, False), (3, False), (3, True)):
             model = Renormed(kind, frozen=frozen)
@@ -193,7 +176,3 @@ def refuses_renormed_embeddings(rank: int, world_size: int) -> None:
         model = Renormed(nn.Embedding, frozen=frozen)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         ZeroEngine(model, [optimizer], {"stage": stage}).close()
-
-
-def test_embeddings_that_each_rank_would_scale_by_its_own_tokens_are_refused():
-    shared_ranks.run(refuses_renormed_embeddings)

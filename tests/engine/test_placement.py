@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from cells import slow
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import nn
 from training import bert, bert_batch, fused_adamw, gpt2, gpt2_batch
 
@@ -124,7 +125,11 @@ def test_a_model_in_host_memory_is_trained_on_the_device_at_stage_3(world_size, 
     run_ranks(from_host_memory, world_size=world_size, time_limit_s=200, keyword_arguments=arguments)
 
 
-def sends_buffers(rank: int, world_size: int, library: Path, folder: str, on_device: bool) -> None:
+@pytest.mark.parametrize("on_device", [True, False], ids=["device", "host"])
+@pytest.mark.short_cells("device")
+@on_ranks(2)
+def test_buffers_of_all_dtypes_become_rank_0s(rank, world_size, on_device, library, tmp_path):
+    folder = str(tmp_path)
     standin_device.register(library)
     device = torch.device(standin_device.NAME, rank) if on_device else torch.device("cpu")
     with standin_device.process_group(rank, world_size, folder):
@@ -138,10 +143,3 @@ def sends_buffers(rank: int, world_size: int, library: Path, folder: str, on_dev
             for name, buffer in model.named_buffers():
                 assert buffer.device == device and torch.equal(buffer.cpu(), expected[name]), (stage, name)
             assert all(now is was for now, was in zip(model.buffers(), held))
-
-
-@pytest.mark.parametrize("on_device", [True, False], ids=["device", "host"])
-@pytest.mark.short_cells("device")
-def test_buffers_of_all_dtypes_become_rank_0s(on_device, library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path), "on_device": on_device}
-    run_ranks(sends_buffers, world_size=2, time_limit_s=100, keyword_arguments=arguments)

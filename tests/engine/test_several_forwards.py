@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate_job import make_accelerator
 from cells import short_of
 from ranks import run_ranks
-from shared_ranks import shared_ranks
+from shared_ranks import on_ranks, on_shared_ranks
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
@@ -93,23 +93,23 @@ def trained(rank: int, kind: str, settings: dict | None) -> list[list[float]]:
     return seen
 
 
-def trained_like_ddp(rank: int, world_size: int, kind: str) -> None:
-    expected = trained(rank, kind, None)
-    for stage in STAGES:
-        assert trained(rank, kind, {"stage": stage}) == expected, f"stage {stage}"
-
-
 @pytest.mark.skipif(
     torch.__version__ < (2, 13),
     reason="DistributedDataParallel of torch 2.11 writes into buffers that its backward needs",
 )
 @pytest.mark.parametrize("kind", ["norms", "bert"])
 @pytest.mark.short_cells("norms")
-def test_two_forwards_before_a_backward_and_evaluations_behind_steps_are_ddps(kind):
-    run_ranks(trained_like_ddp, world_size=2, time_limit_s=100, keyword_arguments={"kind": kind})
+@on_ranks(2)
+def test_two_forwards_before_a_backward_and_evaluations_behind_steps_are_ddps(rank, world_size, kind):
+    expected = trained(rank, kind, None)
+    for stage in STAGES:
+        assert trained(rank, kind, {"stage": stage}) == expected, f"stage {stage}"
 
 
-def keeps_what_backward_needs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buffers_that_no_forward_changes_are_not_edited_and_statistics_are_rank_0s_before_each_forward(
+    rank, world_size
+):
     model, *_ = prepared(Normed, {"stage": 2})
     generator = torch.Generator().manual_seed(rank)
     kept = [model.norm.running_mean, model.scale, model.mask, model.order]
@@ -124,10 +124,6 @@ def keeps_what_backward_needs(rank: int, world_size: int) -> None:
     assert torch.equal(seen[0], statistics)
     assert [buffer._version for buffer in kept][1:] == versions[1:]
     (loss + third.mean()).backward()
-
-
-def test_buffers_that_no_forward_changes_are_not_edited_and_statistics_are_rank_0s_before_each_forward():
-    run_ranks(keeps_what_backward_needs, world_size=2, time_limit_s=60)
 
 
 class Tempered(nn.Module):
@@ -216,18 +212,18 @@ def buffers_edited(rank: int, make: type, edit, writers: tuple[int, ...], settin
     ("make", "edit", "writers"),
     [(Tempered, in_place, (0,)), (Tempered, by_assignment, (1,)), (Passing, by_data, (0, 1)), (Normed, None, ())],
 )
-def test_buffers_that_a_script_writes_on_any_rank_are_rank_0s_in_a_training_forward_as_under_ddp(make, edit, writers):
-    shared_ranks.run(edited_like_ddp, make=make, edit=edit, writers=writers)
-
-
-def edited_like_ddp(rank: int, world_size: int, make: type, edit, writers: tuple[int, ...]) -> None:
+@on_shared_ranks
+def test_buffers_that_a_script_writes_on_any_rank_are_rank_0s_in_a_training_forward_as_under_ddp(
+    rank, world_size, make, edit, writers
+):
     expected = buffers_edited(rank, make, edit, writers, None)
     for stage in STAGES:
         settings = {"stage": stage, "grad_accumulation": "local"}
         assert buffers_edited(rank, make, edit, writers, settings) == expected, f"stage {stage}"
 
 
-def evaluates_alone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_evaluation_on_one_rank_sends_no_buffers(rank, world_size):
     model, _, optimizer = prepared(Tempered, {"stage": 2})
     model(torch.ones(1, 6)).sum().backward()
     optimizer.step()
@@ -241,10 +237,6 @@ def evaluates_alone(rank: int, world_size: int) -> None:
     model.train()
     model(torch.ones(1, 6))
     assert model.temperature == 3.0
-
-
-def test_an_evaluation_on_one_rank_sends_no_buffers():
-    run_ranks(evaluates_alone, world_size=2, time_limit_s=60)
 
 
 def accumulated(rank: int, world_size: int, door: str, way: str) -> list[float]:
@@ -286,15 +278,6 @@ def accumulated(rank: int, world_size: int, door: str, way: str) -> list[float]:
     return losses
 
 
-def accumulated_like_ddp(rank: int, world_size: int, stage: int) -> None:
-    for way in ("model", "forwards", "backwards"):
-        expected = accumulated(rank, world_size, "ddp", way)
-        reset_states()
-        found = accumulated(rank, world_size, f"plugin {stage}", way)
-        reset_states()
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-
-
 def reset_states() -> None:
     """A fresh Accelerator in the same process group."""
     AcceleratorState._reset_state()
@@ -303,8 +286,14 @@ def reset_states() -> None:
 
 
 @pytest.mark.parametrize("stage", short_of(STAGES, [1, 3]))
-def test_the_prepared_model_has_ddps_no_sync(stage):
-    run_ranks(accumulated_like_ddp, world_size=2, time_limit_s=60, keyword_arguments={"stage": stage})
+@on_ranks(2)
+def test_the_prepared_model_has_ddps_no_sync(rank, world_size, stage):
+    for way in ("model", "forwards", "backwards"):
+        expected = accumulated(rank, world_size, "ddp", way)
+        reset_states()
+        found = accumulated(rank, world_size, f"plugin {stage}", way)
+        reset_states()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def local_sgd(rank: int, world_size: int) -> str:
@@ -426,17 +415,15 @@ def read_behind_steps(rank: int, settings: dict | None) -> list[list]:
     return seen
 
 
-def read_like_ddp(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reads_that_bypass_the_models_forward_or_the_model_wait_for_the_step_and_are_ddps(rank, world_size):
     expected = read_behind_steps(rank, None)
     for stage in (1, 2):
         assert read_behind_steps(rank, {"stage": stage, "bucket_bytes": 256}) == expected, f"stage {stage}"
 
 
-def test_reads_that_bypass_the_models_forward_or_the_model_wait_for_the_step_and_are_ddps():
-    run_ranks(read_like_ddp, world_size=2, time_limit_s=60)
-
-
-def waits_for_one_bucket_after_another(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_zero_grad_waits_for_no_parameter_and_each_layer_of_the_next_forward_for_its_own_bucket(rank, world_size):
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = ZeroEngine(model, [optimizer], {"stage": 2, "bucket_bytes": 256})
@@ -458,7 +445,3 @@ def waits_for_one_bucket_after_another(rank: int, world_size: int) -> None:
         here = {bucket for bucket in engine.buckets if not set(layer.parameters()).isdisjoint(bucket.parameters)}
         assert here <= set(arrived) and len(set(arrived)) == len(arrived) < len(engine.buckets) + (layer is model[-1])
         assert type(layer._parameters) is dict and all(type(each) is nn.Parameter for each in layer.parameters())
-
-
-def test_zero_grad_waits_for_no_parameter_and_each_layer_of_the_next_forward_for_its_own_bucket():
-    run_ranks(waits_for_one_bucket_after_another, world_size=2, time_limit_s=60)

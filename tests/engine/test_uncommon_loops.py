@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import run_ranks
-from shared_ranks import shared_ranks
+from shared_ranks import on_ranks, on_shared_ranks, shared_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,7 +74,9 @@ def with_fast_weights(entry: nn.Module, model: nn.Module, batch: torch.Tensor) -
     return torch.func.functional_call(entry, fast, (batch.flip(0) + 1,)).square().mean()
 
 
-def trains_as_ddp(rank: int, world_size: int, loss_of: Loss) -> None:
+@on_shared_ranks
+def test_parameters_that_are_made_for_one_call_train_as_under_ddp(rank, world_size):
+    loss_of = with_fast_weights
     losses, parameters = trained(rank, None, loss_of)
     for stage in STAGES:
         found, values = trained(rank, stage, loss_of)
@@ -83,11 +84,9 @@ def trains_as_ddp(rank: int, world_size: int, loss_of: Loss) -> None:
         assert all(map(torch.equal, values, parameters)), f"stage {stage}"
 
 
-def test_parameters_that_are_made_for_one_call_train_as_under_ddp():
-    shared_ranks.run(trains_as_ddp, loss_of=with_fast_weights)
-
-
-def steps_in_a_hook(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_in_the_middle_of_a_backward_is_refused(rank, world_size):
+    # Reductions that the backward had started stay behind.
     for stage in STAGES:
         model = chain()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,11 +95,6 @@ def steps_in_a_hook(rank: int, world_size: int) -> None:
         last.register_post_accumulate_grad_hook(lambda _, stepped=optimizer: stepped.step())
         with pytest.raises(RuntimeError, match=r"inside a backward.*behind loss\.backward\(\)"):
             model(batches(rank, 1)[0]).sum().backward()
-
-
-def test_a_step_in_the_middle_of_a_backward_is_refused():
-    # Reductions that the backward had started stay behind.
-    run_ranks(steps_in_a_hook, world_size=2, time_limit_s=100)
 
 
 class WithOwnParts(nn.Module):
@@ -170,7 +164,8 @@ def test_what_ddp_is_told_to_ignore_stays_each_ranks_own():
     assert not any(torch.equal(value, second[name]) for name, value in first.items())
 
 
-def edits_its_own(rank: int, world_size: int) -> None:
+@on_shared_ranks
+def test_edits_of_what_ddp_ignores_stay_each_ranks_own(rank, world_size):
     for stage in STAGES:
         model = WithOwnParts(rank)
         model._ddp_params_and_buffers_to_ignore = OWN
@@ -181,10 +176,6 @@ def edits_its_own(rank: int, world_size: int) -> None:
         with engine.gathered():
             assert model.blocks[1].own.weight.eq(rank).all() and model.head.weight.eq(0).all()
         engine.close()
-
-
-def test_edits_of_what_ddp_ignores_stay_each_ranks_own():
-    shared_ranks.run(edits_its_own)
 
 
 class Spectral(nn.Module):
@@ -202,7 +193,8 @@ class Spectral(nn.Module):
         return self.head(torch.fft.irfft(torch.fft.rfft(hidden) * weight, WIDTH))
 
 
-def in_real_form(rank: int, world_size: int) -> None:
+@on_shared_ranks
+def test_complex_parameters_are_refused_and_train_in_real_form_as_complex_ones_do_under_ddp(rank, world_size):
     model = Spectral(is_complex=True)
     with pytest.raises(
         ValueError, match=r"'weight' is trained in torch\.complex64.*torch\.view_as_complex\(self\.weight\)"
@@ -227,10 +219,6 @@ def in_real_form(rank: int, world_size: int) -> None:
             engine.close()
         found.append(losses)
     assert all(losses == found[0] for losses in found)
-
-
-def test_complex_parameters_are_refused_and_train_in_real_form_as_complex_ones_do_under_ddp():
-    shared_ranks.run(in_real_form)
 
 
 class Scaled(torch.optim.SGD):
@@ -260,18 +248,17 @@ def with_arguments(rank: int, settings: dict | None) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def steps_with_arguments(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_arguments_of_an_optimizers_own_step_are_passed_on(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     expected = with_arguments(rank, None)
     places = [{"optimizer": "nvme", "nvme_path": folder}, {"optimizer": "cpu", "speculate_bytes": "1MiB"}]
     for settings in [*({"stage": stage} for stage in STAGES), *({"stage": 2, "offload": place} for place in places)]:
         assert all(map(torch.equal, with_arguments(rank, settings), expected)), settings
 
 
-def test_arguments_of_an_optimizers_own_step_are_passed_on(tmp_path):
-    run_ranks(steps_with_arguments, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
-
-
-def builds_a_graph(rank: int, world_size: int) -> None:
+@on_shared_ranks
+def test_a_backward_whose_gradients_are_to_be_differentiated_is_refused(rank, world_size):
     for stage in STAGES:
         model = chain()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -280,11 +267,8 @@ def builds_a_graph(rank: int, world_size: int) -> None:
             model(batches(rank, 1)[0]).sum().backward(create_graph=True)
 
 
-def test_a_backward_whose_gradients_are_to_be_differentiated_is_refused():
-    shared_ranks.run(builds_a_graph)
-
-
-def clips_a_group(rank: int, world_size: int) -> None:
+@on_shared_ranks
+def test_a_norm_of_the_rows_in_the_optimizers_groups_is_refused(rank, world_size):
     for stage in STAGES[1:]:
         model = chain()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -301,10 +285,6 @@ def clips_a_group(rank: int, world_size: int) -> None:
             assert engine.clip_grad_norm_(float("inf"), float("inf")) <= 1e-3
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_a_norm_of_the_rows_in_the_optimizers_groups_is_refused():
-    shared_ranks.run(clips_a_group)
 
 
 def autoencoder() -> nn.ModuleDict:

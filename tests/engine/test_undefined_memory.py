@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from cells import slow
-from ranks import run_ranks
+from shared_ranks import on_ranks
 from training import Job, train
 
 from hf_zero import device
@@ -43,15 +43,6 @@ def memory_that_holds_anything() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def reads_nothing_undefined(rank: int, world_size: int, cells: list[tuple[dict, int]]) -> None:
-    for settings, stage in cells:
-        job = Job(steps=2, accumulation=2, max_norm=0.5, settings={"stage": stage, "bucket_bytes": "20KiB", **settings})
-        defined = train(rank, world_size, job)
-        with memory_that_holds_anything():
-            anything = train(rank, world_size, job)
-        assert anything.equals(defined) and anything.norms == defined.norms, (stage, settings, anything.losses)
-
-
 # Each stage that shards, and each setting of the cases but 8-bit moments.
 SOME = list(zip([CASES[1], *CASES[3:5]], (3, 1, 2), strict=True))
 EVERY = [(settings, stage) for settings in CASES for stage in range(4) if stage or "comm" not in settings]
@@ -60,5 +51,11 @@ EVERY = [(settings, stage) for settings in CASES for stage in range(4) if stage 
 @pytest.mark.parametrize(
     ("world_size", "cells"), [(2, SOME), slow(2, EVERY), slow(3, EVERY)], ids=["2", "2-every", "3-every"]
 )
-def test_what_memory_held_before_reaches_no_loss(world_size, cells):
-    run_ranks(reads_nothing_undefined, world_size=world_size, time_limit_s=170, keyword_arguments={"cells": cells})
+@on_ranks(time_limit_s=170)
+def test_what_memory_held_before_reaches_no_loss(rank, world_size, cells):
+    for settings, stage in cells:
+        job = Job(steps=2, accumulation=2, max_norm=0.5, settings={"stage": stage, "bucket_bytes": "20KiB", **settings})
+        defined = train(rank, world_size, job)
+        with memory_that_holds_anything():
+            anything = train(rank, world_size, job)
+        assert anything.equals(defined) and anything.norms == defined.norms, (stage, settings, anything.losses)

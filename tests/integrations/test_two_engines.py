@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from trainer_job import as_launched, make_trainer
 from training import gpt2, gpt2_batch
 from transformers import Trainer, TrainingArguments
@@ -103,17 +104,16 @@ def test_an_fsdp_plugin_beside_ours_is_refused():
         plugin.attach(accelerator)
 
 
-def fsdp_argument(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_the_callback_beside_the_fsdp_argument_is_refused(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     with pytest.raises(ConfigError, match="FSDP is asked for as well"):
         make_trainer("callback 2", "gpt2", folder, fsdp="full_shard")
 
 
-def test_the_callback_beside_the_fsdp_argument_is_refused(tmp_path):
-    run_on_ranks(fsdp_argument, folder=str(tmp_path))
-
-
-def wrapped_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_models_that_are_wrapped_or_sharded_already_are_refused(rank, world_size):
     as_launched(rank, world_size)
     accelerator = Accelerator(parallelism_config=ZeroPlugin(2), cpu=True)
     sharded = gpt2()
@@ -133,10 +133,6 @@ def wrapped_models(rank: int, world_size: int) -> None:
         with pytest.raises(ConfigError, match=says):
             accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         accelerator.free_memory()
-
-
-def test_models_that_are_wrapped_or_sharded_already_are_refused():
-    run_on_ranks(wrapped_models)
 
 
 def stepped(accelerator: Accelerator) -> torch.nn.Module:

@@ -9,7 +9,6 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from launching import run_forked
 from plain_lion import Lion, PlainLion
 from ranks import run_ranks
 from saved_engines import save_engine
+from shared_ranks import on_ranks
 from small_kernel_steps import Small, small
 from torch import nn
 from training import Job, Unruly, compare_with_ddp, fused_adamw, gpt2, gpt2_batch, steps, train
@@ -183,8 +183,19 @@ def prepared(stage: int, *, make_optimizer=fused_adamw, **more) -> tuple[nn.Modu
 EVERY_READER = (("never", 1), ("always", 3), ("always", 2))
 
 
-def goes_on(rank: int, world_size: int, folder: str, cells: list[tuple[Callable, tuple]]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [(fused_adamw, EVERY_READER[:2]), (lion, EVERY_READER[1:2])],
+        slow([(make, EVERY_READER) for make in (fused_adamw, sgd, lion)]),
+    ],
+    ids=["some", "every"],
+)
+@on_ranks(2, time_limit_s=120)
+def test_checkpoints_go_from_each_to_each(rank, world_size, cells, tmp_path):
     """A checkpoint of either way of stepping is gone on with by either, at another stage."""
+    folder = str(tmp_path)
     for make_optimizer, readers in cells:
         made = partial(prepared, make_optimizer=make_optimizer)
         ends = []
@@ -207,19 +218,6 @@ def goes_on(rank: int, world_size: int, folder: str, cells: list[tuple[Callable,
         (kinds, scalars, losses), (other_kinds, other_scalars, other_losses) = ends
         assert (kinds, scalars) == (other_kinds, other_scalars)
         assert other_losses == pytest.approx(losses, rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cells",
-    [
-        [(fused_adamw, EVERY_READER[:2]), (lion, EVERY_READER[1:2])],
-        slow([(make, EVERY_READER) for make in (fused_adamw, sgd, lion)]),
-    ],
-    ids=["some", "every"],
-)
-def test_checkpoints_go_from_each_to_each(cells, tmp_path):
-    run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments={"folder": str(tmp_path), "cells": cells})
 
 
 def small_steps(model: Small, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
@@ -403,7 +401,8 @@ def test_autograd_sees_that_a_step_has_written_parameters():
         stale.backward()
 
 
-def in_tiers(rank: int, world_size: int) -> None:
+@on_ranks(2, time_limit_s=120)
+def test_tiers_and_rounding_by_chance_go_together_with_kernels(rank, world_size):
     """What another tier steps is torch's; with a ratio, the rest is a kernel's."""
     job = Job(steps=2)
     offload = {"optimizer": "cpu", "speculate_bytes": 0}
@@ -431,10 +430,6 @@ def in_tiers(rank: int, world_size: int) -> None:
     )
     # Last digits are rounded away, but where they are what the throw of the dice hangs on.
     assert by_kernels.loss_error(by_torch) < 5e-3
-
-
-def test_tiers_and_rounding_by_chance_go_together_with_kernels():
-    run_ranks(in_tiers, world_size=2, time_limit_s=120)
 
 
 def test_norms_by_kernels_are_torchs():

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from moments_runs import IN_8_BITS, gpt, prepared, refuse_difference, whole_states
-from ranks import run_ranks
 from saved_engines import save_engine
+from shared_ranks import on_ranks
 from torch import nn
 from training import adamw_in_two_groups, steps
 
@@ -39,8 +39,11 @@ def trained(settings: dict, count: int = 4) -> tuple[list[float], dict, dict, Ze
     return losses, weights, states, engine
 
 
-def follows_host_memory(rank: int, world_size: int, path: str) -> None:
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@on_ranks(time_limit_s=120)
+def test_the_digits_are_those_of_moments_in_host_memory(rank, world_size, tmp_path):
     """At each stage, with masters in the files and without, in their time and early, the same digits."""
+    path = str(tmp_path)
     early = {"speculate_bytes": "1GiB"}
     cases = (
         (0, {}, {}),
@@ -59,12 +62,6 @@ def follows_host_memory(rank: int, world_size: int, path: str) -> None:
         report = here[3].memory_report().early
         assert "speculate_bytes" not in more or report.kept == 3 * report.buckets > 0
         here[3].close()
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_digits_are_those_of_moments_in_host_memory(world_size, tmp_path):
-    arguments = {"path": str(tmp_path)}
-    run_ranks(follows_host_memory, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
 
 def small_numel(model: nn.Module) -> int:

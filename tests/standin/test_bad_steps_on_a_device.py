@@ -1,12 +1,10 @@
 """`nonfinite: skip` on a stand-in for an accelerator: norms are read in time."""
 
-from pathlib import Path
-
 import pytest
 import standin_device
 import torch
 from cells import slow
-from ranks import run_ranks
+from shared_ranks import on_ranks
 from standin_runs import HOST, own_device, prepared
 from training import gpt2_batch
 
@@ -30,7 +28,11 @@ def trained(settings: dict, rank: int, numbers: list[int], bad: int | None = Non
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def on_the_device(rank: int, world_size: int, library: Path, folder: str, cells: list[dict]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "cells"), [(2, SETTINGS), slow(1, SETTINGS)])
+@on_ranks(time_limit_s=300)
+def test_what_is_left_out_leaves_no_trace(rank, world_size, cells, library, tmp_path):
+    folder = str(tmp_path)
     compiled = standin_device.register(library)
     compiled.keep_to(rank + 1)
     with standin_device.process_group(rank, world_size, folder):
@@ -38,10 +40,3 @@ def on_the_device(rank: int, world_size: int, library: Path, folder: str, cells:
             found = trained({**settings, "nonfinite": "skip"}, rank, [0, 1, 2, 3], bad=2)
             assert all(map(torch.equal, found, trained(settings, rank, [0, 1, 3]))), settings
     assert compiled.hazards() == compiled.crossings() == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "cells"), [(2, SETTINGS), slow(1, SETTINGS)])
-def test_what_is_left_out_leaves_no_trace(world_size, cells, library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path), "cells": cells}
-    run_ranks(on_the_device, world_size=world_size, time_limit_s=300, keyword_arguments=arguments)

@@ -1,11 +1,10 @@
 """What a step makes the host wait for, and what it asks of the device besides, counted on the stand-in device."""
 
-from pathlib import Path
-
 import pytest
 import standin_device
 import torch
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from standin_counts import SETTINGS, StepCounts, count_events, counted_steps
 from standin_runs import own_device
 from torch import nn
@@ -21,23 +20,20 @@ pytestmark = [pytest.mark.timeout(200), standin_device.needs_compiler]
 FIRST_STEPS = 4
 
 
-COUNTED = ("stage 2", "stage 3", "stage 1, bfloat16", "stage 2, int8 gradients")
-
-
 @pytest.fixture(scope="module")
 def counted(library, tmp_path_factory) -> list[dict[str, list[StepCounts]]]:
     """Of each rank, by settings."""
     arguments = {
         "library": library,
         "folder": str(tmp_path_factory.mktemp("counted")),
-        "settings": {name: SETTINGS[name] for name in COUNTED},
+        "settings": SETTINGS,
         "n_steps": FIRST_STEPS + 3,
         "n_asked": 1,
     }
     return run_ranks(counted_steps, world_size=2, time_limit_s=100, keyword_arguments=arguments)
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_stops_the_host_once_and_one_of_the_first_steps_twice(name, counted):
     for found in counted:
         waits = [step.waits.total() for step in found[name]]
@@ -46,7 +42,7 @@ def test_a_step_stops_the_host_once_and_one_of_the_first_steps_twice(name, count
         assert max(waits[FIRST_STEPS:]) <= 1, found[name]
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_no_event_is_timed_before_somebody_asks(name, counted):
     for found in counted:
         *steps, asked = found[name]
@@ -56,7 +52,8 @@ def test_no_event_is_timed_before_somebody_asks(name, counted):
         assert {step.timed_from for step in steps} == {None} and asked.timed_from == len(steps)
 
 
-def makes_few_events(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_events_are_used_again_when_their_times_have_been_read(rank, world_size, library):
     standin_device.register(library)
     events = count_events(torch.get_device_module(standin_device.NAME))
     ledger = Ledger(clock(torch.device(standin_device.NAME)))
@@ -67,10 +64,6 @@ def makes_few_events(rank: int, world_size: int, library: Path) -> None:
     assert events == {"recorded": 60, "made": 3}
 
 
-def test_events_are_used_again_when_their_times_have_been_read(library):
-    run_ranks(makes_few_events, world_size=1, time_limit_s=60, keyword_arguments={"library": library})
-
-
 class Halving(nn.Linear):
     """Edits its weight in each forward, where autograd does not see it."""
 
@@ -79,7 +72,11 @@ class Halving(nn.Linear):
         return super().forward(hidden)
 
 
-def edits_its_weight(rank: int, world_size: int, library: Path, folder: str) -> None:
+@on_ranks(2)
+def test_an_edit_that_nothing_counts_is_refused_before_the_step_or_at_the_next_evaluation(
+    rank, world_size, library, tmp_path
+):
+    folder = str(tmp_path)
     standin_device.register(library)
     with standin_device.process_group(rank, world_size, folder):
         for trains in (True, False):
@@ -96,8 +93,3 @@ def edits_its_weight(rank: int, world_size: int, library: Path, folder: str) -> 
                 torch.no_grad(),
             ):
                 optimizer.step() if trains else model(batch)
-
-
-def test_an_edit_that_nothing_counts_is_refused_before_the_step_or_at_the_next_evaluation(library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path)}
-    run_ranks(edits_its_weight, world_size=2, time_limit_s=100, keyword_arguments=arguments)

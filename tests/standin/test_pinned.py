@@ -8,6 +8,7 @@ import standin_device
 import torch
 from cells import slow
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from training import fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.device import PAGE_BYTES, PinnedPool, pinned
@@ -61,7 +62,8 @@ def test_pinned_memory_is_that_of_masters_and_gradients(world_size, library, tmp
             assert needed <= there - passing <= needed + sums + PAGE_BYTES, name
 
 
-def comes_and_goes(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1)
+def test_pinned_memory_is_given_back_or_out_again_when_its_last_view_has_gone(rank, world_size, library):
     compiled = standin_device.register(library)
     device = torch.device(standin_device.NAME, 0)
     view = pinned(5000, device)[100:200].view(torch.float32)
@@ -79,7 +81,3 @@ def comes_and_goes(rank: int, world_size: int, library: Path) -> None:
     assert pool.take(5000).data_ptr() == address and compiled.pinned() == 15_000
     del third, other, pool
     assert compiled.pinned() == 0
-
-
-def test_pinned_memory_is_given_back_or_out_again_when_its_last_view_has_gone(library):
-    run_ranks(comes_and_goes, world_size=1, time_limit_s=60, keyword_arguments={"library": library})

@@ -1,12 +1,10 @@
 """The stand-in device's process group keeps to NCCL's rules, and shows what breaks them."""
 
-from pathlib import Path
-
 import pytest
 import standin_device
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from shared_ranks import on_ranks
 
 from hf_zero.comm.transports import all_gather_flat, reduce_scatter_flat
 
@@ -14,13 +12,6 @@ pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 
 LIMIT_S = 4.0
 """Of those that run into it."""
-
-
-def on_two_devices(rank: int, world_size: int, library: Path, folder: str, check: str) -> None:
-    compiled = standin_device.register(library)
-    torch.get_device_module(standin_device.NAME).set_device(rank)
-    with standin_device.process_group(rank, world_size, folder, timeout_s=LIMIT_S if check in HANGING else 60.0):
-        CHECKS[check](rank, compiled)
 
 
 def there(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -149,6 +140,10 @@ HANGING = ("other collectives hang and are named", "who comes alone is named")
     "crossed orders of two communicators are reported",
 )
 @pytest.mark.parametrize("check", CHECKS)
-def test_collectives_keep_to_nccls_rules(check, library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path), "check": check}
-    run_ranks(on_two_devices, world_size=2, time_limit_s=60, keyword_arguments=arguments)
+@on_ranks(2)
+def test_collectives_keep_to_nccls_rules(rank, world_size, check, library, tmp_path):
+    folder = str(tmp_path)
+    compiled = standin_device.register(library)
+    torch.get_device_module(standin_device.NAME).set_device(rank)
+    with standin_device.process_group(rank, world_size, folder, timeout_s=LIMIT_S if check in HANGING else 60.0):
+        CHECKS[check](rank, compiled)

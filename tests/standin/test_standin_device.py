@@ -14,6 +14,7 @@ from bf16_runs import backward, built
 from cells import short_of, slow
 from ranks import run_ranks
 from saved_engines import save_engine
+from shared_ranks import on_ranks
 from standin_runs import EXACT, INEXACT, prepared, steps
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import gpt2_batch
@@ -108,7 +109,17 @@ CELLS = [
 ]
 
 
-def on_the_device(rank: int, world_size: int, library: Path, folder: str, cells: Cells) -> None:
+def _placed(settings: dict, folder: str) -> dict:
+    offload = settings.get("offload", {})
+    files = {"nvme_path": folder} if "nvme" in offload.values() else {}
+    return {"bucket_bytes": "20KiB", **settings, "offload": offload | files}
+
+
+@pytest.mark.short_cells("2")
+@pytest.mark.parametrize(("world_size", "cells"), CELLS)
+@on_ranks(time_limit_s=300)
+def test_training_on_a_device_that_does_everything_late(rank, world_size, cells, library, tmp_path):
+    folder = str(tmp_path)
     compiled = standin_device.register(library)
     compiled.keep_to(rank + 1)
 
@@ -135,19 +146,6 @@ def on_the_device(rank: int, world_size: int, library: Path, folder: str, cells:
     assert torch.get_device_module(standin_device.NAME).spins == 0
 
 
-def _placed(settings: dict, folder: str) -> dict:
-    offload = settings.get("offload", {})
-    files = {"nvme_path": folder} if "nvme" in offload.values() else {}
-    return {"bucket_bytes": "20KiB", **settings, "offload": offload | files}
-
-
-@pytest.mark.short_cells("2")
-@pytest.mark.parametrize(("world_size", "cells"), CELLS)
-def test_training_on_a_device_that_does_everything_late(world_size, cells, library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path), "cells": cells}
-    run_ranks(on_the_device, world_size=world_size, time_limit_s=300, keyword_arguments=arguments)
-
-
 def misbehaves(rank: int, world_size: int, library: Path) -> None:
     compiled = standin_device.register(library)
     there, here = torch.ones(8, device=standin_device.NAME), torch.empty(8, pin_memory=True)
@@ -168,7 +166,14 @@ def misbehaves(rank: int, world_size: int, library: Path) -> None:
         torch.ones(2, device=standin_device.NAME) + torch.ones(2)
 
 
-def has_several_devices(rank: int, world_size: int, library: Path) -> None:
+def _refusal(module: ModuleType) -> str:
+    with pytest.raises(RuntimeError) as refused:
+        module.Event().record(module.current_stream())
+    return str(refused.value).splitlines()[0]
+
+
+@on_ranks(1, time_limit_s=120)
+def test_each_thread_begins_on_the_first_of_the_devices(rank, world_size, library):
     compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)
     second = torch.device(standin_device.NAME, 1)
     there = torch.ones(8, device=second)
@@ -185,21 +190,12 @@ def has_several_devices(rank: int, world_size: int, library: Path) -> None:
     assert found == [(0, "a context would be made on device 0, and this process is to keep to device 1")]
 
 
-def _refusal(module: ModuleType) -> str:
-    with pytest.raises(RuntimeError) as refused:
-        module.Event().record(module.current_stream())
-    return str(refused.value).splitlines()[0]
-
-
-def test_each_thread_begins_on_the_first_of_the_devices(library):
-    run_ranks(has_several_devices, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
-
-
 def test_the_stand_in_shows_what_would_go_wrong_on_a_gpu(library):
     run_ranks(misbehaves, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
 
 
-def goes_by_the_engines_device(rank: int, world_size: int, library: Path) -> None:
+@on_ranks(1, time_limit_s=120)
+def test_threads_pins_events_and_launches_go_by_the_engines_device(rank, world_size, library):
     compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)
     compiled.keep_to(2)
     device, current = torch.device(standin_device.NAME, 2), module.current_device
@@ -219,10 +215,6 @@ def goes_by_the_engines_device(rank: int, world_size: int, library: Path) -> Non
     module.set_device(2)
     assert with_index(torch.device(standin_device.NAME)) == device
     assert compiled.contexts() == {2}
-
-
-def test_threads_pins_events_and_launches_go_by_the_engines_device(library):
-    run_ranks(goes_by_the_engines_device, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
 
 
 def held_through_a_step(rank: int, world_size: int, library: Path, folder: str, stage: int) -> tuple[float, float]:

@@ -1,13 +1,18 @@
-"""Ranks that run one job after another: most of what a small job costs is its ranks' start and their first step."""
+"""Tests whose body every rank runs, in ranks of its own or in ranks that had other jobs before.
+
+Most of what a small job costs is its ranks' start and their first step.
+"""
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from ranks import LiveRanks, live_ranks
+from ranks import LiveRanks, live_ranks, run_ranks
 
 TIME_LIMIT_S = 150.0
 JOBS = 25
@@ -61,3 +66,41 @@ class SharedRanks:
 shared_ranks = SharedRanks(2)
 # Twenty steps at each stage take most of a minute by themselves.
 four_ranks = SharedRanks(4, call_limit_s=2 * TIME_LIMIT_S)
+
+
+def on_ranks(world_size: int | None = None, *, time_limit_s: float = 100.0) -> Callable[..., Any]:
+    """Makes a test of a body `(rank, world_size, …)` that each of some fresh ranks runs.
+
+    Args:
+        world_size: None where the test has a parameter of that name.
+    """
+
+    def start(body: Callable[..., None], arguments: dict[str, Any]) -> None:
+        count = world_size or arguments.pop("world_size")
+        run_ranks(_run_body, world_size=count, time_limit_s=time_limit_s, keyword_arguments={"test": body, **arguments})
+
+    return functools.partial(_as_test, start=start, given=("rank",) if world_size is None else ("rank", "world_size"))
+
+
+def on_shared_ranks(body: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of a body `(rank, world_size, …)` that two ranks run which had other jobs before."""
+    start = lambda test, arguments: shared_ranks.run(_run_body, test=test, **arguments)  # noqa: E731
+    return _as_test(body, start=start, given=("rank", "world_size"))
+
+
+def _as_test(
+    body: Callable[..., None], start: Callable[[Callable[..., None], dict[str, Any]], None], given: tuple[str, ...]
+) -> Callable[..., None]:
+    @functools.wraps(body)
+    def test(**arguments: Any) -> None:
+        start(test, arguments)
+
+    # What pytest looks for fixtures by: what ranks are given is none.
+    signature = inspect.signature(body)
+    parameters = [each for name, each in signature.parameters.items() if name not in given]
+    test.__signature__ = signature.replace(parameters=parameters)
+    return test
+
+
+def _run_body(rank: int, world_size: int, *, test: Callable[..., None], **arguments: Any) -> None:
+    test.__wrapped__(rank, world_size, **arguments)

@@ -8,30 +8,19 @@ Counts are the same on a busy machine. They are of this rank's threads all toget
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from types import ModuleType
-
-if __name__ == "__main__":
-    sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "scripts" / "bench")]
 
 import standin_device
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from rich.console import Console
-from rich.table import Table
 from standin_runs import MAX_NORM, own_device
 from training import fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
 
-STEPS, ASKED = 8, 1
 SETTINGS = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "stage 1, bfloat16": {"stage": 1, "param_dtype": "bfloat16"},
@@ -127,35 +116,3 @@ def _counted(
 def _collectives(engine: ZeroEngine) -> int:
     """By the watch, which is asked without the ledger noticing."""
     return sum(engine.transport.watch.begun.values())
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    library = standin_device.build()
-    columns = (
-        "settings",
-        *(f"waits, step {step}" for step in (1, 2, 3, 4)),
-        "later",
-        "collectives",
-        "events",
-        "if asked",
-    )
-    table = Table(title="GPT-2 of 3 layers, 2 ranks of the stand-in device, rank 0, a step", title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = {"library": library, "folder": folder, "settings": SETTINGS, "n_steps": STEPS, "n_asked": ASKED}
-        found = run_ranks(counted_steps, world_size=2, time_limit_s=300, keyword_arguments=arguments)[0]
-    for name, steps in found.items():
-        first, later, asked = steps[:4], steps[4:-ASKED], steps[-1]
-        counts = [step.waits.total() for step in first]
-        means = [mean(step.waits.total() for step in later), mean(step.collectives for step in later)]
-        means += [mean(step.events for step in later), asked.events]
-        table.add_row(name, *(f"{count:g}" for count in (*counts, *means)))
-    Console(width=140).print(table)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

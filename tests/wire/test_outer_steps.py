@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from cells import slow
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import nn
 from training import Unruly, fused_adamw, gpt2, gpt2_batch
 
@@ -291,7 +292,25 @@ def test_bytes_travel_in_outer_steps_only():
         assert 2 * 4 * numel // 2 <= held <= 2 * 4 * numel // 2 + 2 * 4 * 20
 
 
-def saves_and_resumes(rank: int, world_size: int, root: str, stage: int, more: dict) -> None:
+IN_8_BITS, IN_HOST_MEMORY = {"moments": "8bit"}, {"offload": {"optimizer": "cpu"}}
+
+
+@pytest.mark.short_cells("2, 8 bits")
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (1, {}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        (2, IN_8_BITS),
+        pytest.param(2, IN_8_BITS | {"kernels": "always"}, marks=pytest.mark.slow),
+        pytest.param(3, IN_HOST_MEMORY, marks=pytest.mark.slow),
+        pytest.param(1, IN_8_BITS | IN_HOST_MEMORY, marks=pytest.mark.slow),
+    ],
+    ids=["1", "3", "2, 8 bits", "2, 8 bits by kernels", "3, host memory", "1, 8 bits in host memory"],
+)
+@on_ranks(2)
+def test_a_run_goes_on_bit_for_bit(rank, world_size, tmp_path, stage, more):
+    root = str(tmp_path)
     folder = Path(root) / "checkpoint"
     batches = batches_of(rank, 9)
     model, optimizer, engine = start(setting(stage, **more))
@@ -321,28 +340,8 @@ def saves_and_resumes(rank: int, world_size: int, root: str, stage: int, more: d
     )
 
 
-IN_8_BITS, IN_HOST_MEMORY = {"moments": "8bit"}, {"offload": {"optimizer": "cpu"}}
-
-
-@pytest.mark.short_cells("2, 8 bits")
-@pytest.mark.parametrize(
-    ("stage", "more"),
-    [
-        (1, {}),
-        pytest.param(3, {}, marks=pytest.mark.slow),
-        (2, IN_8_BITS),
-        pytest.param(2, IN_8_BITS | {"kernels": "always"}, marks=pytest.mark.slow),
-        pytest.param(3, IN_HOST_MEMORY, marks=pytest.mark.slow),
-        pytest.param(1, IN_8_BITS | IN_HOST_MEMORY, marks=pytest.mark.slow),
-    ],
-    ids=["1", "3", "2, 8 bits", "2, 8 bits by kernels", "3, host memory", "1, 8 bits in host memory"],
-)
-def test_a_run_goes_on_bit_for_bit(tmp_path, stage, more):
-    arguments = {"root": str(tmp_path), "stage": stage, "more": more}
-    run_ranks(saves_and_resumes, world_size=2, time_limit_s=100, keyword_arguments=arguments)
-
-
-def edits_and_buffers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_have_norms_and_buffers_of_their_own_until_they_meet(rank, world_size):
     torch.manual_seed(0)
     model = Unruly(sleeping="odd ranks")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -363,10 +362,6 @@ def edits_and_buffers(rank: int, world_size: int) -> None:
     assert everyone[0] == everyone[1]
     engine.synchronise()
     assert not model.head.weight.any()
-
-
-def test_groups_have_norms_and_buffers_of_their_own_until_they_meet():
-    run_ranks(edits_and_buffers, world_size=2, time_limit_s=60)
 
 
 def refuses(rank: int, world_size: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cells import short_of, slow
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import nn
 from training import Job, train
 from wire_runs import go_on, resume, save, setting, start
@@ -41,7 +42,9 @@ def of_rank(rank: int, numel: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * 3.0**rank
 
 
-def both_collectives(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", short_of([2, 3, 4], [3]))
+@on_ranks()
+def test_sums_and_gathers_are_those_of_what_went_through_blocks(rank, world_size):
     groups = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
     for transport, format, dtype in itertools.product(
         (PointToPointTransport(groups, 30), CollectiveTransport(groups)),
@@ -68,11 +71,6 @@ def both_collectives(rank: int, world_size: int) -> None:
             assert torch.equal(gathered, torch.cat(everyone))
         rows = transport.ledger.rows()
         assert sum(row.bytes_sent for row in rows) > 0
-
-
-@pytest.mark.parametrize("world_size", short_of([2, 3, 4], [3]))
-def test_sums_and_gathers_are_those_of_what_went_through_blocks(world_size):
-    run_ranks(both_collectives, world_size=world_size, time_limit_s=60)
 
 
 def weights_in_forward(model: nn.Module, digests: list[str]) -> None:
@@ -161,7 +159,8 @@ def test_what_is_small_in_its_block_is_learned_by_error_feedback():
         assert depth == pytest.approx(-0.005 * STEPS_DOWN, abs=0.01)
 
 
-def one_rank_has_nan(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(rank, world_size):
     for code, strange in itertools.product(("int8", "int4"), (math.nan, math.inf)):
         model = Slope()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -178,15 +177,13 @@ def one_rank_has_nan(rank: int, world_size: int) -> None:
         assert model.weight[0].item() == pytest.approx(-0.1, rel=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks():
-    run_ranks(one_rank_has_nan, world_size=2, time_limit_s=60)
-
-
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def looks_and_edits(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_what_is_read_saved_and_edited_is_exact(rank, world_size):
     for stage, dtype in itertools.product((1, 2, 3), (torch.float32, torch.bfloat16)):
         model, _, engine, _ = start(setting(stage, BOTH), dtype=dtype)
         masters = {
@@ -222,11 +219,6 @@ def looks_and_edits(rank: int, world_size: int) -> None:
         engine.close()
         whole = values_of(model)
         assert all(torch.equal(whole[name], exact[name]) for name in exact if name != "transformer.wpe.weight")
-
-
-@pytest.mark.slow
-def test_what_is_read_saved_and_edited_is_exact():
-    run_ranks(looks_and_edits, world_size=2, time_limit_s=100)
 
 
 def clamped(rank: int, world_size: int) -> list[float]:
@@ -294,7 +286,9 @@ def test_a_run_in_blocks_goes_on_bit_for_bit_at_other_stages_and_in_other_codes(
     run_ranks(saves_and_resumes, world_size=2, time_limit_s=120, keyword_arguments=arguments)
 
 
-def resumes_in_another_form(rank: int, world_size: int, root: str) -> None:
+@on_ranks(2, time_limit_s=110)
+def test_a_run_goes_on_in_blocks_where_it_was_exact_and_the_other_way_round(rank, world_size, tmp_path):
+    root = str(tmp_path)
     for stage, before, after in ((2, BOTH, {}), (3, {}, BOTH)):
         folder = Path(root) / str(stage)
         model, optimizer, engine, _ = start(setting(stage, before))
@@ -303,10 +297,6 @@ def resumes_in_another_form(rank: int, world_size: int, root: str) -> None:
         model, optimizer, engine = resume(setting(stage, after), folder)
         assert go_on(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=3e-3)
         assert bool(list(engine.state.residual_rows())) == (after == BOTH)
-
-
-def test_a_run_goes_on_in_blocks_where_it_was_exact_and_the_other_way_round(tmp_path):
-    run_ranks(resumes_in_another_form, world_size=2, time_limit_s=110, keyword_arguments={"root": str(tmp_path)})
 
 
 def test_residuals_are_saved_and_their_sum_goes_on_at_a_larger_world_size(tmp_path):

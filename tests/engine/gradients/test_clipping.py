@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from small_kernel_steps import Small, small
 from torch import nn
 
+from hf_zero import GradScaler
 from hf_zero.buckets.sharded import ClippedGradient
 from hf_zero.comm.transport import Agreement
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.optimizer.holder import StepChoice
-from hf_zero.optimizer.loss_scale import GradScaler
 
 WITH_ROWS = {
     "masters": {"stage": 2, "param_dtype": "bfloat16"},

@@ -7,8 +7,7 @@ from functools import cache
 import pytest
 import torch
 from cells import short_of
-from ranks import run_ranks
-from shared_ranks import shared_ranks
+from shared_ranks import on_ranks, on_shared_ranks, shared_ranks
 from torch import nn
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
@@ -52,7 +51,10 @@ def check(engine: ZeroEngine, model: nn.Module, expected: dict[str, torch.Tensor
         torch.testing.assert_close(engine.full_grad(p), expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def several_backwards(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
+@pytest.mark.short_cells("2")
+@on_shared_ranks
+def test_several_backward_calls_add_up(rank, world_size, stage):
     model, optimizer, engine = built(stage)
     for seed in (1, 2, 3):
         model(**batch(rank, seed)).loss.backward()
@@ -64,13 +66,10 @@ def several_backwards(rank: int, world_size: int, stage: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
-@pytest.mark.short_cells("2")
-def test_several_backward_calls_add_up(stage):
-    run_on_ranks(several_backwards, stage=stage)
-
-
-def when_used_parameters_are_agreed_on(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.short_cells("0")
+@on_shared_ranks
+def test_the_agreement_on_used_parameters_is_on_its_way_while_reductions_are_waited_for(rank, world_size, stage):
     model, _, engine = built(stage)
     model(**batch(rank)).loss.backward()
     entries = engine.transport.watch.log.entries
@@ -80,13 +79,11 @@ def when_used_parameters_are_agreed_on(rank: int, world_size: int, stage: int) -
     assert all(agreement[STARTED] < entry[ENDED] < agreement[ENDED] for entry in reductions[-2:])
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.short_cells("0")
-def test_the_agreement_on_used_parameters_is_on_its_way_while_reductions_are_waited_for(stage):
-    run_on_ranks(when_used_parameters_are_agreed_on, stage=stage)
-
-
-def zeroed_between(rank: int, world_size: int, stage: int, by: str) -> None:
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
+@pytest.mark.short_cells("0-optimizer", "2-model")
+@on_shared_ranks
+def test_zero_grad_drops_what_was_reduced(rank, world_size, stage, by):
     model, optimizer, engine = built(stage)
     model(**batch(rank, 1)).loss.backward()
     (model if by == "model" else optimizer).zero_grad()
@@ -97,31 +94,6 @@ def zeroed_between(rank: int, world_size: int, stage: int, by: str) -> None:
     optimizer.step()
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]), f"{name} moved by a gradient that was zeroed"
-
-
-@pytest.mark.parametrize("by", ["model", "optimizer"])
-@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
-@pytest.mark.short_cells("0-optimizer", "2-model")
-def test_zero_grad_drops_what_was_reduced(stage, by):
-    run_on_ranks(zeroed_between, stage=stage, by=by)
-
-
-def skipped_batches(rank: int, world_size: int, settings: dict, by: str, set_to_none: bool) -> None:
-    model, optimizer, engine = built(**settings)
-    zero_grad = optimizer.zero_grad if by == "optimizer" else model.zero_grad
-    with engine.no_sync():
-        model(**batch(rank, 1)).loss.backward()
-    zero_grad(set_to_none=set_to_none)
-    model(**batch(rank, 2)).loss.backward()
-    check(engine, model, whole_gradients(world_size, 2))
-    # Once more with a reduced gradient beneath, and twice after it: nothing that was dropped comes back.
-    with engine.no_sync():
-        model(**batch(rank, 3)).loss.backward()
-    zero_grad(set_to_none=set_to_none or by == "model")
-    for seeds in ([4], [4, 5]):
-        model(**batch(rank, seeds[-1])).loss.backward()
-        check(engine, model, whole_gradients(world_size, *seeds))
-    optimizer.step()
 
 
 # Each way of dropping gradients and each of keeping them once; the other pairs are in the long run.
@@ -142,11 +114,31 @@ DROPPED = {
     ],
 )
 @pytest.mark.short_cells("{'stage': 2}-('optimizer', True)", "{'stage': 1}-('model', True)")
-def test_zero_grad_drops_what_was_not_yet_reduced(settings, by, set_to_none):
-    run_on_ranks(skipped_batches, settings=settings, by=by, set_to_none=set_to_none)
+@on_shared_ranks
+def test_zero_grad_drops_what_was_not_yet_reduced(rank, world_size, settings, by, set_to_none):
+    model, optimizer, engine = built(**settings)
+    zero_grad = optimizer.zero_grad if by == "optimizer" else model.zero_grad
+    with engine.no_sync():
+        model(**batch(rank, 1)).loss.backward()
+    zero_grad(set_to_none=set_to_none)
+    model(**batch(rank, 2)).loss.backward()
+    check(engine, model, whole_gradients(world_size, 2))
+    # Once more with a reduced gradient beneath, and twice after it: nothing that was dropped comes back.
+    with engine.no_sync():
+        model(**batch(rank, 3)).loss.backward()
+    zero_grad(set_to_none=set_to_none or by == "model")
+    for seeds in ([4], [4, 5]):
+        model(**batch(rank, seeds[-1])).loss.backward()
+        check(engine, model, whole_gradients(world_size, *seeds))
+    optimizer.step()
 
 
-def accumulated_then_reduced(rank: int, world_size: int, settings: dict) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}], ids=str
+)
+@pytest.mark.short_cells("{'stage': 2}", "{'stage': 2, 'grad_accumulation': 'local'}")
+@on_shared_ranks
+def test_no_sync_after_a_reduced_backward_and_nested(rank, world_size, settings):
     model, _, engine = built(**settings)
     model(**batch(rank, 1)).loss.backward()
     with engine.no_sync():
@@ -155,14 +147,6 @@ def accumulated_then_reduced(rank: int, world_size: int, settings: dict) -> None
             model(**batch(rank, 3)).loss.backward()
     model(**batch(rank, 4)).loss.backward()
     check(engine, model, whole_gradients(world_size, 1, 2, 3, 4))
-
-
-@pytest.mark.parametrize(
-    "settings", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}], ids=str
-)
-@pytest.mark.short_cells("{'stage': 2}", "{'stage': 2, 'grad_accumulation': 'local'}")
-def test_no_sync_after_a_reduced_backward_and_nested(settings):
-    run_on_ranks(accumulated_then_reduced, settings=settings)
 
 
 def never_reduced(rank: int, world_size: int, settings: dict) -> str:
@@ -179,7 +163,9 @@ def test_step_on_unreduced_gradients_is_refused(settings):
     assert "outside no_sync" in run_on_ranks(never_reduced, settings=settings)[0]
 
 
-def sets_by_hand(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", short_of([1, 2, 3], [2, 3]))
+@on_shared_ranks
+def test_a_gradient_set_by_hand_is_not_passed_over(rank, world_size, stage):
     model, optimizer, _ = built(stage)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -187,12 +173,9 @@ def sets_by_hand(rank: int, world_size: int, stage: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("stage", short_of([1, 2, 3], [2, 3]))
-def test_a_gradient_set_by_hand_is_not_passed_over(stage):
-    run_on_ranks(sets_by_hand, stage=stage)
-
-
-def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@on_shared_ranks
+def test_sharded_gradients_are_clipped_truly_or_raise(rank, world_size, stage):
     model, optimizer, engine = built(stage)
     model(**batch(rank, 1)).loss.backward()
     parameter = model.get_parameter("transformer.ln_f.weight")
@@ -222,12 +205,8 @@ def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
     assert parameter.grad is None
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_sharded_gradients_are_clipped_truly_or_raise(stage):
-    run_on_ranks(reads_and_clips, stage=stage)
-
-
-def replicated_gradients(rank: int, world_size: int) -> None:
+@on_shared_ranks
+def test_stage_0_has_ordinary_gradients(rank, world_size):
     model, _, engine = built(0)
     model(**batch(rank, 1)).loss.backward()
     expected = whole_gradients(world_size, 1)
@@ -235,10 +214,6 @@ def replicated_gradients(rank: int, world_size: int) -> None:
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     torch.testing.assert_close(engine.clip_grad_norm_(float("inf")), torch.tensor(0.1), rtol=1e-4, atol=0)
-
-
-def test_stage_0_has_ordinary_gradients():
-    run_on_ranks(replicated_gradients)
 
 
 def poisoned(rank: int, world_size: int, stage: int, clip: bool) -> str:
@@ -262,7 +237,9 @@ def test_a_nan_on_one_rank_stops_all_ranks_before_the_step(stage, clip):
     assert "the gradient norm is nan" in messages[0] and "`nonfinite: ignore`" in messages[0]
 
 
-def unused_keep_none(rank: int, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
+@on_shared_ranks
+def test_a_parameter_that_no_rank_used_keeps_no_gradient(rank, world_size, stage):
     model, optimizer, engine = built(stage, Unruly)
     model(**batch(rank, 1)).loss.backward()
     assert engine.full_grad(model.never.weight) is None
@@ -271,11 +248,8 @@ def unused_keep_none(rank: int, world_size: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
-def test_a_parameter_that_no_rank_used_keeps_no_gradient(stage):
-    run_on_ranks(unused_keep_none, stage=stage)
-
-
-def grad_api_and_bypass(rank: int, world_size: int, stage: int) -> None:
+@on_shared_ranks
+def test_autograd_grad_and_losses_past_the_root(rank, world_size, stage):
     model, optimizer, engine = built(stage)
     # torch.autograd.grad passes the outputs' hooks and reaches no parameter's.
     loss = model(**batch(rank, 1)).loss
@@ -291,12 +265,8 @@ def grad_api_and_bypass(rank: int, world_size: int, stage: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
-def test_autograd_grad_and_losses_past_the_root(stage):
-    run_on_ranks(grad_api_and_bypass, stage=stage)
-
-
-def two_engines(rank: int, world_size: int) -> None:
+@on_shared_ranks
+def test_two_engines_in_one_process(rank, world_size):
     teacher, teacher_opt, _ = built(1)
     student, student_opt, _ = built(2, bert)
     for seed in range(3):
@@ -308,10 +278,6 @@ def two_engines(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
     with torch.no_grad():
         teacher(**batch(rank, 9))
-
-
-def test_two_engines_in_one_process():
-    run_on_ranks(two_engines)
 
 
 def full_state(rank: int, world_size: int, stage: int) -> None:
@@ -330,7 +296,9 @@ def test_full_state_of_a_parameter(stage):
     run_on_ranks(full_state, stage=stage)
 
 
-def late_failure(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_backward_that_broke_off_is_not_trained_on(rank, world_size):
+    # What it has begun to send is never waited for.
     model, _optimizer, _engine = built(2)
 
     class Broken(torch.autograd.Function):
@@ -347,11 +315,6 @@ def late_failure(rank: int, world_size: int) -> None:
         model.lm_head(hidden.last_hidden_state).sum().backward()
     with pytest.raises(RuntimeError, match="resume it from a checkpoint"):
         model(**batch(rank))
-
-
-def test_a_backward_that_broke_off_is_not_trained_on():
-    # What it has begun to send is never waited for.
-    run_ranks(late_failure, world_size=2, time_limit_s=60)
 
 
 # ---- one rank, no process group ----
@@ -454,7 +417,9 @@ def test_mixed_dtypes_train_at_one_rank(stage):
     assert not torch.equal(model.transformer.ln_f.weight, before)
 
 
-def trained_state_dict(rank: int, world_size: int, stage: int) -> dict:
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [1, 2]))
+@on_shared_ranks
+def test_state_dict_of_a_sharded_optimizer_fits_its_own_shard_only(rank, world_size, stage):
     model, optimizer, _ = built(stage, optimizer=torch.optim.AdamW)
     model(**batch(rank)).loss.backward()
     optimizer.step()
@@ -471,8 +436,3 @@ def trained_state_dict(rank: int, world_size: int, stage: int) -> dict:
     marked = {**stock.state_dict(), "hf_zero_shard": "rank 5 of 7"}
     with pytest.raises(ValueError, match="rank 5 of 7"):
         optimizer.load_state_dict(marked)
-
-
-@pytest.mark.parametrize("stage", short_of([0, 1, 2], [1, 2]))
-def test_state_dict_of_a_sharded_optimizer_fits_its_own_shard_only(stage):
-    run_on_ranks(trained_state_dict, stage=stage)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from cells import slow
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -133,7 +134,8 @@ def test_it_has_so_beside_ranks_that_use_less_and_layers_that_are_frozen():
     assert max(errors) <= 1e-6, errors
 
 
-def gradients_by_hand(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_one_rank_alone_has_put_in_a_bucket_stays_when_it_is_sent_again(rank, world_size):
     """A bucket that one rank sends again has what the other rank alone has put there."""
     for stage in (0, 1, 2):
         torch.manual_seed(0)
@@ -154,10 +156,6 @@ def gradients_by_hand(rank: int, world_size: int) -> None:
             elif parameter.numel():
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=f"stage {stage}: {name}")
         engine.close()
-
-
-def test_what_one_rank_alone_has_put_in_a_bucket_stays_when_it_is_sent_again():
-    run_ranks(gradients_by_hand, world_size=2, time_limit_s=100)
 
 
 class Passed(nn.Module):

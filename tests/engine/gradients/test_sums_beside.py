@@ -1,12 +1,11 @@
 """Sums over micro-batches of gradients that are stepped from host memory: taken there, and not in backward."""
 
 import threading
-from pathlib import Path
 
 import pytest
 import standin_device
 import torch
-from ranks import run_ranks
+from shared_ranks import on_ranks
 from standin_runs import FILES, HOST, own_device, prepared
 from training import gpt2_batch
 
@@ -66,7 +65,20 @@ def trained(compiled, settings: dict, *, looks: bool = False) -> tuple[list[torc
     return found, waits.found
 
 
-def sums_beside(rank: int, world_size: int, library: Path, folder: str, names: list[str], looks: bool) -> None:
+CELLS = [
+    pytest.param(1, ["stage 2", "stage 3, in files"], True, id="1"),
+    pytest.param(2, ["stage 2, early"], False, id="2"),
+    *(pytest.param(ranks, list(OFFLOADED), True, id=f"{ranks}-all", marks=pytest.mark.slow) for ranks in (1, 2)),
+]
+
+
+@pytest.mark.short_cells("2")
+@pytest.mark.parametrize(("world_size", "names", "looks"), CELLS)
+@on_ranks(time_limit_s=150)
+def test_backward_waits_for_no_copy_of_a_micro_batch_and_the_sums_are_those_of_the_device(
+    rank, world_size, names, looks, library, tmp_path
+):
+    folder = str(tmp_path)
     compiled = standin_device.register(library)
     compiled.keep_to(rank + 1)
     with standin_device.process_group(rank, world_size, folder):
@@ -84,19 +96,3 @@ def sums_beside(rank: int, world_size: int, library: Path, folder: str, names: l
             assert all(map(torch.equal, found, looked))
     assert compiled.hazards() == []
     assert compiled.contexts() == {rank + 1}
-
-
-CELLS = [
-    pytest.param(1, ["stage 2", "stage 3, in files"], True, id="1"),
-    pytest.param(2, ["stage 2, early"], False, id="2"),
-    *(pytest.param(ranks, list(OFFLOADED), True, id=f"{ranks}-all", marks=pytest.mark.slow) for ranks in (1, 2)),
-]
-
-
-@pytest.mark.short_cells("2")
-@pytest.mark.parametrize(("world_size", "names", "looks"), CELLS)
-def test_backward_waits_for_no_copy_of_a_micro_batch_and_the_sums_are_those_of_the_device(
-    world_size, names, looks, library, tmp_path
-):
-    arguments = {"library": library, "folder": str(tmp_path), "names": names, "looks": looks}
-    run_ranks(sums_beside, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)

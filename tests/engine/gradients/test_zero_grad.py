@@ -7,6 +7,7 @@ import pytest
 import torch
 from cells import short_of
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -169,15 +170,12 @@ def adversaries(rank: int, settings: dict | None) -> list[float]:
     return losses
 
 
-def adversaries_like_ddp(rank: int, world_size: int, settings: list[dict]) -> None:
+@on_ranks(2)
+def test_what_a_generators_backward_leaves_in_its_discriminator_is_dropped_as_under_ddp(rank, world_size):
+    settings = [{"stage": stage} for stage in (1, 2, 3)]
     expected = adversaries(rank, None)
     for each in settings:
         assert adversaries(rank, each) == expected, each
-
-
-def test_what_a_generators_backward_leaves_in_its_discriminator_is_dropped_as_under_ddp():
-    settings = [{"stage": stage} for stage in (1, 2, 3)]
-    run_ranks(adversaries_like_ddp, world_size=2, time_limit_s=60, keyword_arguments={"settings": settings})
 
 
 def test_a_trained_model_can_be_moved_before_its_gradients_are_zeroed():
@@ -205,7 +203,10 @@ def test_micro_batches_do_not_write_into_a_gradient_that_two_parameters_share():
         torch.testing.assert_close(engine.full_grad(found), expected.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def zeroes_whole_gradients(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_whole_gradients_leave_no_memory_behind_when_they_are_zeroed(rank, world_size):
+    """As under plain torch: DDP's buckets stay, beside the next forward's activations."""
     for reduce_dtype in ("float32", "bfloat16"):
         model = nn.Linear(WIDTH, WIDTH)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -218,9 +219,3 @@ def zeroes_whole_gradients(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
             assert all(storage.expired() for storage in storages)
         engine.close()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_whole_gradients_leave_no_memory_behind_when_they_are_zeroed(world_size):
-    """As under plain torch: DDP's buckets stay, beside the next forward's activations."""
-    run_ranks(zeroes_whole_gradients, world_size=world_size, time_limit_s=60)

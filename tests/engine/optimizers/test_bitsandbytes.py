@@ -6,9 +6,8 @@ from functools import partial
 import pytest
 import torch
 from cells import slow
-from ranks import run_ranks
 from saved_engines import save_engine
-from shared_ranks import shared_ranks
+from shared_ranks import on_ranks, on_shared_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,15 +80,6 @@ def steps(rank: int, entry: nn.Module, optimizer: torch.optim.Optimizer, numbers
     return losses
 
 
-def trains_as_ddp(rank: int, world_size: int, cells: list[tuple[str, Callable | None]], variants: list[dict]) -> None:
-    for name, says in cells:
-        _, entry, optimizer = built(name, says, None)
-        expected = steps(rank, entry, optimizer, range(4))
-        for settings in variants:
-            _, entry, optimizer = built(name, says, settings)
-            assert steps(rank, entry, optimizer, range(4)) == expected, (name, says, settings)
-
-
 STAGES = [
     {"stage": 0},
     {"stage": 1},
@@ -110,11 +100,19 @@ STAGES = [
     ],
     ids=["overrides", "others", "all", "all-overrides"],
 )
-def test_losses_are_ddps_bit_for_bit(cells, variants):
-    shared_ranks.run(trains_as_ddp, cells=cells, variants=variants)
+@on_shared_ranks
+def test_losses_are_ddps_bit_for_bit(rank, world_size, cells, variants):
+    for name, says in cells:
+        _, entry, optimizer = built(name, says, None)
+        expected = steps(rank, entry, optimizer, range(4))
+        for settings in variants:
+            _, entry, optimizer = built(name, says, settings)
+            assert steps(rank, entry, optimizer, range(4)) == expected, (name, says, settings)
 
 
-def resumes(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_state_in_8_bits_is_resumed_at_another_stage(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     model, entry, optimizer = built("adamw 8-bit", of_modules, {"stage": 2})
     steps(rank, entry, optimizer, range(2))
     save_engine(engine_attached_to(model), folder)
@@ -124,10 +122,6 @@ def resumes(rank: int, world_size: int, folder: str) -> None:
     model.load_state_dict(weights)
     load_engine(engine_attached_to(model), f"{folder}/{ZERO_FOLDER}")
     assert steps(rank, entry, optimizer, range(2, 4)) == expected
-
-
-def test_state_in_8_bits_is_resumed_at_another_stage(tmp_path):
-    run_ranks(resumes, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
 
 
 def test_state_of_which_only_large_parameters_have_8_bits_has_no_file(tmp_path):

@@ -11,6 +11,7 @@ from cells import short_of, slow
 from moments_runs import IN_8_BITS, gpt, prepared, refuse_difference, whole_states
 from ranks import run_ranks
 from saved_engines import save_engine
+from shared_ranks import on_ranks
 from torch import nn
 from training import Job, Unruly, adamw_in_two_groups, gpt2_batch, of_one_seed, steps, train
 
@@ -424,7 +425,9 @@ def test_state_from_before_and_after_the_engine_is_the_optimizers():
     assert steps(model, optimizer, range(4, 6))[-1] < 6
 
 
-def leaves_the_unused_alone(rank: int, world_size: int, kernels: str) -> None:
+@pytest.mark.parametrize("kernels", ["never", slow("always")])
+@on_ranks(2)
+def test_moments_of_parameters_that_a_step_does_not_use_stay_as_they_are(rank, world_size, kernels):
     torch.manual_seed(0)
     model = Unruly(sleeping="even steps")
     model.branch = nn.Linear(24, SMALLEST_NUMEL // 24 + 1)
@@ -447,11 +450,6 @@ def leaves_the_unused_alone(rank: int, world_size: int, kernels: str) -> None:
         elif before[name]:
             assert not torch.equal(before[name]["exp_avg"], after[name]["exp_avg"])
         assert torch.as_tensor(after[name].get("step", 0)).item() == sum(used)
-
-
-@pytest.mark.parametrize("kernels", ["never", slow("always")])
-def test_moments_of_parameters_that_a_step_does_not_use_stay_as_they_are(kernels):
-    run_ranks(leaves_the_unused_alone, world_size=2, time_limit_s=60, keyword_arguments={"kernels": kernels})
 
 
 @pytest.mark.parametrize("where", ["cpu", "nvme"])

@@ -11,6 +11,7 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 from ranks import run_ranks
 from saved_engines import save_engine
+from shared_ranks import on_ranks
 from torch import nn
 from training import Job, Outcome, adamw_in_two_groups, gpt2, of_one_seed, steps, train
 
@@ -59,7 +60,20 @@ def prepared(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngi
     return model, optimizer, ZeroEngine(model, [optimizer], settings)
 
 
-def goes_on(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_edits_at_stage_3_go_into_the_next_step(rank, world_size):
+    model, optimizer, engine = prepared({**BY_CHANCE, "stage": 3})
+    with engine.gathered(model.transformer.wpe, writeback=True), torch.no_grad():
+        model.transformer.wpe.weight.fill_(0.25)
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    steps(model, optimizer, range(1))
+    with engine.gathered(model.transformer.wpe):
+        assert torch.equal(model.transformer.wpe.weight, torch.full_like(model.transformer.wpe.weight, 0.25))
+
+
+@on_ranks(2, time_limit_s=120)
+def test_a_run_goes_on_bit_for_bit_at_another_stage(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     model, optimizer, engine = prepared({**BY_CHANCE, "stage": 2, "bucket_bytes": "20KiB"})
     steps(model, optimizer, range(2))
     assert {row.kind for row in engine.state.rows()} == {"exp_avg", "exp_avg_sq"}
@@ -81,24 +95,6 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
     model, optimizer, engine = prepared({**BY_CHANCE, "stage": 2})
     load_engine(engine, f"{folder}/zero")
     assert all(state[STEP] == 2 for state in engine.state.scalars().values())
-
-
-def edits_at_stage_3(rank: int, world_size: int) -> None:
-    model, optimizer, engine = prepared({**BY_CHANCE, "stage": 3})
-    with engine.gathered(model.transformer.wpe, writeback=True), torch.no_grad():
-        model.transformer.wpe.weight.fill_(0.25)
-    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
-    steps(model, optimizer, range(1))
-    with engine.gathered(model.transformer.wpe):
-        assert torch.equal(model.transformer.wpe.weight, torch.full_like(model.transformer.wpe.weight, 0.25))
-
-
-def test_edits_at_stage_3_go_into_the_next_step():
-    run_ranks(edits_at_stage_3, world_size=2, time_limit_s=60)
-
-
-def test_a_run_goes_on_bit_for_bit_at_another_stage(tmp_path):
-    run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments={"folder": str(tmp_path)})
 
 
 class Weights(nn.Module):

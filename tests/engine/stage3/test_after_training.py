@@ -11,7 +11,7 @@ import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from ranks import run_ranks
 from safetensors.torch import load_file
-from shared_ranks import shared_ranks
+from shared_ranks import on_ranks, shared_ranks
 from stage3_runs import KEPT, SHARDED, Run, assert_equal, assert_same, run_on_ranks, same_as_ddp
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -27,7 +27,9 @@ pytestmark = pytest.mark.timeout(120)
 # ---- evaluation in 16 bits ----
 
 
-def evaluates_in_16_bits(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2, time_limit_s=110)
+def test_a_trainer_evaluates_in_bfloat16_as_under_ddp_and_its_model_stays_as_it_was(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     settings = {"max_steps": 2, "bf16_full_eval": True, "dropout": 0.0}
     seen = []
@@ -46,10 +48,6 @@ def evaluates_in_16_bits(rank: int, world_size: int, folder: str) -> None:
     for found in seen:
         assert found.metrics["test_loss"] == expected.metrics["test_loss"]
         assert (found.predictions == expected.predictions).all()
-
-
-def test_a_trainer_evaluates_in_bfloat16_as_under_ddp_and_its_model_stays_as_it_was(tmp_path):
-    run_ranks(evaluates_in_16_bits, world_size=2, time_limit_s=110, keyword_arguments={"folder": str(tmp_path)})
 
 
 # ---- a reference model that follows ----
@@ -160,7 +158,8 @@ def test_edits_of_each_element_behind_a_step_are_ddps():
     shared_ranks.run(same_as_ddp, script=editing_each_step, variants=[SHARDED, persisting, offloaded], make=gpt2)
 
 
-def clamps_beside_a_master(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_clamp_that_changes_nothing_leaves_the_master_its_digits(rank, world_size):
     plain = [1.0 - 0.001 * step for step in range(1, 6)]
     for stage in (2, 3):
         model = nn.Linear(1, 1, bias=False)
@@ -175,10 +174,6 @@ def clamps_beside_a_master(rank: int, world_size: int) -> None:
                 model.weight.clamp_(0, 2)
             masters = [bucket.master.max().item() for bucket in engine.buckets if bucket.rows]
             assert max(masters, default=expected) == pytest.approx(expected, abs=1e-6), stage
-
-
-def test_a_clamp_that_changes_nothing_leaves_the_master_its_digits():
-    run_on_ranks(clamps_beside_a_master)
 
 
 def averaging(run: Run) -> None:
@@ -204,7 +199,8 @@ def test_an_averaged_model_of_a_sharded_one_is_ddps():
     shared_ranks.run(same_as_ddp, script=averaging, variants=variants, make=gpt2)
 
 
-def averages_what_it_copied_before(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_average_begun_before_the_model_was_sharded_is_ddps(rank, world_size):
     found = []
     for settings in (None, SHARDED):
         torch.manual_seed(0)
@@ -216,10 +212,6 @@ def averages_what_it_copied_before(rank: int, world_size: int) -> None:
             averaged.update_parameters(run.model)
         found.append(averaged.state_dict())
     assert_equal(*found)
-
-
-def test_an_average_begun_before_the_model_was_sharded_is_ddps():
-    run_on_ranks(averages_what_it_copied_before)
 
 
 # ---- stages 1 and 2: a model that is changed after prepare ----

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import nn
 from training import Job, train
 
@@ -41,7 +41,13 @@ READS = {
 }
 
 
-def reads_change_nothing(rank: int, world_size: int, more: dict) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "more"),
+    [(2, {}), pytest.param(4, {}, marks=pytest.mark.slow), pytest.param(4, NEAR, marks=pytest.mark.slow)],
+    ids=["2 ranks", "4 ranks", "4 ranks with secondary shards"],
+)
+@on_ranks(time_limit_s=150)
+def test_whole_parameters_read_inside_a_forward_leave_it_in_bf16(rank, world_size, more):
     job = replace(GPT2, steps=2, settings={**GATHERED, **more})
     plain = train(rank, world_size, job)
     for place, (name, before) in READS.items():
@@ -53,22 +59,9 @@ def reads_change_nothing(rank: int, world_size: int, more: dict) -> None:
     assert found.losses == pytest.approx(plain.losses, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "more"),
-    [(2, {}), pytest.param(4, {}, marks=pytest.mark.slow), pytest.param(4, NEAR, marks=pytest.mark.slow)],
-    ids=["2 ranks", "4 ranks", "4 ranks with secondary shards"],
-)
-def test_whole_parameters_read_inside_a_forward_leave_it_in_bf16(world_size, more):
-    arguments = {"more": more}
-    run_ranks(reads_change_nothing, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
-
-
-def trains_with_secondary_shards(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(4, time_limit_s=150)
+def test_secondary_shards_of_bf16_gathers_train_to_the_same_bits(rank, world_size):
     job = replace(GPT2, steps=3, accumulation=2)
     plain, near = (train(rank, world_size, replace(job, settings={**GATHERED, **more})) for more in ({}, NEAR))
     assert near.equals(plain), f"{near.losses} for {plain.losses}"
-
-
-@pytest.mark.slow
-def test_secondary_shards_of_bf16_gathers_train_to_the_same_bits():
-    run_ranks(trains_with_secondary_shards, world_size=4, time_limit_s=150)

@@ -8,8 +8,8 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from shared_ranks import shared_ranks
-from stage3_runs import FAR_AHEAD, SHARDED, Run, assert_equal, assert_same, run_on_ranks, same_as_ddp
+from shared_ranks import on_ranks, shared_ranks
+from stage3_runs import FAR_AHEAD, SHARDED, Run, assert_equal, assert_same, same_as_ddp
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from training import Answer, gpt2
@@ -97,7 +97,8 @@ LOOKS = [
 ]
 
 
-def reads_while_sharded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reading_a_sharded_parameter_names_it_and_the_way_out_and_looking_at_it_is_free(rank, world_size):
     run, plain = Run(rank, gpt2, SHARDED), dict(gpt2().named_parameters())
     for trained in (False, True):
         for name, parameter in run.model.named_parameters():
@@ -116,11 +117,8 @@ def reads_while_sharded(rank: int, world_size: int) -> None:
         run.entry(**run.batch()).loss.backward()
 
 
-def test_reading_a_sharded_parameter_names_it_and_the_way_out_and_looking_at_it_is_free():
-    run_on_ranks(reads_while_sharded)
-
-
-def names_taken_before(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_alias_taken_while_sharded_reads_the_values_that_the_parameter_has_when_it_is_whole(rank, world_size):
     """`p.data` taken while a parameter was sharded is the parameter, whenever it is read."""
     run = Run(rank, gpt2, SHARDED)
     aliases = {name: p.data for name, p in run.model.named_parameters()}
@@ -134,10 +132,6 @@ def names_taken_before(rank: int, world_size: int) -> None:
     run.engine.close()
     assert not any(are_hidden(p) for p in run.model.parameters())
     assert_equal({name: alias.clone() for name, alias in aliases.items()}, dict(run.model.named_parameters()))
-
-
-def test_an_alias_taken_while_sharded_reads_the_values_that_the_parameter_has_when_it_is_whole():
-    run_on_ranks(names_taken_before)
 
 
 # ---- averages ----
@@ -201,7 +195,8 @@ def test_a_penalty_on_parameters_in_the_forward_or_inside_gathered_trains_as_und
     shared_ranks.run(same_as_ddp, script=script, variants=[SHARDED, FAR_AHEAD], make=make)
 
 
-def penalises_outside(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_penalty_outside_of_forward_and_gathered_is_refused_and_training_goes_on(rank, world_size):
     run, smooth = (Run(rank, gpt2, SHARDED) for _ in range(2))
     for each in (run, smooth):
         each.step()
@@ -210,10 +205,6 @@ def penalises_outside(rank: int, world_size: int) -> None:
     for each in (run, smooth):
         each.step()
     assert_same(run, smooth)
-
-
-def test_a_penalty_outside_of_forward_and_gathered_is_refused_and_training_goes_on():
-    run_on_ranks(penalises_outside)
 
 
 # ---- torch.func ----
@@ -265,7 +256,8 @@ def gathered_without_graph(model: nn.Module):
         yield
 
 
-def transforms(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torch_func_gives_the_values_of_a_plain_model_or_is_refused_by_name(rank, world_size):
     bare, without_graph = (lambda _model: nullcontext()), (lambda _model: torch.no_grad())
     for transform in TRANSFORMS:
         expected = trains_with(transform, None, bare)
@@ -278,7 +270,3 @@ def transforms(rank: int, world_size: int) -> None:
                     trains_with(transform, settings, inside)
             values = trains_with(transform, None, without_graph)
             assert trains_with(transform, settings, gathered_without_graph) == values, transform
-
-
-def test_torch_func_gives_the_values_of_a_plain_model_or_is_refused_by_name():
-    run_on_ranks(transforms)

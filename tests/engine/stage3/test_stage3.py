@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from cells import slow
-from shared_ranks import shared_ranks
+from shared_ranks import on_ranks, on_shared_ranks, shared_ranks
 from stage3_runs import (
     FAR_AHEAD,
     KEPT,
@@ -143,7 +143,8 @@ class Marks(nn.Module):
         return self.layer(*args, **kwargs)
 
 
-def generates_in_a_way_of_its_own(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_way_of_its_own_to_generate_waits_for_all_ranks_and_no_layer_is_marked(rank, world_size):
     torch.manual_seed(0)
     model = talkative_gpt2()
     model.transformer.h[1] = Marks(model.transformer.h[1])
@@ -159,11 +160,8 @@ def generates_in_a_way_of_its_own(rank: int, world_size: int) -> None:
     assert model.generate is own
 
 
-def test_a_way_of_its_own_to_generate_waits_for_all_ranks_and_no_layer_is_marked():
-    run_on_ranks(generates_in_a_way_of_its_own)
-
-
-def generates_with_a_static_cache(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_static_cache_compiles_no_forward_that_gathers(rank, world_size):
     model, asked = talkative_gpt2(), []
     engine = ZeroEngine(model, [sgd(model)], SHARDED)
     compiles = model._valid_auto_compile_criteria
@@ -178,10 +176,6 @@ def generates_with_a_static_cache(rank: int, world_size: int) -> None:
     engine.close()
     model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2, cache_implementation="static")
     assert asked[0] and not asked[1]
-
-
-def test_a_static_cache_compiles_no_forward_that_gathers():
-    run_on_ranks(generates_with_a_static_cache)
 
 
 # ---- evaluation ----
@@ -258,26 +252,6 @@ def adapting(run: Run) -> None:
         run.step()
 
 
-def adapts(rank: int, world_size: int, make, ways: dict[str, list[dict]]) -> None:
-    from peft import PeftModel, get_peft_model_state_dict
-
-    make_batch = bert_batch if make is bert else gpt2_batch
-    for checkpointing, variants in ways.items():
-        prepared = partial(with_lora, make, checkpointing)
-        ddp, *sharded = (Run(rank, prepared, settings, make_batch=make_batch) for settings in (None, *variants))
-        for run in (ddp, *sharded):
-            torch.manual_seed(1000 + rank)
-            adapting(run)
-        for run in sharded:
-            assert_same(run, ddp, f"checkpointing: {checkpointing}")
-            assert_base_is_only_a_shard(run)
-            with tempfile.TemporaryDirectory() as folder:
-                run.model.save_pretrained(folder)
-                torch.manual_seed(0)
-                reloaded = PeftModel.from_pretrained(make(), folder)
-            assert_equal(get_peft_model_state_dict(reloaded), get_peft_model_state_dict(ddp.model))
-
-
 def assert_base_is_only_a_shard(run: Run) -> None:
     frozen = [p for p in run.model.parameters() if not p.requires_grad]
     assert all(p in run.engine.sharded.unit_of for p in frozen)
@@ -306,8 +280,25 @@ IN_EVERY_WAY = {checkpointing: [SHARDED, KEPT] for checkpointing in ("none", "re
         slow(bert, IN_EVERY_WAY, id="bert-every"),
     ],
 )
-def test_lora_trains_over_a_sharded_frozen_base_and_its_adapter_reloads(make, ways):
-    run_on_ranks(adapts, make=make, ways=ways)
+@on_ranks(2)
+def test_lora_trains_over_a_sharded_frozen_base_and_its_adapter_reloads(rank, world_size, make, ways):
+    from peft import PeftModel, get_peft_model_state_dict
+
+    make_batch = bert_batch if make is bert else gpt2_batch
+    for checkpointing, variants in ways.items():
+        prepared = partial(with_lora, make, checkpointing)
+        ddp, *sharded = (Run(rank, prepared, settings, make_batch=make_batch) for settings in (None, *variants))
+        for run in (ddp, *sharded):
+            torch.manual_seed(1000 + rank)
+            adapting(run)
+        for run in sharded:
+            assert_same(run, ddp, f"checkpointing: {checkpointing}")
+            assert_base_is_only_a_shard(run)
+            with tempfile.TemporaryDirectory() as folder:
+                run.model.save_pretrained(folder)
+                torch.manual_seed(0)
+                reloaded = PeftModel.from_pretrained(make(), folder)
+            assert_equal(get_peft_model_state_dict(reloaded), get_peft_model_state_dict(ddp.model))
 
 
 # ---- looking and editing ----
@@ -321,7 +312,9 @@ def parameters_of(target) -> set[nn.Parameter]:
     )
 
 
-def looks(rank: int, world_size: int, variants: list[dict]) -> None:
+@on_ranks(2)
+def test_gathered_shows_whole_values_at_every_stage_and_without_an_engine(rank, world_size):
+    variants = [{**SHARDED, "stage": 0}, {**SHARDED, "stage": 1}, {**SHARDED, "stage": 2}, SHARDED, KEPT]
     ddp, *runs = (Run(rank, gpt2, settings) for settings in (None, *variants))
     for run in (ddp, *runs):
         run.step()
@@ -336,12 +329,6 @@ def looks(rank: int, world_size: int, variants: list[dict]) -> None:
     for run in (ddp, *runs):
         run.step()
         assert_same(run, ddp)
-
-
-def test_gathered_shows_whole_values_at_every_stage_and_without_an_engine():
-    run_on_ranks(
-        looks, variants=[{**SHARDED, "stage": 0}, {**SHARDED, "stage": 1}, {**SHARDED, "stage": 2}, SHARDED, KEPT]
-    )
 
 
 # Each edit leaves `values` in the parameters of a module; it is called on every rank.
@@ -642,7 +629,17 @@ def gpt2_called_in_checkpoints() -> nn.Module:
     return model
 
 
-def weighs_steps(rank: int, world_size: int, cases: list[tuple]) -> None:
+CHECKPOINTED = [(partial(checkpointed_gpt2, reentrant), SHARDED) for reentrant in (False, True)]
+WEIGHED = [*CHECKPOINTED, (gpt2_called_in_checkpoints, SHARDED), *((gpt2, settings) for settings in SETTINGS)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [(2, WEIGHED[1:5] + WEIGHED[7:8]), slow(2, WEIGHED), slow(3, WEIGHED)],
+    ids=["2-some", "2-every", "3-every"],
+)
+@on_ranks()
+def test_a_step_sends_the_formulas_bytes_and_holds_no_more_than_the_layers_in_use(rank, world_size, cases):
     for make, settings in cases:
         run = Run(rank, make, settings)
         schedule = run.engine.sharded.schedule
@@ -670,20 +667,13 @@ def weighs_steps(rank: int, world_size: int, cases: list[tuple]) -> None:
         assert 0 < schedule.peak_bytes <= passing_root + sum(largest), settings
 
 
-CHECKPOINTED = [(partial(checkpointed_gpt2, reentrant), SHARDED) for reentrant in (False, True)]
-WEIGHED = [*CHECKPOINTED, (gpt2_called_in_checkpoints, SHARDED), *((gpt2, settings) for settings in SETTINGS)]
+def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+    return ResizedReservation(numel, dtype, kept, device)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [(2, WEIGHED[1:5] + WEIGHED[7:8]), slow(2, WEIGHED), slow(3, WEIGHED)],
-    ids=["2-some", "2-every", "3-every"],
-)
-def test_a_step_sends_the_formulas_bytes_and_holds_no_more_than_the_layers_in_use(world_size, cases):
-    run_on_ranks(weighs_steps, world_size=world_size, cases=cases)
-
-
-def uses_memory_as_an_accelerator_does(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing(rank, world_size):
     """Parameters given back by resizing their storage, and not page by page as on the host."""
     with mock.patch.object(memory, "reserve", resized):
         run = Run(rank, gpt2, SHARDED)
@@ -694,15 +684,6 @@ def uses_memory_as_an_accelerator_does(rank: int, world_size: int) -> None:
             same_as_ddp(rank, world_size, evaluating_between_steps, [SHARDED, KEPT], make=make)
         assert goes_on_from(rank, world_size, [edit_on_rank_0], EDITED) == [""]
         closes(rank, world_size, rank0_only=False)
-
-
-def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-    return ResizedReservation(numel, dtype, kept, device)
-
-
-@pytest.mark.slow
-def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing():
-    run_on_ranks(uses_memory_as_an_accelerator_does)
 
 
 # ---- the schedule ----
@@ -754,7 +735,8 @@ def test_layers_that_change_their_order_between_steps_train_as_under_ddp():
     )
 
 
-def prefetches(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_next_layers_are_gathered_ahead_again_after_an_evaluation_in_another_order(rank, world_size):
     for count in (0, 1, 2):
         run = Run(rank, Wandering, {**SHARDED, "prefetch_units": count})
         run.model.skips = False
@@ -777,14 +759,12 @@ def prefetches(rank: int, world_size: int) -> None:
             assert whole == ahead, f"{count} ahead, after an evaluation: {evaluates}"
 
 
-def test_the_next_layers_are_gathered_ahead_again_after_an_evaluation_in_another_order():
-    run_on_ranks(prefetches)
-
-
 # ---- several models ----
 
 
-def distils(rank: int, world_size: int, variants: list[dict]) -> None:
+@pytest.mark.parametrize("variants", [[SHARDED], slow([SHARDED, KEPT])], ids=["sharded", "kept, too"])
+@on_shared_ranks
+def test_a_frozen_sharded_teacher_distils_into_a_sharded_student(rank, world_size, variants):
     runs, teachers = [], []
     for settings in (None, *variants):
         torch.manual_seed(5)
@@ -810,11 +790,6 @@ def distils(rank: int, world_size: int, variants: list[dict]) -> None:
         assert [rows[kind] for kind in ("optimizer state", "gradients", "gradient buffers", "fp32 master")] == [0] * 4
 
 
-@pytest.mark.parametrize("variants", [[SHARDED], slow([SHARDED, KEPT])], ids=["sharded", "kept, too"])
-def test_a_frozen_sharded_teacher_distils_into_a_sharded_student(variants):
-    shared_ranks.run(distils, variants=variants)
-
-
 def prepared_teacher() -> nn.Module:
     torch.manual_seed(5)
     model = gpt2().requires_grad_(False)
@@ -826,7 +801,8 @@ def prepared_student(rank: int) -> nn.Module:
     return Run(rank, gpt2, SHARDED).model
 
 
-def keeps_only_the_model(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_stays_usable_when_a_script_keeps_nothing_but_the_model(rank, world_size):
     batch = gpt2_batch(torch.Generator().manual_seed(rank), 2)
     for make, seed in ((prepared_teacher, 5), (partial(prepared_student, rank), 0)):
         model = make()
@@ -836,16 +812,14 @@ def keeps_only_the_model(rank: int, world_size: int) -> None:
             assert torch.equal(model.eval()(**batch).logits, gpt2().eval()(**batch).logits), make
 
 
-def test_a_model_stays_usable_when_a_script_keeps_nothing_but_the_model():
-    run_on_ranks(keeps_only_the_model)
-
-
 def network(inputs: int, outputs: int) -> nn.Module:
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(nn.Linear(inputs, WIDTH), *layers, nn.Linear(WIDTH, outputs))
 
 
-def duels(rank: int, world_size: int, variants: list[dict]) -> None:
+@pytest.mark.parametrize("variants", [[SHARDED], slow([SHARDED, KEPT])], ids=["sharded", "kept, too"])
+@on_shared_ranks
+def test_two_adversaries_with_an_engine_each_train_as_under_ddp(rank, world_size, variants):
     seen = []
     for settings in (None, *variants):
         maker = Run(rank, partial(network, 8, 16), settings)
@@ -870,11 +844,6 @@ def duels(rank: int, world_size: int, variants: list[dict]) -> None:
     for losses, state in seen[1:]:
         assert losses == seen[0][0]
         assert_equal(state, seen[0][1])
-
-
-@pytest.mark.parametrize("variants", [[SHARDED], slow([SHARDED, KEPT])], ids=["sharded", "kept, too"])
-def test_two_adversaries_with_an_engine_each_train_as_under_ddp(variants):
-    shared_ranks.run(duels, variants=variants)
 
 
 # ---- other orders of forward and backward ----
@@ -1115,11 +1084,6 @@ def test_training_goes_on_after_an_exception_in_a_forward(variants):
     shared_ranks.run(same_as_ddp, script=fails_in_forward, variants=variants, make=gpt2)
 
 
-def fails_in_backward(rank: int, world_size: int) -> None:
-    for settings in (SHARDED, KEPT):
-        recovers_or_says_so(rank, settings)
-
-
 def recovers_or_says_so(rank: int, settings: dict) -> None:
     run, smooth = Run(rank, gpt2, settings), Run(rank, gpt2, settings)
     smooth.step()
@@ -1146,8 +1110,10 @@ def recovers_or_says_so(rank: int, settings: dict) -> None:
     assert_equal(run.model.state_dict(), smooth.state())
 
 
-def test_an_exception_in_a_backward_is_recovered_from_or_named():
-    run_on_ranks(fails_in_backward)
+@on_ranks(2)
+def test_an_exception_in_a_backward_is_recovered_from_or_named(rank, world_size):
+    for settings in (SHARDED, KEPT):
+        recovers_or_says_so(rank, settings)
 
 
 # ---- accumulation, compilation ----
@@ -1163,17 +1129,14 @@ def test_local_accumulation_is_bitwise():
     shared_ranks.run(same_as_ddp, script=accumulating, variants=variants, make=gpt2)
 
 
-def accumulates_in_shards(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sharded_accumulation_is_close(rank, world_size):
     runs = [Run(rank, gpt2, settings) for settings in (None, SHARDED, KEPT)]
     for run in runs:
         accumulating(run)
     for run in runs[1:]:
         assert max(abs(a - b) / abs(b) for a, b in zip(run.seen, runs[0].seen, strict=True)) <= 1e-5
         assert no_unit_is_whole(run.engine)
-
-
-def test_sharded_accumulation_is_close():
-    run_on_ranks(accumulates_in_shards)
 
 
 def with_compiled_layers(count: int) -> nn.Module:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cells import slow
 from ranks import run_ranks
-from shared_ranks import shared_ranks
+from shared_ranks import on_ranks, shared_ranks
 from stage3_runs import (
     KEPT,
     NOT_AHEAD,
@@ -119,7 +119,8 @@ def test_a_copy_of_a_sharded_model_is_an_ordinary_whole_one():
     shared_ranks.run(same_as_ddp, script=copying_deeply, variants=variants, make=gpt2)
 
 
-def copies_while_whole(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_copy_of_a_model_that_is_whole_just_now_is_an_ordinary_model_or_refused(rank, world_size):
     """What people do for an averaged model: an ordinary copy, or the refusal."""
     for settings in (SHARDED, KEPT):
         run = Run(rank, gpt2, settings)
@@ -137,10 +138,6 @@ def copies_while_whole(rank: int, world_size: int) -> None:
             assert_equal(copied.state_dict(), expected)
             assert copied.half().lm_head.weight.dtype == torch.float16
             expected = run.state()
-
-
-def test_a_copy_of_a_model_that_is_whole_just_now_is_an_ordinary_model_or_refused():
-    run_on_ranks(copies_while_whole)
 
 
 # ---- editing and reading while sharded ----
@@ -204,7 +201,8 @@ def test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silen
     assert run_on_ranks(edits_while_sharded, in_turn=in_turn) == [[], []]
 
 
-def edits_without_writeback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_edit_without_writeback_raises_and_leaves_no_trace(rank, world_size):
     run = Run(rank, gpt2, SHARDED)
     run.step()
     before = run.state()
@@ -217,11 +215,8 @@ def edits_without_writeback(rank: int, world_size: int) -> None:
     assert_equal(run.state(), before)
 
 
-def test_an_edit_without_writeback_raises_and_leaves_no_trace():
-    run_on_ranks(edits_without_writeback)
-
-
-def breaks_off_an_edit(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_edit_that_an_exception_breaks_off_leaves_no_trace(rank, world_size):
     run = Run(rank, gpt2, SHARDED)
     run.step()
     before = run.state()
@@ -232,11 +227,8 @@ def breaks_off_an_edit(rank: int, world_size: int) -> None:
     assert_equal(run.state(), before)
 
 
-def test_an_edit_that_an_exception_breaks_off_leaves_no_trace():
-    run_on_ranks(breaks_off_an_edit)
-
-
-def edits_data_without_writeback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_edit_through_data_without_writeback_raises_or_leaves_no_trace(rank, world_size):
     run = Run(rank, gpt2, SHARDED)
     run.step()
     before = run.state()
@@ -249,11 +241,8 @@ def edits_data_without_writeback(rank: int, world_size: int) -> None:
         assert_equal(run.state(), before)
 
 
-def test_an_edit_through_data_without_writeback_raises_or_leaves_no_trace():
-    run_on_ranks(edits_data_without_writeback)
-
-
-def replaces_data_without_writeback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_data_replaced_without_writeback_raises_and_leaves_no_trace(rank, world_size):
     run = Run(rank, gpt2, SHARDED)
     run.step()
     before = run.state()
@@ -266,10 +255,6 @@ def replaces_data_without_writeback(rank: int, world_size: int) -> None:
     run.step()
 
 
-def test_data_replaced_without_writeback_raises_and_leaves_no_trace():
-    run_on_ranks(replaces_data_without_writeback)
-
-
 UNLIKE = {
     "dtype": lambda values: values.to(torch.bfloat16),
     "shape": lambda values: values.flatten(),
@@ -277,7 +262,8 @@ UNLIKE = {
 }
 
 
-def replaces_by_another_kind(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_data_of_another_shape_or_dtype_given_by_one_rank_is_named_on_all(rank, world_size):
     for stage in (2, 3):
         for replace in UNLIKE.values():
             run = Run(rank, gpt2, {**SHARDED, "stage": stage})
@@ -291,10 +277,6 @@ def replaces_by_another_kind(rank: int, world_size: int) -> None:
             if stage == 3:
                 assert_equal(run.state(), before)
                 run.step()
-
-
-def test_data_of_another_shape_or_dtype_given_by_one_rank_is_named_on_all():
-    run_on_ranks(replaces_by_another_kind)
 
 
 # ---- steps at the wrong time ----
@@ -323,17 +305,14 @@ def with_frozen_layer() -> nn.Module:
     return model
 
 
-def unfreezes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_unfreezing_a_parameter_after_prepare_is_named_at_the_step(rank, world_size):
     run = Run(rank, with_frozen_layer, SHARDED)
     run.step()
     run.model.transformer.h[1].mlp.requires_grad_(True)
     run.entry(**run.batch()).loss.backward()
     with pytest.raises(RuntimeError, match=r"transformer\.h\.1\.mlp\..*requires_grad"):
         run.optimizer.step()
-
-
-def test_unfreezing_a_parameter_after_prepare_is_named_at_the_step():
-    run_on_ranks(unfreezes)
 
 
 def freezing(run: Run) -> None:
@@ -440,7 +419,8 @@ def test_ranks_that_look_in_different_ways_are_told_both():
         assert "state_dict() of GPT2LMHeadModel" in message and "hf_zero.gathered" in message
 
 
-def looks_without_room(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_whole_parameters_that_do_not_fit_on_one_rank_are_refused_on_all(rank, world_size):
     run, smooth = Run(rank, gpt2, SHARDED), Run(rank, gpt2, SHARDED)
     for each in (run, smooth):
         each.step()
@@ -454,10 +434,6 @@ def looks_without_room(rank: int, world_size: int) -> None:
     for each in (run, smooth):
         each.step()
     assert_same(run, smooth)
-
-
-def test_whole_parameters_that_do_not_fit_on_one_rank_are_refused_on_all():
-    run_on_ranks(looks_without_room)
 
 
 def test_parameters_of_two_models_are_not_gathered_together():
@@ -522,7 +498,11 @@ class TrainedSecrets(Secrets):
         super().__init__("object", frozen=False)
 
 
-def hides(rank: int, world_size: int, way: str, frozen: bool) -> None:
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("way", ["attribute", "object"])
+@pytest.mark.short_cells("object-trained", "attribute-frozen")
+@on_ranks(2)
+def test_a_layer_that_hides_its_outputs_is_named_and_never_trains_on_wrong_gradients(rank, world_size, way, frozen):
     """An error that says how to return tensors; without one, training must equal DDP's."""
 
     def make() -> nn.Module:
@@ -536,10 +516,3 @@ def hides(rank: int, world_size: int, way: str, frozen: bool) -> None:
         assert "return them in a tuple, list, dict, ModelOutput or dataclass" in str(error)
     else:
         assert_same(run, ddp)
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("way", ["attribute", "object"])
-@pytest.mark.short_cells("object-trained", "attribute-frozen")
-def test_a_layer_that_hides_its_outputs_is_named_and_never_trains_on_wrong_gradients(way, frozen):
-    run_on_ranks(hides, way=way, frozen=frozen)

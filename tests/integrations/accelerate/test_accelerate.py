@@ -15,6 +15,7 @@ from accelerate_job import Texts, make_accelerator, run
 from cells import short_of
 from ranks import run_ranks
 from safetensors.torch import load_file
+from shared_ranks import on_ranks
 from torch.utils.data import DataLoader
 from trainer_job import as_launched
 from training import bert, bert_batch, gpt2, gpt2_batch
@@ -138,7 +139,10 @@ def trained_once(stage: int, **arguments) -> tuple[Accelerator, torch.nn.Module]
     return accelerator, model
 
 
-def saved_by_accelerate(rank: int, world_size: int, stage: int, folder: str) -> None:
+@pytest.mark.parametrize("stage", short_of([2, 3], [3]))
+@on_ranks(2)
+def test_save_model_writes_every_name(rank, world_size, stage, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     accelerator, model = trained_once(stage)
     accelerator.save_model(model, folder)
@@ -150,11 +154,9 @@ def saved_by_accelerate(rank: int, world_size: int, stage: int, folder: str) -> 
 
 
 @pytest.mark.parametrize("stage", short_of([2, 3], [3]))
-def test_save_model_writes_every_name(stage, tmp_path):
-    run_on_ranks(saved_by_accelerate, stage=stage, folder=str(tmp_path))
-
-
-def saved_by_save_pretrained(rank: int, world_size: int, stage: int, folder: str) -> None:
+@on_ranks(2)
+def test_save_pretrained_of_get_state_dict_reloads_to_the_live_model(rank, world_size, stage, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     accelerator, model = trained_once(stage)
     state = accelerator.get_state_dict(model)
@@ -171,12 +173,9 @@ def saved_by_save_pretrained(rank: int, world_size: int, stage: int, folder: str
     assert set(loaded) == set(live) and all(torch.equal(loaded[name], live[name]) for name in live)
 
 
-@pytest.mark.parametrize("stage", short_of([2, 3], [3]))
-def test_save_pretrained_of_get_state_dict_reloads_to_the_live_model(stage, tmp_path):
-    run_on_ranks(saved_by_save_pretrained, stage=stage, folder=str(tmp_path))
-
-
-def saved_on_each_node(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_save_model_on_each_node_writes_whole_models_at_stage_3(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     # One rank a node, each with a folder of its own.
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -184,10 +183,6 @@ def saved_on_each_node(rank: int, world_size: int, folder: str) -> None:
     accelerator.save_model(model, f"{folder}/{rank}")
     saved, live = load_file(f"{folder}/{rank}/model.safetensors"), model.state_dict()
     assert len(saved) == len(live) - 1 and all(torch.equal(saved[name], live[name]) for name in saved)
-
-
-def test_save_model_on_each_node_writes_whole_models_at_stage_3(tmp_path):
-    run_on_ranks(saved_on_each_node, folder=str(tmp_path))
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -269,7 +264,8 @@ def test_a_frozen_teacher_is_sharded_and_its_student_trains_like_under_ddp(order
     assert outcomes[1]["teacher"] == {}
 
 
-def several_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_several_models_and_optimizers_in_one_accelerator(rank, world_size):
     as_launched(rank, world_size)
     accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
     torch.manual_seed(rank)
@@ -297,11 +293,9 @@ def several_models(rank: int, world_size: int) -> None:
     assert "exp_avg" in engine_of(second).full_state(second.bert.pooler.dense.weight)
 
 
-def test_several_models_and_optimizers_in_one_accelerator():
-    run_on_ranks(several_models)
-
-
-def saves_what_ddp_ignores(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_has_rank_0s_values_of_what_ddp_ignores(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     own = torch.empty(0)
     for settings in ({"stage": 2}, {"stage": 3}, {"stage": 3, "checkpoint": {"layout": "sharded"}}):
@@ -328,11 +322,8 @@ def saves_what_ddp_ignores(rank: int, world_size: int, folder: str) -> None:
             accelerator.free_memory()
 
 
-def test_a_checkpoint_has_rank_0s_values_of_what_ddp_ignores(tmp_path):
-    run_on_ranks(saves_what_ddp_ignores, folder=str(tmp_path))
-
-
-def prepared_again(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_free_memory_and_a_new_optimizer(rank, world_size):
     as_launched(rank, world_size)
     accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
     torch.manual_seed(0)
@@ -351,11 +342,8 @@ def prepared_again(rank: int, world_size: int) -> None:
     second.zero_grad()
 
 
-def test_free_memory_and_a_new_optimizer():
-    run_on_ranks(prepared_again)
-
-
-def refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_work_is_refused_by_name(rank, world_size):
     as_launched(rank, world_size)
     accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
     model = gpt2()
@@ -388,20 +376,13 @@ def refusals(rank: int, world_size: int) -> None:
         accelerator.load_state("/")
 
 
-def test_what_cannot_work_is_refused_by_name():
-    run_on_ranks(refusals)
-
-
-def alone_among_two(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_each_think_they_are_alone_are_refused(rank, world_size):
     as_launched(rank, world_size)
     accelerator = Accelerator(cpu=True)
     type(accelerator).num_processes = property(lambda self: 1)
     with pytest.raises(ConfigError, match="2 processes were asked for, and accelerate counts 1"):
         ZeroPlugin(2).attach(accelerator)
-
-
-def test_ranks_that_each_think_they_are_alone_are_refused():
-    run_on_ranks(alone_among_two)
 
 
 @pytest.mark.parametrize(

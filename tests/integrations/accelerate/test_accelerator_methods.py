@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from accelerate_job import make_accelerator
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch import nn
 from trainer_job import as_launched, make_trainer
 from transformers import Trainer
@@ -30,8 +31,8 @@ def fresh_state():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def run_on_ranks(target, **arguments) -> list:
-    return run_ranks(target, world_size=2, time_limit_s=60, keyword_arguments=arguments)
+def run_on_ranks(target, world_size: int = 2, **arguments):
+    return run_ranks(target, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
 
 def prepared(accelerator: Accelerator, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -85,7 +86,8 @@ def test_clipping_micro_batches_that_are_reduced_is_told_once_and_clipping_rows_
     assert other == []
 
 
-def clips_scaled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_clipping_scaled_micro_batches_is_refused(rank, world_size):
     as_launched(rank, world_size)
     accelerator = Accelerator(
         parallelism_config=ZeroPlugin(2), cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2
@@ -95,10 +97,6 @@ def clips_scaled(rank: int, world_size: int) -> None:
         accelerator.backward(model(torch.ones(5, 6)).sum())
         with pytest.raises(RuntimeError, match=r"unscaled only once.*sync_gradients"):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def test_clipping_scaled_micro_batches_is_refused():
-    run_on_ranks(clips_scaled)
 
 
 def asked_of_ddp(rank: int, world_size: int) -> list[float]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate_job import TextsModel
 from ranks import run_ranks
+from shared_ranks import on_ranks
 from torch.nn.parallel import DistributedDataParallel
 from trainer_job import as_launched, history, make_trainer
 from transformers import Trainer, TrainerCallback
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.timeout(120)
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 
 
-def run_on_ranks(target, **arguments):
-    return run_ranks(target, world_size=2, time_limit_s=100, keyword_arguments=arguments)
+def run_on_ranks(target, world_size: int = 2, **arguments):
+    return run_ranks(target, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
 
 class AddsToSaves(Trainer):
@@ -218,7 +219,9 @@ def test_trainers_that_take_turns_on_one_model_keep_their_optimizers_state_as_un
         assert ours == [plain] * 3
 
 
-def take_turns_with_files(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_trainer_whose_state_went_with_its_files_is_told_so_when_its_turn_comes_again(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     offload = {"optimizer": "nvme", "nvme_path": folder}
     first, second = taking_turns("ddp", folder, callbacks=[ZeroCallback({"stage": 2, "offload": offload})])
@@ -229,7 +232,3 @@ def take_turns_with_files(rank: int, world_size: int, folder: str) -> None:
     ):
         first.train()
     make_trainer("flag 2", "gpt2", folder, adapt=lambda _: first.model, max_steps=1).train()
-
-
-def test_a_trainer_whose_state_went_with_its_files_is_told_so_when_its_turn_comes_again(tmp_path):
-    run_on_ranks(take_turns_with_files, folder=str(tmp_path))

@@ -15,6 +15,7 @@ import torch
 from cells import short_of, short_rows, slow
 from ranks import run_ranks
 from safetensors.torch import load_file
+from shared_ranks import on_ranks
 from trainer_job import MODELS, make_trainer
 from trainer_job import run as run_trainer
 from transformers import (
@@ -391,7 +392,9 @@ def test_parameters_read_right_after_a_step_are_the_new_ones(tmp_path):
             assert sums == expected, door
 
 
-def saved_arguments(rank: int, world_size: int, output_dir: str) -> None:
+@on_ranks(1)
+def test_arguments_are_saved_and_searches_refused(rank, world_size, tmp_path):
+    output_dir = str(tmp_path)
     from trainer_job import as_launched
 
     as_launched(rank, world_size)
@@ -408,11 +411,9 @@ def saved_arguments(rank: int, world_size: int, output_dir: str) -> None:
         trainer.hyperparameter_search()
 
 
-def test_arguments_are_saved_and_searches_refused(tmp_path):
-    run_on_ranks(saved_arguments, world_size=1, output_dir=str(tmp_path))
-
-
-def asks_for_a_compiled_model(rank: int, world_size: int, output_dir: str) -> None:
+@on_ranks(2)
+def test_torch_compile_is_refused_at_stage_3(rank, world_size, tmp_path):
+    output_dir = str(tmp_path)
     from trainer_job import as_launched
 
     as_launched(rank, world_size)
@@ -421,21 +422,15 @@ def asks_for_a_compiled_model(rank: int, world_size: int, output_dir: str) -> No
         trainer.train()
 
 
-def test_torch_compile_is_refused_at_stage_3(tmp_path):
-    run_on_ranks(asks_for_a_compiled_model, output_dir=str(tmp_path))
-
-
-def contradiction(rank: int, world_size: int, output_dir: str) -> None:
+@on_ranks(1)
+def test_two_configs_for_one_trainer_are_refused(rank, world_size, tmp_path):
+    output_dir = str(tmp_path)
     from trainer_job import as_launched
 
     as_launched(rank, world_size)
     with pytest.raises(ValueError, match="two configs for one Trainer"):
         make_trainer("flag 2", "bert", output_dir, callbacks=[ZeroCallback(1)])
     make_trainer("flag 2", "bert", output_dir, callbacks=[ZeroCallback(2)])
-
-
-def test_two_configs_for_one_trainer_are_refused(tmp_path):
-    run_on_ranks(contradiction, world_size=1, output_dir=str(tmp_path))
 
 
 def bad_resume(rank: int, world_size: int, output_dir: str, where: str, says: str) -> None:
