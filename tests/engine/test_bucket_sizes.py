@@ -1,7 +1,7 @@
 """How large buckets are, and how many of their buffers there are at a time."""
 
 from dataclasses import replace
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_oversize_buffers_count_as_the_others_do(sizes, bucket, limit):
 def test_buffers_taken_in_the_order_of_buckets_are_at_most_as_large_as_planned(sizes, bucket, limit):
     specs = [ParameterSpec(name=str(i), numel=numel, key="k") for i, numel in enumerate(sizes)]
     layouts = plan_buckets(specs, bucket_numel=bucket, shards=2)
-    buckets = [SimpleNamespace(layout=layout, precision=SimpleNamespace(reduce=torch.float32)) for layout in layouts]
+    buckets = [Mock(layout=layout, precision=Mock(reduce=torch.float32)) for layout in layouts]
     pool, in_use = BufferPool(buckets, limit, DEVICE), []
     for each in buckets:
         while pool.exhausted_for(each):
