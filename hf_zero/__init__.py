@@ -15,23 +15,26 @@ _HOME_OF = {
     "GradScaler": "optimizer.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
-    "doctor": "diagnose.doctor",
     "engine_of": "integrations.gathered",
     "ZeroPlugin": "integrations.plugin",
     "ZeroCallback": "integrations.arguments",
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.gathered",
     "init": "integrations.init",
-    "migrate": "foreign.migrate",
     "last_good_state": "integrations.elastic",
-    "make_plan": "planner.planner",
     "parallel_config": "integrations.model_parallel",
-    "parity": "diagnose.parity",
     "same_global_batch": "integrations.elastic",
-    "Rescue": "diagnose.rescue",
-    "RunRecorder": "report.recorder",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
+}
+
+_EXTRA_OF = {
+    "Rescue": "diagnose",
+    "RunRecorder": "report",
+    "doctor": "diagnose",
+    "make_plan": "planner",
+    "migrate": "foreign",
+    "parity": "diagnose",
 }
 
 __all__ = [
@@ -83,6 +86,10 @@ def __getattr__(name: str):
 
         # `from hf_zero import name` says nothing of an AttributeError's words.
         raise ImportError(cut_name(name))
+    if name in _EXTRA_OF:
+        from .extras import extra
+
+        return extra(_EXTRA_OF[name], name)
     if name not in _HOME_OF:
         raise AttributeError(f"module 'hf_zero' has no attribute {name!r}")
     return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

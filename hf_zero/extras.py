@@ -53,15 +53,72 @@ EXTRAS = {
             "outer:SyncedEvery",
         ),
     ),
+    "planner": Extra(
+        what="Which settings fit a machine, what they cost, and which to choose.",
+        switch="`hf-zero plan`, `hf_zero.make_plan` or `stage: auto`",
+        factories=(
+            "planner:make_plan",
+            "planner:header",
+            "planner:table_of",
+            "planner:draw",
+            "auto:config_for",
+            "auto:forecast_at_start",
+        ),
+    ),
+    "diagnose": Extra(
+        what="Whether a machine and a run do as they should, and micro-batches that are halved where memory runs out.",
+        switch="`hf-zero doctor`, `hf-zero parity` or `out_of_memory: halve`",
+        factories=(
+            "doctor:doctor",
+            "parity:parity",
+            "parity_report:ParityError",
+            "recorded:parity_of_script",
+            "recorded:words_of",
+            "rescue:Rescue",
+        ),
+    ),
+    "report": Extra(
+        what="The log of a run, and the page that is made of it.",
+        switch="`report`, `hf_zero.RunRecorder` or `hf-zero report`",
+        factories=("recorder:RunRecorder", "page:write_page", "sections:make_report", "run_files:ReportError"),
+    ),
+    "foreign": Extra(
+        what="Checkpoints and settings of DeepSpeed, FSDP and accelerate.",
+        switch="a checkpoint of DeepSpeed or FSDP, `hf-zero convert` or `hf-zero migrate`",
+        factories=(
+            "find:open_foreign",
+            "states:WeightShards",
+            "convert:open_saved_by_others",
+            "convert:load_foreign_weights",
+            "convert:convert",
+            "migrate:migrate",
+        ),
+    ),
+    "hub": Extra(
+        what="The model of a run on the Hub, with a card of what the run tells.",
+        switch="`push_to_hub` or `hf-zero push`",
+        factories=(
+            "push:make_trainer_repo",
+            "push:push_checkpoint",
+            "push:push_output",
+            "push:write_trainer_card",
+            "push:push_model",
+            "push:Destination",
+        ),
+    ),
 }
 """By the name of the room's folder."""
+
+
+class MissingExtraError(ImportError):
+    """A setting or command asks for an extra whose folder is missing."""
 
 
 def extra(room: str, name: str) -> Any:
     """The function or class `name` of an extra.
 
     Raises:
-        ImportError: the room's folder is missing.
+        MissingExtraError: the room's folder is missing.
     """
     [file] = [file for file, _, found in (each.partition(":") for each in EXTRAS[room].factories) if found == name]
     module = f"{_PACKAGE}.{room}.{file}"
@@ -71,7 +128,7 @@ def extra(room: str, name: str) -> Any:
         if error.name not in (f"{_PACKAGE}.{room}", module):
             raise
         installed = ", ".join(filter(is_installed, EXTRAS)) or "none"
-        raise ImportError(
+        raise MissingExtraError(
             f"hf_zero: {EXTRAS[room].switch} needs the extra `{room}`, whose folder is missing. Installed extras: {installed}. "
             "Install hf-zero anew, or do without."
         ) from None

@@ -26,6 +26,12 @@ def shown(text: object, most: int = 200) -> str:
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
+def in_one_line(error: BaseException) -> str:
+    """Returns an error's class, and the first line of its text."""
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 # ---- Links that lead out of a folder: files behind them belong to somebody else and are neither read nor copied ----
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -115,6 +115,10 @@ POSITION_NAME = "data_position.json"
 RUN_NAME = "training_run.json"
 """Settings, set-up and hardware of the run that trained the model, for its card; without paths and secrets."""
 
+LOG_NAME = "zero_log.jsonl"
+PAGE_NAME = "zero_report.html"
+"""The log of a run, and the page that is made of it."""
+
 RUN_FIELDS = ("arguments", "zero", "data", "hardware", "versions")
 _NUMBERS = ("loss", "eval_loss", "step", "epoch", "zero/peak_mib")
 """What is calculated with, of what a Trainer logs."""
@@ -195,6 +199,10 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     return log_history(read_mapping(path), path) if path.is_file() else log_history(read_run(folder), folder / RUN_NAME)
 
 
+_LAST_STEP = 2**53
+_LEAST, _MOST = 1e-150, 1e150
+
+
 def log_history(state: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     """Returns the log in a Trainer's state: entries in order, with numbers in the known fields.
 
@@ -205,15 +213,25 @@ def log_history(state: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
         raise CheckpointError(f"hf_zero: {path}: log_history is no list of mappings.")
     for entry in history:
-        wrong = [name for name, value in entry.items() if name in _NUMBERS and not _is_number(value)]
+        wrong = [name for name, value in entry.items() if name in _NUMBERS and not is_number(value)]
         if wrong:
             raise CheckpointError(f"hf_zero: {path}: log_history has a {wrong[0]} that is no number.")
     return history
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Whether a JSON value is a number that a float can hold."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+def is_finite(value: object) -> bool:
+    """Whether sums, differences and ratios of such values are numbers again: no loss is beyond 1e150, and none below 1e-150."""
+    return is_number(value) and (value == 0 or _LEAST <= abs(value) <= _MOST)  # type: ignore[arg-type]  # it is a number
+
+
+def is_step(value: object) -> TypeGuard[int]:
+    """Whether a value counts steps. Beyond 2**53, a float does not tell a step from the next."""
+    return type(value) is int and 0 <= value <= _LAST_STEP
 
 
 def read_position(folder: Path) -> dict[str, int] | None:

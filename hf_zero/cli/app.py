@@ -10,7 +10,7 @@ from dataclasses import asdict
 from enum import Enum
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -19,8 +19,7 @@ from rich.text import Text
 from ..checkpoint.files import shown
 from ..config import ConfigError
 from ..config.checks import cut_name
-from ..foreign.migrate import MigratedKey
-from ..foreign.migrate import migrate as migrated
+from ..extras import extra
 from .checkpoints import (
     LONGEST_LINE,
     Dtype,
@@ -37,10 +36,6 @@ from .checkpoints import (
     verify,
 )
 
-if TYPE_CHECKING:
-    from ..diagnose.parity_report import ParityReport
-
-
 # ---- `hf-zero doctor` ----
 
 _STYLES = {"good": "green", "hint": "yellow", "bad": "bold red", "absent": "dim"}
@@ -54,10 +49,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Versions, devices, limits, disk, links, settings in conflict, each with what to do. Exits with 1 on a fault."""
-    from ..diagnose.doctor import doctor as diagnose
-
     with said_plainly():
-        found = diagnose(folder, processes, tp_size=tp_size, measure=not quick)
+        found = extra("diagnose", "doctor")(folder, processes, tp_size=tp_size, measure=not quick)
     if as_json:
         say_json(json.loads(found.to_json()))
     else:
@@ -101,13 +94,10 @@ def parity(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
     """Runs an unmodified script without and with the engine, and compares its first steps. Exits with 1 where they differ."""
-    from ..diagnose.parity_report import ParityError
-    from ..integrations.recorded import parity_of_script, words_of
-
     with said_plainly():
         try:
-            report = parity_of_script(
-                words_of(script, zero, is_module=module),
+            report = extra("diagnose", "parity_of_script")(
+                extra("diagnose", "words_of")(script, zero, is_module=module),
                 steps=steps,
                 tolerance=tolerance,
                 seed=seed,
@@ -116,7 +106,7 @@ def parity(
                 mixed_precision=mixed_precision,
                 port=port,
             )
-        except ParityError as error:
+        except extra("diagnose", "ParityError") as error:
             say_error(str(error))
             raise typer.Exit(2) from error
     if as_json:
@@ -130,8 +120,8 @@ def parity(
         raise typer.Exit(1)
 
 
-def _table(report: "ParityReport") -> Table:
-    """The parameters that are furthest apart."""
+def _table(report: Any) -> Table:
+    """The parameters that are furthest apart, by a `ParityReport`."""
     table = Table("parameter", "largest difference of a gradient", "of the parameter itself")
     names = sorted(
         report.gradients.keys() | report.parameters.keys(),
@@ -182,8 +172,6 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """What each stage and tier needs for a model on a machine, which one to take, and why. Exits with 1 where nothing fits."""
-    from ..planner.planner import draw, header, make_plan, table_of
-
     options: dict[str, Any] = {
         "gpus": gpus,
         "nodes": nodes,
@@ -204,17 +192,17 @@ def plan(
         "utilisation": utilisation,
     }
     with said_plainly():
-        found = make_plan(model, batch=batch, **options)
+        found = extra("planner", "make_plan")(model, batch=batch, **options)
         if png is not None:
-            draw(found, png)
+            extra("planner", "draw")(found, png)
         if write is not None and found.settings is not None:
             write.write_text(found.yaml(), encoding="utf-8")
         if as_json:
             say_json(found.to_dict())
         else:
-            for line in header(found):
+            for line in extra("planner", "header")(found):
                 say(line)
-            console.print(table_of(found, console))
+            console.print(extra("planner", "table_of")(found, console))
             for line in found.choice.why:
                 say(line)
     if found.settings is None:
@@ -234,7 +222,7 @@ def migrate(
 ) -> None:
     """The equal config of hf_zero, with a word on every key: mapped, not needed, or not supported and what instead."""
     with said_plainly():
-        found = migrated(source)
+        found = extra("foreign", "migrate")(source)
         if write is not None:
             if write.exists():
                 raise ConfigError(f"hf_zero: {write} is there already; name a new file.")
@@ -254,7 +242,7 @@ def migrate(
     say(found.yaml.rstrip())
 
 
-def _say_list(name: str, keys: Sequence[MigratedKey]) -> None:
+def _say_list(name: str, keys: Sequence[Any]) -> None:
     if keys:
         say(f"{name}:")
     for key in keys:
@@ -306,21 +294,17 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Writes one HTML page of a training run: loss, speed, where time, memory and bytes went, and what went wrong."""
-    from ..report.page import write_page
-    from ..report.run_files import ReportError
-    from ..report.sections import make_report
-
-    try:
-        with said_plainly():
+    with said_plainly():
+        write_page = extra("report", "write_page")
+        try:
             if as_json:
-                say_json(
-                    make_report(folder).as_json() | ({} if output is None else {"page": write_page(folder, output)})
-                )
+                found = extra("report", "make_report")(folder).as_json()
+                say_json(found | ({} if output is None else {"page": write_page(folder, output)}))
             else:
                 say(str(write_page(folder, output)))
-    except ReportError as error:
-        say_error(str(error))
-        raise typer.Exit(1) from error
+        except extra("report", "ReportError") as error:
+            say_error(str(error))
+            raise typer.Exit(1) from error
 
 
 # ---- `hf-zero run` ----

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..checkpoint.files import CheckpointError, read_mapping, refuse_links, shown
 from ..config import ConfigError, parse_bytes
+from ..extras import MissingExtraError, extra
 from ..integrations.reasons import HubError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def said_plainly() -> Iterator[None]:
     """Turns our own errors, and a disk's, into one line and exit status 1."""
     try:
         yield
-    except (CheckpointError, ConfigError, HubError, OSError) as error:
+    except (CheckpointError, ConfigError, HubError, MissingExtraError, OSError) as error:
         say_error(str(error))
         raise typer.Exit(1) from error
 
@@ -81,7 +82,7 @@ def consolidate(
     """Writes the model of a checkpoint as a folder for from_pretrained, a tensor at a time."""
     import torch
 
-    from ..integrations.card import carry_run
+    from ..integrations.run_facts import carry_run
     from ..integrations.state_io import progress_of
     from ..integrations.weights import consolidate as consolidate_weights
     from ..integrations.weights import folder_faults
@@ -120,11 +121,10 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Makes a checkpoint of hf_zero, weights and optimizer state, of a DeepSpeed or FSDP one. Runs nothing that it holds."""
-    from ..integrations.foreign import convert as convert_foreign
     from ..integrations.state_io import progress_of
 
     with said_plainly(), progress_of(f"converting {source.name}") as show:
-        origin = convert_foreign(source, out, config_folder=config, optimizer=optimizer, on_progress=show)
+        origin = extra("foreign", "convert")(source, out, config_folder=config, optimizer=optimizer, on_progress=show)
     if as_json:
         say_json({"folder": out, "source": origin})
     else:
@@ -277,13 +277,12 @@ def push(
     import torch
     from huggingface_hub import HfApi
 
-    from ..integrations.hub import Destination, push_model
     from ..integrations.state_io import progress_of
 
     with said_plainly(), progress_of("checking") as on_check, progress_of("writing weights") as show:
-        commit = push_model(
+        commit = extra("hub", "push_model")(
             checkpoint,
-            Destination(repo_id=repo_id, private=private, revision=revision),
+            extra("hub", "Destination")(repo_id=repo_id, private=private, revision=revision),
             api=HfApi(library_name="hf_zero"),
             dtype=None if dtype is None else getattr(torch, dtype.value),
             max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),

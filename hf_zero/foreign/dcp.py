@@ -8,19 +8,11 @@ from typing import Any
 import torch
 
 from ..checkpoint.files import CheckpointError, is_inside
+from ..checkpoint.kinds import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, weight_shards_of
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from .pickles import Record, load_dcp_metadata, load_stream
-from .states import (
-    MASTER,
-    Chunk,
-    ChunkedFolder,
-    ForeignCheckpoint,
-    ForeignGroup,
-    SavedEntry,
-    WeightShards,
-    weight_shards_of,
-)
+from .states import MASTER, Chunk, ChunkedFolder, ForeignCheckpoint, ForeignGroup, SavedEntry, WeightShards
 
 # One folder of torch.distributed.checkpoint: tensors by their path in the saved dictionary, read chunk by chunk.
 
@@ -243,9 +235,6 @@ def _nested_states(entries: Mapping[_Path, _Path]) -> Iterator[tuple[tuple[str, 
 
 # Reading FSDP runs saved by torch.distributed.checkpoint, as accelerate and Trainer, transformers or a plain loop do it.
 
-MODEL_FOLDER = "pytorch_model_fsdp_0"
-OPTIMIZER_FOLDER = "optimizer_0"
-METADATA_NAME = ".metadata"
 _MODEL_KEY = "model"
 _OPTIMIZER_KEYS = ("optimizer", "optim")
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.files import CheckpointError, is_inside, read_text
+from ..checkpoint.kinds import OPTIMIZER_FILE
 from ..layout.boxes import pieces_for
 from ..layout.slots import Interval
 from .pickles import load_deepspeed_file
@@ -16,7 +17,6 @@ from .states import MASTER, ForeignCheckpoint, ForeignGroup
 
 # ---- The files of a DeepSpeed ZeRO checkpoint: which there are, and which variants are refused by name ----
 
-_OPTIMIZER_FILE = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _MODEL_FILE = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 _VERSION = re.compile(r"^0\.(\d+)\.")
 _MINORS = range(16, 20)
@@ -60,7 +60,7 @@ def step_folder_of(folder: Path) -> Path | None:
         if not is_inside(tag) or Path(tag).name != tag or not (folder / tag).is_dir():
             raise CheckpointError(f"hf_zero: {latest} names {tag!r}, and {folder} has no such folder; copy it there.")
         return folder / tag
-    if folder.is_dir() and any(_OPTIMIZER_FILE.match(path.name) for path in folder.iterdir()):
+    if folder.is_dir() and any(OPTIMIZER_FILE.match(path.name) for path in folder.iterdir()):
         return folder
     return None
 
@@ -73,7 +73,7 @@ def open_files(step_folder: Path) -> DeepSpeedFiles:
     """
     names = sorted(path.name for path in step_folder.iterdir())
     _refuse_by_name(step_folder, names)
-    of_rank = {int(match[1]): name for name in names if (match := _OPTIMIZER_FILE.match(name))}
+    of_rank = {int(match[1]): name for name in names if (match := OPTIMIZER_FILE.match(name))}
     if not of_rank:
         raise _not_covered(step_folder, "has no file of optimizer state, so it was not made with ZeRO stage 1, 2 or 3")
     first = min(of_rank)
@@ -121,7 +121,7 @@ def open_files(step_folder: Path) -> DeepSpeedFiles:
 
 def _refuse_by_name(step_folder: Path, names: list[str]) -> None:
     for name in names:
-        match = _OPTIMIZER_FILE.match(name)
+        match = OPTIMIZER_FILE.match(name)
         rank = int((match or _MODEL_FILE.match(name) or [0, 0, 0])[2])
         if rank > 0:
             raise _not_covered(step_folder, f"is of a tensor-parallel run ({name})")

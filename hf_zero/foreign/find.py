@@ -1,20 +1,12 @@
-"""Whose checkpoint is this?"""
+"""Opens a checkpoint of DeepSpeed ZeRO or of FSDP, whichever it is."""
 
 from pathlib import Path
 
 from ..checkpoint.files import CheckpointError, no_folder, refuse_links
-from .dcp import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, DcpCheckpoint
+from ..checkpoint.kinds import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, is_dcp
+from .dcp import DcpCheckpoint
 from .deepspeed import DeepSpeedCheckpoint, step_folder_of
-from .states import ForeignCheckpoint, weight_shards_of
-
-
-def is_foreign(folder: Path) -> bool:
-    """Whether a folder looks like DeepSpeed's or FSDP's. `open_foreign` checks the contents."""
-    if not folder.is_dir():
-        return False
-    if _is_dcp(folder):
-        return True
-    return (folder / "pytorch_model_fsdp.bin").is_file() or _is_deepspeed(folder)
+from .states import ForeignCheckpoint
 
 
 def open_foreign(folder: Path) -> ForeignCheckpoint:
@@ -47,7 +39,7 @@ def _open(folder: Path) -> ForeignCheckpoint:
             f"hf_zero: {folder} is of an FSDP run with state_dict_type FULL_STATE_DICT, which is not covered. Save it there with "
             "SHARDED_STATE_DICT."
         )
-    if _is_dcp(folder):
+    if is_dcp(folder):
         return DcpCheckpoint(folder)
     step_folder = step_folder_of(folder)
     if step_folder is None:
@@ -58,16 +50,3 @@ def _open(folder: Path) -> ForeignCheckpoint:
             f"transformers); found: {found}."
         )
     return DeepSpeedCheckpoint(folder, step_folder)
-
-
-def _is_dcp(folder: Path) -> bool:
-    named = (folder / MODEL_FOLDER).is_dir() or (folder / OPTIMIZER_FOLDER).is_dir()
-    return named or (folder / METADATA_NAME).is_file() or bool(weight_shards_of(folder))
-
-
-def _is_deepspeed(folder: Path) -> bool:
-    try:
-        return step_folder_of(folder) is not None
-    except CheckpointError:
-        # `latest` is there, and what it names is not: DeepSpeed's, and `open_foreign` says so.
-        return True

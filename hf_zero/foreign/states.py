@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoint.files import CheckpointError
+from ..checkpoint.kinds import weight_shards_of
 from ..checkpoint.pieces import SavedBlock, dtype_named, read_blocks
 from ..layout.boxes import Box
 from ..layout.slots import Interval
@@ -220,14 +220,8 @@ class ForeignCheckpoint(ABC):
 
 # Weights that transformers saved with `save_pretrained(..., distributed_checkpoint=True)`: a safetensors file a rank.
 
-_NAME = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")
 _OFFSETS = "DCP_SHARDING_INFO"
 _THEN = "Resume from another checkpoint."
-
-
-def weight_shards_of(folder: Path) -> list[Path]:
-    """Lists the files of sharded weights in a folder; none without a folder."""
-    return sorted(path for path in folder.glob("*.safetensors") if _NAME.fullmatch(path.name))
 
 
 class WeightShards(ChunkedFolder):

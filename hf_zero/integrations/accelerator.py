@@ -22,6 +22,7 @@ from ..device import ask_for
 from ..engine.checks import refuse_other_engines
 from ..engine.engine import ZeroEngine, keep_state, take_up_state
 from ..engine.parameter_gather import is_compiled
+from ..extras import extra, is_installed
 from ..hooks import engine_attached_to
 from ..optimizer.sharded_optimizer import engine_stepped_by, refuse_wrapper
 from .accelerator_parts import (
@@ -108,10 +109,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     def _choose_stage(self, args: Iterable[Any]) -> None:
         """Resolves `stage: auto` if `args` hold a model. Collective then."""
         if self.zero_config.is_open:
-            # Here, not above: planning needs transformers, which takes seconds to import.
-            from ..planner.auto import config_for
-
-            self.zero_config = config_for(self.zero_config, self, list(args))
+            self.zero_config = extra("planner", "config_for")(self.zero_config, self, list(args))
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
         self._refuse_reset_state()
@@ -213,11 +211,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         ddp = self.ddp_handler
         if ddp is not None and not ddp.broadcast_buffers:
             config = replace(config, broadcast_buffers=False)
-        # Here, not above: what it traces with takes long to import.
-        from ..planner.auto import forecast_at_start
-
-        is_forecast = bool(optimizers) and not self.zero_goes_on
-        at_start = forecast_at_start(self, model, optimizers, config) if is_forecast else None
+        is_forecast = bool(optimizers) and not self.zero_goes_on and is_installed("planner")
+        at_start = extra("planner", "forecast_at_start")(self, model, optimizers, config) if is_forecast else None
         try:
             with progress_of("building", is_main=self.is_main_process) as show:
                 engine = ZeroEngine(

@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..buckets.precision import wanted_dtype
 from ..checkpoint.commit import Disk, abandon, begin, commit, discard
 from ..checkpoint.files import CheckpointError, files_below, no_folder
+from ..checkpoint.kinds import is_foreign
 from ..checkpoint.manifest import MANIFEST_NAME, Manifest
 from ..config import AUTO, ConfigError
 from ..engine.engine import ZeroEngine
-from ..foreign.find import is_foreign
 from ..hooks import engine_attached_to
 from ..optimizer.loss_scale import GradScaler, scale_over_shards
 from .environment import find_in_callers

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..buckets.bucket import Bucket
 from ..buckets.memory import GatheredMemory
+from ..checkpoint.files import in_one_line
 from ..comm.arrivals import CommunicationError, RankProcesses
 from ..comm.groups import keeps_launch_order
 from ..comm.watch import LastWords
@@ -26,9 +27,9 @@ from ..device import in_units
 from ..engine.engine import ZeroEngine
 from ..engine.outer import anchor_numel
 from ..engine.report_tables import IN_FILES, render
+from ..extras import extra
 from ..forecast import FORECAST_ERROR, AtStart, BucketCost, DdpState, Forecast, StatePlan, plan_ddp, plan_states
 from ..offload.host_memory import available_host_bytes
-from ..report.recorder import RunRecorder, in_one_line
 from .environment import find_in_callers
 
 # ---- How many rows a step takes on all ranks together, which changes with the number of ranks ----
@@ -450,11 +451,11 @@ class RecordedAccelerator(_AcceleratorBase):
     """The part of an Accelerator that keeps the log of a run.
 
     Attributes:
-        zero_recorder: of the run that goes on, on rank 0 and with `report` only.
+        zero_recorder: the `RunRecorder` of the run that goes on, on rank 0 and with `report` only.
     """
 
     zero_config: ZeroConfig
-    zero_recorder: RunRecorder | None = None
+    zero_recorder: Any | None = None
 
     def begin_report(self, engine: ZeroEngine, run_folder: str | Path | None, step: int = 0) -> None:
         """Starts the log of a run, where the settings ask for one and none is open.
@@ -477,7 +478,8 @@ class RecordedAccelerator(_AcceleratorBase):
             )
         if engine.groups.rank == 0:
             accumulates = micro_batches_of(self) > 1
-            self.zero_recorder = recorder = RunRecorder(engine, folder, step=step, plan=_planned(engine, accumulates))
+            plan = _planned(engine, accumulates)
+            self.zero_recorder = recorder = extra("report", "RunRecorder")(engine, folder, step=step, plan=plan)
             # A script need not call end_training.
             weakref.finalize(self, _end_at_exit, recorder)
 
@@ -545,6 +547,6 @@ def _planned(engine: ZeroEngine, accumulates: bool) -> dict[str, dict[str, int]]
     }
 
 
-def _end_at_exit(recorder: RunRecorder) -> None:
+def _end_at_exit(recorder: Any) -> None:
     error = getattr(sys, "last_value", None)
     recorder.end("finished" if error is None else in_one_line(error))

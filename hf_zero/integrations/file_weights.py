@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError
+from ..checkpoint.kinds import is_foreign
 from ..checkpoint.pieces import SavedBlock, mapped_tensors, read_blocks
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
-from ..foreign.find import is_foreign, open_foreign
+from ..extras import extra
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from .placed_weights import saved_tensors_of
@@ -79,7 +80,7 @@ class _Weights:
 
 
 def _foreign_weights(checkpoint: Path) -> _Weights:
-    foreign = open_foreign(checkpoint)
+    foreign = extra("foreign", "open_foreign")(checkpoint)
     return _Weights(shapes=foreign.weight_shapes(), read=foreign.read_weight)
 
 

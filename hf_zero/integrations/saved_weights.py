@@ -18,14 +18,14 @@ from torch.overrides import TorchFunctionMode
 from ..buckets.rows import MASTER
 from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError, is_inside, no_folder, read_mapping, refuse_links
+from ..checkpoint.kinds import is_foreign, weight_shards_of
 from ..checkpoint.manifest import WEIGHTS, Manifest
 from ..checkpoint.pieces import dtype_name, dtype_named
 from ..checkpoint.reader import CheckpointReader
 from ..comm.ledger import Label
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
-from ..foreign.find import is_foreign, open_foreign
-from ..foreign.states import WeightShards, weight_shards_of
+from ..extras import extra
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from .config_model import expected_tensors, meta_model
@@ -346,7 +346,7 @@ class ForeignWeights(Weights):
     as_in_files = False
 
     def __init__(self, folder: Path):
-        self._foreign = open_foreign(folder)
+        self._foreign = extra("foreign", "open_foreign")(folder)
         self.tensors = [
             SavedTensor.packed(name, folder.name, shape, dtype_name(name, self._foreign.weight_dtype(name)))
             for name, shape in self._foreign.weight_shapes().items()
@@ -367,7 +367,7 @@ class ShardWeights(Weights):
 
     def __init__(self, folder: Path):
         refuse_links(folder, weight_shards_of(folder))
-        self._shards = WeightShards(folder, _ROOT)
+        self._shards = extra("foreign", "WeightShards")(folder, _ROOT)
         for path in self._shards.entries:
             self._shards.refuse_uncovered(path)
         self.tensors = [

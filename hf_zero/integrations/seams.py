@@ -356,7 +356,7 @@ SEAMS = (
     Seam(
         owner="transformers:PretrainedConfig",
         names=("_name_or_path",),
-        where=("integrations/card",),
+        where=("integrations/run_facts",),
         why="The model that a run began from, for its card.",
         test="test_hub.py::test_the_card_tells_what_the_run_wrote_and_no_more",
     ),
@@ -413,7 +413,7 @@ SEAMS = (
     Seam(
         owner="transformers:Trainer",
         names=("_push_from_checkpoint", "_finish_current_push"),
-        where=("integrations/trainer", "integrations/trainer_saves", "integrations/hub"),
+        where=("integrations/trainer", "integrations/trainer_saves", "hub/push"),
         why="What is pushed is a checkpoint that has been committed.",
         test="test_hub.py::test_trainer_pushes_the_model_of_each_checkpoint_and_the_last",
     ),

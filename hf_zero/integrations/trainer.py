@@ -20,24 +20,21 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.files import CheckpointError, in_one_line
+from ..checkpoint.kinds import is_foreign
 from ..checkpoint.manifest import Manifest
-from ..diagnose.rescue import Rescue
 from ..disguise import mix_in
 from ..engine.engine import ZeroEngine
 from ..engine.sharded_model import computing_in
-from ..foreign.find import is_foreign
+from ..extras import extra
 from ..hooks import engine_attached_to
-from ..report.recorder import in_one_line
-from .card import write_run
 from .environment import find_in_callers
 from .file_weights import load_weights_into
-from .foreign import load_foreign_weights, open_saved_by_others
 from .gathered import gathered
-from .hub import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .init import init, leave_in_checkpoint
 from .model_parallel import as_if_whole, is_split
 from .resume import alone_in_output_dir, checkpoint_to_resume
+from .run_facts import write_run
 from .saved_weights import has_row_weights, is_checkpoint_of_ours
 from .seams import replaced
 from .state_io import ZERO_FOLDER, load_state, open_own, say_resumed
@@ -104,7 +101,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     _checkpoint_saver: CheckpointSaver | None = None
     _step_figures: StepFigures | None = None
-    _rescue: Rescue | None = None
+    _rescue: Any | None = None
     _report_is_due = False
     _rows_of_a_step: RowsOfAStep | None = None
 
@@ -163,7 +160,7 @@ class ZeroTrainerMixin(_TrainerBase):
         if engine is None:
             return stock(model, inputs, num_items_in_batch)
         if self._rescue is None or not self._rescue.serves(engine):
-            self._rescue = Rescue(engine)
+            self._rescue = extra("diagnose", "Rescue")(engine)
         run = pass_of(self, stock, model, num_items_in_batch)
         return self._rescue.run(inputs, run, ends_step=self.accelerator.sync_gradients)
 
@@ -280,7 +277,7 @@ class ZeroTrainerMixin(_TrainerBase):
         if self.is_world_process_zero():
             # Older releases of transformers have no `private`.
             asked = {} if private is None else {"private": private}
-            make_trainer_repo(self, token, partial(super().init_hf_repo, token=token, **asked))
+            extra("hub", "make_trainer_repo")(self, token, partial(super().init_hf_repo, token=token, **asked))
 
     def push_to_hub(
         self,
@@ -301,7 +298,9 @@ class ZeroTrainerMixin(_TrainerBase):
         if not self.is_world_process_zero():
             return None
         self.create_model_card(**kwargs)
-        return push_output(self, message=commit_message, blocking=blocking, token=token, revision=revision)
+        return extra("hub", "push_output")(
+            self, message=commit_message, blocking=blocking, token=token, revision=revision
+        )
 
     def create_model_card(self, language=None, license=None, tags=None, model_name=None, **said) -> None:
         if _only_engine(self) is None:
@@ -309,13 +308,13 @@ class ZeroTrainerMixin(_TrainerBase):
         elif self.is_world_process_zero():
             folder = Path(self.args.output_dir)
             said |= {"language": language, "license": license, "tags": tags, "model_name": model_name}
-            write_trainer_card(self, folder, facts_of=folder, **said)
+            extra("hub", "write_trainer_card")(self, folder, facts_of=folder, **said)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if _only_engine(self) is None:
             super()._push_from_checkpoint(checkpoint_folder)
         elif self.is_world_process_zero():
-            push_checkpoint(self, Path(checkpoint_folder))
+            extra("hub", "push_checkpoint")(self, Path(checkpoint_folder))
 
     def _save_checkpoint(self, model, trial) -> None:
         engine, stock = _only_engine(self), super()._save_checkpoint
@@ -343,6 +342,7 @@ class ZeroTrainerMixin(_TrainerBase):
         folder = Path(resume_from_checkpoint)
         is_whole = not is_split(self.model if model is None else model)
         if is_whole and not is_checkpoint_of_ours(folder) and is_foreign(folder):
+            load_foreign_weights = extra("foreign", "load_foreign_weights")
             self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
             return
         engine = _only_engine(self)
@@ -388,7 +388,7 @@ class ZeroTrainerMixin(_TrainerBase):
         elif plain.is_file():
             origin = load_state(engine, plain, open_plain)
         elif is_foreign(Path(checkpoint)):
-            origin = load_state(engine, Path(checkpoint), open_saved_by_others)
+            origin = load_state(engine, Path(checkpoint), extra("foreign", "open_saved_by_others"))
             if not (Path(checkpoint) / SCHEDULER_NAME).is_file():
                 raise CheckpointError(
                     f"hf_zero: {checkpoint} has no {SCHEDULER_NAME}: it was made with a scheduler of DeepSpeed's config, which "

@@ -3,7 +3,7 @@
 import inspect
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from transformers.utils import is_peft_available
 from ..checkpoint.files import CheckpointError, shown
 from ..checkpoint.manifest import Manifest
 from ..device import peak_bytes
-from ..diagnose.rescue import Pass
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import CommReport
 from ..engine.state import EngineState
@@ -295,7 +294,9 @@ def _reason(error: Exception) -> str:
 # ---- Trainer's micro-batches in parts, where memory runs out ----
 
 
-def pass_of(trainer: Trainer, stock: Any, model: nn.Module, num_items_in_batch: Any) -> Pass:
+def pass_of(
+    trainer: Trainer, stock: Any, model: nn.Module, num_items_in_batch: Any
+) -> Callable[[Any, float], torch.Tensor]:
     """Returns a function that takes some rows of a micro-batch.
 
     Args:

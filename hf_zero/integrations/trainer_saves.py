@@ -29,10 +29,10 @@ from ..comm.transports import StoreExchange
 from ..device import free_bytes
 from ..engine.engine import ZeroEngine
 from ..hooks import WeakHook
-from .card import write_run
 from .elastic import DataPosition
 from .model_parallel import as_if_whole
 from .placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed, weight_rows
+from .run_facts import write_run
 from .state_io import ZERO_FOLDER, plan_state, progress_bar, seal_state, state_bytes
 from .trainer_parts import FrozenBase, StepFigures
 from .verify import newest_first, step_of

@@ -21,10 +21,11 @@ from ..checkpoint.files import (
     untold,
 )
 from ..checkpoint.headers import is_whole_safetensors, tensors_in
+from ..checkpoint.kinds import is_foreign
 from ..checkpoint.manifest import WEIGHTS, Manifest, SavedRow
 from ..checkpoint.structure import STATE_NAME, structure_faults
 from ..comm.all_or_none import Exchange
-from ..foreign.find import is_foreign, open_foreign
+from ..extras import extra
 
 # Which rank looks at which part of a checkpoint's files: the one that is about to load it, where that can be foreseen.
 #
@@ -224,7 +225,7 @@ def _faults_of_plain(checkpoint: Path) -> list[str]:
     names = files_below(checkpoint)
     if is_foreign(checkpoint):
         try:
-            open_foreign(checkpoint)
+            extra("foreign", "open_foreign")(checkpoint)
         except CheckpointError as error:
             faults.append(in_words(error))
     elif not any(name.endswith((".safetensors", ".bin")) for name in names):

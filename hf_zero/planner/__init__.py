@@ -1,4 +1,5 @@
 """Plans a run before its start: which settings fit, their costs, and the choice among them.
 
-An extra: `hf-zero plan`, `hf_zero.make_plan` and `stage: auto` use this room. A run with a stage of its own does not.
+The command is `hf-zero plan`, the function `hf_zero.make_plan`, the setting `stage: auto`. A run with a stage of its own asks for
+no more than the forecast of its peak memory, and goes without where this room is missing. Its tests are in `tests/planner/`.
 """

@@ -1,1 +1,5 @@
-"""The log of a training run, written while it goes on, and the page made from it."""
+"""Logs a run, and makes one HTML page of the log: loss, speed, where time, memory and bytes went, and what went wrong.
+
+The setting is `report`, in a loop around ZeroEngine `hf_zero.RunRecorder`, the command `hf-zero report`. Its tests are in
+`tests/report/`.
+"""

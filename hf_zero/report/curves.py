@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from .run_files import Line, RunLines, is_finite
+from ..checkpoint.structure import is_finite
+from .run_files import Line, RunLines
 
 # ---- Numbers as people read them, with their units ----
 

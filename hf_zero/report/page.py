@@ -10,8 +10,8 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from ..checkpoint.structure import PAGE_NAME
 from .curves import Bar, Bars, Lane, Plot, Point, Report, Series, Table, Timeline, shown, shown_seconds, shown_tick
-from .run_files import PAGE_NAME
 from .sections import make_report
 
 # Figures as HTML: lines and bars in SVG that stretches with the page, words beside it in HTML, so that they keep their size.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.files import in_one_line
 from ..comm.ledger import CommRow, Ledger
 from ..config import ZeroConfig
 from ..device import HostValue, Moment, peak_bytes
@@ -425,12 +426,6 @@ class RunRecorder:
         except OSError as error:
             said = f"the report of this run could not be written ({error}); `hf-zero report {self.folder}` makes it"
         print(f"hf_zero: {said}", file=sys.stderr, flush=True)
-
-
-def in_one_line(error: BaseException) -> str:
-    """Returns an error's class, and the first line of its text."""
-    first = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _loss_in(outputs: object) -> torch.Tensor | None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from ..checkpoint.files import CheckpointError, no_folder, read_mapping, shown
-from ..checkpoint.structure import STATE_NAME
+from ..checkpoint.structure import LOG_NAME, STATE_NAME, is_finite, is_number, is_step
 
 # The log of a run: one JSON object a line, appended and never changed, so that what was written survives any end.
 #
@@ -32,9 +32,6 @@ from ..checkpoint.structure import STATE_NAME
 #
 # A float that is not finite is written as the text "nan", "inf" or "-inf", which JSON has no number for.
 
-LOG_NAME = "zero_log.jsonl"
-PAGE_NAME = "zero_report.html"
-_LAST_STEP = 2**53
 _LONGEST_TEXT = 2000
 
 
@@ -105,11 +102,6 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return {shown(name): _as_meant(value) for name, value in line.items()}
 
 
-def is_step(value: object) -> TypeGuard[int]:
-    """Whether a value counts steps. Beyond 2**53, a float does not tell a step from the next."""
-    return type(value) is int and 0 <= value <= _LAST_STEP
-
-
 def _as_meant(value: Any) -> Any:
     """Numbers that are not finite are text in JSON; other text is made fit to be shown."""
     if isinstance(value, str):
@@ -130,9 +122,6 @@ def _ends_within_a_line(path: Path) -> bool:
 # ---- What the files in a run's folder tell: our log or, without one, the state that Trainer saved ----
 
 Line = dict[str, Any]
-
-
-_LEAST, _MOST = 1e-150, 1e150
 
 
 class ReportError(Exception):
@@ -164,16 +153,6 @@ class RunLines:
     taken_again: int = 0
     unread: list[int] = field(default_factory=list)
     lines: int = 0
-
-
-def is_number(value: object) -> bool:
-    """Whether a value of a line is a number, finite or not."""
-    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
-
-
-def is_finite(value: object) -> bool:
-    """Whether sums, differences and ratios of such values are numbers again: no loss is beyond 1e150, and none below 1e-150."""
-    return is_number(value) and (value == 0 or _LEAST <= abs(value) <= _MOST)  # type: ignore[arg-type]  # it is a number
 
 
 def _is_amount(value: object) -> bool:

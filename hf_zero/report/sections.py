@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from ..checkpoint import files
+from ..checkpoint.structure import LOG_NAME, is_finite
 from .curves import (
     Bar,
     Bars,
@@ -35,7 +36,7 @@ from .curves import (
     stall_points,
     training_seconds,
 )
-from .run_files import LOG_NAME, RunLines, is_finite, read_run
+from .run_files import RunLines, read_run
 
 # ---- Where time, memory and bytes of a run went ----
 

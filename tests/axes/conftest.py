@@ -1,13 +1,8 @@
-"""Models that transformers splits over ranks: older releases of it than `parallel_config` takes have their tests skipped."""
-
-import importlib.metadata
+"""Models that transformers splits over ranks."""
 
 import pytest
-from packaging.version import Version
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _newer_transformers() -> None:
-    installed = importlib.metadata.version("transformers")
-    if Version(installed) < Version("5.23"):
-        pytest.skip(f"transformers {installed} splits no models over ranks as the engine takes them: 5.23 does")
+def _splits_models(splits_models: None) -> None:
+    """For all tests here."""

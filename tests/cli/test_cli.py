@@ -37,7 +37,7 @@ from transformers import (
 
 from hf_zero.cli.app import app
 from hf_zero.config.checks import CUT_NAMES
-from hf_zero.integrations.card import card_facts
+from hf_zero.integrations.run_facts import card_facts
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,5 +1,5 @@
 """What each rank of `hf-zero parity` runs, as a file that `run_forked` can start."""
 
-from hf_zero.integrations.recorded import main
+from hf_zero.diagnose.recorded import main
 
 main()

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from command_runs import hf_zero, refusals
 
+from hf_zero.checkpoint.structure import LOG_NAME, PAGE_NAME
 from hf_zero.report.curves import shown, shown_bytes, shown_seconds, shown_tick
 from hf_zero.report.page import render_page, thinned, ticks_between
-from hf_zero.report.run_files import LOG_NAME, PAGE_NAME, ReportError
+from hf_zero.report.run_files import ReportError
 from hf_zero.report.sections import make_report
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,7 +12,8 @@ from trainer_job import as_launched
 from training import gpt2
 
 from hf_zero import ConfigError, ZeroConfig, ZeroEngine
-from hf_zero.report.run_files import LOG_NAME, PAGE_NAME, LogFile
+from hf_zero.checkpoint.structure import LOG_NAME, PAGE_NAME
+from hf_zero.report.run_files import LogFile
 
 pytestmark = pytest.mark.timeout(180)
 

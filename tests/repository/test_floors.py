@@ -29,9 +29,9 @@ SHARED = {("checkpoint", "hf_zero.comm.all_or_none")}
 
 # Libraries, and the only folders that may import them.
 LIBRARIES = {
-    "transformers": {"diagnose", "integrations", "planner", "cli"},
-    "accelerate": {"diagnose", "integrations", "planner", "cli"},
-    "datasets": {"diagnose", "integrations", "planner", "cli"},
+    "transformers": {"diagnose", "foreign", "hub", "integrations", "planner", "cli"},
+    "accelerate": {"diagnose", "foreign", "hub", "integrations", "planner", "cli"},
+    "datasets": {"diagnose", "foreign", "hub", "integrations", "planner", "cli"},
     "triton": {"kernels", "wire"},
 }
 

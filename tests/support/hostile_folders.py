@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from hf_zero.checkpoint.files import FileRecord
 from hf_zero.cli.app import app
-from hf_zero.integrations import hub
-from hf_zero.integrations.card import card_facts, write_card
+from hf_zero.hub import push as hub
+from hf_zero.hub.card import write_card
 from hf_zero.integrations.reasons import HubError
+from hf_zero.integrations.run_facts import card_facts
 
 MANIFEST = "zero/manifest.json"
 

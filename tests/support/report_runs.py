@@ -11,7 +11,7 @@ from trainer_job import as_launched, make_trainer, run
 from training import gpt2, gpt2_batch
 
 from hf_zero import RunRecorder, ZeroEngine
-from hf_zero.report.run_files import LOG_NAME
+from hf_zero.checkpoint.structure import LOG_NAME
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

@@ -28,9 +28,9 @@ from training import bert
 from transformers import AutoModelForSequenceClassification
 
 from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.integrations import hub
-from hf_zero.integrations.card import TEMPLATE
-from hf_zero.integrations.hub import Destination, push_folder
+from hf_zero.hub import push as hub
+from hf_zero.hub.card import TEMPLATE
+from hf_zero.hub.push import Destination, push_folder
 from hf_zero.integrations.reasons import HubError
 from hf_zero.integrations.verify import checkpoint_faults
 from hf_zero.integrations.weights import weight_faults
@@ -376,7 +376,7 @@ import sys
 
 # The client, and what has imported it, read the environment when they are imported: anew in this forked process.
 for name in list(sys.modules):
-    if name.startswith(("huggingface_hub", "hf_zero.integrations.hub", "hf_zero.cli")):
+    if name.startswith(("huggingface_hub", "hf_zero.hub", "hf_zero.cli")):
         del sys.modules[name]
 
 from hf_zero.cli.app import main
@@ -509,20 +509,20 @@ def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):
 
 def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(trained(3)[0], tmp_path / "bare"))
-    monkeypatch.setattr("hf_zero.integrations.card.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_zero.hub.card.find_spec", lambda name: None)
     assert make_card(folder)
     card = (folder / "README.md").read_text()
     assert "matplotlib was not installed" in card and "loss.png" not in card and not (folder / "loss.png").exists()
 
 
 def test_the_template_at_the_top_is_the_one_that_is_installed():
-    top = Path(__file__).resolve().parents[3] / "model_cards" / "template.md"
+    top = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
     assert top.read_text() == TEMPLATE.read_text()
 
 
 @pytest.mark.slow
 def test_an_installed_package_has_the_template(tmp_path):
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     pytest.importorskip("setuptools", reason="the package is built here without fetching its build tool")
     shutil.copytree(root / "hf_zero", tmp_path / "hf_zero", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -532,7 +532,7 @@ def test_an_installed_package_has_the_template(tmp_path):
     assert done.returncode == 0, done.stderr
     [wheel] = (tmp_path / "wheels").iterdir()
     with zipfile.ZipFile(wheel) as packed:
-        assert packed.read("hf_zero/integrations/hub/card_template.md") == TEMPLATE.read_bytes()
+        assert packed.read("hf_zero/hub/card_template.md") == TEMPLATE.read_bytes()
 
 
 # ---- Trainer ----

@@ -34,13 +34,14 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
 from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, untold
+from ..checkpoint.kinds import weight_shards_of
 from ..checkpoint.manifest import Manifest
-from ..foreign.states import weight_shards_of
-from .card import CARD_NAME, PLOT_NAME, card_facts, is_our_card, write_card
-from .reasons import HubError
-from .saved_weights import has_row_weights, is_checkpoint_of_ours
-from .state_io import ZERO_FOLDER
-from .weights import consolidate, folder_faults, is_of_the_run
+from ..integrations.reasons import HubError
+from ..integrations.run_facts import card_facts
+from ..integrations.saved_weights import has_row_weights, is_checkpoint_of_ours
+from ..integrations.state_io import ZERO_FOLDER
+from ..integrations.weights import consolidate, folder_faults, is_of_the_run
+from .card import CARD_NAME, PLOT_NAME, is_our_card, write_card
 
 # ---- Model folders to the Hugging Face Hub: uploaded, and then what lies there is compared with what lies here ----
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.foreign import load_foreign_weights, open_saved_by_others
+from hf_zero.foreign.convert import load_foreign_weights, open_saved_by_others
 from hf_zero.integrations.state_io import load_state
 from hf_zero.integrations.trainer_parts import open_plain
 

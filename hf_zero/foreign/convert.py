@@ -16,11 +16,11 @@ from ..checkpoint.files import CheckpointError, Progress, refuse_links, untold
 from ..checkpoint.structure import plain_settings
 from ..checkpoint.writer import plan_rows, write_pieces
 from ..engine.state import EngineState
-from ..foreign.find import open_foreign
-from ..foreign.states import MASTER, ForeignCheckpoint
+from ..integrations.config_model import CONFIG_NAME, expected_tensors, meta_model
+from ..integrations.state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
 from ..layout.slots import Interval
-from .config_model import CONFIG_NAME, expected_tensors, meta_model
-from .state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
+from .find import open_foreign
+from .states import MASTER, ForeignCheckpoint
 
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Settings that say how a step is computed and not what; those of the run that goes on stay."""

@@ -32,6 +32,7 @@ from hf_zero.foreign.states import Chunk
 from hf_zero.layout.boxes import Box
 from hf_zero.layout.slots import Interval
 
+pytestmark = pytest.mark.usefixtures("splits_models")
 transformers_distributed = pytest.importorskip("transformers.distributed")
 KIND = "llama"
 

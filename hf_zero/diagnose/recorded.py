@@ -15,16 +15,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..diagnose.parity import Recorder, is_split, seed_everything
-from ..diagnose.parity_report import ParityError, ParityReport, Recording, compare, repeats
-from .accelerator import ZeroAcceleratorMixin
-from .launcher import CONFIG_VARIABLE, launch_of, script_call
-from .seams import replaced
-from .unmodified import run_as_main, run_script
+from ..integrations.accelerator import ZeroAcceleratorMixin
+from ..integrations.launcher import CONFIG_VARIABLE, launch_of, script_call
+from ..integrations.seams import replaced
+from ..integrations.unmodified import run_as_main, run_script
+from .parity import Recorder, is_split, seed_everything
+from .parity_report import ParityError, ParityReport, Recording, compare, repeats
 
 # ---- A training script, as it is, run without and with the engine, and compared ----
 
-MODULE = "hf_zero.integrations.recorded"
+MODULE = "hf_zero.diagnose.recorded"
 
 
 def parity_of_script(
@@ -94,7 +94,7 @@ def words_of(script: Sequence[str], zero: str | None, *, is_module: bool) -> lis
 
 def main(words: list[str] | None = None) -> None:
     """Takes `--record FOLDER --steps 3 --seed 0 [--stock]`, and then the arguments of `hf_zero.run`."""
-    parser = argparse.ArgumentParser(prog="hf_zero.integrations.recorded", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="hf_zero.diagnose.recorded", allow_abbrev=False)
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
