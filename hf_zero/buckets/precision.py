@@ -9,7 +9,6 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ..comm.groups import Groups
 from ..comm.ledger import Label
@@ -270,7 +269,7 @@ def uncast_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Para
     pattern = float32_names(model.modules(), dtype)
     named = model.named_parameters(remove_duplicate=False)
     kept = [parameter for name, parameter in named if pattern is not None and pattern.search(name)]
-    norms = (module for module in model.modules() if isinstance(module, _NormBase))
+    norms = (module for module in model.modules() if hasattr(module, "track_running_stats"))
     return frozenset([*kept, *(parameter for norm in norms for parameter in norm.parameters(recurse=False))])
 
 

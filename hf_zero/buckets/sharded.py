@@ -251,7 +251,7 @@ class ClippedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, gradient: torch.Tensor, coefficient: Coefficient, row: torch.Tensor) -> "ClippedGradient":
-        self = torch.Tensor._make_subclass(cls, gradient.detach())
+        self = gradient.detach().as_subclass(cls)
         self.coefficient = coefficient
         self._row = weakref.ref(row)
         self._product = None

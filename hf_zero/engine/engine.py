@@ -148,10 +148,9 @@ class ZeroEngine:
         rows = rows_with_gradient(self._parts.row_of, self._parts.slot_of if parameters is None else parameters)
         for row in rows:
             widen(row.tensor)
-        gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
-        if gradients:
-            torch._foreach_clamp_min_(gradients, -clip_value)
-            torch._foreach_clamp_max_(gradients, clip_value)
+        trained = [row.tensor for row in rows if row.tensor.grad is not None]
+        if trained:
+            nn.utils.clip_grad_value_(trained, clip_value)
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter lies in this engine's buckets."""

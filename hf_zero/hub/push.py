@@ -1,14 +1,13 @@
 """Pushes models and checkpoints to the Hub, also while training goes on."""
 
 import fnmatch
-import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -53,8 +52,6 @@ WAITS_S = (1.0, 2.0, 4.0)
 WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
 """Files that from_pretrained would read beside or in place of new ones, so that older ones must not outlive a push."""
 
-EVERYTHING = ("*",)
-
 _PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
 _TOKEN = re.compile(r"\b(hf|api)_[A-Za-z0-9_]{16,}")
 
@@ -68,14 +65,12 @@ class Destination:
         revision: a branch, made when it is not there; None is main.
         private: of a repository that is new; None is the account's default.
         token: None is the one of `hf auth login` or HF_TOKEN.
-        path_in_repo: a folder of the repository; "" is its root.
     """
 
     repo_id: str
     revision: str | None = None
     private: bool | None = None
     token: str | None = field(default=None, repr=False)
-    path_in_repo: str = ""
 
 
 def push_folder(
@@ -87,8 +82,8 @@ def push_folder(
     reason that may pass is tried again. A card of ours does not replace one that somebody wrote in the repository.
 
     Args:
-        mirrored: patterns of files below `path_in_repo` that go from the repository when the folder has none of that
-            name. Patterns of weights count only for a folder that has weights.
+        mirrored: patterns of files that go from the repository when the folder has none of that name. Patterns of weights
+            count only for a folder that has weights.
 
     Raises:
         HubError: nothing could be uploaded, or what the Hub has differs.
@@ -112,7 +107,6 @@ def push_folder(
             lambda: api.upload_folder(
                 repo_id=to.repo_id,
                 folder_path=folder,
-                path_in_repo=to.path_in_repo or None,
                 commit_message=message,
                 token=token,
                 revision=to.revision,
@@ -123,7 +117,7 @@ def push_folder(
     with _told_plainly(
         to, token, f"the files are committed ({commit.oid[:10]}) and could not be compared with those of"
     ):
-        faults = _patiently(lambda: _remote_faults(files, to, mirrored, api, token, commit.oid))
+        faults = _patiently(lambda: _remote_faults(folder, files, to, mirrored, api, token, commit.oid))
     if faults:
         raise HubError(
             f"hf_zero: {to.repo_id} at {commit.oid[:10]} is not what was pushed: {'; '.join(faults[:5])}. Push again; if it "
@@ -187,7 +181,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _somebodys_card_is_there(to: Destination, files: dict[str, Path], api: HfApi, token: str) -> bool:
-    if CARD_NAME not in files or to.path_in_repo or not is_our_card(files[CARD_NAME]):
+    if CARD_NAME not in files or not is_our_card(files[CARD_NAME]):
         return False
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -200,38 +194,22 @@ def _somebodys_card_is_there(to: Destination, files: dict[str, Path], api: HfApi
 
 
 def _remote_faults(
-    files: dict[str, Path], to: Destination, mirrored: tuple[str, ...], api: HfApi, token: str, revision: str
+    folder: Path,
+    sent: Collection[str],
+    to: Destination,
+    mirrored: tuple[str, ...],
+    api: HfApi,
+    token: str,
+    revision: str,
 ) -> list[str]:
-    """How the files of a commit differ from those here, in words."""
-    info = api.model_info(to.repo_id, revision=revision, files_metadata=True, token=token)
-    prefix = f"{to.path_in_repo}/" if to.path_in_repo else ""
-    there = {
-        sibling.rfilename.removeprefix(prefix): sibling
-        for sibling in info.siblings or ()
-        if sibling.rfilename.startswith(prefix)
-    }
-    faults = []
-    for name, path in files.items():
-        if name not in there:
-            faults.append(f"{name} is missing")
-            continue
-        size, held = path.stat().st_size, there[name]
-        if held.size != size:
-            faults.append(f"{name} has {held.size} bytes there and {size} here")
-        elif held.lfs is not None and held.lfs.sha256 != file_digest(path, hashlib.sha256()):
-            faults.append(f"{name} has another sha256 there")
-        elif held.lfs is None and held.blob_id != file_digest(path, hashlib.sha1(b"blob %d\0" % size)):
-            faults.append(f"{name} has other contents there")
-    left = [name for name in _matching(there, mirrored) if name not in files and name != ".gitattributes"]
-    return faults + [f"{name} is there and was not pushed" for name in left]
-
-
-def file_digest(path: Path, digest) -> str:
-    """The hexadecimal digest of a file, from a `hashlib` object that may have taken a header already."""
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    """How the files of a commit differ from those that were sent of a folder, in words."""
+    found = api.verify_repo_checksums(to.repo_id, revision=revision, local_dir=folder, token=token)
+    left = [name for name in _matching(found.missing_paths, mirrored) if name not in sent]
+    return [
+        *(f"{name} is missing" for name in found.extra_paths if name in sent),
+        *(f"{each['path']} has another {each['algorithm']} there" for each in found.mismatches if each["path"] in sent),
+        *(f"{name} is there and was not pushed" for name in left),
+    ]
 
 
 def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
@@ -409,8 +387,8 @@ def _start_jobs(trainer: Trainer, checkpoint: Path, message: str) -> list[Future
         staged.append((model, _destination(trainer), message, WEIGHTS))
         if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
-            whole = _staged(trainer, lambda out: stage_checkpoint(checkpoint, out))
-            staged.append((whole, _destination(trainer, path_in_repo=path), f"{message}, checkpoint", EVERYTHING))
+            whole = _staged(trainer, lambda out: stage_checkpoint(checkpoint, out / path))
+            staged.append((whole, _destination(trainer), f"{message}, checkpoint", (f"{path}/*",)))
         unless_started.pop_all()
     return [_started(trainer, *each) for each in staged]
 
@@ -424,7 +402,8 @@ def push_output(
         HubError: when `blocking`; otherwise the future has it, and the log.
     """
     output_dir = Path(trainer.args.output_dir)
-    trainer._finish_current_push()
+    if trainer.push_in_progress is not None:
+        trainer.push_in_progress.wait_until_done()
     to = _destination(trainer, token=token, revision=revision)
     staged = _staged(trainer, lambda out: stage_model(output_dir, out))
     if blocking:
@@ -464,16 +443,13 @@ def trainer_api(trainer: Trainer) -> HfApi:
     return trainer._hf_zero_hub_api
 
 
-def _destination(
-    trainer: Trainer, *, token: str | None = None, revision: str | None = None, path_in_repo: str = ""
-) -> Destination:
+def _destination(trainer: Trainer, *, token: str | None = None, revision: str | None = None) -> Destination:
     args = trainer.args
     return Destination(
         repo_id=trainer.hub_model_id,
         revision=revision or args.hub_revision,
         private=args.hub_private_repo,
         token=token or args.hub_token,
-        path_in_repo=path_in_repo,
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from ..engine.engine import ZeroEngine
@@ -18,7 +19,8 @@ def engine_of(owner: object) -> ZeroEngine:
         ValueError: there is none, or an Accelerator has several (ask with the model then).
     """
     if isinstance(owner, nn.Module):
-        for module in (owner, getattr(owner, "_orig_mod", None), getattr(owner, "module", None)):
+        inner = extract_model_from_parallel(owner, keep_torch_compile=False)
+        for module in (owner, inner, getattr(owner, "module", None)):
             engine = engine_attached_to(module) if isinstance(module, nn.Module) else None
             if engine is not None:
                 return engine

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buckets.precision import check_cast_owner
@@ -39,15 +39,15 @@ def watch_for_steps_without(plugin: ParallelismConfig, config: ZeroConfig) -> St
     Args:
         plugin: closes the watch when it is installed. Until an Accelerator exists it may go unused and be forgotten.
     """
-    came_second = bool(AcceleratorState._shared_state)
+    came_second = is_initialized()
     reference = weakref.ref(plugin)
 
     def judge(optimizer: torch.optim.Optimizer, engine: object | None) -> bool:
         if reference() is None and not came_second:
             return True
-        if not AcceleratorState._shared_state:
+        if not is_initialized():
             return False
-        first = getattr(AcceleratorState._shared_state.get("parallelism_config"), "config", None)
+        first = getattr(AcceleratorState().parallelism_config, "config", None)
         is_without = engine is None and first is None
         is_anothers = came_second and first is not None and first != config
         if is_without or is_anothers:

@@ -145,7 +145,7 @@ def write_run(trainer: "Trainer", folder: Path) -> None:
     args = trainer.args
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     engine = engine_attached_to(model)
-    base_model = getattr(getattr(model, "config", None), "_name_or_path", None)
+    base_model = getattr(getattr(model, "config", None), "name_or_path", None)
     run = {
         "base_model": base_model if _is_repo_id(base_model) and not Path(base_model).exists() else None,
         "arguments": {name: getattr(args, name) for name in _ARGUMENTS if _was_said(getattr(args, name, None))},

@@ -67,20 +67,6 @@ SEAMS = (
         test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),
     Seam(
-        owner="torch._C:",
-        names=("_set_conj", "_set_neg"),
-        where=("offload/activations",),
-        why="A saved tensor that comes back from host memory is the same view of its storage, lazy conjugation included.",
-        test="test_offload_activations.py::test_a_storage_moves_once_and_a_write_after_the_save_is_seen",
-    ),
-    Seam(
-        owner="torch:UntypedStorage",
-        names=("_cdata", "_new_with_weak_ptr"),
-        where=("offload/activations",),
-        why="Storages are told apart by identity, and may not be kept alive by that.",
-        test="test_offload_activations.py::test_a_storage_moves_once_and_a_write_after_the_save_is_seen",
-    ),
-    Seam(
         owner="torch.autograd:Variable",
         names=("_execution_engine",),
         where=("engine/backward",),
@@ -117,7 +103,7 @@ SEAMS = (
     ),
     Seam(
         owner="torch:Tensor",
-        names=("_make_subclass", "_make_wrapper_subclass", "_version"),
+        names=("_make_wrapper_subclass", "_version"),
         where=("buckets", "early", "engine", "kernels", "offload", "integrations/trainer_saves"),
         why="Gradients without memory; writes to parameters and activations are seen by autograd's count of them.",
         test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
@@ -133,8 +119,6 @@ SEAMS = (
         owner="torch:",
         names=(
             "_foreach_add_",
-            "_foreach_clamp_max_",
-            "_foreach_clamp_min_",
             "_foreach_copy_",
             "_foreach_mul",
             "_foreach_mul_",
@@ -173,13 +157,6 @@ SEAMS = (
         test="test_stage3.py::test_outputs_in_dataclasses_and_nested_containers_announce_their_backward",
     ),
     Seam(
-        owner="torch.nn.modules.batchnorm:",
-        names=("_NormBase",),
-        where=("buckets/precision", "integrations/uneven_inputs"),
-        why="The base of all batch and instance norms: parameters stay float32 under mixed precision, statistics follow batches.",
-        test="test_gather_dtype.py",
-    ),
-    Seam(
         owner="torch.nn:Module",
         names=("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
         where=("planner/trace",),
@@ -212,13 +189,6 @@ SEAMS = (
         names=("_compiled_call_impl",),
         where=("engine/parameter_gather",),
         why="Whether `module.compile()` has been called.",
-        test="test_accelerate.py::test_compiled_model_has_ddps_losses",
-    ),
-    Seam(
-        owner="torch._dynamo.eval_frame:OptimizedModule",
-        names=("_orig_mod",),
-        where=("integrations/gathered",),
-        why="The module that `torch.compile(module)` has wrapped.",
         test="test_accelerate.py::test_compiled_model_has_ddps_losses",
     ),
     Seam(
@@ -292,20 +262,6 @@ SEAMS = (
         test="test_forecast.py::test_a_trace_counts_what_autograd_saves",
     ),
     Seam(
-        owner="torch.utils._pytree:",
-        names=("tree_leaves", "tree_map"),
-        where=("planner/trace",),
-        why="Tensors inside of what a model takes and returns.",
-        test="test_forecast.py::test_a_trace_leaves_the_model_and_chance_alone",
-    ),
-    Seam(
-        owner="torch:UntypedStorage",
-        names=("_cdata",),
-        where=("planner/trace",),
-        why="Tells storages apart that have no memory, and so no address.",
-        test="test_forecast.py::test_a_trace_counts_what_autograd_saves",
-    ),
-    Seam(
         owner="torch:ops.aten",
         names=("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
         where=("planner/trace",),
@@ -354,13 +310,6 @@ SEAMS = (
         test="test_hostile_folders.py",
     ),
     Seam(
-        owner="transformers:PretrainedConfig",
-        names=("_name_or_path",),
-        where=("integrations/run_facts",),
-        why="The model that a run began from, for its card.",
-        test="test_hub.py::test_the_card_tells_what_the_run_wrote_and_no_more",
-    ),
-    Seam(
         owner="transformers:TrainingArguments",
         names=("_n_gpu",),
         where=("integrations/trainer",),
@@ -369,7 +318,7 @@ SEAMS = (
     ),
     Seam(
         owner="transformers:Trainer",
-        names=("_save_checkpoint", "_get_output_dir", "_save_rng_state", "_save_scaler", "_save"),
+        names=("_save_checkpoint", "_save_rng_state", "_save_scaler", "_save"),
         where=("integrations/trainer", "integrations/trainer_saves", "integrations/placed_weights"),
         why="A checkpoint's folder is written under another name and renamed when all of it is there.",
         test="test_commit.py",
@@ -405,17 +354,10 @@ SEAMS = (
     ),
     Seam(
         owner="transformers:Trainer",
-        names=("_move_model_to_device", "_finalize_training", "_train_batch_size"),
+        names=("_move_model_to_device", "_finalize_training"),
         where=("integrations/trainer",),
         why="At stage 3 the model goes to the device a layer at a time; after training nothing may be under way.",
         test="test_placement.py::test_a_model_in_host_memory_is_trained_on_the_device_at_stage_3",
-    ),
-    Seam(
-        owner="transformers:Trainer",
-        names=("_push_from_checkpoint", "_finish_current_push"),
-        where=("integrations/trainer", "integrations/trainer_saves", "hub/push"),
-        why="What is pushed is a checkpoint that has been committed.",
-        test="test_hub.py::test_trainer_pushes_the_model_of_each_checkpoint_and_the_last",
     ),
     Seam(
         owner="accelerate:Accelerator",
@@ -459,13 +401,6 @@ SEAMS = (
         where=("integrations/unmodified",),
         why="A script that is run as it is gives its Accelerators no plugin. Replaced while the script runs.",
         test="test_unmodified_scripts.py::test_every_accelerator_of_a_process_has_the_engine",
-    ),
-    Seam(
-        owner="accelerate.state:AcceleratorState",
-        names=("_shared_state",),
-        where=("integrations/plugin",),
-        why="A second Accelerator ignores its plugin without a word.",
-        test="test_accelerate.py::test_a_plugin_is_attached_before_prepare",
     ),
     Seam(
         owner="accelerate:ParallelismConfig",

@@ -310,12 +310,6 @@ class ZeroTrainerMixin(_TrainerBase):
             said |= {"language": language, "license": license, "tags": tags, "model_name": model_name}
             extra("hub", "write_trainer_card")(self, folder, facts_of=folder, **said)
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if _only_engine(self) is None:
-            super()._push_from_checkpoint(checkpoint_folder)
-        elif self.is_world_process_zero():
-            extra("hub", "push_checkpoint")(self, Path(checkpoint_folder))
-
     def _save_checkpoint(self, model, trial) -> None:
         engine, stock = _only_engine(self), super()._save_checkpoint
         if engine is None:
@@ -332,7 +326,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _save_with(self, engine: ZeroEngine, trial: object, *, is_awaited: bool = False) -> None:
         with engine.transport.watch.saving():
-            take_mark_away(Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            take_mark_away(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
                 self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
             position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()

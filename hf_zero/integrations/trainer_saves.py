@@ -28,6 +28,7 @@ from ..comm.arrivals import CommunicationError
 from ..comm.transports import StoreExchange
 from ..device import free_bytes
 from ..engine.engine import ZeroEngine
+from ..extras import extra
 from ..hooks import WeakHook
 from .elastic import DataPosition
 from .model_parallel import as_if_whole
@@ -101,7 +102,7 @@ class CheckpointSaver:
         """
         began_s = time.perf_counter()
         trainer = self._trainer
-        run_folder = Path(trainer._get_output_dir(trial=trial))
+        run_folder = Path(trainer.args.output_dir)
         final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         # Ranks that come to save different steps would each leave a half under another name.
         self.engine.world.exchange(None, f"save of {final.name}")
@@ -222,8 +223,8 @@ class CheckpointSaver:
         else:
             with self._shown_from_here():
                 complete(exchange=exchange)
-            if trainer.args.push_to_hub:
-                trainer._push_from_checkpoint(str(final))
+            if trainer.args.push_to_hub and trainer.is_world_process_zero():
+                extra("hub", "push_checkpoint")(trainer, final)
 
     def _before_step(self, *_args: object) -> None:
         if self._live is not None:

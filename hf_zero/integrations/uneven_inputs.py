@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -291,7 +290,7 @@ def _make(accelerator: Accelerator, models: Sequence[object]) -> JoinedRanks:
             raise TypeError(
                 f"hf_zero: join_uneven_inputs takes models that were prepared with their optimizers, not {type(model).__name__}."
             )
-        if any(isinstance(m, _NormBase) and m.track_running_stats for m in engine.model.modules()):
+        if any(getattr(m, "track_running_stats", False) for m in engine.model.modules()):
             raise ConfigError(
                 f"hf_zero: join_uneven_inputs does not join {type(engine.model).__name__}: it has batch norms, whose statistics "
                 "a rank without batches would change by its last one. Make the batches even (even_batches=True)."

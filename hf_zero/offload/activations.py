@@ -16,7 +16,6 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..device import Mark, SideQueue, passing_host_bytes, side_queue
 
@@ -43,7 +42,7 @@ class ActivationsInHostMemory:
         self._device = device
         self._queue = side_queue(device)
         self._lasting: set[int] = set()
-        self._moved: dict[tuple[int, int], tuple[StorageWeakRef, ReferenceType[_Moved]]] = {}
+        self._moved: dict[tuple[int, int], tuple[ReferenceType[torch.UntypedStorage], ReferenceType[_Moved]]] = {}
         self._last: ReferenceType[_Moved] | None = None
         self._leaving: deque[tuple[Mark, torch.UntypedStorage]] = deque()
         self._ahead: deque[ReferenceType[_Moved]] = deque()
@@ -53,8 +52,8 @@ class ActivationsInHostMemory:
         """A training forward starts. `lasting`: tensors of the storages that stay."""
         self.end()
         self._drop_ahead(0)
-        self._moved = {key: entry for key, entry in self._moved.items() if not entry[0].expired()}
-        self._lasting = {tensor.untyped_storage()._cdata for tensor in lasting}
+        self._moved = {key: entry for key, entry in self._moved.items() if entry[0]() is not None}
+        self._lasting = {id(tensor.untyped_storage()) for tensor in lasting}
         self._last = None
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
@@ -74,13 +73,13 @@ class ActivationsInHostMemory:
         if not self._moves(tensor):
             return _Kept(tensor)
         storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version
-        # The weak reference keeps the storage's address from being given to another one.
-        _, known = self._moved.get(key, (None, None))
-        moved = known() if known is not None else None
+        key = id(storage), tensor._version
+        alive, known = self._moved.get(key, (None, None))
+        # One that is gone may have left its identity to another.
+        moved = known() if alive is not None and known is not None and alive() is storage else None
         if moved is None:
             moved = self._move(storage)
-            self._moved[key] = StorageWeakRef(storage), ref(moved)
+            self._moved[key] = ref(storage), ref(moved)
         return _View(tensor, moved)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
@@ -89,7 +88,8 @@ class ActivationsInHostMemory:
             and tensor.layout is torch.strided
             and tensor.device.type == self._device.type
             and tensor.untyped_storage().nbytes() >= SMALL_BYTES
-            and tensor.untyped_storage()._cdata not in self._lasting
+            and id(tensor.untyped_storage()) not in self._lasting
+            and not tensor.is_neg()
         )
 
     def _move(self, storage: torch.UntypedStorage) -> "_Moved":
@@ -161,15 +161,13 @@ class _View:
         self.moved = moved
         self._dtype = tensor.dtype
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
+        self._is_conj = tensor.is_conj()
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same tensor, on the storage that has its bytes."""
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
         tensor.set_(storage, self._offset, self._size, self._stride)
-        torch._C._set_conj(tensor, self._is_conj)
-        torch._C._set_neg(tensor, self._is_neg)
-        return tensor
+        return tensor.conj() if self._is_conj else tensor
 
 
 class _Moved:
@@ -184,7 +182,7 @@ class _Moved:
         self._owner = owner
         self._values = values
         self._fetched: tuple[torch.UntypedStorage, Mark] | None = None
-        self._in_use: StorageWeakRef | None = None
+        self._in_use: ReferenceType[torch.UntypedStorage] | None = None
 
     def start_fetch(self, device: torch.device, queue: SideQueue) -> None:
         """Begins to bring the bytes up, if they are not there."""
@@ -197,7 +195,7 @@ class _Moved:
         if held is None:
             (held, mark), self._fetched = self._fetched or self._bring(device, queue), None
             mark.hold_up_device()
-            self._in_use = StorageWeakRef(held)
+            self._in_use = ref(held)
         return held
 
     def forget_fetch(self) -> None:
@@ -214,7 +212,7 @@ class _Moved:
         return there.untyped_storage(), queue.mark()
 
     def _at_hand(self) -> torch.UntypedStorage | None:
-        return None if self._in_use is None else torch.UntypedStorage._new_with_weak_ptr(self._in_use.cdata)
+        return None if self._in_use is None else self._in_use()
 
     def __del__(self) -> None:
         self.forget_fetch()

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..buckets.precision import uncast_parameters
 from ..config import AUTO
 from ..device import free_bytes
+from ..engine.backward import differentiable_tensors
 from ..forecast import RESERVE, Activations, PlanError
 from ..offload.host_memory import available_host_bytes, ranks_on_this_host
 
@@ -69,10 +70,8 @@ def trace(
         fake = _without_memory(model, mode, living, None if param_dtype == AUTO else getattr(torch, param_dtype))
         with mode:
             made = batch() if callable(batch) else batch
-            inputs = tree_map(lambda value: _like(value) if isinstance(value, torch.Tensor) else value, dict(made))
-        for value in tree_leaves(inputs):
-            if isinstance(value, torch.Tensor):
-                living.leave_out(value)
+            inputs = recursively_apply(_like, dict(made))
+        recursively_apply(living.leave_out, inputs)
         casts: AbstractContextManager = torch.autocast("cpu", autocast) if autocast else nullcontext()
         with torch.random.fork_rng(devices=[]), mode, living:
             with torch.enable_grad(), casts:
@@ -103,11 +102,10 @@ def _loss_of(outputs: Any) -> torch.Tensor:
     loss = getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss.mean()
-    found = [value for value in tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)]
-    sums = [value.float().mean() for value in found if isinstance(value, torch.Tensor) and value.requires_grad]
-    if not sums:
+    found = differentiable_tensors(outputs)
+    if not found:
         raise PlanError("hf_zero: the model returns nothing that a gradient could come from, so nothing can be traced.")
-    return sums[0]
+    return found[0].float().mean()
 
 
 def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -164,7 +162,7 @@ class _LivingBytes(TorchDispatchMode):
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Leaves out tensors that exist all the time."""
-        self._known.add(tensor.untyped_storage()._cdata)
+        self._known.add(id(tensor.untyped_storage()))
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
@@ -179,14 +177,15 @@ class _LivingBytes(TorchDispatchMode):
             raise PlanError("hf_zero: the model's forward talks to other ranks")
         result = func(*args, **(kwargs or {}))
         self._count_operations(func, args, kwargs or {}, result)
-        for tensor in tree_leaves(result):
-            # A real tensor is one that the module holds as an attribute.
-            if isinstance(tensor, FakeTensor):
-                self._count(tensor.untyped_storage())
+        recursively_apply(self._count, result)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
+    def _count(self, tensor: torch.Tensor) -> None:
+        # A real tensor is one that the module holds as an attribute.
+        if not isinstance(tensor, FakeTensor):
+            return
+        storage = tensor.untyped_storage()
+        address = id(storage)
         if address in self._known:
             return
         self._known.add(address)
