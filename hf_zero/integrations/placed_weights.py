@@ -165,7 +165,8 @@ def can_be_placed(trainer: Trainer, stock_save: Any) -> bool:
         model is trainer.model
         and any(isinstance(model, kind) and type(model).save_pretrained is kind.save_pretrained for kind in _savers())
         and type(model).state_dict is nn.Module.state_dict
-        and not getattr(model, "_hf_peft_config_loaded", False)
+        # Adapters that `add_adapter` has put into a model of transformers.
+        and not (isinstance(model, PreTrainedModel) and hasattr(model, "peft_config"))
         and getattr(model, "hf_quantizer", None) is None
         and stock_save is Trainer.save_model
         and type(trainer)._save is Trainer._save

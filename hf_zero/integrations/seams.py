@@ -288,11 +288,10 @@ SEAMS = (
             "_no_split_modules",
             "_keep_in_fp32_modules",
             "_keep_in_fp32_modules_strict",
-            "_hf_peft_config_loaded",
             "_load_pretrained_model",
         ),
-        where=("buckets", "engine", "integrations/init", "integrations/placed_weights"),
-        why="Which layers are units, which parameters stay float32, whether adapters are loaded, and how weights are read.",
+        where=("buckets", "engine", "integrations/init"),
+        why="Which layers are units, which parameters stay float32, and how weights are read.",
         test="test_init.py::test_transformers_still_loads_the_way_init_stands_on",
     ),
     Seam(
