@@ -181,9 +181,9 @@ MADE = {
     "docs/pictures/memory.svg": pictures.draw_memory,
     "docs/pictures/flat_buffer.svg": pictures.draw_flat_buffer,
     "docs/pictures/timeline.svg": pictures.draw_timeline,
-    **pictures.rooms_pictures(),
+    "docs/pictures/rooms_of_hf_zero.svg": pictures.draw_rooms,
 }
-"""The files that are made, and what makes their text. There is a picture of rooms for each folder that is divided into some."""
+"""The files that are made, and what makes their text."""
 
 
 def main() -> None:

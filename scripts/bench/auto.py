@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, describe_run, print_table, read_options, run_again_with_own_malloc, write_record
+from harness import RESULTS, describe_run, held_before, on_ranks, print_table, read_options, write_record
 from planned_peaks import bert, gpt2, llama
-from ranks import RankFailedError, RanksTimedOutError, run_ranks
+from ranks import RankFailedError, RanksTimedOutError
 from transformers import PreTrainedModel
 
 from hf_zero.config import ZeroConfig
@@ -87,6 +87,7 @@ def train(
     rank: int, world_size: int, *, model: str, tier: str, settings: Any, group: str, folder: str
 ) -> dict[str, Any]:
     """Joins the group, and trains with these settings, or with what auto chooses."""
+    held_before()
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     torch.manual_seed(0)
@@ -97,14 +98,8 @@ def train(
         kept = {"nvme": {"offload": {"optimizer": "nvme", "nvme_path": folder}}, "bf16": {"param_dtype": "bfloat16"}}
         open_config = ZeroConfig.from_dict({"stage": "auto", **kept.get(tier, {})})
         try:
-            chosen = choose_config(
-                open_config,
-                made,
-                [optimizer],
-                device=torch.device("cpu"),
-                mixed_precision="no",
-                batch=assume(made, ROWS, LENGTH),
-            )
+            given = {"device": torch.device("cpu"), "mixed_precision": "no", "batch": assume(made, ROWS, LENGTH)}
+            chosen = choose_config(open_config, made, [optimizer], **given)
         except NothingFitsError as error:
             return {"settings": None, "rejected": dict(error.least), "lines": [str(error)]}
         settings, rejected, lines = chosen.config.to_dict(), chosen.rejected, list(chosen.lines)
@@ -127,9 +122,9 @@ def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_
 
     def run(settings: Any, folder: str) -> Any:
         with limited(root, ranks * mb * 10**6) as group:
-            arguments = {"model": model, "tier": tier, "settings": settings, "group": str(group), "folder": folder}
+            job = {"model": model, "tier": tier, "settings": settings, "group": str(group), "folder": folder}
             try:
-                return run_ranks(train, world_size=ranks, time_limit_s=time_limit_s, keyword_arguments=arguments)[0]
+                return on_ranks(train, ranks, limit_s=time_limit_s, **job)[0]
             except (RankFailedError, RanksTimedOutError) as error:
                 return str(error)
 
@@ -159,29 +154,25 @@ def _words(settings: Any) -> str:
     return "" if settings is None else ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
-def _row(case: dict[str, Any]) -> list[str]:
-    said = {True: "yes", False: "no", None: ""}
-    limit = f"{case['mb']}, {case['tier']}, {case['ranks']} ranks"
-    fits, fails = said[case["chosen_fits"]], said[case["rejected_fails"]]
-    return [case["model"], limit, case["chosen"], fits, case["rejected"], fails]
-
-
 def main() -> int:
     options = read_options(__doc__, cases=(CASES, "MODEL:MB:TIER:RANKS"), time_limit_s=300.0)
     root = hierarchy()
     if root is None:
         print("skipped: memory control groups cannot be made here; they need root")
         return 0
-    if (status := run_again_with_own_malloc()) is not None:
-        return status
     cases = []
     for text in options.cases:
         model, mb, tier, ranks = text.split(":")
         cases.append(run_case(model, int(mb), tier, int(ranks), root, options.time_limit_s))
         print(cases[-1], file=sys.stderr, flush=True)
         write_record(options.json or RESULTS / "auto.json", describe_run(options) | {"cases": cases})
-    headings = ("model", "MB a rank", "chosen", "it fits", "left out as too large", "that fails")
-    print_table("stage: auto in a control group", headings, map(_row, cases))
+    said = {True: "yes", False: "no", None: ""}
+    columns = [
+        *(("model", "model"), ("MB a rank", lambda case: f"{case['mb']}, {case['tier']}, {case['ranks']} ranks")),
+        *(("chosen", "chosen"), ("it fits", lambda case: said[case["chosen_fits"]])),
+        *(("left out as too large", "rejected"), ("that fails", lambda case: said[case["rejected_fails"]])),
+    ]
+    print_table("stage: auto in a control group", columns, cases)
     return int(sum(not case["is_right"] for case in cases) > MOST_WRONG)
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from engines import say_where_ranks_are
-from harness import RESULTS, describe_run, print_table, write_record
-from ranks import PRELOADED_MODULES, run_ranks
+from harness import RESULTS, describe_run, on_ranks, print_table, write_record
+from ranks import PRELOADED_MODULES
 from transformers import BertConfig, BertForSequenceClassification
 
 BASELINE = "DDP, autocast"
@@ -119,15 +119,9 @@ def train(rank: int, world_size: int, folder: str, way: str, seed: int, run: Run
 
 
 def make_model(run: Run) -> BertForSequenceClassification:
-    config = BertConfig(
-        vocab_size=run.vocabulary,
-        hidden_size=run.width,
-        num_hidden_layers=run.layers,
-        num_attention_heads=4,
-        intermediate_size=4 * run.width,
-        max_position_embeddings=LENGTH,
-    )
-    return BertForSequenceClassification(config).train()
+    sizes = {"vocab_size": run.vocabulary, "hidden_size": run.width, "intermediate_size": 4 * run.width}
+    heads = {"num_hidden_layers": run.layers, "num_attention_heads": 4, "max_position_embeddings": LENGTH}
+    return BertForSequenceClassification(BertConfig(**sizes, **heads)).train()
 
 
 def batch(ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -171,14 +165,15 @@ def compare(curves: dict[str, list[Curve]]) -> dict[str, dict[str, float]]:
 
 
 def show(curves: dict[str, list[Curve]], compared: dict[str, dict[str, float]]) -> None:
-    columns = ("way", "dev loss at the end", "dev accuracy", "distance from DDP", "between seeds", "MB sent a step")
-    rows = []
-    for way, of_way in curves.items():
-        mean, sent = compared[way], sum(of_way[0].sent_bytes.values()) / 1e6
-        losses = ", ".join(f"{curve.dev_losses[-1]:.4f}" for curve in of_way)
-        accuracies = ", ".join(f"{curve.dev_accuracy:.1%}" for curve in of_way)
-        apart = f"{mean['mean_distance']:.4f} (offset {mean['mean_offset']:+.4f})"
-        rows.append((way, losses, accuracies, apart, f"{mean['between_seeds']:.4f}", f"{sent:.2f}" if sent else ""))
+    columns = [
+        ("way", "way"),
+        ("dev loss at the end", lambda row: ", ".join(f"{curve.dev_losses[-1]:.4f}" for curve in row["curves"])),
+        ("dev accuracy", lambda row: ", ".join(f"{curve.dev_accuracy:.1%}" for curve in row["curves"])),
+        ("distance from DDP", lambda row: "{mean_distance:.4f} (offset {mean_offset:+.4f})".format(**row)),
+        ("between seeds", "between_seeds", ".4f"),
+        ("MB sent a step", lambda row: sum(row["curves"][0].sent_bytes.values()) or None, ".2f", 1e6),
+    ]
+    rows = ({"way": way, "curves": of_way} | compared[way] for way, of_way in curves.items())
     print_table("bf16 mixed precision: a small BERT on SST-2", columns, rows)
 
 
@@ -196,9 +191,8 @@ def main() -> int:
     curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
     for seed in range(arguments.seeds):
         for way in WAYS:
-            given = {"folder": str(arguments.folder), "way": way, "seed": seed, "run": run}
-            found = run_ranks(train, world_size=WORLD_SIZE, time_limit_s=TIME_LIMIT_S, keyword_arguments=given)
-            curves[way].append(found[0])
+            job = {"folder": str(arguments.folder), "way": way, "seed": seed, "run": run}
+            curves[way].append(on_ranks(train, WORLD_SIZE, limit_s=TIME_LIMIT_S, **job)[0])
     compared = compare(curves)
     show(curves, compared)
     kept = {way: [asdict(curve) for curve in of_way] for way, of_way in curves.items()}

@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compare import Comparison, compare, parameters_of
 from engines import WORKLOADS
@@ -27,13 +27,12 @@ ALSO_IN_PEAKS = ("zero_optimizer", "hf_zero3_no_prefetch")
 """The peer of stage 1, and stage 3 with the least memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
+class Curve(NamedTuple):
     """One figure that is varied.
 
     Attributes:
         varied: its name, as a table's heading and an axis have it.
-        values: that are measured, and those of the quick form.
+        values, quick_values: that are measured, and those of the quick form.
         at: what is compared at one of them, given the comparison of the middle of all curves.
     """
 
@@ -50,10 +49,6 @@ def _of_model_and_ranks(comparison: Comparison, value: tuple[str, int]) -> Compa
     return replace(comparison, engines=engines, workload=WORKLOADS[name], world_size=ranks, rounds=0)
 
 
-def _of_sequence(comparison: Comparison, length: int) -> Comparison:
-    return replace(comparison, workload=replace(comparison.workload, sequence_length=length))
-
-
 def _of_bucket(comparison: Comparison, mebibytes: float) -> Comparison:
     engines = tuple(name for name in comparison.engines if not name.startswith("fsdp2"))
     return replace(comparison, engines=engines, sizes={"bucket_bytes": int(mebibytes * MIB)})
@@ -61,33 +56,24 @@ def _of_bucket(comparison: Comparison, mebibytes: float) -> Comparison:
 
 CURVES = {
     "size": Curve(
-        varied="million parameters",
-        values=("4m", "12m", "30m", "60m", "124m", "350m"),
-        quick_values=("4m", "12m"),
-        at=lambda comparison, name: replace(comparison, workload=WORKLOADS[name]),
-        value_of=lambda comparison, _name: round(parameters_of(comparison.workload) / 1e6, 1),
+        *("million parameters", ("4m", "12m", "30m", "60m", "124m", "350m"), ("4m", "12m")),
+        lambda comparison, name: replace(comparison, workload=WORKLOADS[name]),
+        lambda comparison, _name: round(parameters_of(comparison.workload) / 1e6, 1),
     ),
-    "ranks": Curve(
-        varied="ranks",
-        values=(1, 2, 4, 8),
-        quick_values=(1, 2),
-        at=lambda comparison, ranks: replace(comparison, world_size=ranks, rounds=0),
-    ),
+    "ranks": Curve("ranks", (1, 2, 4, 8), (1, 2), lambda comparison, n: replace(comparison, world_size=n, rounds=0)),
     "peaks": Curve(
-        varied="model, ranks",
-        values=(("30m", 2), ("30m", 4), ("124m", 2), ("124m", 4)),
-        quick_values=(("tiny", 2),),
-        at=_of_model_and_ranks,
-        value_of=lambda _comparison, value: ", ".join(map(str, value)),
+        *("model, ranks", (("30m", 2), ("30m", 4), ("124m", 2), ("124m", 4)), (("tiny", 2),)),
+        _of_model_and_ranks,
+        lambda _comparison, value: ", ".join(map(str, value)),
     ),
-    "sequence": Curve(varied="tokens a row", values=(64, 128, 256, 512), quick_values=(64,), at=_of_sequence),
+    "sequence": Curve(
+        *("tokens a row", (64, 128, 256, 512), (64,)),
+        lambda comparison, n: replace(comparison, workload=replace(comparison.workload, sequence_length=n)),
+    ),
     "accumulation": Curve(
-        varied="micro-batches a step",
-        values=(1, 2, 4, 8),
-        quick_values=(2,),
-        at=lambda comparison, number: replace(comparison, accumulation=number),
+        *("micro-batches a step", (1, 2, 4, 8), (2,)), lambda comparison, n: replace(comparison, accumulation=n)
     ),
-    "bucket": Curve(varied="MiB a bucket", values=(1, 4, 16, 32), quick_values=(1,), at=_of_bucket),
+    "bucket": Curve("MiB a bucket", (1, 4, 16, 32), (1,), _of_bucket),
 }
 
 

@@ -15,42 +15,35 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
-from harness import print_table, read_options, write_record
+from harness import ROOT, bytes_from_disk, print_table, read_options, write_record
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainerCallback
 
 from hf_zero import ZeroTrainingArguments
 from hf_zero.comm.arrivals import keep_store
 
-ROOT = Path(__file__).resolve().parents[2]
 RENDEZVOUS = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 LIMIT_S = 600.0
 _GLANCE_S = 0.05
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """Where an agent runs: a namespace with an address and an interface of its own, or the loopback."""
 
     address: str = "127.0.0.1"
     namespace: str | None = None
     interface: str = "lo"
 
-    @property
-    def prefix(self) -> list[str]:
-        """Before a command: it runs in this node's network."""
-        return [] if self.namespace is None else ["ip", "netns", "exec", self.namespace]
 
-
-@dataclass(frozen=True)
-class Network:
+class Network(NamedTuple):
     """Nodes, and the address at which they find what runs on none of them."""
 
     nodes: list[Node]
@@ -60,36 +53,33 @@ class Network:
 @contextmanager
 def own_network(count: int) -> Iterator[Network]:
     """Nodes in namespaces, joined by a bridge; on the loopback where this user cannot make such."""
-    name = f"el{os.getpid()}"
-    made: list[list[str]] = []
+    bridge = f"el{os.getpid()}"
 
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
+    def ip(*words: str, checks: bool = True) -> None:
+        subprocess.run(["ip", *words], check=checks, capture_output=True)
 
-    try:
+    with ExitStack() as stack:
         try:
-            ip("link", "add", name, "type", "bridge")
-            made.append(["link", "delete", name])
-            ip("address", "add", "10.97.0.254/24", "dev", name)
-            ip("link", "set", name, "up")
-            nodes = []
-            for number in range(count):
-                space, inside, outside = f"{name}-{number}", f"{name}-{number}", f"{name}b{number}"
+            ip("link", "add", bridge, "type", "bridge")
+            stack.callback(ip, "link", "delete", bridge, checks=False)
+            ip("address", "add", "10.97.0.254/24", "dev", bridge)
+            ip("link", "set", bridge, "up")
+            nodes = [
+                Node(f"10.97.0.{number + 1}", f"{bridge}-{number}", f"{bridge}-{number}") for number in range(count)
+            ]
+            for number, (address, space, inside) in enumerate(nodes):
+                outside = f"{bridge}b{number}"
                 ip("netns", "add", space)
-                made.append(["netns", "delete", space])
+                stack.callback(ip, "netns", "delete", space, checks=False)
                 ip("link", "add", inside, "netns", space, "type", "veth", "peer", "name", outside)
-                ip("link", "set", outside, "master", name, "up")
-                ip("-n", space, "address", "add", f"10.97.0.{number + 1}/24", "dev", inside)
+                ip("link", "set", outside, "master", bridge, "up")
+                ip("-n", space, "address", "add", f"{address}/24", "dev", inside)
                 ip("-n", space, "link", "set", "lo", "up")
                 ip("-n", space, "link", "set", inside, "up")
-                nodes.append(Node(f"10.97.0.{number + 1}", space, inside))
             network = Network(nodes, "10.97.0.254")
         except (OSError, subprocess.CalledProcessError):
-            network = Network([Node() for _ in range(count)])
+            network = Network([Node()] * count)
         yield network
-    finally:
-        for words in reversed(made):
-            subprocess.run(["ip", *words], check=False, capture_output=True)
 
 
 @dataclass
@@ -117,9 +107,7 @@ class Start:
 
     def whole_steps(self, accumulation: int) -> list[int]:
         """Steps that all ranks have logged all micro-batches of."""
-        counts: dict[int, int] = {}
-        for step, _, _ in self.steps:
-            counts[step] = counts.get(step, 0) + 1
+        counts = Counter(step for step, _, _ in self.steps)
         return sorted(step for step, count in counts.items() if count == self.world_size * accumulation)
 
     def rows_of(self, step: int) -> list[int]:
@@ -157,38 +145,32 @@ def environment(node: Node) -> dict[str, str]:
 
 
 def script_words(folder: Path, settings: Mapping[str, object]) -> list[str]:
-    return [__file__, "train", *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
+    said = {"rows_log": folder / "log", "output_dir": folder / "out", **settings}
+    return [__file__, "train", *(word for name, value in said.items() for word in (f"--{name}", str(value)))]
 
 
-def start_agent(
-    node: Node, number: int, network: Network, port: int, folder: Path, words: list[str], least: int
-) -> subprocess.Popen:
+def start_agent(number: int, network: Network, port: int, folder: Path, words: list[str]) -> subprocess.Popen:
+    node, most = network.nodes[number], len(network.nodes)
     agent = [
-        *node.prefix,
+        *([] if node.namespace is None else ["ip", "netns", "exec", node.namespace]),
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", f"{least}:{len(network.nodes)}", "--nproc_per_node", "1", "--max-restarts", "10"),
+        *("--nnodes", f"{most - 1}:{most}", "--nproc_per_node", "1", "--max-restarts", "10"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{network.address}:{port}", "--rdzv-id", folder.name),
         *("--rdzv-conf", RENDEZVOUS, "--local-addr", node.address),
         *words,
     ]
     with (folder / f"agent-{number}.log").open("ab") as said:
-        return subprocess.Popen(
-            agent, env=environment(node), stdout=said, stderr=said, start_new_session=True, cwd=ROOT
-        )
+        way = {"env": environment(node), "stdout": said, "stderr": said, "cwd": ROOT, "start_new_session": True}
+        return subprocess.Popen(agent, **way)
 
 
 def kill_with_children(process: subprocess.Popen) -> None:
     """Ends an agent and its workers at once, as the loss of a node does."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         agent = psutil.Process(process.pid)
-        family = [agent, *agent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for each in family:
-        try:
-            each.kill()
-        except psutil.NoSuchProcess:
-            continue
+        for each in (agent, *agent.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 @dataclass
@@ -217,12 +199,12 @@ def killed_run(
     """An elastic run whose agent number `killed` is killed `pause_s` after a rank has begun step `after_step`."""
     folder.mkdir(parents=True)
     log = folder / "log"
-    words = script_words(folder, {"rows_log": log, "output_dir": folder / "out", **settings})
+    words = script_words(folder, settings)
     store = keep_store(0, network.address)
     with ExitStack() as stack:
         agents: list[subprocess.Popen] = []
-        for number, node in enumerate(network.nodes):
-            agents.append(start_agent(node, number, network, store.port, folder, words, len(network.nodes) - 1))
+        for number in range(len(network.nodes)):
+            agents.append(start_agent(number, network, store.port, folder, words))
             stack.callback(kill_with_children, agents[-1])
         deadline_s = time.monotonic() + LIMIT_S
 
@@ -241,17 +223,17 @@ def killed_run(
         statuses = [agent.poll() for agent in agents]
     starts = starts_in(log)
     after = next((start for start in starts if start.began_s > at_s), None)
-    first_s = min((each.at for each in after.steps.values()), default=float("nan")) if after else float("nan")
+    logged = list(after.steps.values()) if after else []
     return Outcome(
         killed=killed,
         at_step=at_step,
         resumed_at=after.first_step if after else -1,
         ranks_after=after.world_size if after else 0,
-        recovery_s=first_s - at_s,
+        recovery_s=min((each.at for each in logged), default=float("nan")) - at_s,
         statuses=statuses,
         starts=starts,
-        ready_s=max((each.ready_s for each in after.steps.values()), default=0) if after else float("nan"),
-        disk_bytes=sum(each.disk_bytes for each in after.steps.values()) if after else 0,
+        ready_s=max((each.ready_s for each in logged), default=float("nan")),
+        disk_bytes=sum(each.disk_bytes for each in logged),
     )
 
 
@@ -259,11 +241,8 @@ def _evict(folder: Path) -> None:
     """Has the system forget what it remembers of the checkpoints' files: a node that restarts them may not have read them."""
     os.sync()
     for path in folder.glob("checkpoint-*/**/*"):
-        try:
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError:
-            continue
+        with suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _furthest(log: Path, world_size: int) -> int:
@@ -278,14 +257,9 @@ def _furthest(log: Path, world_size: int) -> int:
 def run_by_hand(folder: Path, checkpoint: Path, settings: Mapping[str, object], ranks: int) -> Start:
     """What a run on so many ranks logs that is told which checkpoint to go on from, and how to deal the rows."""
     folder.mkdir(parents=True)
-    words = script_words(
-        folder,
-        {"rows_log": folder / "log", "output_dir": folder / "out", "resume_from_checkpoint": checkpoint, **settings},
-    )
+    words = script_words(folder, {"resume_from_checkpoint": checkpoint, **settings})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *words]
-    done = subprocess.run(
-        command, env=environment(Node()), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = subprocess.run(command, env=environment(Node()), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     (folder / "said.log").write_text(done.stdout + done.stderr)
     return starts_in(folder / "log")[-1]
 
@@ -356,12 +330,6 @@ class LoggingTrainer(Trainer):
         self._log.write(json.dumps(said) + "\n")
 
 
-def bytes_from_disk() -> int:
-    """What this process has had the disk read for it."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
-
-
 class _Pause(TrainerCallback):
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -397,12 +365,9 @@ def compared(folder: Path, outcome: Outcome, plain: Mapping[str, object], agents
     after = outcome.starts[-1]
     if after.steps.keys() != by_hand.steps.keys():
         return "other steps"
-    others = [
-        key
-        for key, each in after.steps.items()
-        if (each.loss, each.rows) != (by_hand.steps[key].loss, by_hand.steps[key].rows)
-    ]
-    return "bit for bit" if not others else f"{len(others)} differ"
+    pairs = [(each, by_hand.steps[key]) for key, each in after.steps.items()]
+    others = sum((own.loss, own.rows) != (its.loss, its.rows) for own, its in pairs)
+    return f"{others} differ" if others else "bit for bit"
 
 
 SHAPE: dict[str, object] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -432,7 +397,7 @@ def main() -> None:
             names = ("killed", "at_step", "ended", "resumed_at", "ranks_after")
             figures.append(
                 {name: getattr(outcome, name) for name in names}
-                | {"recovery_s": round(outcome.recovery_s, 2), "ready_s": round(outcome.ready_s, 2)}
+                | {name: round(getattr(outcome, name), 2) for name in ("recovery_s", "ready_s")}
                 | {"disk_mib": round(outcome.disk_bytes / 2**20, 1), "as_by_hand": same}
                 | {"rows_once": is_each_row_once(rows_trained(outcome.starts), ROWS)}
             )
@@ -442,7 +407,7 @@ def main() -> None:
                     print(path.read_text(errors="replace")[-3000:], file=sys.stderr)
             shutil.rmtree(folder)
     title = f"{options.runs} runs of {options.agents} agents, one killed in each"
-    print_table(title, list(figures[0]), ([*each.values()] for each in figures))
+    print_table(title, [(name, name) for name in figures[0]], figures)
     if options.json:
         write_record(options.json, {"namespaces": network.nodes[0].namespace is not None, "runs": figures})
 

@@ -24,11 +24,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from harness import RESULTS, describe_run, keep, print_table, read_options
+from engines import MAX_NORM, WORKLOADS, Accelerated, Classifier, Engine, Workload
+from harness import RESULTS, Clocks, describe_run, keep, print_table, read_options
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
 from hf_zero import ZeroPlugin
 from hf_zero.device import peak_bytes, wait_for_device
@@ -66,84 +66,34 @@ def trace_in(spans: Iterable[tuple[str, Span]], steps: int) -> DeviceTrace:
     comm, other = [], []
     for name, span in spans:
         (comm if "nccl" in name.lower() else other).append(span)
-    comm, other = united(comm), united(other)
-    scale = 1e-3 / steps
-    both = length(comm) + length(other) - length(united([*comm, *other]))
-    return DeviceTrace(
-        busy_ms=scale * length(united([*comm, *other])), comm_ms=scale * length(comm), hidden_ms=scale * both
-    )
-
-
-def united(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not overlap, in order."""
-    out: list[Span] = []
-    for begin, end in sorted(spans):
-        if out and begin <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], end))
-        else:
-            out.append((begin, end))
-    return out
+    busy, scale = length([*comm, *other]), 1e-3 / steps
+    hidden = length(comm) + length(other) - busy
+    return DeviceTrace(busy_ms=scale * busy, comm_ms=scale * length(comm), hidden_ms=scale * hidden)
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Of spans that do not overlap."""
-    return sum(end - begin for begin, end in spans)
+    """Of the time in which there is any of these."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
-SEED = 1234
-
-Batch = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model in host memory, the same each time, and batches of `rows` x `length` tokens for a rank and step."""
-
-    kind: type[nn.Module]
-    config: PreTrainedConfig
-    rows: int
-    length: int
-
-    def make(self) -> nn.Module:
-        torch.manual_seed(SEED)
-        model = self.kind(self.config).train()
-        if self.kind is GPT2LMHeadModel:
-            # transformers finds no loss by this class's name and warns before it falls back to this one.
-            model.loss_type = "ForCausalLM"
-        return model
-
-    def batch(self, rank: int, step: int) -> Batch:
-        generator = torch.Generator().manual_seed(SEED + 1_000_003 * rank + step)
-        ids = torch.randint(self.config.vocab_size, (self.rows, self.length), generator=generator)
-        return {"input_ids": ids, "labels": ids if self.kind is GPT2LMHeadModel else ids[:, 0] % 2}
-
-
-def bert(rows: int, length: int, **shape: int) -> Model:
-    """A classifier of sentences, without dropout."""
-    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **shape)
-    return Model(kind=BertForSequenceClassification, config=config, rows=rows, length=length)
-
-
-def gpt2(rows: int, length: int, **shape: int) -> Model:
-    """A language model, without dropout."""
-    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **shape)
-    return Model(kind=GPT2LMHeadModel, config=config, rows=rows, length=length)
-
-
-_SMALL_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-_SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
-
-MODELS = {
-    "bert-base": bert(32, 128),
-    "gpt2": gpt2(8, 512),
-    "bert-tiny": bert(2, 16, **_SMALL_BERT, vocab_size=128),
-    "gpt2-tiny": gpt2(2, 16, **_SMALL_GPT2, vocab_size=128),
+MODELS: dict[str, Workload] = {
+    "bert-base": Classifier(
+        n_embd=768, n_head=12, vocab_size=30522, n_positions=512, batch_size=32, sequence_length=128
+    ),
+    "gpt2": replace(WORKLOADS["124m"], batch_size=8, sequence_length=512),
+    "bert-tiny": Classifier(n_layer=2, n_head=2, vocab_size=128, batch_size=2),
+    "gpt2-tiny": Workload(
+        n_embd=32, n_layer=2, n_head=2, vocab_size=128, n_positions=32, batch_size=2, sequence_length=16
+    ),
 }
 
 EXACT, ROUNDED = 1e-4, 3e-2
 """Most difference of losses, relative to the reference's: where arithmetic is float32's, and where 16 or 8 bits are in it."""
 
-MAX_NORM = 1.0
 WARMUP_STEPS = 3
 TRACED_STEPS = 2
 
@@ -187,111 +137,94 @@ class Figures:
 def ways(world_size: int, folder: str) -> list[Way]:
     """The reference first."""
     peers = [Way(name="torch")] if world_size == 1 else [Way(name="DDP"), Way(name="FSDP2")]
-    stages = [Way(name=f"stage {stage}", settings={"stage": stage}) for stage in range(4)]
     host, files = {"optimizer": "cpu"}, {"optimizer": "nvme", "nvme_path": folder}
-    params = {"params": "cpu", "optimizer": "cpu"}
-    tiers = [
-        Way(name="stage 2, state on the host", settings={"stage": 2, "offload": host}),
-        Way(name="stage 2, state in files", settings={"stage": 2, "offload": files}),
-        Way(name="stage 3, all on the host", settings={"stage": 3, "offload": params}),
-        Way(name="stage 2, torch's steps", settings={"stage": 2, "kernels": "never"}),
-        Way(name="stage 2, bf16 parameters", settings={"stage": 2, "param_dtype": "bfloat16"}, tolerance=ROUNDED),
-        Way(name="stage 3, bf16 parameters", settings={"stage": 3, "param_dtype": "bfloat16"}, tolerance=ROUNDED),
-        Way(name="stage 2, 8-bit moments", settings={"stage": 2, "moments": "8bit"}, tolerance=ROUNDED),
+    exact: dict[str, dict] = {f"stage {stage}": {"stage": stage} for stage in range(4)} | {
+        "stage 2, state on the host": {"stage": 2, "offload": host},
+        "stage 2, state in files": {"stage": 2, "offload": files},
+        "stage 3, all on the host": {"stage": 3, "offload": {"params": "cpu", **host}},
+        "stage 2, torch's steps": {"stage": 2, "kernels": "never"},
+    }
+    rounded: dict[str, dict] = {
+        "stage 2, bf16 parameters": {"stage": 2, "param_dtype": "bfloat16"},
+        "stage 3, bf16 parameters": {"stage": 3, "param_dtype": "bfloat16"},
+        "stage 2, 8-bit moments": {"stage": 2, "moments": "8bit"},
+    }
+    if world_size > 1:
+        blocks = {"gradients": "int8", "weights": "int8"}
+        rounded |= {f"stage {stage}, int8 wire": {"stage": stage, "comm": blocks} for stage in (2, 3)}
+    return [
+        *peers,
+        *(Way(name=name, settings=settings) for name, settings in exact.items()),
+        *(Way(name=name, settings=settings, tolerance=ROUNDED) for name, settings in rounded.items()),
     ]
-    blocks = {"gradients": "int8", "weights": "int8"}
-    wires = [
-        Way(name=f"stage {stage}, int8 wire", settings={"stage": stage, "comm": blocks}, tolerance=ROUNDED)
-        for stage in (2, 3)
-    ]
-    return peers + stages + tiers + (wires if world_size > 1 else [])
 
 
 class Job:
-    """One model that is trained in one way, with AdamW and clipping.
+    """One model that is trained in one way, with AdamW and clipping, from a model in host memory."""
 
-    Args:
-        make_model: builds it in host memory, the same each time.
-        make_batch: gives what a rank is fed in a step.
-    """
-
-    def __init__(
-        self, way: Way, make_model: Callable[[], nn.Module], make_batch: Callable[[int, int], Batch], cpu: bool
-    ):
-        self.accelerator = Accelerator(cpu=cpu)
-        self.device = self.accelerator.device
+    def __init__(self, way: Way, workload: Workload, cpu: bool):
+        accelerator = Accelerator(cpu=cpu)
+        self.device, self._rank = accelerator.device, accelerator.process_index
         if way.settings is not None:
-            ZeroPlugin(way.settings).attach(self.accelerator)
-        self._make_batch = make_batch
-        self._way, self._number = way, 0
-        model = make_model()
-        if way.name == "FSDP2":
-            model = self._fully_sharded(model)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.model = model
-        if way.name != "FSDP2":
-            self.model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
-
-    def _fully_sharded(self, model: nn.Module) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard
-
-        model.to(self.device)
-        for block in next(module for module in model.modules() if isinstance(module, nn.ModuleList)):
-            fully_shard(block)
-        return fully_shard(model)
+            ZeroPlugin(way.settings).attach(accelerator)
+        self._workload, self._number = workload, 0
+        is_fsdp2 = way.name == "FSDP2"
+        model = _fully_sharded(workload.make_model(), self.device) if is_fsdp2 else workload.make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self._engine = Engine(model, optimizer) if is_fsdp2 else Accelerated(accelerator, model, optimizer)
+        self._accelerator = accelerator
 
     def steps(self, count: int) -> list[torch.Tensor]:
-        """Losses, on the device."""
+        """Losses, on the device: none is waited for."""
         losses = []
         for _ in range(count):
-            batch = self._make_batch(self.accelerator.process_index, self._number)
+            batch = self._workload.make_batch(self._rank, self._number)
             self._number += 1
-            loss = self.model(**{name: values.to(self.device) for name, values in batch.items()}).loss
+            loss = self._engine.model(**{name: values.to(self.device) for name, values in batch.items()}).loss
             loss.backward()
-            self._clip()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._engine.clip(MAX_NORM)
+            self._engine.update()
             losses.append(loss.detach())
         return losses
 
-    def _clip(self) -> None:
-        if self._way.name == "FSDP2":
-            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        else:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-
     def close(self) -> None:
-        for engine in getattr(self.accelerator, "zero_engines", []):
+        for engine in getattr(self._accelerator, "zero_engines", []):
             engine.close()
-        self.accelerator.free_memory()
+        self._accelerator.free_memory()
+
+
+def _fully_sharded(model: nn.Module, device: torch.device) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model.to(device)
+    for block in next(module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        fully_shard(block)
+    return fully_shard(model)
 
 
 def measure(way: Way, model: str, *, steps: int, rounds: int, cpu: bool) -> Figures:
     """Trains a model one way: steps that do not count, rounds of steps that do, and traced ones on an accelerator."""
-    job = Job(way, MODELS[model].make, MODELS[model].batch, cpu)
+    job = Job(way, MODELS[model], cpu)
     try:
         device = job.device
         if device.type != "cpu":
             torch.get_device_module(device).reset_peak_memory_stats(device)
-        losses = job.steps(WARMUP_STEPS)
-        step_ms, host_ms = [], []
+        losses, spent = job.steps(WARMUP_STEPS), []
         for _ in range(rounds):
             wait_for_device(device)
-            began, cpu_began = time.perf_counter(), time.process_time()
+            clocks = Clocks()
             losses += job.steps(steps)
             wait_for_device(device)
-            step_ms.append(1e3 * (time.perf_counter() - began) / steps)
-            host_ms.append(1e3 * (time.process_time() - cpu_began) / steps)
+            spent.append(clocks.spent())
         peak_mib = peak_bytes(device) / 2**20
-        trace = trace_of(lambda: job.steps(TRACED_STEPS), TRACED_STEPS) if device.type == "cuda" else None
         return Figures(
             model=model,
             way=way.name,
             losses=[loss.item() for loss in losses],
-            step_ms=median(step_ms),
-            host_ms=median(host_ms),
+            step_ms=1e3 * median(each.wall_s for each in spent) / steps,
+            host_ms=1e3 * median(each.cpu_s for each in spent) / steps,
             peak_mib=peak_mib,
-            trace=trace,
+            trace=trace_of(lambda: job.steps(TRACED_STEPS), TRACED_STEPS) if device.type == "cuda" else None,
         )
     finally:
         job.close()
@@ -316,37 +249,8 @@ def tried(way: Way, model: str, reference: list[float] | None, spread: float = 0
     return replace(found, loss_difference=difference, is_as_expected=difference <= allowed)
 
 
-HEADINGS = (
-    "way",
-    "ms a step",
-    "x first",
-    "host ms",
-    "device busy",
-    "comm hidden",
-    "peak MiB",
-    "last loss",
-    "off by",
-    "",
-)
-
-
-def row_of(each: Figures, first: Figures) -> tuple[str, ...]:
-    """Of a way; `first` is the first one of its model that has figures."""
-    way = f"{each.model}, {each.way}"
-    if each.error is not None:
-        return (way, *[""] * 8, each.error)
-    trace = each.trace
-    return (
-        *(way, f"{each.step_ms:.1f}", f"{each.step_ms / first.step_ms:.2f}", f"{each.host_ms:.1f}"),
-        "" if trace is None else f"{trace.busy_ms / each.step_ms:.0%}",
-        "" if trace is None or not trace.comm_ms else f"{trace.hidden_ms / trace.comm_ms:.0%}",
-        *(f"{each.peak_mib:.0f}", f"{each.losses[-1]:.5f}", f"{each.loss_difference:.1e}"),
-        "" if each.is_as_expected else "losses are off",
-    )
-
-
-def parse_options(arguments: list[str] | None) -> argparse.Namespace:
-    return read_options(
+def main(arguments: list[str] | None = None) -> int:
+    options = read_options(
         __doc__,
         arguments,
         models=(["bert-base", "gpt2"], None, MODELS),
@@ -357,10 +261,6 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         nvme_path=(Path("outputs/nvme"), "a folder on the disk to offload to"),
         minutes=(9.0, "no way is begun after that"),
     )
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_options(arguments)
     if options.device != "cpu" and not torch.get_device_module(options.device).is_available():
         print(f"skipped: no {options.device} device on this machine; --device cpu tries the harness")
         return 0
@@ -405,9 +305,27 @@ def _give_back(device: str) -> None:
 def report(options: argparse.Namespace, figures: Sequence[Figures], world_size: int) -> None:
     run = describe_run(options)
     device = "CPU" if options.device == "cpu" else torch.get_device_module(options.device).get_device_name()
-    title = f"{world_size} x {device}, commit {run['commit']}, torch {run['torch']}"
+    # Of each model the first way that has figures.
     firsts = {each.model: each for each in reversed(figures) if each.error is None}
-    print_table(title, HEADINGS, (row_of(each, firsts.get(each.model, each)) for each in figures), width=160)
+
+    def beside_first(each: Figures) -> float | None:
+        return None if each.step_ms is None else each.step_ms / firsts[each.model].step_ms
+
+    def busy(each: Figures) -> float | None:
+        return each.trace and each.trace.busy_ms / each.step_ms
+
+    def hidden(each: Figures) -> float | None:
+        return each.trace.hidden_ms / each.trace.comm_ms if each.trace and each.trace.comm_ms else None
+
+    columns = [
+        *(("way", lambda each: f"{each.model}, {each.way}"), ("ms a step", "step_ms", ".1f")),
+        *(("x first", beside_first, ".2f"), ("host ms", "host_ms", ".1f")),
+        *(("device busy", busy, ".0%"), ("comm hidden", hidden, ".0%"), ("peak MiB", "peak_mib", ".0f")),
+        ("last loss", lambda each: each.losses[-1] if each.losses else None, ".5f"),
+        ("off by", "loss_difference", ".1e"),
+        ("", lambda each: each.error or ("" if each.is_as_expected else "losses are off")),
+    ]
+    print_table(f"{world_size} x {device}, commit {run['commit']}, torch {run['torch']}", columns, figures, width=160)
     measured = {"device": device, "ranks": world_size, "ways": [asdict(each) for each in figures]}
     keep("gpus", run, measured, options.json or RESULTS / f"gpus-{run['commit']}-{world_size}.json")
 

@@ -14,13 +14,12 @@ for a moment, which no plan counts.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import wraps
 from itertools import product
@@ -30,21 +29,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import transformers
 from harness import print_table, read_options, write_record
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 
 from hf_zero.comm.ledger import Label
 from hf_zero.engine.engine import ZeroEngine
@@ -53,34 +43,29 @@ from hf_zero.integrations.announce import state_plan
 DEVICE = torch.device("meta")
 _MASK = torch.ones((), dtype=torch.bool, device=DEVICE)
 
-SHAPES: dict[str, tuple[type[PreTrainedModel], Callable[[], PretrainedConfig]]] = {
-    "llama-7b": (LlamaForCausalLM, lambda: LlamaConfig(use_cache=False)),
-    "llama-3-8b": (
-        LlamaForCausalLM,
-        lambda: LlamaConfig(vocab_size=128256, intermediate_size=14336, num_key_value_heads=8, use_cache=False),
+_LLAMA_3 = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8, "use_cache": False}
+_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_GPT2_XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "use_cache": False}
+SHAPES: dict[str, tuple[type[transformers.PreTrainedModel], Callable[..., Any], dict[str, Any]]] = {
+    "llama-7b": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {"use_cache": False}),
+    "llama-3-8b": (transformers.LlamaForCausalLM, transformers.LlamaConfig, _LLAMA_3),
+    "gpt2-xl": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config,
+        {"n_embd": 1600, "n_layer": 48, "n_head": 25, "use_cache": False},
     ),
-    "gpt2-xl": (GPT2LMHeadModel, lambda: GPT2Config(n_embd=1600, n_layer=48, n_head=25, use_cache=False)),
-    "bert-large": (
-        BertForMaskedLM,
-        lambda: BertConfig(
-            vocab_size=30522,
-            hidden_size=1024,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            intermediate_size=4096,
-        ),
-    ),
+    "bert-large": (transformers.BertForMaskedLM, transformers.BertConfig, {"vocab_size": 30522, **_LARGE}),
 }
 
 
-def make_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
+def make_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> transformers.PreTrainedModel:
     """A model of `SHAPES` on the meta device.
 
     Args:
         layers: in place of the published number.
     """
-    kind, make_config = SHAPES[shape]
-    config = make_config()
+    kind, make_config, sizes = SHAPES[shape]
+    config = make_config(**sizes)
     if layers is not None:
         config.num_hidden_layers = layers
     with DEVICE:
@@ -97,7 +82,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
 
 
-def run_backward(model: PreTrainedModel) -> None:
+def run_backward(model: transformers.PreTrainedModel) -> None:
     """A forward and a backward over two tokens."""
     ids = torch.zeros((1, 2), dtype=torch.long, device=DEVICE)
     # With a mask, which has no values to look at either, nobody looks for several texts in one row.
@@ -113,25 +98,23 @@ def world_without_memory(world_size: int, ranks_a_node: int) -> Iterator[None]:
     if not hasattr(torch, DEVICE.type):
         torch._register_device_module(DEVICE.type, _device_module())
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    nothing = _Nothing()
-    patches = [
-        patch("hf_zero.engine.assemble.check_parameters"),
-        patch("hf_zero.engine.assemble.start_buffers"),
-        # A view without memory is its own alias.
-        patch("hf_zero.buckets.memory.alias", lambda view: view.detach()),
-        patch("hf_zero.comm.transports.reduce_scatter_flat", nothing.start),
-        patch("hf_zero.comm.transports.all_gather_flat", nothing.start),
-        patch("hf_zero.comm.transports.dist.all_reduce", nothing.start),
-        patch("hf_zero.comm.transports.dist.broadcast", nothing.start),
-        patch.dict("os.environ", LOCAL_WORLD_SIZE=str(min(ranks_a_node, world_size))),
-    ]
+    nothing, collectives = _Nothing(), "hf_zero.comm.transports"
     try:
-        for each in patches:
-            each.start()
-        yield
+        with ExitStack() as stack:
+            for each in (
+                patch("hf_zero.engine.assemble.check_parameters"),
+                patch("hf_zero.engine.assemble.start_buffers"),
+                # A view without memory is its own alias.
+                patch("hf_zero.buckets.memory.alias", lambda view: view.detach()),
+                patch(f"{collectives}.reduce_scatter_flat", nothing.start),
+                patch(f"{collectives}.all_gather_flat", nothing.start),
+                patch(f"{collectives}.dist.all_reduce", nothing.start),
+                patch(f"{collectives}.dist.broadcast", nothing.start),
+                patch.dict("os.environ", LOCAL_WORLD_SIZE=str(min(ranks_a_node, world_size))),
+            ):
+                stack.enter_context(each)
+            yield
     finally:
-        for each in reversed(patches):
-            each.stop()
         dist.destroy_process_group()
 
 
@@ -297,33 +280,6 @@ def _note_sizes(engine: ZeroEngine, sizes: dict[str, list[int]]) -> None:
         setattr(engine.transport, name, noted)
 
 
-def measure_all(options: argparse.Namespace) -> list[Measured]:
-    found = []
-    for shape, ranks, dtype, stage in product(options.models, options.ranks, options.dtypes, options.stages):
-        found.append(measure(shape, dtype, ranks, stage, options.bucket_bytes))
-        # Engines hold themselves in circles.
-        gc.collect()
-        print(f"{shape}, {dtype}, {ranks} ranks, stage {stage}", file=sys.stderr, flush=True)
-    return found
-
-
-HEADINGS = (
-    *("model", "ranks", "stage", "of the model", "live, at most", "planned", "wait for the step", "planned", "buckets"),
-    "collectives a step: calls, smallest to largest MB",
-)
-
-
-def row_of(each: Measured) -> tuple[object, ...]:
-    kinds = each.collectives.items()
-    live, lasting = (each.live_bytes, each.planned_bytes), (each.lasting_bytes, each.planned_lasting_bytes)
-    return (
-        *(f"{each.shape}, {each.dtype}", each.ranks, each.stage),
-        *(f"{nbytes / 1e6:.0f}" for nbytes in (each.gradient_bytes, *live, *lasting)),
-        len(each.bucket_sizes),
-        "; ".join(f"{k}: {len(sizes)}, {min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f}" for k, sizes in kinds),
-    )
-
-
 def over_plan(found: list[Measured]) -> list[Measured]:
     """Those that held more than their plan says, but for `FILLING_BYTES` during backward, or more between backward and step."""
     return [
@@ -331,6 +287,11 @@ def over_plan(found: list[Measured]) -> list[Measured]:
         for each in found
         if each.live_bytes > each.planned_bytes + FILLING_BYTES or each.lasting_bytes > each.planned_lasting_bytes
     ]
+
+
+def _collectives(each: Measured) -> str:
+    kinds = each.collectives.items()
+    return "; ".join(f"{k}: {len(sizes)}, {min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f}" for k, sizes in kinds)
 
 
 def main() -> int:
@@ -342,8 +303,20 @@ def main() -> int:
         dtypes=(["bfloat16", "float32"], None, ["bfloat16", "float32"]),
         bucket_bytes=("auto", "the setting of this name"),
     )
-    found = measure_all(options)
-    print_table("Gradient bytes of a rank, in MB, and collectives of a step", HEADINGS, map(row_of, found), width=220)
+    found = []
+    for shape, ranks, dtype, stage in product(options.models, options.ranks, options.dtypes, options.stages):
+        found.append(measure(shape, dtype, ranks, stage, options.bucket_bytes))
+        # Engines hold themselves in circles.
+        gc.collect()
+        print(f"{shape}, {dtype}, {ranks} ranks, stage {stage}", file=sys.stderr, flush=True)
+    columns = [
+        *(("model", lambda each: f"{each.shape}, {each.dtype}"), ("ranks", "ranks"), ("stage", "stage")),
+        *(("of the model", "gradient_bytes", ".0f", 1e6), ("live, at most", "live_bytes", ".0f", 1e6)),
+        *(("planned", "planned_bytes", ".0f", 1e6), ("wait for the step", "lasting_bytes", ".0f", 1e6)),
+        *(("planned", "planned_lasting_bytes", ".0f", 1e6), ("buckets", lambda each: len(each.bucket_sizes))),
+        ("collectives a step: calls, smallest to largest MB", _collectives),
+    ]
+    print_table("Gradient bytes of a rank, in MB, and collectives of a step", columns, found, width=220)
     if options.json is not None:
         write_record(options.json, [asdict(each) for each in found])
     wrong = over_plan(found)

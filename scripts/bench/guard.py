@@ -76,13 +76,13 @@ Makes = dict[str, Callable[..., Engine]]
 def costs_on_rank(rank: int, world_size: int, *, makes: Makes) -> dict[str, Costs]:
     """Engine → its costs here, by the function that makes it."""
     # So that the libraries' own pages are there before an engine's memory is measured.
-    held_before()
+    held_before(trims=True)
     _costs(ENGINES[BASELINE], Classifier(n_layer=1), rank)
     return {name: _costs(make, WORKLOAD, rank) for name, make in makes.items()}
 
 
 def _costs(make: Callable[..., Engine], workload: Classifier, rank: int) -> Costs:
-    before_bytes = held_before()
+    before_bytes = held_before(trims=True)
     engine = make(workload.make_model, adamw_arguments(fused=True))
     engine.max_norm = MAX_NORM
 

@@ -229,16 +229,20 @@ _THRESHOLD_BYTES = 262144
 _RESET_PEAK = "5"  # of proc(5), /proc/[pid]/clear_refs
 
 
-def held_before() -> int:
+def held_before(*, trims: bool = False) -> int:
     """Resident bytes of this process, from which its peak is counted from now on.
 
     glibc keeps freed blocks below its threshold in the heap, which would charge an engine for its neighbours' fragments: the
-    threshold is lowered, and what is free goes back to the system.
+    threshold is lowered.
+
+    Args:
+        trims: what is free goes back to the system first, where another engine was in this process.
     """
-    gc.collect()
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
-    libc.malloc_trim(0)
+    if trims:
+        gc.collect()
+        libc.malloc_trim(0)
     reset_peak()
     return _status_bytes("VmRSS")
 

@@ -15,8 +15,6 @@ import gc
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +22,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engines import WORKLOADS, adamw_arguments, make_fsdp2, make_trainer
-from harness import describe_run, keep, read_options, status_bytes
-from ranks import PRELOADED_MODULES, run_ranks
+from harness import Clocks, bytes_from_disk, held_before, most_held, on_ranks, read_options, spent_in
+from ranks import PRELOADED_MODULES
 from safetensors.torch import save_file
-from tables import report_of
+from tables import show_and_keep
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import Trainer, TrainerCallback
+
+LIMIT_S = 900
 
 
 class _LoadedError(Exception):
@@ -41,15 +41,6 @@ class StopsWhenLoaded(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         raise _LoadedError
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds until the slowest rank has done it."""
-    dist.barrier()
-    began_s = time.perf_counter()
-    work()
-    dist.barrier()
-    return time.perf_counter() - began_s
 
 
 def saves_of_ours(
@@ -71,8 +62,8 @@ def saves_of_ours(
     def behind() -> None:
         savers["behind"].save(None, None)
         # What is not on the disk when the optimizer steps is copied then: the copy is part of the stall.
-        ids = WORKLOADS[model].make_batch(rank, len(seconds["stall"]))
-        trainer.model(input_ids=ids, labels=ids).loss.backward()
+        batch = WORKLOADS[model].make_batch(rank, len(seconds["stall"]))
+        trainer.model(**batch).loss.backward()
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         seconds["stall"].append(savers["behind"].take_stall_s())
@@ -81,9 +72,9 @@ def saves_of_ours(
     for repeat in range(repeats):
         steps = (10 + 2 * repeat, 11 + 2 * repeat)
         trainer.state.global_step = steps[0]
-        seconds["at once"].append(timed(lambda: savers["at once"].save(None, None)))
+        seconds["at once"].append(spent_in(lambda: savers["at once"].save(None, None)).wall_s)
         trainer.state.global_step = steps[1]
-        seconds["behind"].append(timed(behind))
+        seconds["behind"].append(spent_in(behind).wall_s)
         if rank == 0 and repeat < repeats - 1:
             for step in steps:
                 shutil.rmtree(f"{folder}/checkpoint-{step}")
@@ -93,7 +84,7 @@ def saves_of_ours(
 def saves_of_torch(rank: int, world_size: int, *, model: str, folder: str, repeats: int) -> dict[str, list[float]]:
     """Seconds of torch.save by rank 0, of DCP by all ranks from FSDP2, and of safetensors for the weights alone."""
     engine = make_fsdp2(WORKLOADS[model].make_model, adamw_arguments(True))
-    engine.step(WORKLOADS[model].make_batch(rank, 0)[:1, :16])
+    engine.step({name: ids[:1, :16] for name, ids in WORKLOADS[model].make_batch(rank, 0).items()})
     plain, target = WORKLOADS[model].make_model(), Path(folder)
     optimizer = torch.optim.AdamW(plain.parameters())
     for parameter in plain.parameters():
@@ -110,13 +101,13 @@ def saves_of_torch(rank: int, world_size: int, *, model: str, folder: str, repea
     def by_dcp(is_async: bool) -> None:
         shutil.rmtree(target / "dcp", ignore_errors=True)
         dist.barrier()
-        began_s = time.perf_counter()
+        clocks = Clocks()
         states = dict(zip(("model", "optimizer"), get_state_dict(engine.model, engine.optimizer)))
         if not is_async:
             dcp.save(states, checkpoint_id=target / "dcp")
             return
         saving = dcp.async_save(states, checkpoint_id=target / "dcp", process_group=dist.new_group())
-        stalls.append(time.perf_counter() - began_s)
+        stalls.append(clocks.spent().wall_s)
         saving.result()
 
     def by_safetensors() -> None:
@@ -126,7 +117,7 @@ def saves_of_torch(rank: int, world_size: int, *, model: str, folder: str, repea
 
     ways = {"torch.save": by_torch, "DCP": partial(by_dcp, False), "DCP async": partial(by_dcp, True)}
     ways["safetensors"] = by_safetensors
-    seconds = {name: [timed(way) for _ in range(repeats)] for name, way in ways.items()}
+    seconds = {name: [spent_in(way).wall_s for _ in range(repeats)] for name, way in ways.items()}
     engine.close()
     return seconds | {"DCP async: stall": stalls}
 
@@ -144,12 +135,12 @@ def merges(rank: int, world_size: int, *, source: str, out: str, way: str) -> di
 
     from hf_zero.integrations.weights import consolidate
 
-    before_bytes, began_s = status_bytes("VmRSS"), time.perf_counter()
+    before_bytes, clocks = held_before(), Clocks()
     if way.startswith("hf-zero"):
         consolidate(Path(source), Path(out))
     else:
         merge_fsdp_weights(source, out)
-    return {"seconds": time.perf_counter() - began_s, "peak_bytes": status_bytes("VmHWM") - before_bytes}
+    return {"seconds": clocks.spent().wall_s, "peak_bytes": most_held() - before_bytes}
 
 
 def makes_a_checkpoint(rank: int, world_size: int, *, model: str, stage: int | str | None, folder: str) -> None:
@@ -176,12 +167,12 @@ def resumes(
     gc.collect()
     _to_disk(*(path for path in Path(folder).rglob("*") if path.is_file()), forgets=True)
     dist.barrier()
-    before, began_s = _read_bytes(), time.perf_counter()
+    read_before, clocks = bytes_from_disk(), Clocks()
     try:
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
     except _LoadedError:
-        seconds = time.perf_counter() - began_s
-    figures = {"seconds": seconds, "read_bytes": _read_bytes() - before}
+        seconds = clocks.spent().wall_s
+    figures = {"seconds": seconds, "read_bytes": bytes_from_disk() - read_before}
     if not is_shared:
         shutil.rmtree(folder)
     return figures
@@ -197,27 +188,17 @@ def _to_disk(*paths: Path, forgets: bool = False) -> None:
         os.close(handle)
 
 
-def _read_bytes() -> int:
-    """Bytes that the disk has been asked for on behalf of this process, mapped files included."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["read_bytes"])
-
-
-def on_ranks(target: Callable, ranks: int, **arguments: object) -> list:
-    return run_ranks(target, world_size=ranks, time_limit_s=900, keyword_arguments=arguments)
-
-
 def measure_saves(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Seconds of saves by way of saving."""
     saves: dict[str, list[float]] = {}
     common = {"model": options.model, "repeats": options.repeats, "folder": str(folder / "saves")}
     for stage in options.stages:
-        by_rank = on_ranks(saves_of_ours, options.ranks, stage=stage, **common)
+        by_rank = on_ranks(saves_of_ours, options.ranks, limit_s=LIMIT_S, stage=stage, **common)
         for what in by_rank[0]:
             saves[f"stage {stage}: {what}"] = [max(pair) for pair in zip(*(seconds[what] for seconds in by_rank))]
         shutil.rmtree(folder / "saves")
     (folder / "saves").mkdir()
-    saves |= on_ranks(saves_of_torch, options.ranks, **common)[0]
+    saves |= on_ranks(saves_of_torch, options.ranks, limit_s=LIMIT_S, **common)[0]
     shutil.rmtree(folder / "saves")
     return saves
 
@@ -228,9 +209,9 @@ def measure_resumes(options: argparse.Namespace, folder: Path) -> dict[str, dict
     for name, stage in [("DDP", None), *((f"stage {stage}", stage) for stage in options.stages)]:
         place = folder / name.replace(" ", "")
         common = {"model": options.model, "stage": stage, "folder": str(place)}
-        on_ranks(makes_a_checkpoint, options.ranks, **common)
-        rounds = [on_ranks(resumes, options.ranks, is_shared=True, **common) for _ in range(options.repeats)]
-        apart = on_ranks(resumes, options.ranks, is_shared=False, **common)
+        on_ranks(makes_a_checkpoint, options.ranks, limit_s=LIMIT_S, **common)
+        resumed = partial(on_ranks, resumes, options.ranks, limit_s=LIMIT_S, **common)
+        rounds, apart = [resumed(is_shared=True) for _ in range(options.repeats)], resumed(is_shared=False)
         seconds = [max(figures["seconds"] for figures in by_rank) for by_rank in rounds]
         loads[name] = {"seconds": seconds, "read_bytes": [figures["read_bytes"] for figures in apart]}
         shutil.rmtree(place)
@@ -241,11 +222,11 @@ def measure_merges(options: argparse.Namespace, folder: Path) -> dict[str, dict[
     """Way → seconds and peak of making a model folder of what the ranks have saved."""
     ours, theirs = folder / "ours", folder / "dcp"
     settings = "stage=3,checkpoint.layout=sharded"
-    on_ranks(makes_a_checkpoint, options.ranks, model=options.model, stage=settings, folder=str(ours))
-    on_ranks(saves_for_merging, options.ranks, model=options.model, folder=str(theirs))
+    on_ranks(makes_a_checkpoint, options.ranks, limit_s=LIMIT_S, model=options.model, stage=settings, folder=str(ours))
+    on_ranks(saves_for_merging, options.ranks, limit_s=LIMIT_S, model=options.model, folder=str(theirs))
     sources = {"hf-zero consolidate": ours / "checkpoint-1", "accelerate merge-weights": theirs}
     return {
-        way: on_ranks(merges, 1, source=str(source), out=str(folder / f"{way} out"), way=way)[0]
+        way: on_ranks(merges, 1, limit_s=LIMIT_S, source=str(source), out=str(folder / f"{way} out"), way=way)[0]
         for way, source in sources.items()
     }
 
@@ -269,9 +250,7 @@ def main() -> None:
             "resumes": measure_resumes(options, Path(folder)),
             "merges": measure_merges(options, Path(folder)),
         }
-    run = describe_run(options)
-    print(report_of(run | figures))
-    keep("io", run, figures, options.json)
+    show_and_keep("io", options, figures)
 
 
 if __name__ == "__main__":

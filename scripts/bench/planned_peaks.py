@@ -18,28 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from compare import PEAK_STEPS
-from harness import (
-    RESULTS,
-    describe_run,
-    print_table,
-    read_options,
-    run_again_with_own_malloc,
-    status_bytes,
-    write_record,
-)
-from ranks import run_ranks
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from harness import RESULTS, describe_run, held_before, most_held, on_ranks, print_table, read_options, write_record
+from harness import cells as texts_of
 
 from hf_zero.config import AUTO, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -51,33 +33,38 @@ from hf_zero.planner.trace import trace
 MOST_STATE_ERROR, MOST_PEAK_ERROR = 0.05, FORECAST_ERROR
 
 
-def gpt2(**more: Any) -> PreTrainedModel:
+def gpt2(**more: Any) -> transformers.PreTrainedModel:
     size = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0} | more
-    return GPT2LMHeadModel(GPT2Config(**size, use_cache=False))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, use_cache=False))
 
 
-def _recomputing() -> PreTrainedModel:
+def _recomputing() -> transformers.PreTrainedModel:
     model = gpt2()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def bert(**more: Any) -> PreTrainedModel:
+def bert(**more: Any) -> transformers.PreTrainedModel:
     size = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}
-    return BertForMaskedLM(BertConfig(**{"vocab_size": 12000, **size, **more}))
+    return transformers.BertForMaskedLM(transformers.BertConfig(**{"vocab_size": 12000, **size, **more}))
 
 
-def llama(**more: Any) -> PreTrainedModel:
+def llama(**more: Any) -> transformers.PreTrainedModel:
     size = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1408}
-    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 8192, "num_key_value_heads": 4, **size, **more}))
+    size |= {"vocab_size": 8192}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{"vocab_size": 8192, "num_key_value_heads": 4, **size, **more})
+    )
 
 
-def _t5() -> PreTrainedModel:
+def _t5() -> transformers.PreTrainedModel:
     size = {"d_model": 384, "d_ff": 1024, "num_layers": 5, "num_heads": 6, "d_kv": 64}
-    return T5ForConditionalGeneration(T5Config(vocab_size=8192, decoder_start_token_id=0, **size))
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=8192, decoder_start_token_id=0, **size)
+    )
 
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "gpt2": gpt2,
     "gpt2, eager attention": lambda: gpt2(attn_implementation="eager"),
     "gpt2, checkpointing": _recomputing,
@@ -105,21 +92,11 @@ def job_of(model: str, rows: int, length: int, ranks: int, param_dtype: str = AU
     """What the planner is given: a model without memory."""
     with torch.device("meta"):
         shaped = MODELS[model]()
-    activations = trace(
-        shaped,
-        lambda: batch_of(shaped, rows, length),
-        shape=f"{rows} x {length}",
-        tokens=rows * length,
-        param_dtype=param_dtype,
-    )
-    return Job(
-        model=shaped,
-        optimizers=[torch.optim.AdamW(shaped.parameters(), fused=True)],
-        device=torch.device("cpu"),
-        world_size=ranks,
-        ranks_a_node=ranks,
-        activations=activations,
-    )
+    batch = {"shape": f"{rows} x {length}", "tokens": rows * length, "param_dtype": param_dtype}
+    activations = trace(shaped, lambda: batch_of(shaped, rows, length), **batch)
+    optimizers = [torch.optim.AdamW(shaped.parameters(), fused=True)]
+    ways = {"device": torch.device("cpu"), "world_size": ranks, "ranks_a_node": ranks}
+    return Job(model=shaped, optimizers=optimizers, activations=activations, **ways)
 
 
 def planned(model: str, set_up: str, rows: int, length: int, ranks: int) -> Any:
@@ -134,26 +111,22 @@ def peak_of_rank(
     rank: int, world_size: int, *, model: str, set_up: str, rows: int, length: int, folder: str
 ) -> dict[str, int]:
     """Peak bytes and bytes of state of a rank that trains a few steps."""
-    before_bytes = status_bytes("VmRSS")
+    before_bytes = held_before()
     torch.manual_seed(0)
     made, settings = MODELS[model]().train(), settings_of(set_up, folder)
     optimizer = torch.optim.AdamW(made.parameters(), fused=True)
     engine = None if settings is None else ZeroEngine(made, [optimizer], settings)
     trained = torch.nn.parallel.DistributedDataParallel(made) if engine is None else made
     for _ in range(PEAK_STEPS):
-        batch = batch_of(made, rows, length)
-        trained(**batch).loss.backward()
+        trained(**batch_of(made, rows, length)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     state = _ddp_state(made, optimizer)
     if engine is not None:
         engine.finish_parameters()
-        report = engine.memory_report()
-        lasts = [
-            row for row in report.rows if row.kind not in ("window, during the step", "gathered parameters, at most")
-        ]
-        state = sum(row.bytes for row in lasts)
-    peak = status_bytes("VmHWM") - before_bytes
+        passing = ("window, during the step", "gathered parameters, at most")
+        state = sum(row.bytes for row in engine.memory_report().rows if row.kind not in passing)
+    peak = most_held() - before_bytes
     if engine is not None:
         engine.close()
     return {"peak": peak, "state": state}
@@ -172,8 +145,7 @@ def measure(cells: list[tuple[str, str, int, int]], ranks: int, time_limit_s: fl
     for model, set_up, rows, length in cells:
         cell = {"model": model, "set_up": set_up, "rows": rows, "length": length}
         with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-            arguments = cell | {"folder": folder}
-            by_rank = run_ranks(peak_of_rank, world_size=ranks, time_limit_s=time_limit_s, keyword_arguments=arguments)
+            by_rank = on_ranks(peak_of_rank, ranks, limit_s=time_limit_s, folder=folder, **cell)
         state, peak = (max(each[what] for each in by_rank) for what in ("state", "peak"))
         forecast = planned(model, set_up, rows, length, ranks)
         cell |= {"ranks": ranks, "planned": dict(forecast.device), "planned_state": forecast.state_bytes}
@@ -189,16 +161,15 @@ def too_far(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [c for c in cells if abs(c["state_error"]) > MOST_STATE_ERROR or abs(c["peak_error"]) > MOST_PEAK_ERROR]
 
 
-def _row(cell: dict[str, Any]) -> list[str]:
-    figures = [
-        text
-        for what in ("state", "peak")
-        for text in (
-            *(f"{cell[f'{kind}_{what}'] / 1e6:.0f}" for kind in ("planned", "measured")),
-            f"{cell[f'{what}_error']:+.1%}",
-        )
-    ]
-    return [cell["model"], cell["set_up"], f"{cell['rows']} x {cell['length']}", *figures]
+_COLUMNS = [
+    *(("model", "model"), ("set-up", "set_up"), ("batch", lambda cell: f"{cell['rows']} x {cell['length']}")),
+    *(
+        ("state", "planned_state", ".0f", 1e6),
+        ("measured", "measured_state", ".0f", 1e6),
+        ("error", "state_error", "+.1%"),
+    ),
+    *(("peak", "planned_peak", ".0f", 1e6), ("measured", "measured_peak", ".0f", 1e6), ("error", "peak_error", "+.1%")),
+]
 
 
 def main() -> int:
@@ -210,17 +181,14 @@ def main() -> int:
         ranks=2,
         time_limit_s=300.0,
     )
-    if (status := run_again_with_own_malloc()) is not None:
-        return status
     shapes = [tuple(map(int, each.split("x"))) for each in options.batches]
     wanted = [(m, s, *shape) for m in options.models for shape in shapes for s in options.set_ups]
     cells = measure(wanted, options.ranks, options.time_limit_s)
-    headings = ("model", "set-up", "batch", "state", "measured", "error", "peak", "measured", "error")
-    print_table("A rank's memory, in MB: planned and measured", headings, map(_row, cells))
+    print_table("A rank's memory, in MB: planned and measured", _COLUMNS, cells)
     write_record(options.json or RESULTS / "planned_peaks.json", describe_run(options) | {"cells": cells})
     wrong = too_far(cells)
     for cell in wrong:
-        print("too far:", *_row(cell))
+        print("too far:", *texts_of(_COLUMNS, cell))
     return int(bool(wrong))
 
 

@@ -19,8 +19,7 @@ Exits with status 1 if a predicted point is further than 20 % from the published
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from harness import RESULTS, print_table, read_options, write_record
@@ -33,8 +32,7 @@ LENGTH = 2048
 A100_FLOPS = 312e12
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(NamedTuple):
     """A GPT."""
 
     layers: int
@@ -56,8 +54,7 @@ class Shape:
         return 24 * tokens * self.layers * self.width**2 * attention
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(NamedTuple):
     """A published run: `tflops` of an accelerator, recomputation included."""
 
     name: str
@@ -71,53 +68,38 @@ class Point:
 
 GPT_175B, GPT_530B = Shape(layers=96, width=12288), Shape(layers=105, width=20480)
 POINTS = [
-    Point(name="175 B", group="DeepSpeed ZeRO-3", shape=GPT_175B, gpus=384, rows=4, tflops=144, fitted=True),
-    Point(name="175 B", group="DeepSpeed ZeRO-3", shape=GPT_175B, gpus=768, rows=2, tflops=88, fitted=True),
-    Point(name="175 B", group="DeepSpeed ZeRO-3", shape=GPT_175B, gpus=1536, rows=1, tflops=44),
-    Point(name="530 B", group="DeepSpeed ZeRO-3", shape=GPT_530B, gpus=640, rows=4, tflops=138),
-    Point(name="530 B", group="DeepSpeed ZeRO-3", shape=GPT_530B, gpus=1120, rows=2, tflops=98),
-    Point(name="530 B", group="DeepSpeed ZeRO-3", shape=GPT_530B, gpus=2240, rows=1, tflops=48),
-    Point(name="175 B", group="PyTorch FSDP", shape=GPT_175B, gpus=128, rows=2, tflops=186, fitted=True),
-    Point(name="175 B", group="PyTorch FSDP", shape=GPT_175B, gpus=128, rows=1, tflops=173),
+    Point("175 B", "DeepSpeed ZeRO-3", GPT_175B, gpus=384, rows=4, tflops=144, fitted=True),
+    Point("175 B", "DeepSpeed ZeRO-3", GPT_175B, gpus=768, rows=2, tflops=88, fitted=True),
+    Point("175 B", "DeepSpeed ZeRO-3", GPT_175B, gpus=1536, rows=1, tflops=44),
+    Point("530 B", "DeepSpeed ZeRO-3", GPT_530B, gpus=640, rows=4, tflops=138),
+    Point("530 B", "DeepSpeed ZeRO-3", GPT_530B, gpus=1120, rows=2, tflops=98),
+    Point("530 B", "DeepSpeed ZeRO-3", GPT_530B, gpus=2240, rows=1, tflops=48),
+    Point("175 B", "PyTorch FSDP", GPT_175B, gpus=128, rows=2, tflops=186, fitted=True),
+    Point("175 B", "PyTorch FSDP", GPT_175B, gpus=128, rows=1, tflops=173),
 ]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What is fitted to a group."""
-
-    flops: float
-    link_bytes_a_second: float
-
-
 RATES = {
-    "DeepSpeed ZeRO-3": Rates(flops=151e12, link_bytes_a_second=2.0e9),
+    "DeepSpeed ZeRO-3": {"flops": 151e12, "link_bytes_a_second": 2.0e9},
     # The links' own rate: nothing in these points waits for them.
-    "PyTorch FSDP": Rates(flops=188e12, link_bytes_a_second=2e12 / 8 / 8),
+    "PyTorch FSDP": {"flops": 188e12, "link_bytes_a_second": 2e12 / 8 / 8},
 }
+"""What is fitted to a group."""
 
 
 def predict(point: Point) -> dict[str, Any]:
     """A step of the point's run, simulated as stage 3 of this engine: its figures, and their error."""
-    rates, shape = RATES[point.group], point.shape
-    machine = Machine(
-        nodes=point.gpus // 8,
-        ranks_a_node=8,
-        flops=rates.flops,
-        peak_flops=A100_FLOPS,
-        link_bytes_a_second=rates.link_bytes_a_second,
-    )
-    root = shape.vocabulary * shape.width
-    layer = Piece(numel=shape.layer_numel, reduce_bytes=2 * shape.layer_numel, gather_bytes=2 * shape.layer_numel)
-    pieces = [*([layer] * shape.layers), Piece(numel=root, reduce_bytes=2 * root, gather_bytes=2 * root)]
-    forward = shape.forward_flops(point.rows)
+    shape, nodes = point.shape, point.gpus // 8
+    machine = Machine(nodes=nodes, ranks_a_node=8, peak_flops=A100_FLOPS, **RATES[point.group])
+    root, forward = shape.vocabulary * shape.width, shape.forward_flops(point.rows)
+    sizes = [*[shape.layer_numel] * shape.layers, root]
+    pieces = [Piece(numel=numel, reduce_bytes=2 * numel, gather_bytes=2 * numel) for numel in sizes]
     work = Work(
         forward_flops=forward,
         backward_flops=3 * forward,
         model_flops=3 * forward,
         step_bytes=shape.numel / point.gpus * 30,
     )
-    step = simulate(pieces, ZeroConfig(stage=3), machine, work, ranks=point.gpus, nodes=machine.nodes)
+    step = simulate(pieces, ZeroConfig(stage=3), machine, work, ranks=point.gpus, nodes=nodes)
     tflops = step.flops_a_second / 1e12
     return {
         **{name: getattr(point, name) for name in ("name", "group", "gpus", "rows", "fitted")},
@@ -131,16 +113,13 @@ def predict(point: Point) -> dict[str, Any]:
 def main() -> int:
     options = read_options(__doc__)
     found = [predict(point) for point in POINTS]
-    headings = ("software", "model", "GPUs", "rows", "", "published", "simulated", "error", "step", "waits")
-    rows = (
-        (
-            *(each["group"], each["name"], each["gpus"], each["rows"], "fitted" if each["fitted"] else "predicted"),
-            *(f"{each['published_tflops']:g}", f"{each['simulated_tflops']:.0f}", f"{each['error']:+.0%}"),
-            *(f"{each['step_s']:.1f} s", f"{each['exposed_s']:.1f} s"),
-        )
-        for each in found
-    )
-    print_table("TFLOP/s of an accelerator", headings, rows)
+    columns = [
+        *(("software", "group"), ("model", "name"), ("GPUs", "gpus"), ("rows", "rows")),
+        *(("", lambda each: "fitted" if each["fitted"] else "predicted"), ("published", "published_tflops", "g")),
+        *(("simulated", "simulated_tflops", ".0f"), ("error", "error", "+.0%")),
+        *(("step", lambda each: f"{each['step_s']:.1f} s"), ("waits", lambda each: f"{each['exposed_s']:.1f} s")),
+    ]
+    print_table("TFLOP/s of an accelerator", columns, found)
     write_record(options.json or RESULTS / "published.json", {"torch": torch.__version__, "points": found})
     return int(any(abs(each["error"]) > MOST_ERROR for each in found if not each["fitted"]))
 

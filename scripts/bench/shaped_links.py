@@ -149,7 +149,7 @@ def measure(link: str, engines: list[str], rounds: int, steps: int, time_limit_s
     rate, delay, model = link.split(",")
     delay_ms, load = _milliseconds(delay), os.getloadavg()[0]
     with two_hosts(rate, delay_ms) as hosts, tempfile.TemporaryDirectory() as folder:
-        job = {"engine_names": engines, "workload_name": model, "rounds": rounds, "steps": steps}
+        job = {"engines": engines, "workload": model, "rounds": rounds, "steps": steps}
         (Path(folder) / "job.json").write_text(json.dumps(job))
         ranks = [
             subprocess.Popen(
@@ -184,7 +184,7 @@ def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     job = json.loads((folder / "job.json").read_text())
     with joined_process_group(rank, 2, folder, _COLLECTIVE_LIMIT_S):
-        figures = measure_rounds(rank, 2, **job)
+        figures = measure_rounds(rank, 2, **job | {"workload": WORKLOADS[job["workload"]]})
     if rank == 0:
         write_record(folder / "figures.json", figures)
 
@@ -219,17 +219,11 @@ def simulated_ms(
     with torch.device("meta"):
         made = WORKLOADS[model].make_model()
     optimizers = [torch.optim.AdamW(made.parameters(), fused=True)]
-    ranks = {"world_size": 2, "ranks_a_node": 1}
-    job = Job(model=made, optimizers=optimizers, device=torch.device("cpu"), **ranks, activations=None)
+    hosts = {"device": torch.device("cpu"), "world_size": 2, "ranks_a_node": 1}
+    job = Job(model=made, optimizers=optimizers, activations=None, **hosts)
     work = Activations(curve=((0, 0),), saved_bytes=0, flops=3, forward_flops=1, tokens=1, shape="")
-    machine = Machine(
-        nodes=2,
-        ranks_a_node=1,
-        flops=3 / compute_s,
-        link_bytes_a_second=link_bytes_a_second,
-        memory_bytes_a_second=1e15,
-        call_s=_CALL_S + delay_s,
-    )
+    link = {"link_bytes_a_second": link_bytes_a_second, "call_s": _CALL_S + delay_s, "memory_bytes_a_second": 1e15}
+    machine = Machine(nodes=2, ranks_a_node=1, flops=3 / compute_s, **link)
     return 1000 * step_time(job.layout(config), machine, work, 1).step_s
 
 

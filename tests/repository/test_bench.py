@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"
 
 import axes
 import bf16_ways
-import compare
 import first_step
 import gpus
+import harness
 import host_time
 import kernels
 import offload
@@ -110,17 +110,9 @@ def run_as_main(path: Path, *arguments: object) -> None:
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(main))
 
 
-def peaks_in_this_process(command: list[str], env: dict[str, str], check: bool) -> None:
-    """In place of a process with other settings of malloc, which takes its time to import everything."""
-    assert command[0] == sys.executable and Path(command[1]) == Path(compare.__file__) and check
-    assert env[compare.MALLOC_VARIABLE] == str(compare.MALLOC_MMAP_THRESHOLD_BYTES)
-    run_here(compare, *command[2:])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_step_compares_engines_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=peaks_in_this_process))
+def test_step_compares_engines_end_to_end(tmp_path):
     figures_path = tmp_path / "figures.json"
     assert run_here(step, "--quick", "--engines", "fsdp2", "--json", figures_path) == 0
     engines = {engine["name"]: engine for engine in json.loads(figures_path.read_text())["engines"]}
@@ -130,11 +122,23 @@ def test_step_compares_engines_end_to_end(tmp_path, monkeypatch):
     assert engines["ddp"]["peak_bytes"] > 0
 
 
-@pytest.mark.slow
-def test_peaks_are_measured_in_a_process_with_its_own_settings_of_malloc():
-    tiny = compare.Comparison(engines=("ddp",), workload=WORKLOADS["tiny"], time_limit_s=TIME_LIMIT_S)
-    [peak] = compare.measure_peaks(["ddp"], tiny)
-    assert peak["peak_bytes"] > 0 and peak["sent_bytes"] > 0
+def hold_and_let_go(block_bytes: int, blocks: int) -> tuple[int, int]:
+    """Bytes by which a process has grown at most, and by which it has in the end."""
+    before = harness.held_before()
+    # Below the size that glibc keeps in its heap once a block of it has been freed.
+    for _ in range(2):
+        torch.ones(block_bytes, dtype=torch.uint8)
+    held = [torch.ones(block_bytes, dtype=torch.uint8) for _ in range(blocks)]
+    # One behind them, on top of the heap, would keep the freed ones from the system.
+    last = torch.ones(block_bytes // 2, dtype=torch.uint8)
+    del held
+    return harness.most_held() - before, harness._status_bytes("VmRSS") - before - len(last)
+
+
+def test_a_peak_counts_what_was_held_and_freed_blocks_are_given_back():
+    arguments = {"block_bytes": 2 << 20, "blocks": 16}
+    most, left = ranks.run_alone(hold_and_let_go, time_limit_s=TIME_LIMIT_S, keyword_arguments=arguments)
+    assert 32 << 20 <= most < 40 << 20 and left < 8 << 20
 
 
 @pytest.mark.slow
@@ -303,19 +307,8 @@ def test_a_way_that_fails_on_gpus_is_shown_and_the_others_are_measured(tmp_path,
         return measure(way, *arguments, **options)
 
     monkeypatch.setattr(gpus, "measure", failing)
-    small = [
-        "--device",
-        "cpu",
-        "--models",
-        "bert-tiny",
-        "--steps",
-        "1",
-        "--rounds",
-        "1",
-        "--ways",
-        "stage 1",
-        "stage 2",
-    ]
+    small = ["--device", "cpu", "--models", "bert-tiny", "--steps", "1", "--rounds", "1"]
+    small += ["--ways", "stage 1", "stage 2"]
     assert gpus.main([*small, "--json", str(tmp_path / "gpus.json"), "--nvme-path", str(tmp_path)]) == 1
     found = json.loads((tmp_path / "gpus.json").read_text())["ways"]
     errors = {way["way"]: way["error"] for way in found}
