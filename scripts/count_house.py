@@ -1,4 +1,4 @@
-"""Counts what a reader of hf_zero has before them, beside what it was counted as last, the aim, and FSDP2 and Megatron.
+"""Counts what a reader of hf_zero has before them, beside what it was counted as last, the aim, and FSDP2.
 
     python scripts/count_house.py
     python scripts/count_house.py --files 2      # which files a step at stage 2 passes, and which functions of each
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import inspect
 import os
 import re
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
@@ -179,8 +179,6 @@ def walk_a_step(rank: int, world_size: int, engine: str) -> tuple[Walk, Walk]:
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if engine == "fsdp2":
-        from torch.distributed import fsdp
-
         folder = Path(inspect.getfile(fsdp)).parent
         for layer in model.layers:
             fsdp.fully_shard(layer)
@@ -272,24 +270,15 @@ def count_walks() -> dict[str, int]:
     }
 
 
-def count_peer(package: str, *inside: str) -> dict[str, int]:
-    """Lines, files, levels and interfaces of another package's folders or files; nothing where it is not installed."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except ModuleNotFoundError:
-        return {}
-    if spec is None or not spec.submodule_search_locations:
-        return {}
-    home = Path(next(iter(spec.submodule_search_locations)))
-    paths = [
-        path
-        for name in inside
-        for path in ([home / name] if name.endswith(".py") else sorted((home / name).rglob("*.py")))
-    ]
+def count_fsdp2() -> dict[str, int]:
+    """The rows that FSDP2 has, too."""
+    paths = sorted(Path(inspect.getfile(fsdp)).parent.joinpath("_fully_shard").rglob("*.py"))
+    walked = run_ranks(walk_a_step, world_size=2, time_limit_s=60, keyword_arguments={"engine": "fsdp2"})[0]
     return {
+        **dict(zip(AIMS, (*walked[0].counts(), *walked[1].counts()))),
         "core: lines": lines_of(paths),
         "core: files": len(paths),
-        "levels of folders": 1 + max((path.relative_to(home).as_posix().count("/") for path in paths), default=0),
+        "levels of folders": 2,
         "interfaces (ABC, Protocol)": interfaces_of(paths),
     }
 
@@ -316,16 +305,11 @@ def main() -> None:
         show_files(stage)
         return
     counts = count_walks() | count_files()
-    fsdp2 = count_peer("torch.distributed.fsdp", "_fully_shard")
-    walked = run_ranks(walk_a_step, world_size=2, time_limit_s=60, keyword_arguments={"engine": "fsdp2"})[0]
-    fsdp2 |= dict(zip(list(AIMS)[:4], (*walked[0].counts(), *walked[1].counts()), strict=True))
-    megatron = count_peer("megatron.core", "distributed", "optimizer")
-    print("| row | last | now | aim | FSDP2 | Megatron |\n|---|---|---|---|---|---|")
+    fsdp2 = count_fsdp2()
+    print("| row | last | now | aim | FSDP2 |\n|---|---|---|---|---|")
     for row, aim in AIMS.items():
-        cells = (LAST.get(row, "-"), counts[row], aim, fsdp2.get(row, "-"), megatron.get(row, "-"))
+        cells = (LAST.get(row, "-"), counts[row], aim, fsdp2.get(row, "-"))
         print(f"| {row} | {' | '.join(f'{cell:,}' if isinstance(cell, int) else cell for cell in cells)} |")
-    if not megatron:
-        print("\nmegatron.core is not installed here.")
 
 
 if __name__ == "__main__":

@@ -66,9 +66,7 @@ COLLECTIONS = {"glue": "nyu-mll/glue", "super_glue": "aps/super_glue", "wikitext
 class ModelArguments:
     """Which model is trained. Without any of these: a small one, from scratch."""
 
-    model_name_or_path: str | None = HfArg(
-        default=None, help="Pretrained model to fine-tune. Unset: train from scratch."
-    )
+    model_name_or_path: str | None = HfArg(default=None, help="Pretrained model to fine-tune. Unset: from scratch.")
     config_name: str | None = HfArg(
         default=None, help="Configuration of a model trained from scratch, if not the recipe's small one."
     )
@@ -82,8 +80,8 @@ class ModelArguments:
     def __post_init__(self):
         if self.model_name_or_path and (self.config_name or self.config_overrides):
             raise RecipeError(
-                f"--model_name_or_path {self.model_name_or_path} brings its own configuration, so --config_name and "
-                "--config_overrides have nothing to set. Drop them, or drop --model_name_or_path to train from scratch."
+                f"--model_name_or_path {self.model_name_or_path} brings its own configuration. Drop --config_name and "
+                "--config_overrides, or drop --model_name_or_path to train from scratch."
             )
 
 
@@ -106,14 +104,12 @@ class DataArguments:
 
     def __post_init__(self):
         if self.dataset_name and self.train_file:
-            raise RecipeError(
-                f"--dataset_name {self.dataset_name} and --train_file {self.train_file} both name training data. "
-                "Give one of the two."
-            )
+            both = f"--dataset_name {self.dataset_name} and --train_file {self.train_file}"
+            raise RecipeError(f"{both} both name training data. Give one of the two.")
         if self.validation_file and not self.train_file:
             raise RecipeError(
-                f"--validation_file {self.validation_file} stands alone. Give the --train_file it belongs to: labels "
-                "and tokenizer come from the training data, also where only --do_eval is asked for."
+                f"--validation_file {self.validation_file} stands alone. Give its --train_file, too: labels and tokenizer "
+                "come from the training data, also where only --do_eval is asked for."
             )
         for name in ("max_train_samples", "max_eval_samples"):
             value = getattr(self, name)
@@ -122,10 +118,8 @@ class DataArguments:
                     f"--{name} is {value}; allowed: a whole number from 1. Leave it out to use all samples."
                 )
         if not 1 <= self.validation_split_percentage <= 50:
-            raise RecipeError(
-                f"--validation_split_percentage is {self.validation_split_percentage}; allowed: 1 to 50. It is only "
-                "used where the data has no validation split of its own."
-            )
+            said = f"--validation_split_percentage is {self.validation_split_percentage}; allowed: 1 to 50."
+            raise RecipeError(f"{said} It is used where the data has no validation split of its own.")
         collection, _, configuration = (self.dataset_name or "").partition("/")
         if collection in COLLECTIONS and configuration and not self.dataset_config_name:
             self.dataset_name, self.dataset_config_name = COLLECTIONS[collection], configuration
@@ -172,49 +166,38 @@ def load_files(train_file: str, validation_file: str | None, *, plain_text: bool
     splits = DatasetDict({split: _load(path) for split, path in files.items()})
     for split, rows in splits.items():
         if len(rows) == 0:
-            raise RecipeError(
-                f"{files[split]} has no rows below its header line. Give a file with at least one row of data."
-            )
+            raise RecipeError(f"{files[split]} has no rows below its header line. Give a file with at least one row.")
     return splits
 
 
 def _check(path: Path, extensions: list[str]) -> None:
     if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*") if p.suffix in extensions) if path.parent.is_dir() else []
+        near = sorted(each.name for each in path.parent.glob("*") if each.suffix in extensions)
         found = f"that folder holds {', '.join(near[:10])}" if near else "there is no such data in that folder"
         raise RecipeError(
             f"There is no file {str(path)!r}; {found}. Check the path, which is relative to {Path.cwd()}."
         )
     if path.suffix.lower() not in extensions:
         raise RecipeError(
-            f"{path} ends in {path.suffix!r}, which tells nothing about its format; allowed: {', '.join(extensions)}. "
-            "Rename the file, or convert it to one of these."
+            f"{path} ends in {path.suffix!r}, which names no known format; allowed: {', '.join(extensions)}. Rename the "
+            "file, or convert it."
         )
     with path.open("rb") as file:
         if not file.read(4096).strip():
-            raise RecipeError(
-                f"{path} is empty ({path.stat().st_size} bytes). Give a file with at least one row of data."
-            )
+            raise RecipeError(f"{path} is empty ({path.stat().st_size} bytes). Give a file with at least one row.")
 
 
 def _load(path: Path):
-    extension, files = path.suffix.lower(), {"train": str(path)}
+    extension, files = path.suffix.lower(), {"data_files": {"train": str(path)}, "split": "train"}
     if extension == ".txt":
-        return load_dataset("text", data_files=files, keep_linebreaks=True, split="train")
+        return load_dataset("text", keep_linebreaks=True, **files)
     if extension in JSON:
-        return load_dataset("json", data_files=files, split="train")
+        return load_dataset("json", **files)
     # Words such as "null" and "NA" are text here, and a quotation mark in a tsv is just a character.
     quoting = csv.QUOTE_NONE if extension == ".tsv" else csv.QUOTE_MINIMAL
     names = None if _has_header(path, TABLES[extension], quoting) else HEADERLESS_COLUMNS
-    return load_dataset(
-        "csv",
-        data_files=files,
-        split="train",
-        sep=TABLES[extension],
-        quoting=quoting,
-        column_names=names,
-        keep_default_na=False,
-    )
+    read = {"sep": TABLES[extension], "quoting": quoting, "column_names": names, "keep_default_na": False}
+    return load_dataset("csv", **files, **read)
 
 
 def _has_header(path: Path, separator: str, quoting: int) -> bool:
@@ -243,18 +226,13 @@ def load_splits(data: DataArguments, *, plain_text: bool = False) -> DatasetDict
     else:
         found = load_dataset(data.dataset_name, data.dataset_config_name)
     if "train" not in found:
-        raise RecipeError(
-            f"The dataset {data.dataset_name} has no split `train`; it has: {', '.join(found)}. Choose another dataset "
-            "or configuration (--dataset_config_name)."
-        )
+        has = f"The dataset {data.dataset_name} has no split `train`; it has: {', '.join(found)}."
+        raise RecipeError(f"{has} Choose another dataset or configuration (--dataset_config_name).")
     validation = next((name for name in VALIDATION_NAMES if name in found), None)
     if validation is not None:
         return DatasetDict(train=found["train"], validation=found[validation])
     if len(found["train"]) < 2:
-        raise RecipeError(
-            "The training data has a single row, of which nothing can be held out for validation. Give more rows, or a "
-            "--validation_file."
-        )
+        raise RecipeError("The training data has a single row: give more rows, or a --validation_file.")
     parts = found["train"].train_test_split(data.validation_split_percentage / 100, seed=_SPLIT_SEED)
     return DatasetDict(train=parts["train"], validation=parts["test"])
 
@@ -277,15 +255,13 @@ def find_columns(splits: DatasetDict, option: str, asked: str | None, usual: tup
         if asked is None:
             asked = next((name for name in usual if name in rows.column_names), None)
         if asked is None:
-            raise RecipeError(
-                f"The {split} data has no column named {' or '.join(usual)}; it has: {columns}. Name the one to use with "
-                f"{option}."
-            )
+            wanted = f"named {' or '.join(usual)}"
+            raise RecipeError(f"The {split} data has no column {wanted}; it has: {columns}. Name one with {option}.")
         for name in asked.split(","):
             if name not in rows.column_names:
                 raise RecipeError(
-                    f"The {split} data has no column {name!r}; it has: {columns}. Name one of these with {option}. (A "
-                    "two-column file without a header line has the columns sentence and label.)"
+                    f"The {split} data has no column {name!r}; it has: {columns}. Name one of these with {option}. (Two "
+                    "columns without a header line are called sentence and label.)"
                 )
     return asked.split(",")
 
@@ -300,11 +276,11 @@ def encode_labels(splits: DatasetDict, column: str) -> DatasetDict:
         splits = splits.cast_column("label", ClassLabel(names=names))
     elif column != "label":
         splits = splits.rename_column(column, "label")
-    if splits["train"].features["label"].num_classes < 2:
+    label = splits["train"].features["label"]
+    if label.num_classes < 2:
         raise RecipeError(
-            f"Every row of the training data has the same label ({splits['train'].features['label'].names[0]!r} in the "
-            f"column {column!r}), so there is nothing to tell apart. Give data with two classes or more, or name another "
-            "column with --label_column."
+            f"Every row of the training data has the same label ({label.names[0]!r} in the column {column!r}). Give data "
+            "with two classes or more, or name another column with --label_column."
         )
     return splits
 
@@ -363,13 +339,14 @@ def _modules(package: str) -> Iterator[tuple[Path, str]]:
 
 def _split(rows: list[dict], features: Features) -> DatasetDict:
     """Shuffle and split by a hash of the text, which is the same on every rank, machine and run."""
-    digest = {row["text"]: hashlib.sha256(row["text"].encode()).digest() for row in rows}
-    rows = sorted(rows, key=lambda row: digest[row["text"]])
-    for_validation = [digest[row["text"]][-1] % ONE_IN == 0 for row in rows]
-    return DatasetDict(
-        train=Dataset.from_list([row for row, held_out in zip(rows, for_validation) if not held_out], features),
-        validation=Dataset.from_list([row for row, held_out in zip(rows, for_validation) if held_out], features),
-    )
+
+    def digest(row: dict) -> bytes:
+        return hashlib.sha256(row["text"].encode()).digest()
+
+    parts: dict[str, list[dict]] = {"train": [], "validation": []}
+    for row in sorted(rows, key=digest):
+        parts["train" if digest(row)[-1] % ONE_IN else "validation"].append(row)
+    return DatasetDict({split: Dataset.from_list(rows, features) for split, rows in parts.items()})
 
 
 @dataclass
@@ -377,8 +354,7 @@ class ClassificationArguments(DataArguments):
     """Which labelled text is learned. Without any of these: docstrings, and the package each comes from."""
 
     text_column: str | None = HfArg(
-        default=None,
-        help="Column of the text, or two columns of a pair: `premise,hypothesis`. Unset: found by its name.",
+        default=None, help="Column of the text, or two of a pair: `premise,hypothesis`. Unset: found by its name."
     )
     label_column: str | None = HfArg(default=None, help="Column of the label. Unset: found by its name.")
     max_seq_length: int = HfArg(default=128, help="Longer texts are cut to so many tokens.")
@@ -431,8 +407,8 @@ def pack(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase, block_size: in
     for split, blocks in packed.items():
         if len(blocks) == 0:
             raise RecipeError(
-                f"The {split} text is shorter than one block of {block_size} tokens, so there is nothing to learn from or "
-                "to measure. Give more text, or a smaller --block_size."
+                f"The {split} text is shorter than one block of {block_size} tokens. Give more text, or a smaller "
+                "--block_size."
             )
     return packed
 
@@ -470,7 +446,7 @@ def _trained_before(output_dir: str) -> PreTrainedTokenizerBase:
     if not (Path(output_dir) / "tokenizer.json").is_file():
         raise RecipeError(
             f"The run to resume trained a tokenizer, but the folder {output_dir!r} holds none (tokenizer.json). Set "
-            "--output_dir to that run's folder, or --tokenizer_name to a folder that has its tokenizer."
+            "--output_dir to that run's folder, or --tokenizer_name."
         )
     return AutoTokenizer.from_pretrained(output_dir)
 
@@ -505,10 +481,8 @@ def _train_byte_pairs(
         tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=normalizer is not None)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
-    )
+    more = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special_tokens, **more)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -538,10 +512,8 @@ def check_writable(output_dir: str) -> None:
         with tempfile.TemporaryFile(dir=output_dir):
             pass
     except OSError as error:
-        raise RecipeError(
-            f"The output folder {output_dir!r} cannot be written to ({error.strerror}). Give another one with "
-            "--output_dir, or change the rights of this one."
-        ) from error
+        said = f"The output folder {output_dir!r} cannot be written to ({error.strerror})."
+        raise RecipeError(f"{said} Give another --output_dir, or change the rights of this one.") from error
 
 
 def checkpoint_to_resume(asked: str | None, output_dir: str) -> str | bool | None:
@@ -549,19 +521,19 @@ def checkpoint_to_resume(asked: str | None, output_dir: str) -> str | bool | Non
     if asked is None or asked == "last-good":
         return asked
     here = sorted(path.name for path in Path(output_dir).glob("checkpoint-*"))
-    choice = f"{output_dir} holds {', '.join(here)}" if here else f"{output_dir} holds no checkpoint"
+    choice = f"{output_dir} holds {', '.join(here) or 'no checkpoint'}"
     if asked.lower() == "true":
         if not here:
             raise RecipeError(
                 f"--resume_from_checkpoint true asks for the last checkpoint of the output folder, but {choice}. Set "
-                "--output_dir to the folder of the run to go on with, or leave the option out to start anew."
+                "--output_dir to the folder of the run to go on with, or leave the option out."
             )
         return True
     if not (Path(asked) / "trainer_state.json").is_file():
         problem = "has no trainer_state.json" if Path(asked).is_dir() else "does not exist"
         raise RecipeError(
             f"--resume_from_checkpoint {asked} is not a Trainer checkpoint: that folder {problem}; {choice}. Name a "
-            "`checkpoint-…` folder, give `true` for the last one, or leave the option out to start anew."
+            "`checkpoint-…` folder, or give `true` for the last one."
         )
     return asked
 
@@ -575,7 +547,7 @@ def step_to_resume(asked: str | None) -> int:
         problem = "there is no such folder" if step else "its name is not `step_` and a number"
         raise RecipeError(
             f"--resume_from_checkpoint {asked} is not a checkpoint of this script: {problem}. Name a folder that "
-            "--checkpointing_steps has made, such as outputs/accelerate/step_100, or leave the option out to start anew."
+            "--checkpointing_steps has made, such as outputs/accelerate/step_100."
         )
     return int(step[1])
 
@@ -666,11 +638,8 @@ def report(title: str, results: dict[str, Any], output_dir: str, engine: ZeroEng
     if engine is not None:
         memory, communication = engine.memory_report(), engine.comm_report()
         print(memory.table(), communication.table(), sep="\n")
-        results = results | {
-            "state_bytes": memory.total_bytes,
-            "ddp_state_bytes": memory.ddp_total_bytes,
-            "bytes_sent": communication.bytes_sent,
-        }
+        results |= {"state_bytes": memory.total_bytes, "ddp_state_bytes": memory.ddp_total_bytes}
+        results["bytes_sent"] = communication.bytes_sent
     Path(output_dir, RESULTS_NAME).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 

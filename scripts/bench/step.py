@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from compare import Comparison, compare
 from engines import ENGINES, USUAL_ENGINES, WORKLOADS, chosen_engines
@@ -24,31 +23,6 @@ from tables import show_and_keep
 
 # Sums of two terms have one order only; with more ranks an engine may add in another order than DDP's ring.
 BITWISE_WORLD_SIZE = 2
-
-# Engine → the highest ratio to DDP of CPU time, bytes sent and peak memory. Stages 1 and 2 promise no more CPU time than DDP,
-# its bytes (a bucket's framing and the agreements are on top of the payload) and less memory. Stage 0 is DDP's equal within
-# what medians of paired rounds move on a busy machine. Stage 3 gathers parameters twice and reduces gradients once,
-# 3 x (W-1)/W of their bytes where DDP moves 2, and promises less memory than FSDP2, which holds two thirds of DDP's.
-BOUNDS = {
-    "hf_zero0": (1.05, 1.02, 1.05),
-    "hf_zero1": (1.00, 1.02, 1.00),
-    "hf_zero2": (1.00, 1.02, 1.00),
-    "hf_zero3": (1.05, 1.53, 0.67),
-}
-
-
-def broken_bounds(model: str, engines: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Engine -> each limit that it did not keep, in words; nothing of the tiny model, whose steps are all fixed costs."""
-    if model == "tiny":
-        return {}
-    return {each["name"]: list(_broken(each)) for each in engines if each["name"] in BOUNDS}
-
-
-def _broken(row: dict[str, Any]) -> Any:
-    ratios = [row.get(name, {}).get("median") for name in ("cpu_ratio", "sent_ratio")]
-    for what, ratio, limit in zip(("CPU", "wire", "peak"), (*ratios, row.get("peak_ratio")), BOUNDS[row["name"]]):
-        if ratio is not None and ratio > limit:
-            yield f"{what} {ratio:.3f} > {limit:.2f}"
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -77,7 +51,6 @@ def main() -> int:
     settings = {name: value for name, value in vars(options).items() if name in Comparison.__dataclass_fields__}
     settings |= {"engines": tuple(options.engines), "workload": WORKLOADS[options.model], "world_size": options.ranks}
     found = {"kind": "steps"} | compare(Comparison(**settings))
-    found["broken_bounds"] = broken_bounds(options.model, found["engines"])
     show_and_keep("step", options, found)
     differing = [
         row["name"] for row in found["engines"] if row["is_ours"] and row["is_exact"] and row["loss_difference"]
