@@ -431,11 +431,7 @@ def forecast(
 def forecast_ddp(
     state: DdpState, passing: Passing, activations: Activations | None, *, accumulates: bool = False
 ) -> Forecast:
-    """Forecasts a rank's memory under DistributedDataParallel.
-
-    Args:
-        accumulates: as `forecast`'s.
-    """
+    """Forecasts a rank's memory under DistributedDataParallel. `accumulates`: as `forecast`'s."""
     there = state.gradients if accumulates else 0
     traced = activations.peak_beside(state.gradients - there) if activations else 0
     in_passes = max(there + traced, state.gradients + passing.step)

@@ -352,9 +352,12 @@ class Bucket:
         parameter = slot.parameter
         with torch.no_grad():
             self.memory.take_in(slot.place, slot.interval, parameter)
+        # The parameter becomes a view: backward, the optimizer and the gathers then share memory without copies.
         self.memory.hang(parameter, slot.place)
+        # A new stand-in, since the parameter may have another dtype now; the row behind it stays.
         before, slot.sharded_gradient = slot.sharded_gradient, ShardedGradient(slot.name, parameter)
         slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = before.shard, before.await_shard
+        # The copy above is no edit by the script.
         slot.version = parameter._version
 
     def holds(self, slot: ParameterSlot) -> bool:
@@ -432,6 +435,8 @@ class Bucket:
             self.follow_edits()
             for row in self.rows:
                 if not row.has_gradient:
+                    # An optimizer skips rows without a gradient, but steps zeroed ones (weight decay, momentum), as
+                    # under DDP.
                     row.tensor.grad = torch.zeros_like(row.tensor) if row.is_zeroed else None
 
     def await_gradient(self) -> None:
@@ -527,6 +532,7 @@ class Bucket:
     def _hang_master(self, master: torch.Tensor) -> None:
         self.master = master
         for row in self.rows:
+            # By `data`: the optimizer holds these very tensors in its groups and its state.
             row.tensor.data = row.of(master)
 
     def _adopt_with_master(self, slot: ParameterSlot) -> None:

@@ -48,7 +48,6 @@ class DynamicCode:
 
     @property
     def zero(self) -> int:
-        """The code of zero."""
         return 127 if self.signed else 0
 
     def values(self) -> torch.Tensor:

@@ -291,11 +291,7 @@ class GatheredDtypes:
         return parameter in self._kept
 
     def of(self, parameter: nn.Parameter, *, sharded: bool) -> torch.dtype | None:
-        """Returns the dtype of the cast; None without one.
-
-        Args:
-            sharded: a rank keeps its shard of the parameter only.
-        """
+        """Returns the dtype of the cast; None without one. `sharded`: a rank keeps its shard of the parameter only."""
         wanted = wanted_dtype(parameter)
         is_cast = parameter.requires_grad and parameter not in self._kept
         kept = kept_dtype(self._config, wanted) if is_cast else wanted

@@ -184,6 +184,7 @@ class ShardedGradient(torch.Tensor):
         if func is torch.ops.aten._to_copy.default and args[0].state is GradientState.SPENT:
             # `model.to(...)` takes gradients along. This one is gone.
             return args[0]._moved(**kwargs)
+        # Anything else needs values that no rank has. Zeros or None here would let a clip pass in silence.
         raise next(a for a in leaves((args, kwargs)) if isinstance(a, cls))._unreadable(func)
 
 
@@ -265,6 +266,7 @@ class ClippedGradient(torch.Tensor):
 
     @torch.no_grad()
     def _multiplied(self) -> torch.Tensor:
+        # Cleared first: the multiplication below is an operation on this tensor itself.
         coefficient, self.coefficient = self.coefficient, None
         if coefficient is not None:
             row = self._row()
@@ -344,6 +346,7 @@ class ShardedValues(Disguised):
         kwargs = kwargs or {}
         if func in LOOKS:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        # An alias may only serve a look at the dtype: its values are refused when they are read.
         if func in ALIASING:
             return _alias_of(_parameter_behind(args[0]))
         if func in EDITS and _edit_own(args[0], func, args[1:], kwargs):
@@ -383,17 +386,14 @@ all_are_hidden = _HIDDEN.all_wear_it
 
 
 def hide_values(parameter: nn.Parameter) -> None:
-    """`hide_all` for one."""
     hide_all((parameter,))
 
 
 def show_values(parameter: nn.Parameter) -> None:
-    """`show_all` for one."""
     show_all((parameter,))
 
 
 def are_hidden(parameter: torch.Tensor) -> bool:
-    """Whether the parameter is guarded."""
     return isinstance(parameter, ShardedValues)
 
 

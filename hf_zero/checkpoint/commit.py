@@ -89,7 +89,6 @@ class Disk:
 
     @property
     def is_of_all(self) -> bool:
-        """Whether all ranks see the folder."""
         return len(self.ranks) == self.world_size
 
 
@@ -458,11 +457,7 @@ def _in_words(holder: str) -> str:
 
 
 class Background:
-    """Runs one job at a time in a thread of its own.
-
-    Args:
-        device: of what it saves.
-    """
+    """Runs one job at a time in a thread of its own. `device`: of what it saves."""
 
     def __init__(self, device: torch.device):
         self._device = device

@@ -89,11 +89,7 @@ class Staging:
 
 
 class _Way:
-    """Copies from one accelerator through pinned buffers.
-
-    Args:
-        nbytes: of each buffer.
-    """
+    """Copies from one accelerator through pinned buffers. `nbytes`: of each buffer."""
 
     def __init__(self, device: torch.device, nbytes: int):
         self._device = device
@@ -286,11 +282,7 @@ def lay_out(
 
 
 def write_all(pieces: Iterable[Piece], on_written: Callable[[int], None] = lambda _: None) -> None:
-    """Writes pieces one after the other.
-
-    Args:
-        on_written: is told the bytes of each part that has been written.
-    """
+    """Writes pieces one after the other. `on_written`: is told the bytes of each part that has been written."""
     # What is no tensor yet never is all at once.
     chunks = [chunk for piece in pieces for chunk in _chunks(piece)]
     staging = Staging(chunk.values for chunk in chunks)
@@ -318,6 +310,7 @@ def _in_host_memory(pieces: Iterable[Piece], staging: Staging) -> Generator[Piec
             yield replace(piece, values=copy.values())
             coming.popleft()[1].release()
     finally:
+        # Also after an error: an unreleased buffer would be missing in the next round.
         for _, copy in coming:
             copy.release()
 

@@ -77,6 +77,7 @@ class CheckpointReader:
         """Reads the elements `interval` of one kind of state of one whole parameter, a 1-D host tensor."""
         runs = self._runs.get((kind, name))
         if runs is None:
+            # Sorted once a tensor: a resume asks for each parameter's rows separately.
             runs = self._runs[kind, name] = _Runs(self.manifest, self._rows.get((kind, name), []))
         try:
             pieces = pieces_for(interval, runs.about(interval))

@@ -152,6 +152,7 @@ def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[
     Args:
         folder: below the checkpoint, in which the manifest lies. Those of further models, `folder_1` and so on, too.
     """
+    # Files are looked at only for rows that make sense: else each fault would be told twice.
     faults = row_faults(manifest) or list(_row_file_faults(checkpoint / folder, manifest))
     for other in sorted(path for path in checkpoint.glob(f"{folder}_*") if path.is_dir()):
         try:

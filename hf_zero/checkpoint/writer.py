@@ -62,10 +62,12 @@ def plan_rows(
     file = row_file(rank, world_size)
 
     def lay_out_own() -> dict[str, Any]:
+        # Inside: an optimizer that cannot be saved fails on all ranks together.
         described.extend(optimizers())
         folder.mkdir(parents=True, exist_ok=True)
         # An older manifest must not vouch for the files that are about to replace its own.
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        # The file has its full size before values are copied: a full disk shows while training state is untouched.
         begins = lay_out(
             folder / file, {f"{kind}/{name}": (tensor.dtype, tensor.shape) for kind, name, _, tensor in rows}
         )

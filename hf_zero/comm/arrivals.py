@@ -420,6 +420,7 @@ def keep_store(port: int = PORT, host: str | None = None) -> dist.TCPStore:
         OSError: the name has no address here, or the port is taken.
     """
     family, _, _, _, place = socket.getaddrinfo(host or socket.gethostname(), port, type=socket.SOCK_STREAM)[0]
+    # Bound here, and not by torch, which would listen on all addresses of the host.
     listener = socket.create_server(place[:2], family=family)
     address, port = listener.getsockname()[:2]
     timeout = timedelta(seconds=_TIMEOUT_S)

@@ -26,11 +26,7 @@ from .whereabouts import script_line
 
 
 class GatherOrder:
-    """A checksum of the gathers that this rank has started.
-
-    Args:
-        ranks: those that gather together.
-    """
+    """A checksum of the gathers that this rank has started. `ranks`: those that gather together."""
 
     def __init__(self, ranks: tuple[int, ...]):
         self.ranks = frozenset(ranks)
@@ -87,11 +83,7 @@ class Transfers:
 
 
 def finish_abandoned(timeout_s: float) -> None:
-    """Waits for the transfers of engines that are gone.
-
-    Raises:
-        CommunicationError: it does not arrive.
-    """
+    """Waits for the transfers of engines that are gone. Raises `CommunicationError`: it does not arrive."""
     while _ABANDONED:
         try:
             _ABANDONED.pop().wait(timedelta(seconds=timeout_s))

@@ -44,7 +44,6 @@ class Absence:
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank does nothing more."""
         return self.has_ended or self.has_left or self.rank in self.culprits
 
     @property

@@ -201,11 +201,7 @@ class Ledger:
         return entries[-1] if entries[-1][LABEL] is label else self._log.latest(label)
 
     def ended(self, kind: str, entry: list[Any] | None, end: Moment | None = None) -> None:
-        """Notes the end of a collective of this kind.
-
-        Args:
-            end: the present moment, where it is known.
-        """
+        """Notes the end of a collective of this kind. `end`: the present moment, where it is known."""
         if entry is not None:
             entry[ENDED] = monotonic()
         self._under_way[kind] -= 1

@@ -70,7 +70,6 @@ class CollectiveLog:
         return "" if entry is None else entry[SITE]
 
     def last_lines(self) -> list[str]:
-        """Describes the last few entries."""
         # A copy, in one operation: other threads may start collectives meanwhile.
         now_s = time.monotonic()
         return [_entry_in_words(entry, now_s) for entry in list(self.entries)[-_SHOWN:]]

@@ -187,7 +187,6 @@ class Recorder:
             changed.backward = stock
 
     def loss(self, value: torch.Tensor) -> None:
-        """Records the loss of a micro-batch."""
         self._losses.append(value.detach().double().item())
 
     def norm(self, value: Any) -> None:
@@ -195,7 +194,6 @@ class Recorder:
         self._norm = None if value is None else float(value)
 
     def close(self) -> None:
-        """Writes this rank's losses."""
         if self._losses and self._step < self._steps:
             self.trace["losses"].append(self._losses)
         write_trace(self._folder, self._rank, self.trace)

@@ -239,11 +239,9 @@ class StepThread:
 
     @property
     def scratch_bytes(self) -> int:
-        """Counts bytes of `scratch`."""
         return 0 if self._scratch is None else self._scratch.nbytes
 
     def close(self) -> None:
-        """Waits for all submitted calls."""
         self._thread.shutdown()
 
 

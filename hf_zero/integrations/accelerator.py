@@ -94,6 +94,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     def prepare(self, *args, device_placement=None):
         self._refuse_reset_state()
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
+        # First: `stage: auto` decides where the model is placed and whether it may be compiled.
         self._choose_stage(args)
         seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
         self._zero_preparing = True
@@ -101,6 +102,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             result = super().prepare(*args, device_placement=device_placement)
         finally:
             self._zero_preparing = self._zero_with_optimizer = False
+        # Behind accelerate's own prepare, which moves the model: the engine needs the final parameters.
         self._build_engines()
         for model in self._models:
             _mark_prepared(model, False)
@@ -205,6 +207,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if former is not None:
             # Before the close: the former engine's shards are the only copy of the state.
             keep_state(former)
+            # Two engines cannot own one parameter.
             former.close()
             self.zero_engines.remove(former)
         config = replace(resolve_casts(self.zero_config, self.mixed_precision), report=False)
@@ -228,6 +231,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         except Exception:
             self._forget(prepared, optimizers)
             raise
+        # `end_cleanly` waits for the other ranks at the end of this process; once is enough.
         engine.transport.watch.is_left_by_others = True
         refuse_other_split(self, engine)
         self.zero_engines.append(engine)
@@ -289,6 +293,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if engine is None or self._clips_before_reducing(engine):
             super().clip_grad_value_(parameters, clip_value)
         else:
+            # Before the values are clamped, for the same reason.
             unscale(self, engine)
             if self._zero_joined is not None:
                 self._zero_joined.clips(engine, "clip value", parameters, float(clip_value))
@@ -319,6 +324,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True):
         engine = self._engine_for(model)
         if engine is not None:
+            # A gather behind the last step may still write to parameters that are read here.
             engine.finish_parameters()
             if engine.saves_together:
                 # As with FSDP: whole tensors in host memory on the process that writes them, and none on the others.

@@ -45,11 +45,7 @@ class NoSync:
         self._engine = weakref.ref(engine) if engine is not None else lambda: None
 
     def __call__(self) -> AbstractContextManager[None]:
-        """As `ZeroEngine.no_sync`.
-
-        Raises:
-            NotImplementedError: accelerate's LocalSGD asks.
-        """
+        """As `ZeroEngine.no_sync`. Raises `NotImplementedError`: accelerate's LocalSGD asks."""
         engine = self._engine()
         if engine is None:
             return nullcontext()
@@ -64,7 +60,7 @@ class NoSync:
 
 
 def add_no_sync(engine: ZeroEngine, *holders: nn.Module) -> None:
-    """Gives each of the modules the method, unless its class has one of its own."""
+    """Gives each of the modules the method, unless its class has a `no_sync` of its own."""
     for holder in holders:
         if isinstance(vars(holder).get(_NAME), NoSync) or not hasattr(holder, _NAME):
             vars(holder)[_NAME] = NoSync(engine)
@@ -81,13 +77,13 @@ def _refuse_local_sgd(caller: FrameType) -> None:
     )
 
 
-# The loss scaler in accelerate's seat: there where float16 asks for one, and with ranks that agree on an overflow.
+# ---- The loss scaler in accelerate's place: made for float16, with ranks that agree on an overflow ----
 
 
 def seat_scaler(accelerator: Accelerator, models: Iterable[nn.Module]) -> None:
-    """Gives the accelerator a scaler where its settings, the config or the models' own dtype ask for one.
+    """Gives the accelerator a scaler if its settings, the config or the models' dtype ask for one.
 
-    The optimizers that it prepares afterwards step by way of that scaler, and `accelerator.backward` scales the loss.
+    Optimizers that are prepared afterwards step through that scaler, and `accelerator.backward` scales the loss.
     """
     asked = accelerator.mixed_precision == "fp16"
     if accelerator.scaler is None and (asked or _trains_float16(accelerator, models)):
@@ -117,7 +113,7 @@ def _trains_float16(accelerator: Accelerator, models: Iterable[nn.Module]) -> bo
 
 
 def tell_of_skipped_steps(engine: ZeroEngine, prepared: Iterable[AcceleratedOptimizer]) -> None:
-    """Makes `accelerator.optimizer_step_was_skipped` true behind such a step, as behind an overflow in float16.
+    """Makes `accelerator.optimizer_step_was_skipped` true behind a skipped step, as behind an overflow in float16.
 
     Learning rates then stay as they are: prepared schedulers and Trainer ask for it.
 
@@ -150,7 +146,7 @@ class _Tell:
         return _Tell, ()
 
 
-# ---- Training without the engine in an Accelerator that has one: stopped at the first forward or step ----
+# ---- Refuses training without the engine in an Accelerator that has one, at the first forward or step ----
 
 
 def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
@@ -188,11 +184,11 @@ class RefuseTrainingAlone:
         return RefuseTrainingAlone, (nn.Module(),)
 
 
-# ---- Models that are split over ranks, and accelerate: which batches their ranks get, and who saves them ----
+# ---- Split models in accelerate: the batches of their ranks, and their saves ----
 
 
 def mesh_of_batches(device_type: str, tp_size: int) -> DeviceMesh:
-    """The mesh by which accelerate's data loaders give the ranks of one copy of a model the same batches.
+    """Makes the mesh by which accelerate's data loaders give the ranks of one model copy the same batches.
 
     Raises:
         ConfigError: `tp_size` does not divide the ranks.
@@ -208,6 +204,7 @@ def refuse_other_split(accelerator: Accelerator, engine: ZeroEngine) -> None:
     ranks = engine.world_groups.world_size // engine.groups.world_size
     dealt = getattr(accelerator.parallelism_config, "tp_size", 1)
     if ranks != dealt:
+        # The engine has replaced the parameters: without the close, a second try would find a model that is taken.
         engine.close()
         raise ConfigError(
             f"hf_zero: the model is split over {ranks} rank{'s' * (ranks > 1)} and tp_size of the plugin is {dealt}, by which "
@@ -217,7 +214,7 @@ def refuse_other_split(accelerator: Accelerator, engine: ZeroEngine) -> None:
 
 @contextmanager
 def split_models_aside(accelerator: Any, *, all_of_them: bool = False) -> Iterator[None]:
-    """accelerate saves and loads whole models; those that are split over ranks are saved and loaded as rows.
+    """Hides split models from accelerate, which saves and loads whole ones; theirs are rows.
 
     Args:
         all_of_them: the checkpoint has the weights of others as rows too.
@@ -231,7 +228,7 @@ def split_models_aside(accelerator: Any, *, all_of_them: bool = False) -> Iterat
         accelerator._models = held
 
 
-# ---- Where `accelerator.save_state` writes: aside, and renamed when it is whole ----
+# ---- The folder of `accelerator.save_state`: temporary, and renamed when it is whole ----
 
 logger = get_logger(__name__)
 
@@ -272,6 +269,7 @@ def _folder_to_fill(
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to the Accelerator."
         )
     exchange = engine.world.exchange
+    # Ranks with different folders would each write a part of a checkpoint that no folder has whole.
     asked = list(dict.fromkeys(exchange(str(final), "save_state")))
     if len(asked) > 1:
         raise ValueError(
@@ -289,9 +287,11 @@ def _folder_to_fill(
         return
     disk = Disk.shared(engine.world_groups.rank, engine.world_groups.world_size)
     temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
+    # accelerate would otherwise append a number of its own to the temporary folder.
     naming.automatic_checkpoint_naming = False
     try:
         yield temporary, final
+        # Behind accelerate's own files, which the caller writes inside: the rename shows all of them or none.
         commit(temporary, final, disk=disk, exchange=exchange)
     except BaseException:
         abandon(temporary, disk=disk)
@@ -299,7 +299,7 @@ def _folder_to_fill(
     finally:
         naming.automatic_checkpoint_naming = is_automatic
     if is_automatic and naming.total_limit is not None and disk.leads:
-        # The new one is there before an old one goes.
+        # Behind the commit: a save that fails keeps all old states.
         for old in numbered_states(accelerator)[: -naming.total_limit]:
             discard(old)
 

@@ -85,11 +85,7 @@ def _foreign_weights(checkpoint: Path) -> _Weights:
 
 
 def _file_weights(checkpoint: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> _Weights:
-    """Of files that `from_pretrained` reads.
-
-    Args:
-        shapes: of the model's whole tensors, by name.
-    """
+    """Of files that `from_pretrained` reads. `shapes`: of the model's whole tensors, by name."""
     files = [mapped_tensors(checkpoint / file) for file in weight_files(checkpoint)]
     held = {name: values for file in files for name, values in file.items()}
     if isinstance(model, PreTrainedModel) and not held.keys() <= shapes.keys():

@@ -38,7 +38,7 @@ class WeightsPlan:
     """A rank's part of the model to write: pieces of laid-out files, or rows for its own file in `zero/`.
 
     Attributes:
-        weights: what all ranks' rows make up, by the names that `save_pretrained` gives; {} where there are none.
+        weights: the tensors that all ranks' rows make up, by `save_pretrained`'s names; {} without rows.
     """
 
     pieces: Sequence[Piece] = ()
@@ -79,6 +79,7 @@ class Layout(ABC):
                 files = _save_without_values(trainer, tensors, folder) if disk.leads else None
                 return None if files is None else self._make(files, tensors, folder)
 
+        # One rank of a disk lays the files out. All ranks need the offsets, and none writes before the files are there.
         places = on_all_ranks(exchange, make_files, doing=f"write the model to {folder}", then=_THEN)[0]
         return None if places is None else self._plan(engine, tensors, places, folder)
 
@@ -231,14 +232,14 @@ def _save_without_values(
         try:
             trainer._save(str(folder), state_dict={name: empty[id(tensor)] for name, tensor in tensors.items()})
         except ShardedParametersError:
-            # What is saved is computed from values that are not here, as of a prompt encoder.
+            # The saved tensors are computed from values that are not here, as a prompt encoder's are.
             return None
     return files if is_whole else None
 
 
 @contextmanager
 def _written_by(save_file: Callable[..., None]) -> Iterator[None]:
-    """Has `save_pretrained` call this for each weights file."""
+    """Replaces the function by which `save_pretrained` writes a file."""
     with ExitStack() as stack:
         for place in _savers().values():
             module, _, name = place.rpartition(".")
@@ -265,7 +266,7 @@ def _own_values(
                 yield name, Interval(0, tensors[name].numel()), tensors[name].detach().reshape(-1)
 
 
-# The weights of a model that is split over ranks, as rows of checkpoints: each rank writes its part, nothing is gathered.
+# ---- The weights of a split model as rows of checkpoints: each rank writes its part, without a gather ----
 
 
 def weight_rows(engine: ZeroEngine) -> WeightsPlan:
@@ -282,7 +283,7 @@ def weight_rows(engine: ZeroEngine) -> WeightsPlan:
         (WEIGHTS, name_of[id(own.parameter)], own.interval, own.values) for own in engine.state.own_weights()
     ]
     for name, tensor in _each_once(tensors).items():
-        # Buffers are no parameters: what the first rank has is what all have.
+        # Buffers are equal on all ranks, so the first rank writes them.
         writes = (
             engine.state.writes(name, tensor)
             if isinstance(tensor, torch.nn.Parameter)

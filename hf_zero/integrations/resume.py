@@ -23,7 +23,7 @@ from .elastic import exchange_between_ranks, trap_of_agents_store
 from .state_io import ZERO_FOLDER, progress_of
 from .verify import Candidate, checkpoint_faults, find_good, in_words, newest_first
 
-# What is wrong with the files of a checkpoint that transformers and torch read as a Trainer resumes, beside weights and rows.
+# ---- Faults of the files that transformers and torch read as a Trainer resumes, beside weights and rows ----
 
 _NUMBER = (int, float)
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -73,6 +73,7 @@ def resume_faults(checkpoint: Path) -> list[str]:
 
 def _is_loaded(path: Path, wanted: tuple[str, ...]) -> bool:
     try:
+        # `weights_only`: a checkpoint may come from the Hub, and a pickle could run code here.
         with safe_globals():
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except Exception:
@@ -100,7 +101,7 @@ def state_faults(checkpoint: Path) -> list[str]:
     return faults
 
 
-# ---- Which checkpoint a Trainer resumes from: the one asked for, or the newest that is good ----
+# ---- The checkpoint of a resume: the one asked for, or the newest good one ----
 
 logger = logging.get_logger(__name__)
 
@@ -155,7 +156,10 @@ def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
     disk = disk_with(asked, trainer.args.process_index, exchange_between_ranks)
     with _checking(trainer) as show:
         mine = checkpoint_faults(asked, ZERO_FOLDER, rank=disk.place, world_size=len(disk.ranks), on_progress=show)
+    # The manifest's faults first: where files are cut off, the Trainer's own faults follow from that.
     mine = checkpoints_inside(asked) or mine or resume_faults(asked)
+    # Agreement before raise: each rank has read a part of the files, and a rank that raised alone would leave the
+    # others waiting.
     faults = dict.fromkeys(fault for theirs in exchange_between_ranks(mine) for fault in theirs)
     if faults:
         there = ", ".join(sorted(path.name for path in output_dir.glob("checkpoint-*"))) or "none"
@@ -172,6 +176,7 @@ def _newest_good(trainer: Trainer, output_dir: Path) -> tuple[str | None, list[C
     disk = find_disk(output_dir, rank, exchange_between_ranks, then=_THEN)
     on_all_ranks(
         exchange_between_ranks,
+        # Before the search: a checkpoint that was renamed and not replaced counts again under its name.
         lambda: clear_leftovers(output_dir) if disk.leads else None,
         doing=f"clear {output_dir} of what killed runs left",
         then=_THEN,
@@ -193,11 +198,12 @@ def _newest_good(trainer: Trainer, output_dir: Path) -> tuple[str | None, list[C
 
 
 def parts_elsewhere(folder: Path, rank: int, world_size: int) -> list[str]:
-    """The fault of a checkpoint on disks of several hosts whose part for this rank is not on this host's."""
+    """Returns the fault of a checkpoint whose part for this rank is on another host's disk."""
     if not folder.is_dir():
         return []
     manifest = Manifest.read(folder)
     own = row_file(rank, world_size)
+    # With a manifest that names no other disks, every file must be here, which its checksums have shown.
     if not manifest.elsewhere or (manifest.world_size == world_size and own not in manifest.elsewhere):
         return []
     return [
@@ -239,6 +245,7 @@ def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = Fal
         return
     output_dir = Path(args.output_dir)
     disk = find_disk(output_dir, args.process_index, exchange_between_ranks, then=_THEN)
+    # Before leftovers are cleared: another run's unfinished checkpoint has the same kind of name.
     with held_alone(output_dir, disk=disk, exchange=exchange_between_ranks):
         yield
 

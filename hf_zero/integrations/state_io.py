@@ -287,6 +287,7 @@ def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
     groups = engine.world_groups
     with progress_of(f"checking {root.name}", is_main=groups.rank == 0) as show:
         mine = checkpoint_faults(root, folder, rank=groups.rank, world_size=groups.world_size, on_progress=show)
+    # Each rank has checked its share of the files, and all raise the same.
     faults = list(dict.fromkeys(fault for theirs in engine.world.exchange(mine) for fault in theirs))
     if faults:
         raise CheckpointError(
@@ -304,9 +305,11 @@ def load_engine(engine: ZeroEngine, folder: str | Path) -> None:
 def open_own(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
     """The `zero/` folder of one of our checkpoints, for `load_state`."""
     with CheckpointReader(folder) as reader:
+        # Before any byte of state: a checkpoint of another model would fail somewhere in the middle.
         reader.check_names(state.shapes())
         settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for (optimizer, names), saved in zip(state.groups(), _saved_optimizers(state, reader, folder)):
+            # State is found by name, settings by group: with other groups, weight decay would move to other parameters.
             if not same_groups(saved["groups"], names):
                 raise CheckpointError(
                     f"hf_zero: {folder}: the parameter groups of {saved['class']} hold other parameters than the "
@@ -344,7 +347,7 @@ def _saved_optimizers(state: EngineState, reader: CheckpointReader, folder: Path
     return saved
 
 
-# ---- The line that says what a run goes on from: which folder, at which step, and who saved it ----
+# ---- The line of a resumed run: folder, step, and origin ----
 
 _TRAINER_STATE = "trainer_state.json"
 
@@ -353,7 +356,7 @@ def say_resumed(engine: ZeroEngine, folder: str | Path, origin: str | None = Non
     """Prints the line to stderr, on rank 0 only.
 
     Args:
-        origin: who saved the folder, such as "plain Trainer"; None where one of our engines did.
+        origin: of the folder, such as "plain Trainer"; None for hf_zero.
     """
     if engine.world_groups.rank != 0:
         return

@@ -121,6 +121,8 @@ class ZeroTrainerMixin(_TrainerBase):
         goes_on = self.accelerator.zero_config.checkpoint.resume == "auto"
         with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
             checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
+            # Before Trainer prepares the model: a resumed run needs no forecast, and its weights are read from the
+            # checkpoint.
             self.accelerator.zero_goes_on = checkpoint is not None
             self._rows_of_a_step = RowsOfAStep(self)
             if goes_on and checkpoint is not None:
@@ -148,6 +150,7 @@ class ZeroTrainerMixin(_TrainerBase):
         except BaseException as error:
             self.accelerator.end_report(in_one_line(error))
             if self._checkpoint_saver is not None:
+                # A save behind training ends or is dropped here: the other ranks wait for this rank's part of it.
                 self._checkpoint_saver.give_up(error)
             raise
 
@@ -191,8 +194,9 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _finalize_training(self, *args, **kwargs):
         for engine in self.accelerator.zero_engines:
+            # As a save does: writes to rows since the last step, and models that only outer steps join, reach all ranks.
             engine.synchronise()
-        # What follows looks for the checkpoints that there are.
+        # The stock method looks for checkpoints next, so the one in the background must be there.
         if self._checkpoint_saver is not None:
             self._checkpoint_saver.finish()
         return super()._finalize_training(*args, **kwargs)
@@ -244,6 +248,7 @@ class ZeroTrainerMixin(_TrainerBase):
         engine = _attached_to(self)
         if engine is None or not engine.saves_together:
             for other in self.accelerator.zero_engines:
+                # The stock save reads the parameters while gathers may still write to them.
                 other.finish_parameters()
             super().save_model(output_dir, _internal_call=_internal_call)
             if engine is not None and self.args.should_save:
@@ -256,6 +261,7 @@ class ZeroTrainerMixin(_TrainerBase):
             if self.args.should_save:
                 write_run(self, Path(output_dir or self.args.output_dir))
             return
+        # On all ranks, although one writes: the gather inside is collective.
         with self._lent_to_be_saved(engine) as state_dict:
             if self.args.should_save:
                 self._save(output_dir or self.args.output_dir, state_dict=state_dict)
@@ -367,6 +373,7 @@ class ZeroTrainerMixin(_TrainerBase):
             return
         if has_row_weights(Path(checkpoint)) or engine.state.is_split:
             load_weights_into(engine, Path(checkpoint))
+        # Before the optimizer's state: adapters on another base would train on without an error.
         refuse_other_base(engine, Path(checkpoint))
 
         def load(_trainer: Trainer, checkpoint: str) -> None:

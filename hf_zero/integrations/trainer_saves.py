@@ -290,7 +290,7 @@ class CheckpointSaver:
     def _snapshot_bytes(self) -> int:
         offload = self.engine.config.offload
         if "nvme" in (offload.optimizer, offload.params):
-            # What is in files is there because memory has no room for it: it goes from file to file, before the step.
+            # State in files does not fit in memory: it is copied from file to file, before the step.
             return 0
         return free_bytes(torch.device("cpu")) // 2
 
@@ -306,6 +306,8 @@ class CheckpointSaver:
         exchange: Exchange,
     ) -> None:
         try:
+            # In this order: the manifest vouches for files that are on the disk, and the rename shows only a sealed
+            # folder.
             write_live(live, temporary, exchange)
             seal_state(self.engine, temporary, manifest, disk=disk, exchange=exchange)
             commit(temporary, final, disk=disk, exchange=exchange)
@@ -313,13 +315,14 @@ class CheckpointSaver:
             abandon(temporary, disk=disk)
             raise
         if disk.leads:
+            # Old checkpoints go only when the new one is whole under its name.
             _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
 
 
 def take_mark_away(checkpoint: Path) -> None:
     """Removes the folder with the mark that Trainer's save on SIGTERM leaves until it is done.
 
-    What is saved here has its own name only when it is whole. A run that ends meanwhile is not to leave a folder of that name.
+    Without it, a run that ends now would leave a folder under the name of a checkpoint.
     """
     mark = checkpoint / _MARK_OF_TRAINER
     if mark.is_file() and [mark] == list(checkpoint.iterdir()):
@@ -338,7 +341,7 @@ def _looks_at_saves(callback: TrainerCallback) -> bool:
 
 
 def _not_told(_nbytes: int) -> None:
-    """For parts that are written while nobody waits."""
+    """Reports to nobody: no rank waits for these parts."""
 
 
 def _versions_of(engine: ZeroEngine) -> list[tuple[str, torch.nn.Parameter, int]]:
@@ -357,7 +360,7 @@ def _refuse_edits(versions: list[tuple[str, torch.nn.Parameter, int]]) -> None:
 def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: Path | None) -> None:
     """Applies Trainer's `save_total_limit`: removes the oldest. `latest` and the best stay.
 
-    Those that are kept for good (`checkpoint.full_every`) count for nothing.
+    Checkpoints of `checkpoint.full_every` are not counted.
     """
     if not limit or limit < 0:
         return
@@ -389,7 +392,7 @@ def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
 
 
 def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk, position: DataPosition | None) -> None:
-    """Scheduler, scaler, random states and trainer state, as Trainer itself writes them."""
+    """Writes scheduler, scaler, random states and trainer state as Trainer does."""
     if not trainer.args.save_only_model:
         with disk_asked(folder):
             if disk.leads:

@@ -122,7 +122,6 @@ def scalars_reference(statistics: torch.Tensor, max_norm: float, inverse_scale: 
 
 
 def scalars_triton(statistics: torch.Tensor, max_norm: float, inverse_scale: torch.Tensor | None) -> torch.Tensor:
-    """`step_scalars` in one launch."""
     out = torch.empty(4, dtype=torch.float32, device=statistics.device)
     _scalars[(1,)](statistics, inverse_scale, out, float(max_norm), num_warps=1)
     return out

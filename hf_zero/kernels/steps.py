@@ -184,7 +184,6 @@ def adamw_reference(place: Place, settings: AdamW) -> None:
 
 
 def adamw_triton(place: Place, settings: AdamW) -> None:
-    """`adamw` in one launch."""
     launch(_adamw, place, ("exp_avg", "exp_avg_sq"), settings.scalars())
 
 
@@ -289,7 +288,6 @@ def adamw_in_blocks_reference(place: Place, settings: AdamW) -> None:
 
 
 def adamw_in_blocks_triton(place: Place, settings: AdamW) -> None:
-    """`adamw_in_blocks` in one launch."""
     numel, m, v = place.weights.numel(), place.states["exp_avg"], place.states["exp_avg_sq"]
     if numel:
         _adamw_in_blocks[(blocks(numel),)](
@@ -440,7 +438,6 @@ def lion_reference(place: Place, settings: Lion) -> None:
 
 
 def lion_triton(place: Place, settings: Lion) -> None:
-    """`lion` in one launch."""
     launch(_lion, place, ("exp_avg",), settings.scalars())
 
 
@@ -539,7 +536,6 @@ def sgd_reference(place: Place, settings: SGD) -> None:
 
 
 def sgd_triton(place: Place, settings: SGD) -> None:
-    """`sgd` in one launch."""
     launch(_sgd, place, ("momentum_buffer",), settings.scalars(), NESTEROV=settings.nesterov)
 
 

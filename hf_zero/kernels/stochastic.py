@@ -18,7 +18,6 @@ _REGIONS_A_PROGRAM = 4
 def stochastic_triton(
     source: torch.Tensor, out: torch.Tensor, seed: int, offset: int, regions_a_program: int = _REGIONS_A_PROGRAM
 ) -> None:
-    """`round_stochastically` in one launch; the arguments are checked there."""
     numel = source.numel()
     if numel:
         _round[(ceil_div(numel, REGION_NUMEL * regions_a_program),)](

@@ -54,7 +54,6 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements of the part."""
         return prod(self.local_shape)
 
     @property

@@ -295,7 +295,6 @@ class StoredShard:
             self._compare(buffer[begin - offset : end - offset], begin)
 
     def _write(self, buffer: torch.Tensor, offset: int) -> None:
-        """Writes whole chunks."""
         for begin, end in self._chunks(offset, offset + buffer.nbytes):
             # Before the write: what the disk then does to the bytes must show.
             self._sums[begin] = _sum_of(buffer[begin - offset : end - offset])

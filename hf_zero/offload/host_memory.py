@@ -24,6 +24,7 @@ def available_host_bytes(cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP)
         cgroup: mount point of the control groups.
         membership: the file that names those of this process.
     """
+    # In a container the system's figure is the host's; the job is killed at the control group's limit.
     available = psutil.virtual_memory().available
     for folder, limit_name, used_name in _groups_of(cgroup, membership):
         limit, used = _number_in(folder / limit_name), _number_in(folder / used_name)

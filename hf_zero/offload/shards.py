@@ -97,6 +97,7 @@ class FileShard(ParameterShard):
         else:
             self._stored = self._store(Kind(PARAMETER, dtype, numel))
             self.write(self.values)
+        # NaN, not zeros: a read that forgets to fetch shows in the loss.
         self.values = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(numel)
 
     def start_fetch(self) -> None:
@@ -289,6 +290,7 @@ def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -
 def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier, cores: HostCores) -> ParameterTier:
     """Chooses the tier of shards. A run has one folder of files, which `tier` may have made."""
     if config.params == "nvme":
+        # One folder a run: two would each lock, and a dead run would leave two.
         files = tier.files or StateFiles(config.files_folder, WINDOW, cores, device)
         return FileParameters(device, files, WINDOW)
     return HostParameters(device, cores) if config.params == "cpu" else ParameterTier()

@@ -77,6 +77,7 @@ class RunFolder:
 
 def _new_folder(parent: Path) -> tuple[Path, int]:
     """Makes a run's folder; returns the path and the held lock."""
+    # Before this run's files: a dead run's may fill the disk.
     _remove_dead(parent)
     for _ in range(_ATTEMPTS):
         path = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"

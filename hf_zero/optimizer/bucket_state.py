@@ -74,7 +74,6 @@ class Placeholders:
         return self._absent[key].expand(shape)
 
     def has(self, value: Any) -> bool:
-        """Whether a value is a placeholder."""
         absent = self._absent.get((value.dtype, value.device)) if torch.is_tensor(value) else None
         return absent is not None and value.data_ptr() == absent.data_ptr()
 

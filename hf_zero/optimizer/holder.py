@@ -147,7 +147,6 @@ class BucketSteps:
             ) from self._broken
 
     def release(self) -> None:
-        """Removes the hook."""
         self._hook.remove()
 
     def _register(self):

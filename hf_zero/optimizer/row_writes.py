@@ -54,7 +54,6 @@ class TrainModes:
             setattr(optimizer, each, _sending(f"{name}.{each}()", getattr(optimizer, each), writing))
 
     def remove(self) -> None:
-        """Restores the optimizer's own methods."""
         for name in self._names:
             delattr(self._optimizer, name)
 

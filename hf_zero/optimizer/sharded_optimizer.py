@@ -276,6 +276,7 @@ class ShardedOptimizer:
             group.update(group_with(group, lambda p: p in rows or p not in trained))
             group["params"] = [rows[p].tensor if p in rows else p for p in group["params"]]
         for row in self.rows:
+            # State from before the engine (a loaded optimizer) belongs to whole parameters.
             self._cut_state(row)
         self._stand_ins = [(held, _stand_in(held, [row for row in self.rows if not row.is_parameter])) for held in kept]
         if is_of_bitsandbytes(optimizer):
@@ -331,7 +332,6 @@ class ShardedOptimizer:
         return {row.slot.parameter: row.layout.in_parameter for row in self.rows}
 
     def row_states(self) -> RowStates:
-        """Fetches the state of the rows."""
         register = self.optimizer.state
         return {r.slot.parameter: self._fetched(r, register[r.tensor]) for r in self.rows if r.tensor in register}
 
@@ -357,6 +357,7 @@ class ShardedOptimizer:
                     held.discard(key)
         for method in ("get_config", "check_overrides") if is_of_bitsandbytes(self.optimizer) else ():
             self.optimizer.__dict__.pop(method, None)
+        # The state is of rows, whose shapes do not fit the whole parameters.
         if not self._is_whole:
             self.optimizer.state.clear()
         del self.optimizer.__dict__[SCALES_ITSELF]
@@ -412,6 +413,7 @@ class ShardedOptimizer:
             set_to_none = kwargs.get("set_to_none", args[0] if args else True)
             if not set_to_none:
                 for row in self.rows:
+                    # A copy under way would put the old gradient over the zeros.
                     row.slot.bucket.await_gradient()
             self._stock_zero_grad(*args, **kwargs)
             with look_only():
@@ -448,6 +450,7 @@ class ShardedOptimizer:
             note_arguments(self.optimizer, (args[1:], kwargs) if is_given else NO_ARGUMENTS)
             self._has_arguments = is_given
         self._end_skip()
+        # Before anything changes: parameters that were added later have no row and would step on each rank alone.
         self.refuse_strangers()
         if not self._before_step():
             self._begin_skip()

@@ -186,11 +186,7 @@ def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
 def full_state(
     slot: ParameterSlot, optimizers: Sequence[ShardedOptimizer], holder: StateHolder, timeout_s: float
 ) -> dict[str, torch.Tensor | object]:
-    """Gathers the optimizer's state by name, whole if it has one value an element.
-
-    Args:
-        holder: of the state.
-    """
+    """Gathers the optimizer's state by name, whole if it has one value an element. `holder`: of the state."""
     transport = slot.bucket.group.transport
     transport.meet("full_state", timeout_s)
     row = slot.row
@@ -228,6 +224,7 @@ def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | No
     own = flat[bucket.own_interval.start : bucket.own_interval.stop]
     if mine is not None and slot.row is not None:
         own[slot.row.layout.in_shard.start : slot.row.layout.in_shard.stop].copy_(mine.reshape(-1))
+    # All ranks of the bucket join, also those without this parameter: a gather has a part of each.
     transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
     return slot.view_of(flat).clone()
 

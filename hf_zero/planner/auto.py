@@ -80,8 +80,6 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class _Free:
-    """A rank's free memory."""
-
     device: int
     host: int
     disk: int | None

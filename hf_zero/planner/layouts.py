@@ -411,11 +411,7 @@ _DDP_BUCKET_BYTES = 25 * 2**20
 
 
 def step_time(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> StepTime:
-    """Of an optimizer step with a layout.
-
-    Args:
-        micro_batches: of a step.
-    """
+    """Of an optimizer step with a layout. `micro_batches`: of a step."""
     groups, config = layout.groups, layout.config
     group = groups.shard if groups.shard.size > 1 else groups.replicate
     nodes = len({groups.nodes[rank] for rank in group.ranks})
@@ -424,11 +420,7 @@ def step_time(layout: Layout, machine: Machine, activations: Activations, micro_
 
 
 def ddp_step_time(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> StepTime:
-    """Under DistributedDataParallel: its all-reduces are stage 0's, in buckets of 25 MiB.
-
-    Args:
-        layout: of stage 0.
-    """
+    """Under DistributedDataParallel: its all-reduces are stage 0's, in buckets of 25 MiB. `layout`: of stage 0."""
     config = ZeroConfig(stage=0)
     pieces: list[Piece] = []
     for piece in _pieces(layout):

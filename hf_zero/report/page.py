@@ -283,7 +283,6 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def render_page(report: Report) -> str:
-    """The page's text."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals["draw"] = draw
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))

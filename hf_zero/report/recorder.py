@@ -276,11 +276,7 @@ class RunRecorder:
         return {name: float(f"{value:.6g}") for name, value in figures.items() if value}
 
     def end(self, how: str = "finished") -> None:
-        """The last lines, and the page; later calls do nothing.
-
-        Args:
-            how: "finished", or what ended the run.
-        """
+        """The last lines, and the page; later calls do nothing. `how`: "finished", or what ended the run."""
         if not self.is_open:
             return
         for handle in self._handles:

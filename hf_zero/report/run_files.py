@@ -215,11 +215,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def read_run(folder: Path) -> RunLines:
-    """The run in a folder.
-
-    Raises:
-        ReportError: there is no such folder, or neither log nor trainer state in it.
-    """
+    """The run in a folder. Raises `ReportError`: there is no such folder, or neither log nor trainer state in it."""
     if not folder.is_dir():
         raise ReportError(f"hf_zero: {no_folder(folder)}.")
     log = folder / LOG_NAME

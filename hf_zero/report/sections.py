@@ -428,11 +428,7 @@ _YEAR_9999_S = 2.5e11
 
 
 def make_report(folder: Path) -> Report:
-    """Makes the report of a run's folder.
-
-    Raises:
-        ReportError: it has neither our log nor a trainer state.
-    """
+    """Makes the report of a run's folder. Raises `ReportError`: it has neither our log nor a trainer state."""
     run = read_run(folder)
     ranks = _ranks(run)
     sections = (

@@ -493,7 +493,6 @@ def quantise_triton(
     format: BlockFormat,
     residual: torch.Tensor | None,
 ) -> None:
-    """`quantise` in one launch."""
     rows, warps = _launch(format)
     blocks = format.blocks(values.numel())
     if blocks:
@@ -513,7 +512,6 @@ def quantise_triton(
 
 
 def dequantise_sum_triton(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
-    """`dequantise_sum` in one launch."""
     rows, warps = _launch(format)
     blocks = format.blocks(out.numel())
     if blocks:

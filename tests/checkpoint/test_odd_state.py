@@ -200,8 +200,8 @@ def test_settings_come_back_as_the_kind_of_number_that_they_were():
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        (torch.zeros(2), "a tensor of 2 numbers as the setting 'odd'"),
-        (len, "a builtin_function_or_method as the setting 'odd'"),
+        (torch.zeros(2), "setting 'odd' is a tensor of 2 numbers"),
+        (len, "setting 'odd' is a builtin_function_or_method"),
         ([torch.float32], "setting 'odd' is a dtype"),
         ({1: 2}, "setting 'odd' is a dict"),
     ],
