@@ -224,7 +224,7 @@ def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:
     return cost.layout.numel * cost.reduce_bytes + (0 if in_place else shard)
 
 
-# Forecast of the memory that a rank needs at its peak: state, gradients on their way, gathered parameters, activations.
+# ---- The forecast of a rank's peak memory: state, gradients, gathered parameters, activations ----
 
 DDP = "DDP"
 """Name of the set-up without this engine."""

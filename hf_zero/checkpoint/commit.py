@@ -24,7 +24,7 @@ from .files import CheckpointError, Chunk, FileRecord, by_file, files_below, has
 from .headers import is_whole_safetensors
 from .manifest import MANIFEST_NAME, Manifest
 
-# All ranks succeed at a step of a checkpoint, or all raise `CheckpointError` with the reason of the first that failed.
+# ---- A step of a checkpoint succeeds on all ranks, or raises the first failure's reason on all ----
 
 
 def on_all_ranks(exchange: Exchange, work: Callable[[], Result], *, doing: str, then: str) -> list[Result]:

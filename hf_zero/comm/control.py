@@ -18,7 +18,7 @@ from .transport import hidden_from_profiler
 from .watch import Watch
 from .whereabouts import script_line
 
-# ---- Whether ranks gather the same parameters in the same order, which a backend of devices cannot tell ----
+# ---- Do all ranks gather the same parameters in the same order? A device backend cannot tell ----
 #
 # NCCL's collectives have no tags. Ranks that gather different layers of equal size at a time, since their forwards took
 # different branches, would get each other's values in silence. So each rank keeps a checksum of the gathers that it has
@@ -101,7 +101,7 @@ def _first_line(error: Exception) -> str:
 # ---- Exchanges of small host values between the ranks, in messages that name their purpose ----
 #
 # [Note: a rank that comes alone]
-# Where ranks call different collectives of gloo, each takes the other's message for its own, and one of another size ends the
+# If ranks call different collectives of gloo, each takes the other's message for its own, and one of another size ends the
 # process in gloo's thread. Here a message carries the purpose and the number of its exchange, so that ranks that have come to
 # different ones know it at once, and both say so.
 

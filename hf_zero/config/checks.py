@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, get_args
 
 import yaml
 
-# ---- What a setting may be, and how one that may not is refused: by name, value, and what is allowed ----
+# ---- Checks of settings; errors name the setting, the value and the allowed values ----
 
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -367,7 +367,7 @@ def _is_taken_over(value: Any) -> bool:
 
 # ---- Text into settings: YAML files and command-line values ----
 #
-# Whatever the text, what comes is plain Python values in mappings and lists of a few levels, or a `ConfigError`.
+# Any text becomes plain Python values in mappings and lists of a few levels, or raises `ConfigError`.
 
 _MOST_TEXT_BYTES = 64 * 2**10
 _MOST_LEVELS = 8

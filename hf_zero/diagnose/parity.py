@@ -25,7 +25,7 @@ from ..engine.split_model import SplitModel, is_dtensor
 from ..optimizer.sharded_optimizer import engine_stepped_by, whole_parameters
 from .parity_report import Facts, ParityReport, Recording, compare, repeats, write_facts, write_tensors, write_trace
 
-# Models that tensor or expert parallelism splits over ranks, trained without the engine, with a plain all-reduce.
+# ---- Split models trained without the engine, with a plain all-reduce ----
 
 
 def is_split(model: nn.Module) -> bool:
@@ -126,7 +126,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return split.to_local() if is_dtensor(tensor) else tensor
 
 
-# Records what a training run computes: the loss of each backward, the gradients of each optimizer step, parameters after it.
+# ---- Records a training run: losses of backwards, gradients of steps, parameters behind them ----
 
 
 class Recorder:

@@ -96,7 +96,7 @@ def write_trace(folder: Path, rank: int, trace: Mapping[str, list]) -> None:
     torch.save(dict(trace), folder / f"trace-{rank}.pt")
 
 
-# ---- Whether a run with the engine has to have DDP's bits, and how far it may be off where it need not ----
+# ---- Must a run with the engine have DDP's bits? If not, the allowed distance ----
 
 ROUNDING = 1e-3
 """Sums in another order."""

@@ -89,7 +89,7 @@ def words_of(script: Sequence[str], zero: str | None, *, is_module: bool) -> lis
     return [*(("--zero", said) if said else ()), *(("-m",) if is_module else ()), *script]
 
 
-# Runs a training script with or without the engine and records its first steps: what each rank of `hf-zero parity` runs.
+# ---- A rank of `hf-zero parity`: runs a script with or without the engine, and records its first steps ----
 
 
 def main(words: list[str] | None = None) -> None:

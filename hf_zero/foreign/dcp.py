@@ -14,7 +14,7 @@ from ..layout.slots import Interval
 from .pickles import Record, load_dcp_metadata, load_stream
 from .states import MASTER, Chunk, ChunkedFolder, ForeignCheckpoint, ForeignGroup, SavedEntry, WeightShards
 
-# One folder of torch.distributed.checkpoint: tensors by their path in the saved dictionary, read chunk by chunk.
+# ---- A folder of torch.distributed.checkpoint: tensors by their path in the saved dictionary, read by chunks ----
 
 _VERSIONS = (None, "1.0.0")
 
@@ -123,7 +123,7 @@ def _dtype_of(entry: Record) -> torch.dtype | None:
     return next((value for value in values if isinstance(value, torch.dtype)), None)
 
 
-# The optimizer in a folder of torch.distributed.checkpoint, whose state dictionary is nested or flattened by parameter.
+# ---- The optimizer in such a folder, nested or flattened by parameter ----
 
 _THEN = "Continue it with FSDP, or save it there with state_dict_type SHARDED_STATE_DICT."
 _Path = tuple[Any, ...]
@@ -233,7 +233,7 @@ def _nested_states(entries: Mapping[_Path, _Path]) -> Iterator[tuple[tuple[str, 
             yield (".".join(map(str, rest[1:-1])), rest[-1]), path
 
 
-# Reading FSDP runs saved by torch.distributed.checkpoint, as accelerate and Trainer, transformers or a plain loop do it.
+# ---- FSDP runs saved by torch.distributed.checkpoint, in the forms of accelerate, Trainer and plain loops ----
 
 _MODEL_KEY = "model"
 _OPTIMIZER_KEYS = ("optimizer", "optim")

@@ -173,7 +173,7 @@ def _not_covered(path: Path, fault: str) -> CheckpointError:
     return CheckpointError(f"hf_zero: {path} {fault}, which is not covered. {_THEN}")
 
 
-# Reading a DeepSpeed ZeRO-1, -2 or -3 checkpoint by parameter and interval. The layout is written down in FORMATS.md.
+# ---- A DeepSpeed ZeRO-1, -2 or -3 checkpoint by parameter and interval; FORMATS.md describes the layout ----
 #
 # Both layouts come to one picture: a *bank* (a parameter group at stages 1 and 2, a sub-group at stage 3) is a flat tensor
 # on each rank, and a parameter is a list of runs, each a part of its elements in one bank of one rank.

@@ -300,7 +300,7 @@ IN_ACCELERATE: Table = {
 """Keys below `deepspeed_config` of an accelerate config."""
 
 
-# FSDP's settings: `fsdp_config` of an accelerate config (with `fsdp_` before each name), and of Trainer's arguments.
+# ---- FSDP's settings: `fsdp_config` of accelerate (with `fsdp_` before each name) and of Trainer ----
 
 _WRAPPING = "layers are found by the model's own list of them; `unit_modules` names others"
 _XLA = "hf_zero trains on CPUs and GPUs; leave it out"

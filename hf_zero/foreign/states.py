@@ -119,7 +119,7 @@ class ChunkedFolder:
         )
 
 
-# What a foreign checkpoint offers, whichever engine wrote it: the same questions that a checkpoint of ours answers.
+# ---- The interface of a foreign checkpoint: the same questions as to a checkpoint of hf_zero ----
 
 MASTER = "master"
 """The kind of the trained values themselves, in the precision that the optimizer kept them in."""
@@ -218,7 +218,7 @@ class ForeignCheckpoint(ABC):
         )
 
 
-# Weights that transformers saved with `save_pretrained(..., distributed_checkpoint=True)`: a safetensors file a rank.
+# ---- Weights of `save_pretrained(..., distributed_checkpoint=True)`: a safetensors file a rank ----
 
 _OFFSETS = "DCP_SHARDING_INFO"
 _THEN = "Resume from another checkpoint."

@@ -239,7 +239,7 @@ def _without_tokens(text: str, token: str | None) -> str:
     return _TOKEN.sub("<token>", text)
 
 
-# What goes to the Hub: the model of a checkpoint or folder, whole, checked, with a card, and nothing of the run.
+# ---- The upload to the Hub: the model, whole and checked, with a card, and nothing else of the run ----
 
 
 def push_model(
@@ -337,7 +337,7 @@ def staging_folder(beside: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-# Trainer's `push_to_hub` with an engine: the model as it is in the checkpoint, in the background, compared afterwards.
+# ---- Trainer's `push_to_hub` with an engine: in the background, and compared afterwards ----
 
 logger = logging.get_logger(__name__)
 

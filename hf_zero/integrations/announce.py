@@ -32,7 +32,7 @@ from ..forecast import FORECAST_ERROR, AtStart, BucketCost, DdpState, Forecast, 
 from ..offload.host_memory import available_host_bytes
 from .environment import find_in_callers
 
-# ---- How many rows a step takes on all ranks together, which changes with the number of ranks ----
+# ---- Rows of a step on all ranks together, which change with the number of ranks ----
 
 
 def rows_of_a_step(accelerator: Accelerator) -> str | None:
@@ -438,7 +438,7 @@ def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_bytes: int) -> int
     return params * precision.kept.itemsize + state + separate * precision.master.itemsize
 
 
-# `report: true` behind accelerate's and Trainer's doors: which folder the log is in, when it begins, and when it ends.
+# ---- `report: true` in accelerate and Trainer: the folder of the log, its beginning and its end ----
 
 if TYPE_CHECKING:
     # Mixed into Accelerator's subclasses: a type checker takes their methods for inherited.

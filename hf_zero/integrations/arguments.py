@@ -15,7 +15,7 @@ from .environment import find_in_callers, refuse_engines_of_the_launch
 from .plugin import ZeroPlugin
 from .trainer import ZeroTrainerMixin, install_in_trainer
 
-# TrainingArguments, and subclasses such as TRL's SFTConfig, with one more flag: `--zero 2` or `--zero configs/zero2.yaml`.
+# ---- TrainingArguments and subclasses, such as TRL's SFTConfig, with one more flag: `--zero 2` or a YAML file ----
 
 if TYPE_CHECKING:
     # Mixed into dataclasses of training arguments: a type checker takes their methods for inherited.

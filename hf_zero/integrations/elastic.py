@@ -54,7 +54,7 @@ def exchange_between_ranks(value: Value) -> list[Value]:
     return values
 
 
-# ---- Where training stands in its data, saved with a checkpoint so that other numbers of ranks go on from there ----
+# ---- The position of training in its data, saved so that any number of ranks can resume there ----
 
 
 @dataclass(frozen=True, kw_only=True)

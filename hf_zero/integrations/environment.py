@@ -87,7 +87,7 @@ def watch_for_the_variable() -> None:
     StepWatch(judge)
 
 
-# ---- What a run of an unmodified script asks for, and what comes of it ----
+# ---- The settings of an unmodified script's run, and their use ----
 
 
 @dataclass(kw_only=True)
@@ -116,7 +116,7 @@ class RunRecord:
             )
 
 
-# ---- What the launcher set up, held against what was asked for: found at the start, said in one paragraph ----
+# ---- The launcher's set-up against the requested one, compared at the start ----
 
 _SWITCHES = {
     "ACCELERATE_USE_FSDP": ("FSDP", "--use_fsdp", "--fsdp or an fsdp_plugin"),

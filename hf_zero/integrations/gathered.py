@@ -43,7 +43,7 @@ def _none_on(what: str, owner: object) -> str:
     )
 
 
-# ---- Whole parameters of a sharded model, wherever a script holds the model, a part of it or a parameter ----
+# ---- Whole parameters of a sharded model, for a script with the model, a part of it or a parameter ----
 
 
 @contextmanager

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
-# What is known of a training run, for its model card: read from the JSON that lies in its folder, never from a pickle.
+# ---- The facts of a training run for its model card, read from JSON in the folder, never from a pickle ----
 #
 # A fact that no file has is absent here, and so from the card.
 

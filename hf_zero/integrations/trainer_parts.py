@@ -160,7 +160,7 @@ def _own(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
-# What a step sends, waits for and takes, as `zero/...` in Trainer's log: means over the steps since the last entry.
+# ---- Bytes, waits and seconds of a step as `zero/...` in Trainer's log: means since the last entry ----
 
 _MIB = 2**20
 
@@ -351,7 +351,7 @@ def _weighted_loss(trainer: Any, weight: float) -> Iterator[None]:
         del trainer.compute_loss
 
 
-# A resumed Trainer takes as many rows a step as before, from where it stood in its data, on whatever number of ranks.
+# ---- A resumed Trainer takes as many rows a step as before, from its data position, on any number of ranks ----
 
 
 class RowsOfAStep:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .plugin import ZeroPlugin
 
 
-# Calls that wait until a script has imported a package: nothing is imported earlier than the script does so itself.
+# ---- Calls behind a script's own import of a package, so that nothing is imported earlier ----
 
 
 class AfterImport(MetaPathFinder):

@@ -27,7 +27,7 @@ from ..checkpoint.structure import STATE_NAME, structure_faults
 from ..comm.all_or_none import Exchange
 from ..extras import extra
 
-# Which rank looks at which part of a checkpoint's files: the one that is about to load it, where that can be foreseen.
+# ---- The share of a checkpoint's files that a rank verifies: if possible, the part that it will load ----
 #
 # [Note: whoever loads it checks it] A resume reads a checkpoint twice: to see that it is good, before anything else, and to
 # load it. Ranks of one host share what the system has read, ranks of several do not. So a rank's file in `zero/` is looked

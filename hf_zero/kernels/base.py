@@ -76,7 +76,7 @@ def is_interpreted() -> bool:
     return triton.knobs.runtime.interpret
 
 
-# ---- What a kernel asks of a scalar: it would write beside a shorter tensor ----
+# ---- Checks of scalars: a kernel would write outside of a shorter tensor ----
 
 
 def check_scalar(name: str, tensor: torch.Tensor, device: torch.device) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-# What a step asks of all gradients together: the sum of their squares, how many are not finite, and what follows.
+# ---- Statistics of all gradients of a step: the sum of squares, and the number of non-finite ones ----
 #
 # Clipping takes four launches' worth of memory traffic from nothing but small arithmetic when it is written in torch, and a
 # `.item()` stops the device's queue. Here one launch a shard and one for the rest leave their results on the device, where

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-# What the optimizers' kernels share: which tensors they take, how they are launched, and what they do around the update.
+# ---- The common part of the optimizers' kernels: tensors, launches, and the frame around the update ----
 
 STEP_BLOCK_NUMEL = 512
 NUM_WARPS = 4

@@ -414,7 +414,7 @@ def _trainer() -> Any:
     return find_in_callers(lambda candidate: isinstance(candidate, Trainer))
 
 
-# Activations and peak memory of a run that is about to start, forecast on rank 0 from the first rows of its data.
+# ---- Activations and peak memory, forecast on rank 0 from the first rows of the data ----
 #
 # [Note: the first rows] A prepared data loader's data set is asked for as many rows as a micro-batch has, and its
 # `collate_fn` makes a batch of them. The sampler is not asked, and what random numbers that takes are given back, so the

@@ -29,7 +29,7 @@ from ..offload.files import WINDOW
 from ..optimizer.state_kinds import state_itemsizes
 from .search import Machine, Piece, StepTime, Work, simulate
 
-# The engine's own layout of a model's state, with any number of ranks, moving nothing: a model without memory will do.
+# ---- The engine's layout of a model's state for any number of ranks, without any memory ----
 
 
 @dataclass(frozen=True, kw_only=True)

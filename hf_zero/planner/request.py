@@ -292,7 +292,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-# Models without memory, by a Hub name, a folder or a config.json, and the optimizer that Trainer would make for them.
+# ---- Models without memory, by Hub name, folder or config.json, and Trainer's optimizer for them ----
 
 _META = torch.device("meta")
 
@@ -404,7 +404,7 @@ def _checkpoint(model: nn.Module, name: str | Path) -> None:
         raise PlanError(f"hf_zero: {name} does not support activation checkpointing ({reason(error)}).") from error
 
 
-# The part of a model without memory that one rank of a tensor-parallel copy holds, by transformers' own plan for the model.
+# ---- A rank's part of a tensor-parallel model without memory, by transformers' own plan ----
 
 _FIRST_OF_TWO = ("colwise", "colwise_gather_output", "colwise_rep")
 _LAST = ("rowwise", "rowwise_split_input", "rowwise_rep")

@@ -113,7 +113,7 @@ class Machine:
         return self.latency_s(ranks, nodes) + nbytes * (ranks - 1) / ranks / self.bytes_a_second(ranks, nodes)
 
 
-# The time of a step, bucket by bucket, as the engine schedules it: kernels in one queue, collectives in another.
+# ---- The time of a step, bucket by bucket: kernels in one queue, collectives in another ----
 #
 # [Note: the simulated step] Backward brings buckets in the order of their numbers; a bucket's reduce-scatter may begin when
 # all its gradients are there, and goes behind the one before it on the link. Above stage 0 there are `GRAD_BUFFERS` of them
@@ -311,7 +311,7 @@ def simulate(
     return _Simulation(pieces, config, machine, work, ranks, nodes).run()
 
 
-# ---- Which set-up fits, which of those is fastest, and why, in words ----
+# ---- The fitting set-ups, the fastest of them, and the reasons ----
 
 
 @dataclass(frozen=True, kw_only=True)

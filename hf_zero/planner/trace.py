@@ -23,7 +23,7 @@ from ..engine.backward import differentiable_tensors
 from ..forecast import RESERVE, Activations, PlanError
 from ..offload.host_memory import available_host_bytes, ranks_on_this_host
 
-# What a micro-batch holds in memory: one forward and one backward on tensors without memory, each tensor counted as it lives.
+# ---- The memory of a micro-batch: a forward and a backward on tensors without memory, counted while they live ----
 #
 # [Note: a trace] FakeTensorMode runs a model's own forward and autograd's own backward, and only the kernels do nothing. So
 # the trace sees what the attention implementation in use saves, what is saved twice or as a view, what checkpointing drops

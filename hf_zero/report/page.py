@@ -14,7 +14,7 @@ from ..checkpoint.structure import PAGE_NAME
 from .curves import Bar, Bars, Lane, Plot, Point, Report, Series, Table, Timeline, shown, shown_seconds, shown_tick
 from .sections import make_report
 
-# Figures as HTML: lines and bars in SVG that stretches with the page, words beside it in HTML, so that they keep their size.
+# ---- Figures: lines and bars in SVG, which stretches with the page; words in HTML, which keep their size ----
 
 _MOST_POINTS = 600
 _MOST_NUMBERS = 12

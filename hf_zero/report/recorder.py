@@ -100,7 +100,7 @@ def _rounded(value: float) -> int | float:
     return round(value, 6) if isinstance(value, float) else value
 
 
-# One step followed span by span: what was computed, what was under way between ranks, and where training stood still.
+# ---- One step, span by span: computation, collectives, and waits ----
 
 
 class StepTrace:
@@ -158,7 +158,7 @@ class StepTrace:
         return self._begin.seconds_until(moment)
 
 
-# Writes the log of a run while it trains: hooks on a model and its optimizer that count, and a line now and then.
+# ---- Writes the log of a run: hooks on the model and its optimizer count, and write a line now and then ----
 
 _TRACED_STEP = 5
 _SHORTEST_S = 0.05

@@ -14,7 +14,7 @@ from typing import Any
 from ..checkpoint.files import CheckpointError, no_folder, read_mapping, shown
 from ..checkpoint.structure import LOG_NAME, STATE_NAME, is_finite, is_number, is_step
 
-# The log of a run: one JSON object a line, appended and never changed, so that what was written survives any end.
+# ---- The log of a run: one JSON object a line, only appended, so that it survives any end ----
 #
 # [Note: lines of the log]
 # Each line has a `kind`, the wall clock's `time` in seconds and the optimizer `step` that it was written behind.

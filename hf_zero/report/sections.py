@@ -38,7 +38,7 @@ from .curves import (
 )
 from .run_files import RunLines, read_run
 
-# ---- Where time, memory and bytes of a run went ----
+# ---- Time, memory and bytes of a run ----
 
 # Of the memory report's kinds → the plan's.
 _PLANNED = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-# What a quantised tensor looks like: blocks of elements that share a scale, and a code that says how an element is written.
+# ---- A quantised tensor: blocks of elements with a common scale, and a code for each element ----
 
 
 class Code(ABC):
@@ -82,7 +82,7 @@ class BlockFormat:
         round_to_blocks(values, values, self)
 
 
-# ---- What the kernels that quantise blocks have in common, whichever code they write ----
+# ---- The common part of kernels that quantise blocks ----
 
 
 @kernel
@@ -321,7 +321,7 @@ class Int4(Code):
 INT4 = Int4()
 
 
-# Tensors in blocks of 8-bit or 4-bit codes with one float32 scale a block, what that loses carried to the next step.
+# ---- Tensors in blocks of 8-bit or 4-bit codes, one float32 scale a block, the error carried to the next step ----
 #
 # Format of a flat tensor of n elements in blocks of B: ceil(n / B) scales, and for each block B codes, the last block's
 # padded with zeros. `int8` and `int4` are the codes; the file of each tells how it is written.
