@@ -114,7 +114,7 @@ def test_a_save_that_one_rank_makes_alone_is_told_with_where_the_other_rank_wait
 def test_saves_of_two_steps_are_refused_with_both_steps(runs):
     told = "".join(outcome["said"] for outcome in runs["JIT saves of two steps"])
     assert "the ranks called different collectives" in told
-    assert "rank 0 to the save of checkpoint-4" in told and "rank 1 to the save of checkpoint-3" in told
+    assert "rank 0 the save of checkpoint-4" in told and "rank 1 the save of checkpoint-3" in told
 
 
 def test_saves_that_are_not_all_ranks_leave_nothing_under_a_checkpoints_name(runs, folder):

@@ -311,7 +311,7 @@ def hf_zero_model(folder: Path) -> nn.Module:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_it_is_of_stage_3(stage):
-    with pytest.raises(ConfigError, match=rf"`offload.params: cpu` is of stage 3.*stage is {stage}.*Set `stage: 3`"):
+    with pytest.raises(ConfigError, match=rf"`offload.params: cpu` is of stage 3.*`stage` is {stage}.*Set `stage: 3`"):
         ZeroConfig.from_dict({"stage": stage, "offload": {"params": "cpu"}})
 
 
