@@ -42,7 +42,7 @@ from ..integrations.state_io import ZERO_FOLDER
 from ..integrations.weights import consolidate, folder_faults, is_of_the_run
 from .card import CARD_NAME, PLOT_NAME, is_our_card, write_card
 
-# ---- Model folders to the Hugging Face Hub: uploaded, and then what lies there is compared with what lies here ----
+# ---- Model folders to the Hugging Face Hub: uploaded, and compared with the local files afterwards ----
 
 Answer = TypeVar("Answer")
 
@@ -79,7 +79,7 @@ def push_folder(
     """Uploads all files of a folder as a commit, compares them with the Hub's copy, and returns the commit.
 
     Files that the Hub has already, such as those of a push that was cut off, do not travel again. A call that fails for a
-    reason that may pass is tried again. A card of ours does not replace one that somebody wrote in the repository.
+    reason that may pass is tried again. A generated card never replaces one that somebody wrote in the repository.
 
     Args:
         mirrored: patterns of files that go from the repository when the folder has none of that name. Patterns of weights
@@ -88,13 +88,14 @@ def push_folder(
     Raises:
         HubError: nothing could be uploaded, or what the Hub has differs.
     """
+    # Before any call: a wrong name or a missing token costs no upload.
     token = checked_token(to)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     if mirrored == WEIGHTS and not _matching(files, WEIGHTS):
         mirrored = ()
     with _told_plainly(to, token, "this push has committed nothing to"):
         if "/" not in to.repo_id:
-            # The Hub's client makes such a repository too, and then finds it under its whole name only.
+            # The Hub's client makes a repository without an owner's name too, and finds it under its whole name only.
             owner = _patiently(lambda: api.whoami(token=token))["name"]
             to = replace(to, repo_id=f"{owner}/{to.repo_id}")
         _patiently(lambda: api.create_repo(to.repo_id, token=token, private=to.private, exist_ok=True))
@@ -117,6 +118,7 @@ def push_folder(
     with _told_plainly(
         to, token, f"the files are committed ({commit.oid[:10]}) and could not be compared with those of"
     ):
+        # Compared at the commit, not at the branch: another push may have come in between.
         faults = _patiently(lambda: _remote_faults(folder, files, to, mirrored, api, token, commit.oid))
     if faults:
         raise HubError(
@@ -268,6 +270,7 @@ def push_model(
     if not source.is_dir():
         raise CheckpointError(f"hf_zero: {no_folder(source)}.")
     checked_token(to)
+    # Before a byte is sent: the Hub would keep a damaged model under a good name.
     refuse_faults(source, on_progress=on_check)
     with staging_folder(source.resolve().parent) as staged:
         of_a_run = is_checkpoint_of_ours(source) or (source / "trainer_state.json").is_file()
@@ -276,6 +279,7 @@ def push_model(
             consolidate(source, staged, dtype=dtype, max_shard_bytes=max_shard_bytes, on_progress=on_progress)
         else:
             stage_model(source, staged)
+        # The staged copy too: it was written or linked since the first check.
         refuse_faults(staged, of=source)
         if not (staged / "README.md").is_file():
             write_card(staged, card_facts(source), name=to.repo_id.rpartition("/")[2])
@@ -290,10 +294,7 @@ def refuse_faults(folder: Path, *, of: Path | None = None, on_progress: Progress
 
 
 def stage_model(source: Path, out: Path) -> None:
-    """Puts the model's files of a checkpoint or an output folder into `out`: nothing of the run, no other checkpoint.
-
-    Weights of a checkpoint never change once they are written, so they are linked, not copied, where the disk can.
-    """
+    """Puts the model's files of a checkpoint or an output folder into `out`, without files of the run and other checkpoints."""
     for path in sorted(source.rglob("*")):
         parts = path.relative_to(source).parts
         hidden = any(part.startswith(".") for part in parts)
@@ -321,6 +322,7 @@ def _place(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
         try:
+            # Linked, not copied: weights of a checkpoint never change once they are written.
             os.link(path.resolve(), target)
             return
         except OSError:

@@ -74,11 +74,7 @@ _PATIENCE_S = 30.0
 
 
 def end_cleanly(accelerator: Accelerator) -> None:
-    """Registers the work of this Accelerator's process at its exit, and the receivers of its last error.
-
-    gloo's threads abort a process that exits while they have work, with "terminate called without an active exception".
-    After an error nothing is waited for: the peers may be gone, and the error is what should be seen.
-    """
+    """Registers the work of this Accelerator's process at its exit, and the receivers of its last error."""
     if dist.is_initialized():
         processes = RankProcesses()
         processes.register()
@@ -88,9 +84,11 @@ def end_cleanly(accelerator: Accelerator) -> None:
 
 def _leave(reference: weakref.ref, processes: RankProcesses) -> None:
     accelerator = reference()
+    # After an error nothing is waited for: the peers may be gone, and the error must be seen at once.
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
     leave(accelerator.zero_engines if accelerator is not None else [], processes)
+    # Last: everything above talks over it.
     dist.destroy_process_group()
 
 
@@ -98,6 +96,7 @@ def leave(engines: Sequence[ZeroEngine], processes: RankProcesses | None = None)
     """Ends running work before the process group goes, and waits for ranks that are still reading."""
     try:
         for engine in engines:
+            # gloo's threads abort a process that exits while they work.
             engine.finish_parameters()
     except CommunicationError as error:
         logger.warning(f"{error} This rank had come to its end.")

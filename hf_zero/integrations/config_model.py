@@ -92,6 +92,7 @@ def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
     """Runs `find` in a process of its own, with limits, and returns its result."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
     # Not by multiprocessing, whose own processes may be forbidden to have any.
+    # A process of its own: a config from the Hub may ask for any amount of memory and time.
     child = os.fork()
     if child == 0:
         try:
@@ -110,6 +111,7 @@ def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
     except EOFError:
         answer = f"hf_zero: {path}: making its model ended the process that tried it. Take the config of these weights."
     finally:
+        # Also after an answer: the child may still be in transformers' clean-up.
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         receiving.close()
@@ -128,6 +130,7 @@ def read_config(folder: Path) -> "PretrainedConfig":
 
     path = folder / CONFIG_NAME
     refuse_links(folder, [path])
+    # transformers would read a file of any size.
     read_mapping(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

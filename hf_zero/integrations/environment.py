@@ -179,6 +179,7 @@ def check_environment(accelerator: Accelerator) -> None:
 
     So do hooks of DDP's.
     """
+    # First the launch: two engines that both wrap the model fail later with errors that name neither.
     refuse_engines_of_the_launch()
     _refuse_comm_hooks(accelerator)
     if accelerator.parallelism_config is not None:

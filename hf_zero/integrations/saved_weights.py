@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# ---- Which block of a model's tensor each tensor of a weights file is, where files have a tensor for each expert ----
+# ---- Tensors of weights files as blocks of the model's tensors, as with one tensor for each expert ----
 #
 # transformers puts such tensors together when it loads a model, and takes them apart when it saves one. Here it takes apart
 # tensors whose memory is never touched: where a piece begins in that memory, and its strides, tell which block of the whole
@@ -86,6 +86,7 @@ def blocks_in_files(
     untouched = {name: torch.empty(shape, dtype=torch.uint8) for name, shape in shapes.items()}
     name_of = {tensor.untyped_storage().data_ptr(): name for name, tensor in untouched.items() if tensor.numel()}
     with _WithoutCopies():
+        # Run on empty memory: the views that come back show by offset and stride which block each file has.
         saved = revert_weight_conversion(model, dict(untouched))
     found = {}
     for file_name, view in saved.items():
@@ -125,7 +126,7 @@ def _block_of(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ..
     return tuple(offsets), tuple(sizes)
 
 
-# ---- Weights that lie in rows, not in files for `from_pretrained`: back into a model that trains ----
+# ---- Weights in rows, not in files for `from_pretrained`: back into a model that trains ----
 
 _THEN = "Nothing was trained; resume from another checkpoint."
 
@@ -171,7 +172,9 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
                 tensors[name].detach().copy_(values.view(tensors[name].shape))
             return others
 
+    # All ranks have read before any sends: a rank with a damaged file would leave the others in a broadcast.
     others = on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
+    # Behind the read: each rank has only its own part, and stages 0 to 2 need the whole.
     engine.state.share_weights()
     for name in others:
         transport = engine.state.group_of(tensors[name]).all_transport
@@ -203,7 +206,7 @@ def names_in(
     return name_of
 
 
-# ---- The weights that a folder holds, whoever saved it: which tensor lies in which file, and what is in it ----
+# ---- The weights of a folder from any writer: tensors, files and contents ----
 
 ADAPTER_SAFE_WEIGHTS_NAME = "adapter_model.safetensors"
 """peft's. transformers has it, too, and takes half a second to say so."""
@@ -240,11 +243,13 @@ def weight_files(folder: Path) -> list[str]:
         raise CheckpointError(f"hf_zero: {no_folder(folder)}.")
     index = folder / SAFETENSORS_INDEX_FILE
     if index.is_file():
+        # Before the index is opened: a folder from the Hub may hold a link to any file.
         refuse_links(folder, [index])
         weight_map = read_mapping(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise CheckpointError(f"hf_zero: {index} is damaged: its weight_map is no mapping from tensors to files.")
         names = sorted(set(weight_map.values()))
+        # An index from the Hub may name any path; only files of this folder are opened.
         bad = [n for n in names if not is_inside(n) or Path(n).name != n or not (folder / n).is_file()]
         if bad:
             raise CheckpointError(f"hf_zero: {index} names {bad[0][:200]!r}, which is not a file of {folder}.")

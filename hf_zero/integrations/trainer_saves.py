@@ -67,6 +67,7 @@ class CheckpointSaver:
         self._background = Background(engine.device)
         self._may_be_async = engine.config.checkpoint.async_save
         mine = (uuid.uuid4().hex, secrets.token_bytes(32))
+        # By the process group, not the store: whoever reaches the store must not know the secret.
         name, secret = engine.world.exchange(mine, "first save of a Trainer")[0]
         self._store_exchange = StoreExchange(engine.world_groups, name, secret, engine.config.comm.limit_s)
         self._former_best: str | None = None

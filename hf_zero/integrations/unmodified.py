@@ -106,6 +106,7 @@ class Door:
                 "torch": lambda _: self._watch_steps(entered),
                 "accelerate": lambda accelerate: self._seat(entered, accelerate.Accelerator),
             }
+            # Behind the script's own import: importing accelerate earlier would change what the script sets up before.
             entered.enter_context(AfterImport(calls))
             yield
 
@@ -114,6 +115,7 @@ class Door:
 
         @wraps(build)
         def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            # Before accelerate builds anything: it notes a plugin in environment variables, which outlive the error.
             _refuse_other_engines(kwargs)
             # Before accelerate sets up NCCL.
             plugin = self._made_plugin()

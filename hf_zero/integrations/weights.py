@@ -72,6 +72,7 @@ def weight_faults(folder: Path) -> list[str]:
     """Lists the faults of the weights against the model of the folder's config."""
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         return []
+    # First: a link or a pipe would be opened by everything below.
     faults = entry_faults(folder)
     if faults:
         # What these lead to is not looked at.
@@ -81,6 +82,7 @@ def weight_faults(folder: Path) -> list[str]:
             saved, as_in_files = weights.tensors, weights.as_in_files
     except CheckpointError as error:
         return [in_words(error)]
+    # Two files with one name: `from_pretrained` would take either.
     counts = Counter(tensor.name for tensor in saved)
     faults = [f"{tensor.name} is empty" for tensor in saved if 0 in tensor.shape]
     faults += [f"{name} is in two files" for name, count in counts.items() if count > 1]
