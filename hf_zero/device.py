@@ -272,7 +272,6 @@ class _QueueClock:
         return _QueueMoment(self)
 
     def recorded(self) -> torch.Event:
-        """Records an event in the current queue."""
         try:
             event = self.free.pop()
         except IndexError:
@@ -463,7 +462,7 @@ def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -
 
 
 def reserve_apart(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-    """Like `reserve`, with `own` outside of `flat` on every device, so that the two may hold different values."""
+    """Reserves with `own` outside of `flat` on every device, so that the two may hold different values."""
     kind = ApartHostReservation if device.type == "cpu" else partial(ResizedReservation, device=device)
     return kind(numel, dtype, kept=kept)
 

@@ -15,7 +15,7 @@ class PlanError(ConfigError):
 
 
 class NothingFitsError(PlanError):
-    """Every set-up is too large.
+    """No set-up fits.
 
     Attributes:
         least: the settings of the one that needs least.
@@ -191,7 +191,7 @@ def plan_states(
 
 
 def _sum_if_known(parts: Sequence[int | None]) -> int | None:
-    """None where a part is not known."""
+    """Sums the parts; None if one is unknown."""
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else None
 
@@ -209,7 +209,7 @@ def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int | None:
 
 
 def _buffer_bytes(costs: Sequence[BucketCost], limit: int) -> int:
-    """Of whole gradients on their way, and of sums that do not land where they stay."""
+    """Counts bytes of buffers of whole gradients, and of sums in temporary memory."""
     whole = pool_numel([cost.layout for cost in costs], limit) * max(cost.reduce_bytes for cost in costs)
     beside = [cost.layout.shard_numel * cost.reduced_bytes for cost in costs if cost.apart]
     return whole + sum(sorted(beside, reverse=True)[:limit])
@@ -320,12 +320,11 @@ class Forecast:
 
     @property
     def state_bytes(self) -> int:
-        """Of parameters, gradients, masters and optimizer state, in memory and in files."""
+        """Counts bytes of parameters, gradients, masters and optimizer state, in memory and in files."""
         kept = (*STATE_KINDS, "gradient buffers")
         return sum(self.device.get(kind, 0) + self.host.get(kind, 0) for kind in kept) + self.disk_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "name": self.name,
             "settings": dict(self.settings),
@@ -548,17 +547,16 @@ class Room:
 
 
 def size(nbytes: float) -> str:
-    """In words: 12.3 MB, 4.56 GB."""
+    """Formats bytes: 12.3 MB, 4.56 GB."""
     return f"{nbytes / 1e6:.1f} MB" if nbytes < 1e9 else f"{gb(nbytes)} GB"
 
 
 def gb(nbytes: float) -> str:
-    """A number of GB."""
     return f"{nbytes / 1e9:.2f}" if nbytes < 10e9 else f"{nbytes / 1e9:.1f}"
 
 
 def of(part: float, whole: float) -> str:
-    """In words: 390 of 410 MB."""
+    """Formats a share: 390 of 410 MB."""
     if max(part, whole) < 1e9:
         return f"{part / 1e6:.0f} of {whole / 1e6:.0f} MB"
     return f"{gb(part)} of {gb(whole)} GB"

@@ -57,7 +57,7 @@ class EngineReference:
 
 
 def attach(engine: object, holders: Iterable[nn.Module | nn.Parameter], *, keeps: bool) -> None:
-    """Lets modules and parameters know their engine."""
+    """Tells modules and parameters their engine."""
     reference = EngineReference(engine, keeps=keeps)
     for holder in holders:
         holder.__dict__[_ATTRIBUTE] = reference

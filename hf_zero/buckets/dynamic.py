@@ -42,7 +42,7 @@ _DEVICE_CHUNK_NUMEL = 1 << 22
 
 @dataclass(frozen=True)
 class DynamicCode:
-    """Which 256 values the codes 0 to 255 stand for, in ascending order. `signed`: the first moment's, else the second's."""
+    """Maps the codes 0 to 255 to 256 ascending values. `signed`: the first moment's, else the second's."""
 
     signed: bool
 

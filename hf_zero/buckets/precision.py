@@ -327,7 +327,6 @@ class CollectiveCost:
     bytes_a_second: float
 
     def seconds(self, nbytes: int) -> float:
-        """Estimates a collective of `nbytes` in all."""
         return self.latency_s + nbytes / self.bytes_a_second
 
     def bucket_bytes(self, total_bytes: int) -> int:

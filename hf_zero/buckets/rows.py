@@ -27,7 +27,6 @@ class PackedState:
 
     @classmethod
     def zeros(cls, numel: int, code: DynamicCode, tier: Tier) -> "PackedState":
-        """Makes a state of zeros, in memory of `tier`."""
         codes = tier.empty(numel, torch.uint8).fill_(code.zero)
         return cls(codes, tier.empty(blocks(numel), torch.float32).zero_(), code)
 

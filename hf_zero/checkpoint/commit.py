@@ -74,7 +74,6 @@ class Disk:
 
     @classmethod
     def shared(cls, rank: int = 0, world_size: int = 1) -> "Disk":
-        """Returns the disk that all ranks see."""
         return cls(ranks=tuple(range(world_size)), rank=rank, world_size=world_size)
 
     @property

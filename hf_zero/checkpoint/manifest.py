@@ -102,7 +102,7 @@ class Manifest:
         return Box.whole(self.whole_shape(row.kind, row.name) or ()) if box is None else box
 
     def with_files(self, files: Mapping[str, FileRecord]) -> "Manifest":
-        """The same manifest, vouching for these files."""
+        """Returns the same manifest with these files."""
         return dataclasses.replace(self, files=dict(files))
 
     def whole_shape(self, kind: str, name: str) -> tuple[int, ...] | None:

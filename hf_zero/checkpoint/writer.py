@@ -144,7 +144,7 @@ def _manifest(
 
 @cache
 def _versions() -> Mapping[str, str]:
-    """Of the libraries in use; looked up once, since that takes 20 ms of every save."""
+    """Returns the versions of the libraries; cached, since that takes 20 ms of every save."""
     return {library: importlib.metadata.version(library) for library in _LIBRARIES}
 
 

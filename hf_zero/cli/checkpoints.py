@@ -176,7 +176,7 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 
 def _reached(folder: Path) -> dict[str, Any]:
-    """How far a Trainer had come, from its own file."""
+    """Reads a Trainer's progress from its own file."""
     from ..checkpoint.structure import STATE_NAME
 
     path = folder / STATE_NAME

@@ -55,7 +55,7 @@ def all_results_or_none(
     error: Callable[[int, Any], Exception],
     tell: Callable[[Exception], Any] = str,
 ) -> list[Result]:
-    """Like `all_or_none`, and returns every rank's result in rank order. Results are picklable, and go with the one exchange."""
+    """Works like `all_or_none`, and returns every rank's result in rank order. Results are picklable."""
     result, fault = _attempt(work)
     results: list[Result] = []
 

@@ -101,7 +101,7 @@ def _connected(
 
 @contextmanager
 def _reachable() -> Iterator[str | None]:
-    """Has gloo listen at the interface that reaches the other hosts; yields the interface, None for gloo's own choice.
+    """Makes gloo listen at the interface that reaches the other hosts; yields that, or None for gloo's own choice.
 
     gloo listens at the address of the host's name. In many containers and clusters the name stands for the loopback address, and
     ranks of other hosts connect in vain, while NCCL finds an interface without the name. GLOO_SOCKET_IFNAME goes first. A default
@@ -189,7 +189,7 @@ def urgent_options(backend: str | None, timeout: timedelta) -> object | None:
 
 @contextmanager
 def _in_batch() -> Iterator[None]:
-    """Has the threads that gloo makes inside run as batch threads; see [Note: a lock and a core]. On Linux alone."""
+    """Makes gloo's new threads run as batch threads; see [Note: a lock and a core]. On Linux alone."""
     if not (hasattr(os, "SCHED_BATCH") and _THREADS.is_dir()):
         yield
         return

@@ -233,7 +233,7 @@ class LocalTransport(Transport):
         return self._nothing(label)
 
     def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
-        """One rank already holds its own values."""
+        """Does nothing: one rank already holds its own values."""
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         return values
@@ -242,7 +242,7 @@ class LocalTransport(Transport):
         return lambda: values
 
     def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
-        """One rank is all ranks."""
+        """Returns at once: one rank is all ranks."""
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         return [value]

@@ -234,7 +234,6 @@ class Watch:
         return min(list(self._inside.values()), key=lambda wait: wait.since_s, default=None)
 
     def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
-        """Makes the error of a wait that failed."""
         return CommunicationError(
             f"hf_zero: the {wait.what} failed: {wait.failure}\nA peer ended, or did not reach this collective in time. Look at "
             "the first rank that stopped: its own error is the reason."

@@ -78,7 +78,7 @@ def _other_engines() -> Iterator[Finding]:
 
 
 def default_config_file() -> Path:
-    """Where `accelerate launch` without --config_file looks."""
+    """Returns the file that `accelerate launch` reads without --config_file."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     home = Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser()
     yaml_file, json_file = (home / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json"))
@@ -370,7 +370,7 @@ class Diagnosis:
         return [finding for finding in self.findings if finding.status == "bad"]
 
     def to_json(self) -> str:
-        """One document: whether all is good, and the findings."""
+        """Returns one document: whether all is good, and the findings."""
         return json.dumps({"good": self.is_good, "findings": [asdict(finding) for finding in self.findings]}, indent=2)
 
 

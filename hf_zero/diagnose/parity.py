@@ -110,7 +110,7 @@ class LocalValues:
 
 
 def _own_group(copies: ModelCopies) -> dist.ProcessGroup | None:
-    """Of the ranks that hold the same part as this one. Collective."""
+    """Makes the group of the ranks with the same part as this one. Collective."""
     made = [(alike, dist.new_group(list(alike))) for alike in copies.alike]
     return next(group for alike, group in made if dist.get_rank() in alike)
 
@@ -287,7 +287,7 @@ def full_gradients(
 def full_parameters(
     named: Mapping[str, nn.Parameter], engine: ZeroEngine | None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Each whole parameter. Collective with an engine."""
+    """Yields each whole parameter. Collective with an engine."""
     if engine is not None:
         engine.finish_parameters()
     for name, parameter in named.items():

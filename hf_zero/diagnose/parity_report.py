@@ -49,13 +49,13 @@ class Recording:
 
     @property
     def facts(self) -> Facts | None:
-        """None where no optimizer step came."""
+        """Returns the run's facts; None without an optimizer step."""
         path = self._folder / "facts.json"
         return Facts(**json.loads(path.read_text())) if path.is_file() else None
 
     @property
     def losses(self) -> list[list[list[float]]]:
-        """By rank, step and micro-batch."""
+        """Returns the losses by rank, step and micro-batch."""
         return [trace["losses"] for trace in self._traces]
 
     @property
@@ -77,7 +77,6 @@ class Recording:
         return self._load(f"gradients-{step}")
 
     def parameters(self, step: int) -> Tensors:
-        """Returns the parameters after a step."""
         return self._load(f"parameters-{step}")
 
     def _load(self, name: str) -> Tensors:
@@ -110,7 +109,7 @@ INEXACT = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why two runs need not have the same bits.
+    """A reason why two runs need not have the same bits.
 
     Attributes:
         tolerance: relative difference that is still as expected for this reason.
@@ -124,7 +123,7 @@ class Reason:
 
 
 def reasons_of(stock: Recording, engine: Recording) -> list[Reason]:
-    """Every reason for other bits than DDP's; none where the two runs must be bitwise equal."""
+    """Lists the reasons for other bits than DDP's; none if the two runs must be bitwise equal."""
     facts = engine.facts
     if facts is None or facts.config is None:
         return []
@@ -200,7 +199,7 @@ class ParityError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One place in which two runs differ.
+    """A place in which two runs differ.
 
     Attributes:
         step: the optimizer step, from 0; the first may have begun with other parameters.
@@ -258,7 +257,7 @@ class ParityReport:
         return not self.reasons
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, in which numbers that are not finite are texts."""
+        """Converts the report for JSON, with texts for numbers that are not finite."""
         return _plain(dataclasses.asdict(self) | {"bitwise_expected": self.bitwise_expected})
 
     def __str__(self) -> str:
@@ -357,7 +356,7 @@ def _refuse_unlike(stock: Recording, engine: Recording) -> None:
 
 
 def _differences(stock: Recording, engine: Recording, allowed: float) -> Iterator[Difference]:
-    """All differences, in the order in which they came about. Gradients are in the order of backward."""
+    """Lists all differences in their order in time. Gradients are in the order of backward."""
     order = list(stock.facts.order) if stock.facts is not None else []
     before = stock.start()
     yield from _of_tensors(0, "start", before, engine.start(), order, allowed)

@@ -212,7 +212,7 @@ _Result = TypeVar("_Result")
 
 
 class StepThread:
-    """One thread, so that steps follow each other, with its own number of CPU threads for torch's operations.
+    """A thread in which steps follow each other, with its own number of CPU threads for torch's operations.
 
     Args:
         cores: for those operations.

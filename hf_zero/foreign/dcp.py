@@ -20,7 +20,7 @@ _VERSIONS = (None, "1.0.0")
 
 
 class DcpFolder(ChunkedFolder):
-    """One folder of torch.distributed.checkpoint.
+    """A folder of torch.distributed.checkpoint.
 
     Raises:
         CheckpointError: not finished, damaged, or written with settings that are not covered.
@@ -319,7 +319,7 @@ def _opened(folder: Path) -> tuple[ChunkedFolder, DcpFolder]:
 
 
 def _optimizer_beside(folder: Path) -> Path:
-    """Where transformers' `save_optimizer_distributed` was told to save, next to the weights or below them."""
+    """Finds the folder of transformers' `save_optimizer_distributed`, next to the weights or below them."""
     found = [place for place in (folder, *sorted(folder.iterdir())) if (place / METADATA_NAME).is_file()]
     if len(found) == 1:
         return found[0]

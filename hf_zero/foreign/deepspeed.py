@@ -29,7 +29,7 @@ _THEN = "Continue it with DeepSpeed, or export its weights with DeepSpeed's zero
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFiles:
-    """One step's files, opened.
+    """The opened files of one step.
 
     Attributes:
         step_folder: `global_stepN`.
@@ -269,7 +269,7 @@ class DeepSpeedCheckpoint(ForeignCheckpoint):
         return self._runs[name][0].bank
 
     def _refuse_short(self) -> None:
-        """Every run must lie inside every kind of its bank: a state that is elsewhere (NVMe) has no elements here."""
+        """Refuses a run outside of a kind of its bank: state on NVMe has no elements here."""
         for name, runs in self._runs.items():
             kinds = self.kinds_of(name)
             for run in runs:
@@ -285,7 +285,7 @@ class DeepSpeedCheckpoint(ForeignCheckpoint):
 
 
 def _banks_of(state: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """One rank's banks: kind → flat tensor, or a value that holds for all of the bank."""
+    """Returns one rank's banks: kind → flat tensor, or a value that holds for all of the bank."""
     if int(state["zero_stage"]) == 3:
         masters, saved = state.get("fp32_flat_groups"), state.get("optimizer_state_dict")
     else:

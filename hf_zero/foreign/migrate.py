@@ -185,7 +185,7 @@ def _keys(settings: Mapping[Any, Any], table: Table, prefix: str = "") -> Iterat
 
 
 def _hindrance(base: Mapping[str, Any], chosen: Mapping[str, Any], verdict: Verdict) -> str | None:
-    """Why settings do not go with those that were chosen; None where they do."""
+    """Says why settings contradict the chosen ones; None if they agree."""
     for name, value in verdict.settings.items():
         if name in chosen and chosen[name] != value:
             return f"`{name}` is {shown(chosen[name])} by another key; it has one value here"

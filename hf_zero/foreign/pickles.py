@@ -31,7 +31,7 @@ class Unread:
 
 
 class Record:
-    """In the place of a dataclass: its fields are in `fields`, and nothing of the class itself is there.
+    """Stands for a dataclass with its fields in `fields`, and with nothing of the class itself.
 
     Those of a class that pickles them without names are in `unnamed`.
     """

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 
 class Fate(str, Enum):
-    """Which of the three lists a key is in."""
+    """The three lists of keys."""
 
     MAPPED = "mapped"
     NOT_NEEDED = "not needed"
@@ -97,7 +97,6 @@ def one_of(values: Mapping[Any, Mapping[str, Any]], otherwise: str, off: str = "
 
 
 def switch(settings: Mapping[str, Any], off: str = "off, or left to its default") -> Rule:
-    """Settings for a feature that is on."""
     return lambda value, section: unneeded(off) if is_off(value) else mapped(settings)
 
 

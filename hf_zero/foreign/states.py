@@ -127,7 +127,7 @@ MASTER = "master"
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignGroup:
-    """One group of the saved optimizer: its settings (learning rate, betas, …) and its parameters' names."""
+    """A group of the saved optimizer: its settings (learning rate, betas, …) and its parameters' names."""
 
     settings: dict[str, Any]
     names: tuple[str, ...]
@@ -166,7 +166,7 @@ class ForeignCheckpoint(ABC):
         """
 
     def read_part(self, kind: str, name: str, box: Box, interval: Interval) -> torch.Tensor:
-        """The same of a part of the parameter; `interval` is of the part."""
+        """Reads elements of a part of the parameter; `interval` counts in the part."""
         if box.is_whole:
             return self.read(kind, name, interval)
         runs = box.runs(interval)
@@ -177,7 +177,7 @@ class ForeignCheckpoint(ABC):
         """Frozen parameters and buffers, whole, by their names in the model."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight of the model, whole; trained ones as the optimizer kept them. One at a time."""
+        """Yields every weight of the model, whole; trained ones as the optimizer kept them."""
         for name, shape in self.shapes.items():
             yield name, self.read(MASTER, name, Interval(0, torch.Size(shape).numel())).view(shape)
         yield from self.other_weights()
@@ -187,7 +187,7 @@ class ForeignCheckpoint(ABC):
         return self.shapes | {name: tuple(value.shape) for name, value in self.other_weights()}
 
     def weight_dtype(self, name: str) -> torch.dtype:
-        """In which `read_weight` gives a weight."""
+        """Returns the dtype of `read_weight` for a weight."""
         return self.read_weight(name, Box.whole(self.weight_shapes()[name]), Interval(0, 1)).dtype
 
     def read_weight(self, name: str, box: Box, interval: Interval) -> torch.Tensor:
@@ -225,7 +225,7 @@ _THEN = "Resume from another checkpoint."
 
 
 class WeightShards(ChunkedFolder):
-    """Each file says where in the whole tensors its boxes begin; nothing says how large tensors are, or how many files there are.
+    """Files of boxes of whole tensors. Each names its boxes' offsets; none the tensors' sizes or the number of files.
 
     The last ranks' files may so be missing without a gap. Whoever reads a tensor compares its shape first: with the model, its
     config or the optimizer's state.
@@ -297,7 +297,7 @@ def _add_chunks(found: dict[str, _Found], path: Path) -> None:
 
 
 def _offsets_of(said: str, path: Path) -> dict[str, tuple[int, ...]]:
-    """Where each tensor's box begins, by name."""
+    """Reads the beginning of each tensor's box, by name."""
     try:
         return {name: tuple(map(index, place["saved_offsets"])) for name, place in json.loads(said).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -58,7 +58,7 @@ _TOKEN = re.compile(r"\b(hf|api)_[A-Za-z0-9_]{16,}")
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where a push goes.
+    """The target of a push.
 
     Attributes:
         repo_id: such as "me/my-model"; "my-model" is one of the account that the token belongs to.
@@ -204,7 +204,7 @@ def _remote_faults(
     token: str,
     revision: str,
 ) -> list[str]:
-    """How the files of a commit differ from those that were sent of a folder, in words."""
+    """Lists in words the differences between a commit's files and those that were sent of a folder."""
     found = api.verify_repo_checksums(to.repo_id, revision=revision, local_dir=folder, token=token)
     left = [name for name in _matching(found.missing_paths, mirrored) if name not in sent]
     return [

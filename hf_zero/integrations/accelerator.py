@@ -396,7 +396,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return super().free_memory(*objects)
 
     def _newest_state(self) -> Path:
-        """Where accelerate's automatic checkpoint naming wrote last."""
+        """Returns the last folder of accelerate's automatic checkpoint naming."""
         is_automatic = self.project_configuration.automatic_checkpoint_naming
         numbered = numbered_states(self) if is_automatic else []
         if not numbered:

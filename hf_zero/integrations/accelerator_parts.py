@@ -45,7 +45,7 @@ class NoSync:
         self._engine = weakref.ref(engine) if engine is not None else lambda: None
 
     def __call__(self) -> AbstractContextManager[None]:
-        """As `ZeroEngine.no_sync`. Raises `NotImplementedError`: accelerate's LocalSGD asks."""
+        """Opens `ZeroEngine.no_sync`. Raises `NotImplementedError` for accelerate's LocalSGD."""
         engine = self._engine()
         if engine is None:
             return nullcontext()

@@ -188,7 +188,7 @@ def announce(
 
 
 def _hindrances(engine: ZeroEngine) -> str:
-    """Why collectives overlap less than the settings ask for."""
+    """Lists the reasons why collectives overlap less than the settings ask for."""
     if engine.groups.backend != "nccl":
         return ""
     found = ""
@@ -208,13 +208,13 @@ def _plan_of(
 
 
 def _all_buckets(engine: ZeroEngine) -> list[Bucket]:
-    """Those of frozen parameters too, which stage 3 has."""
+    """Returns all buckets, also stage 3's of frozen parameters."""
     frozen = [bucket for unit in engine.sharded.schedule.units for bucket in unit.buckets if not bucket.trained]
     return [*engine.buckets, *frozen]
 
 
 def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> int:
-    """Of parameters that take no gradients, and of buffers, each whole."""
+    """Counts bytes of frozen parameters and of buffers, each whole."""
     trained = {slot.parameter for bucket in engine.buckets for slot in bucket.slots}
     frozen = [p for p in engine.model.parameters() if p not in trained and p not in without]
     return sum(tensor.nbytes for tensor in (*frozen, *engine.model.buffers()))
@@ -269,7 +269,7 @@ def _peak(forecast: Forecast) -> str:
 
 
 def _dtypes(engine: ZeroEngine) -> str:
-    """Of parameters, of gradients as they travel and as they are added, of the step, and of masters kept from step to step."""
+    """Lists the dtypes of parameters, of gradients in collectives and sums, of the step, and of kept masters."""
     precisions = [bucket.precision for bucket in engine.buckets]
     masters = [b.precision.master if b.keeps_master or b.precision.casts else None for b in engine.buckets]
     kinds: dict[str, list] = {
@@ -349,7 +349,6 @@ def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 
 def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
-    """Lists quantised collectives."""
     comm = engine.config.comm
     if not comm.quantises or engine.groups.shard_size == 1:
         return []
@@ -377,7 +376,7 @@ def _not_in_memory(engine: ZeroEngine) -> str:
 
 
 def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
-    """How parameters are gathered, at stage 3."""
+    """Describes the gathers of parameters at stage 3."""
     schedule = engine.sharded.schedule
     root, *layers = schedule.units
     if engine.sharded.is_empty:

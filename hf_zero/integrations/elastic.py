@@ -46,7 +46,7 @@ def trap_of_agents_store(environment: Mapping[str, str] = os.environ) -> str | N
 
 
 def exchange_between_ranks(value: Value) -> list[Value]:
-    """Every rank's picklable value in rank order. Collective."""
+    """Returns every rank's picklable value in rank order. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -90,7 +90,7 @@ class DataPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """How the rows of an optimizer step are dealt out.
+    """The division of an optimizer step's rows.
 
     Attributes:
         rows: of a micro-batch on a rank.

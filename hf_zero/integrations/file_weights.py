@@ -85,7 +85,7 @@ def _foreign_weights(checkpoint: Path) -> _Weights:
 
 
 def _file_weights(checkpoint: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> _Weights:
-    """Of files that `from_pretrained` reads. `shapes`: of the model's whole tensors, by name."""
+    """Opens files that `from_pretrained` reads. `shapes`: of the model's whole tensors, by name."""
     files = [mapped_tensors(checkpoint / file) for file in weight_files(checkpoint)]
     held = {name: values for file in files for name, values in file.items()}
     if isinstance(model, PreTrainedModel) and not held.keys() <= shapes.keys():
@@ -105,7 +105,7 @@ def _file_weights(checkpoint: Path, model: nn.Module, shapes: Mapping[str, tuple
 def _weights_in_blocks(
     held: Mapping[str, torch.Tensor], blocks: Mapping[str, FileBlock], shapes: Mapping[str, tuple[int, ...]]
 ) -> _Weights:
-    """Of files that have several tensors for one of the model's.
+    """Opens files with several tensors for one of the model's.
 
     Args:
         held: of the files, by name there.

@@ -108,7 +108,7 @@ def launch_of(
     module: str = "hf_zero.run",
     options: Sequence[str] = (),
 ) -> Launch:
-    """How to start a script with the engine, on the GPUs of this machine or on its CPU.
+    """Returns the command that starts a script with the engine, on this machine's GPUs or on its CPU.
 
     Args:
         words: what follows `-m hf_zero.run`: `--zero 2 script.py --its-own arguments`.

@@ -80,7 +80,7 @@ def is_split(model: nn.Module) -> bool:
 
 @contextmanager
 def as_if_whole(model: nn.Module) -> Iterator[None]:
-    """For savers that are given whole tensors on one rank: transformers would meet the other ranks."""
+    """Marks the model as whole for savers on one rank: transformers would otherwise call collectives."""
     config: Any = getattr(model, "config", None)
     said = None if config is None else config.__dict__.get("distributed_config")
     if said is None:

@@ -56,7 +56,7 @@ class _SavedFile:
 
 
 class Layout(ABC):
-    """Where the model's values go. Chosen for each save."""
+    """A layout of the model's values in a checkpoint, chosen for each save."""
 
     def plan(
         self, trainer: Trainer, engine: ZeroEngine, folder: Path, disk: Disk, exchange: Exchange

@@ -125,7 +125,7 @@ class ZeroPlugin(ParallelismConfig):
             self._validate_accelerator(accelerator)
 
     def stand_aside(self) -> None:
-        """Lets steps go on without this plugin, where the engine is there by another door."""
+        """Allows steps without this plugin, if the engine is built in another way."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None

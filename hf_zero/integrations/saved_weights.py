@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FileBlock:
-    """One tensor of a file: a block of a tensor of the model.
+    """A tensor of a file, as a block of a tensor of the model.
 
     Attributes:
         name: of the model's tensor.
@@ -227,7 +227,7 @@ class SavedTensor:
 
     @classmethod
     def packed(cls, name: str, file: str, shape: tuple[int, ...], dtype: str) -> "SavedTensor":
-        """One whose elements take as many bytes as their dtype."""
+        """Describes a tensor whose elements take as many bytes as their dtype."""
         return cls(
             name=name, file=file, shape=shape, dtype=dtype, nbytes=math.prod(shape) * dtype_named(dtype).itemsize
         )
@@ -293,7 +293,7 @@ class Weights(ABC):
 
 
 class FileWeights(Weights):
-    """In files that `from_pretrained` reads."""
+    """Weights in files that `from_pretrained` reads."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -325,7 +325,7 @@ class FileWeights(Weights):
 
 
 class RowWeights(Weights):
-    """In the ranks' rows of a checkpoint of layout `sharded`.
+    """Weights in the ranks' rows of a checkpoint of layout `sharded`.
 
     Args:
         others: the checkpoint's folders on other hosts' disks.
@@ -346,7 +346,7 @@ class RowWeights(Weights):
 
 
 class ForeignWeights(Weights):
-    """In a checkpoint of DeepSpeed ZeRO or FSDP; trained ones in the precision of the optimizer's own values."""
+    """Weights in a checkpoint of DeepSpeed ZeRO or FSDP; trained ones in the optimizer's precision."""
 
     as_in_files = False
 
@@ -366,7 +366,7 @@ class ForeignWeights(Weights):
 
 
 class ShardWeights(Weights):
-    """In a file a rank, as `save_pretrained(..., distributed_checkpoint=True)` writes them; an optimizer need not be there."""
+    """Weights in a file a rank, as `save_pretrained(..., distributed_checkpoint=True)` writes them."""
 
     as_in_files = False
 

@@ -33,7 +33,7 @@ class Seam:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a class or module of another package has `value` under this name."""
+    """Replaces a name of a class or module of another package by `value` inside."""
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:

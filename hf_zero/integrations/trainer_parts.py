@@ -166,7 +166,7 @@ _MIB = 2**20
 
 
 class StepFigures(TrainerCallback):
-    """One Trainer's figures, on the rank that logs. A callback, so that work before the first step is left out."""
+    """A Trainer's figures, on the rank that logs. A callback, so that work before the first step is left out."""
 
     def __init__(self) -> None:
         self._before: CommReport | None = None
@@ -355,7 +355,7 @@ def _weighted_loss(trainer: Any, weight: float) -> Iterator[None]:
 
 
 class RowsOfAStep:
-    """How many rows one Trainer's steps take, and which come next.
+    """Knows the number of rows of one Trainer's steps, and the next ones.
 
     Attributes:
         steps_in_epoch: micro-batches of a rank in a pass over the data; set when training begins.
@@ -409,7 +409,7 @@ class RowsOfAStep:
         return former.epoch, steps * now.accumulation
 
     def position(self) -> DataPosition:
-        """Where training stands after a step."""
+        """Returns the position of training behind a step."""
         done = self._trainer.state.epoch or 0.0
         batches = round(done * self.steps_in_epoch)
         epoch, batches = divmod(batches, max(1, self.steps_in_epoch))

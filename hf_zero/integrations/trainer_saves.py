@@ -149,7 +149,7 @@ class CheckpointSaver:
             live.on_written, self._written = _not_told, None
 
     def give_up(self, error: BaseException) -> None:
-        """Lets a save behind training end, without waiting long for other ranks: `error` is ending this one.
+        """Ends a save behind training without a long wait for other ranks: `error` is ending this one.
 
         One who interrupts the run by hand does not wait long for the disk either: the save is dropped then.
         """

@@ -318,7 +318,7 @@ def _is_even(accelerator: Accelerator, even_batches: bool | None) -> bool:
 
 @contextmanager
 def _batches_made(accelerator: Accelerator, even_batches: bool | None) -> Iterator[None]:
-    """Inside, loaders over datasets with a length make even batches or not."""
+    """Sets even batches on or off inside, for loaders over datasets with a length."""
     before: list[tuple[Any, bool]] = []
     for loader in accelerator._dataloaders if even_batches is not None else ():
         sampler: Any = getattr(loader, "batch_sampler", None)

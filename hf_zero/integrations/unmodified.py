@@ -100,7 +100,7 @@ class Door:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, Accelerators get the engine; afterwards accelerate and torch are as they were."""
+        """Gives the engine to Accelerators inside; accelerate and torch are unchanged afterwards."""
         with ExitStack() as entered:
             calls: dict[str, Callable[[ModuleType], None]] = {
                 "torch": lambda _: self._watch_steps(entered),

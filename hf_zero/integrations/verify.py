@@ -82,7 +82,7 @@ def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) ->
 
 
 def _whole_runs(manifest: Manifest) -> dict[str, _Run]:
-    """Each file as one run: of a writer's place where a rank has written its rows there, else by its bytes."""
+    """Returns each file as one run: at a writer's place for a rank's rows, else by its bytes."""
     writers = sorted({row.file for row in manifest.rows})
     runs: dict[str, _Run] = {}
     others = {n: r.size for n, r in sorted(manifest.files.items()) if PurePosixPath(n).name not in writers}

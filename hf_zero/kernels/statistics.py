@@ -57,7 +57,6 @@ def gradient_statistics(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def statistics_reference(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`gradient_statistics` in torch."""
     squares = torch.stack([sum_of_squares(shard) for shard in shards]).sum()
     # A finite sum has finite terms; asking so on the host saves a second pass over all gradients.
     if squares.device.type == "cpu" and squares.isfinite():
@@ -111,7 +110,6 @@ def step_scalars(statistics: torch.Tensor, max_norm: float, inverse_scale: torch
 
 
 def scalars_reference(statistics: torch.Tensor, max_norm: float, inverse_scale: torch.Tensor | None) -> torch.Tensor:
-    """`step_scalars` in torch."""
     scale = torch.ones_like(statistics[0], dtype=torch.float32) if inverse_scale is None else inverse_scale.reshape(())
     norm = (statistics[0].sqrt() * scale.double()).float()
     limit = torch.full_like(norm, max_norm)

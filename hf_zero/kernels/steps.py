@@ -63,7 +63,7 @@ class Place:
 
     @property
     def unscaled_gradient(self) -> torch.Tensor:
-        """In float32, times `multiplier`; a new tensor where either changes anything."""
+        """Returns the gradient in float32, times `multiplier`; a new tensor if either changes anything."""
         return self.gradient.float() if self.multiplier is None else self.gradient.float() * self.multiplier
 
     def write(self, weights: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
@@ -122,7 +122,7 @@ def store_weights(weights, copy, w, offsets, mask, INTERPRETED: tl.constexpr):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """One step's settings; `step` counts from 1, and a step that found_inf stops must not be counted."""
+    """The settings of one step; `step` counts from 1, and a step that found_inf stops must not be counted."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -329,7 +329,7 @@ def _unpacked(codes, scale, values, offsets, mask):
 
 @kernel
 def _scale_of(x, SMALLEST: tl.constexpr, IS_SIGNED: tl.constexpr):
-    """Of one block: the element of the largest magnitude; 0 for a subnormal one, NaN for one not finite."""
+    """Returns a block's largest magnitude; 0 for a subnormal one, NaN for one that is not finite."""
     magnitude = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), axis=0)
     scale = magnitude
     if IS_SIGNED:
@@ -396,7 +396,7 @@ def _adamw_in_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class Lion:
-    """One step's settings."""
+    """The settings of one step."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.99)
@@ -474,7 +474,7 @@ def _lion(
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """One step's settings. `first_step` sets the momentum buffer to the gradient, without dampening."""
+    """The settings of one step. `first_step` sets the momentum buffer to the gradient, without dampening."""
 
     lr: float
     momentum: float = 0.0

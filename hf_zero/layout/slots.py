@@ -391,7 +391,7 @@ _SMALL_PART = 4
 
 
 class BufferKind(Enum):
-    """How a bucket's gradient buffer is kept.
+    """The lifetime of a bucket's gradient buffer.
 
     SHARED: one of a few buffers, passed on to buckets that are no larger than the one that it was made for.
     SMALL: one beside those, passed on among small ones. A handful of biases would hold a shared one through the whole backward.

@@ -65,7 +65,6 @@ class Placeholders:
         self._absent: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def of(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOST) -> torch.Tensor:
-        """Returns a placeholder of this shape, dtype and device."""
         key = (dtype, device)
         if key not in self._absent:
             self._absent[key] = torch.full(

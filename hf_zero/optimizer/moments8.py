@@ -118,7 +118,6 @@ class PackedMoments:
             packed[name].pack(values)
 
     def placeholder(self, row: Row) -> torch.Tensor:
-        """Returns a placeholder for one of the row's moments."""
         return self._placeholders.of(row.tensor.shape, torch.float32, row.tensor.device)
 
     def is_placeholder(self, value: Any) -> bool:

@@ -237,7 +237,7 @@ def _kept(config: ZeroConfig) -> dict[str, Any]:
 
 
 def _held_bytes(model: nn.Module, device: torch.device) -> int:
-    """Of the model's own tensors on the device, which are counted once more in every forecast."""
+    """Counts bytes of the model's own tensors on the device, which every forecast counts once more."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
 
@@ -269,7 +269,7 @@ def _machine(device: torch.device, ranks: int, is_16_bit: bool) -> Machine:
 
 
 def _still_to_come_bytes(device: torch.device, ranks: int) -> int | None:
-    """Of a device's memory that libraries take behind the plan; None on the host, where the forecast has its own figure.
+    """Counts a device's bytes that libraries take after the plan; None on the host.
 
     The context of the device is there when free memory is read.
     """
@@ -287,7 +287,7 @@ def _tune(
     batch: MicroBatch,
     mixed_precision: str,
 ) -> Candidate:
-    """The same set-up with the bucket size and the prefetch depth that are quickest, of those that the user has not set.
+    """Finds the quickest bucket size and prefetch depth, as far as the user has not set them.
 
     One that is close takes those that need least.
     """

@@ -320,7 +320,7 @@ class Job:
         return self.forecast_of(name, settings, self.layout(config))
 
     def forecast_of(self, name: str, settings: Mapping[str, Any], layout: Layout) -> Forecast:
-        """The same for a layout."""
+        """Forecasts a layout."""
         config, plan = layout.config, layout.plan(accumulates=self.accumulates)
         passing = self._passing(
             gathered=layout.gathered_bytes(),
@@ -343,7 +343,7 @@ class Job:
         )
 
     def forecast_ddp(self) -> Forecast:
-        """The same under DistributedDataParallel."""
+        """Forecasts DistributedDataParallel."""
         state = ddp_state(self.model, self.optimizers, self.world_size)
         largest = [p.nbytes for p in self.model.parameters() if p.requires_grad]
         passing = self._passing(step=self._step_bytes(largest, kernels=False))
@@ -411,7 +411,7 @@ _DDP_BUCKET_BYTES = 25 * 2**20
 
 
 def step_time(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> StepTime:
-    """Of an optimizer step with a layout. `micro_batches`: of a step."""
+    """Estimates an optimizer step with a layout. `micro_batches`: of a step."""
     groups, config = layout.groups, layout.config
     group = groups.shard if groups.shard.size > 1 else groups.replicate
     nodes = len({groups.nodes[rank] for rank in group.ranks})
@@ -420,7 +420,7 @@ def step_time(layout: Layout, machine: Machine, activations: Activations, micro_
 
 
 def ddp_step_time(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> StepTime:
-    """Under DistributedDataParallel: its all-reduces are stage 0's, in buckets of 25 MiB. `layout`: of stage 0."""
+    """Estimates a step under DistributedDataParallel, as stage 0 in buckets of 25 MiB. `layout`: of stage 0."""
     config = ZeroConfig(stage=0)
     pieces: list[Piece] = []
     for piece in _pieces(layout):

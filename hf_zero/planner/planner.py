@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def settings(self) -> Mapping[str, Any] | None:
-        """Of the recommended set-up; None where nothing fits, {} where DDP does."""
+        """Returns the recommended set-up's settings; None if nothing fits, {} if DDP does."""
         chosen = self.choice.candidate
         return None if chosen is None else chosen.forecast.settings
 
@@ -81,7 +81,6 @@ class Plan:
         return f"# {self.model}: {self.request.world_size} ranks\n{why}{yaml.safe_dump(settings, sort_keys=False)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         request = {name: getattr(self.request, name) for name in self.request.__dataclass_fields__}
         chosen, traced = self.choice.candidate, self.activations
         return {

@@ -198,7 +198,7 @@ class PlanRequest:
         )
 
     def bytes_of(self, name: str) -> int | None:
-        """Of a memory, for each rank."""
+        """Returns the bytes of a memory for each rank."""
         value: Any = getattr(self, name)
         return None if value is None else value // (1 if name == "gpu_memory" else self.gpus)
 
@@ -505,7 +505,7 @@ def _cut(dims: int, name: str, style: str | None) -> tuple[int | None, int]:
 
 
 def _style_of(name: str, plan: dict[str, str]) -> str | None:
-    """Of a parameter, or else of its module; layers' numbers are asterisks in plans."""
+    """Returns the style of a parameter, or else of its module; layers' numbers are asterisks in plans."""
     general = ".".join("*" if part.isdigit() else part for part in name.split("."))
     owner = general.rpartition(".")[0]
     return plan.get(general, plan.get(owner))

@@ -96,18 +96,18 @@ class Machine:
         return self.nodes * self.ranks_a_node
 
     def latency_s(self, ranks: int, nodes: int) -> float:
-        """Of a collective over a ring of `ranks` on `nodes`."""
+        """Returns the latency of a collective over a ring of `ranks` on `nodes`."""
         between = nodes - 1
         return self.call_s + (ranks - 1 - between) * self.step_s + between * self.step_between_s
 
     def bytes_a_second(self, ranks: int, nodes: int) -> float:
-        """That a ring moves: the slower of its two levels."""
+        """Returns the bandwidth of a ring: that of the slower of its two levels."""
         if nodes == 1:
             return self.node_bytes_a_second
         return min(self.node_bytes_a_second, self.link_bytes_a_second * ranks / nodes)
 
     def collective_s(self, nbytes: float, ranks: int, nodes: int) -> float:
-        """Of a reduce-scatter or an all-gather of `nbytes` in all: latency, and bytes by bandwidth."""
+        """Estimates a reduce-scatter or an all-gather of `nbytes` in all: latency, and bytes by bandwidth."""
         if ranks == 1 or not nbytes:
             return 0.0
         return self.latency_s(ranks, nodes) + nbytes * (ranks - 1) / ranks / self.bytes_a_second(ranks, nodes)
@@ -199,7 +199,7 @@ class _Link:
 
 
 class _Simulation:
-    """One step.
+    """Simulates one step.
 
     Args:
         pieces: in the order in which backward brings them.

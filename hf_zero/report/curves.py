@@ -77,7 +77,6 @@ def shown_count(count: int) -> str:
 
 
 def shown_share(part: float, whole: float) -> str:
-    """A part in percent."""
     if not whole:
         return "0 %"
     percent = 100 * part / whole

@@ -147,7 +147,7 @@ def _in_words(plot: Plot) -> str:
 
 
 def _numbers(plot: Plot) -> Markup:
-    """Some of the values as a table that opens."""
+    """Shows some of the values as a table that opens."""
     series = [series for series in plot.series if series.role != "beside"]
     places = sorted({step for one in series for step, _ in one.points})
     places = [places[round(at * (len(places) - 1) / max(1, _MOST_NUMBERS - 1))] for at in range(_MOST_NUMBERS)]

@@ -104,7 +104,7 @@ def _rounded(value: float) -> int | float:
 
 
 class StepTrace:
-    """From the end of one optimizer step to the end of the next, by the clock of the device that is trained on.
+    """Traces from the end of one optimizer step to the end of the next, by the training device's clock.
 
     It costs that step two moments a collective and one a phase; nothing waits for them.
 

@@ -105,7 +105,7 @@ def time_section(run: RunLines) -> Section | None:
 
 
 def timeline_section(run: RunLines) -> Section | None:
-    """One step's spans."""
+    """Shows one step's spans."""
     if not run.traces:
         return None
     trace = run.traces[-1]
@@ -236,7 +236,6 @@ def peak_bytes(run: RunLines) -> float:
 
 
 def _rows(lines: Sequence[dict[str, Any]], width: int) -> list[list[Any]]:
-    """The rows of the last of these lines."""
     rows = lines[-1].get("rows") if lines else None
     return [row for row in rows if isinstance(row, list) and len(row) == width] if isinstance(rows, list) else []
 
@@ -306,7 +305,7 @@ _GROWTH = 1.1
 
 
 def findings(run: RunLines) -> tuple[str, ...]:
-    """In sentences, the gravest first."""
+    """Lists findings in sentences, the gravest first."""
     return tuple(
         sentence
         for find in (_ending, _not_finite, _skipped, _spikes, _slow_steps, _growth, _resumed, _damage)
@@ -315,7 +314,7 @@ def findings(run: RunLines) -> tuple[str, ...]:
 
 
 def state_of(run: RunLines) -> str:
-    """How the run ended."""
+    """Says how the run ended."""
     last = max((line["step"] for line in (*run.steps, *run.logs)), default=0)
     if not run.has_log:
         return f"Known up to step {last:,}."

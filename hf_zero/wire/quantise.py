@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Code(ABC):
-    """How an element that has been divided by its block's scale is written.
+    """A code for elements that have been divided by their block's scale.
 
     Attributes:
         name: as the config has it.
@@ -58,7 +58,7 @@ class Code(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """How an element is written, and how many elements share a scale, a power of two from 32 to 4096."""
+    """The code of an element, and the number of elements with a common scale: a power of two from 32 to 4096."""
 
     code: Code
     block_numel: int = BLOCK_NUMEL
