@@ -1,8 +1,7 @@
-"""Objects of others in classes of ours, which show themselves as before; and parameters of which torch asks before it reads them.
+"""Guards: classes mixed before those of objects of others, and parameters of which torch asks before each read.
 
-A class with `__torch_function__` is asked for leave to run any operation, and an ordinary Parameter is not of such a class. So
-for as long as a parameter's values may not be read as they are, its class is a subclass of its own one and of a mixin that
-answers.
+torch asks a class with `__torch_function__` before any operation, and Parameter is no such class. So while a parameter's values
+must not be read, its class is a subclass of its own class and of a mixin that answers torch.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ else:
     _TensorBase = object
 
 look_only = torch._C.DisableTorchFunctionSubclass
-"""A context in which torch asks nobody: for loops of the engine's own that look at many parameters and read none."""
+"""A context without these questions, for the engine's own loops over many parameters that read no values."""
 
 _ATTRIBUTES = """
     shape dtype device layout ndim itemsize nbytes names name output_nr grad_fn grad_dtype is_leaf requires_grad retains_grad
@@ -50,7 +49,7 @@ def _existing(holder: object, names: str) -> list[Any]:
 
 
 def _looks() -> frozenset[Any]:
-    """Everything that needs no values. torch spells the reading of an attribute as its descriptor's `__get__`."""
+    """Lists all operations that need no values. torch spells the reading of an attribute as its descriptor's `__get__`."""
     found = [*_existing(torch.Tensor, _METHODS), *_existing(torch, _FUNCTIONS)]
     for attribute in _existing(torch.Tensor, _ATTRIBUTES):
         found += _existing(attribute, "__get__ __set__ __delete__")
@@ -61,14 +60,14 @@ LOOKS = _looks()
 """The operations that need no values."""
 
 EDITS = frozenset([*_existing(torch.Tensor, _EDITS), *_existing(torch, _EDITS)])
-"""The operations that edit each element by itself, where what else they take are numbers."""
+"""The operations that edit each element by itself, if their other operands are numbers."""
 
 ALIASING = frozenset([*_existing(torch.Tensor.data, "__get__"), torch.Tensor.detach, torch.detach])
-"""What hands out the same values under another name; whoever gets it may only want its dtype."""
+"""Operations that return the same values under another name; the caller may only want the dtype."""
 
 
 def named_as(mixin: type, kind: type, **members: Any) -> type:
-    """A subclass of `kind` with `mixin` before it, which has the name and the module of `kind`."""
+    """Makes a subclass of `kind` with `mixin` before it, and with the name and module of `kind`."""
     shown = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (mixin, kind), shown | members)
 
@@ -99,9 +98,9 @@ def _remade(mixin: type, make: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def mix_in(instance: Any, mixin: type) -> None:
-    """Replaces the class of an object that others have made by one with `mixin` before it. Again is harmless.
+    """Replaces the class of an object by one with `mixin` before it. A second call changes nothing.
 
-    The object has the `repr`, the class's name and the module that it had. Copies and pickles get the mixin, too.
+    `repr`, the class's name and its module stay. Copies and pickles get the mixin, too.
     """
     if not isinstance(instance, mixin):
         kind: Any = type(instance)
@@ -109,7 +108,7 @@ def mix_in(instance: Any, mixin: type) -> None:
 
 
 class Disguised(_TensorBase):
-    """What the mixins of disguises have in common."""
+    """The base of the mixins of guards."""
 
     __slots__ = ()
 
@@ -117,13 +116,13 @@ class Disguised(_TensorBase):
 
 
 class Disguise:
-    """Gives parameters, or other tensors, a class that a mixin is part of, and their own one again.
+    """Puts a mixin into the class of parameters or other tensors, and takes it out again.
 
     Args:
         mixin: answers torch in `__torch_function__`.
 
     Attributes:
-        classes: those that parameters wear.
+        classes: of guarded parameters.
     """
 
     def __init__(self, mixin: type[Disguised]):
@@ -132,14 +131,13 @@ class Disguise:
         self.classes: set[type] = set()
 
     def put_on(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Unless they wear it. Each layer of stage 3 comes here twice in a step."""
+        """Guards these parameters. Each layer of stage 3 comes here twice in a step."""
         for parameter in parameters:
             kind: Any = type(parameter)
             if kind not in self.classes:
                 parameter.__class__ = self._made.get(kind) or self._make(kind)
 
     def take_off(self, parameters: Iterable[torch.Tensor]) -> None:
-        """If they wear it."""
         for parameter in parameters:
             kind: Any = type(parameter)
             if kind in self.classes:
