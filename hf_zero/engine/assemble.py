@@ -28,6 +28,7 @@ from ..optimizer.replicas import ReplicaCheck
 from .bucketing import BucketBuilder, Division, SplitKinds, check_parameters, owners
 from .buffers import ModelBuffers, has_buffers, ignored_parameters, start_buffers
 from .checks import refuse_beside_split, refuse_renormed_embeddings, refuse_shared_storage
+from .collectives import Wire, choose_wire
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
 from .mesh import Mesh
 from .nonfinite import NonFiniteCheck
@@ -39,7 +40,6 @@ from .schedule import Unsharding
 from .sharded_model import ShardedModel
 from .split_model import CopyChecks, SplitModel
 from .unit import Unit
-from .wire import Wire, choose_wire
 
 # What ranks agree on at the start: that all train the same model with the same settings, and whether by kernels.
 

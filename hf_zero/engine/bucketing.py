@@ -29,8 +29,8 @@ from ..offload.shards import ParameterTier, Placement
 from ..optimizer.sharded_optimizer import keeps_intact, refuse_wrapper
 from .buffers import ignored_by_ddp, ignored_parameters
 from .checks import refuse_other_engines, refuse_second_engine
+from .collectives import Wire
 from .mesh import Mesh
-from .wire import Wire
 
 # ---- Chooses the modules that are units: unsharded before their forward, resharded after it ----
 

@@ -20,7 +20,7 @@ from ..device import Arrival, Reservation, reserve
 from ..layout.slots import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
 from ..offload.copies import Downlink
 from ..offload.tiers import Tier
-from .reductions import Reduction
+from .collectives import Reduction
 
 # ---- A pool of bucket-sized gradient buffers, which stages 2 and 3 fill and reduce one after the other ----
 

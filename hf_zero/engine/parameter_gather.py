@@ -20,7 +20,7 @@ from ..buckets.sharded import leaves
 from ..comm.transport import Handle
 from ..disguise import LOOKS, Disguise, Disguised
 from ..hooks import engine_attached_to
-from .wire import Gather
+from .collectives import Gather
 
 _FRAMES_TO_ZERO_GRAD = 8
 """zero_grad, parameters, named_parameters, _named_members and its callable lie between; some are generators."""

@@ -15,8 +15,8 @@ from ..disguise import look_only
 from ..hooks import WeakHook
 from ..optimizer.holder import StateHolder
 from .buffers import ignored_parameters
+from .collectives import Gather
 from .parameter_gather import is_compiled
-from .wire import Gather
 
 # ---- Which module has each bucketed parameter under which name, and whether it still does ----
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from .backward import differentiable_tensors, has_tensors, is_in_backward
+from .collectives import Gather, Wire
 from .unit import Unit, UnitState, refuse_unseen_edits
-from .wire import Gather, Wire
 
 
 class VisitOrder:

@@ -13,7 +13,7 @@ from ..buckets.memory import GatheredMemory
 from ..comm.transport import Handle
 from ..disguise import look_only
 from ..optimizer.replicas import checksum
-from .wire import Gather
+from .collectives import Gather
 
 # ---- Edits of whole parameters inside a forward, which shards cannot take in ----
 

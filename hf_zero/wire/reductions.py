@@ -13,8 +13,7 @@ from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
 from ..config import CommConfig
 from ..device import allocate
-from ..engine.reductions import Reduction
-from ..engine.wire import GATHER, Gather
+from ..engine.collectives import GATHER, Gather, Reduction
 from ..layout.slots import Interval
 from .collectives import all_gather_blocks, reduce_scatter_blocks
 from .quantise import BlockFormat, block_format
