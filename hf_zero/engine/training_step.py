@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from itertools import chain
 from typing import Any, cast
 
@@ -153,11 +154,33 @@ def _is_waiting(gradient: torch.Tensor | None) -> bool:
 
 # ---- What an engine does around a forward, a backward and `optimizer.step()` ----
 
+# [Note: the order of a step]
+# - Reductions start inside of backward, and are waited for at its end: they run beside autograd's kernels, and what comes
+#   behind backward, a clip or the script's own look at gradients, finds all of them reduced.
+# - Gathers of the last step end before the next one begins: they send from the shards that the optimizer writes.
+# - Masters follow edits of parameters before gradients are judged: a skipped step keeps the edits, too.
+# - Gradients are judged before any row is stepped. A step that has begun cannot be taken back.
+# - Masters are written back, and outer steps taken, before parameters are gathered: ranks send what the next forward reads.
+# - Checksums of owned parts are noted before the gather, which may write over a copy that a flipped bit has changed: nobody
+#   could tell any more whose copy was wrong.
+# - Rows count as known behind the gathers' start: what a script writes later is an edit of its own.
+
 _FAILED = Label(kind="agreement on a failed backward", subject="this micro-batch")
 
 
+class TrainingState(Enum):
+    """Where a training step is on this rank; the value is the name that logs of collectives and reports of late ranks have."""
+
+    BETWEEN = "between steps"
+    FORWARD = "forward"
+    EVALUATE = "evaluate"
+    BACKWARD = "backward"
+    CLIP = "clip"
+    STEP = "optimizer step"
+
+
 class TrainingStep:
-    """Hooks on a model and its optimizers, in the order of a step: forward, backward, clip, step, parameters back.
+    """Hooks on a model and its optimizers: forward, backward, clip, step, parameters back. See [Note: the order of a step].
 
     Args:
         engine: lives as long as the optimizers, whose hooks keep this object.
@@ -271,6 +294,9 @@ class TrainingStep:
         if copies and copies.compares_batches and torch.is_grad_enabled() and not is_in_backward():
             copies.compare_batches(args, kwargs)
 
+    def _enter(self, state: TrainingState) -> None:
+        self._log.site = state.value
+
     @property
     def is_accumulating(self) -> bool:
         """Whether the script is inside of `no_sync`, or has set on the model what `no_sync` sets on DDP."""
@@ -305,7 +331,7 @@ class TrainingStep:
     ) -> torch.Tensor:
         """See `ZeroEngine.clip_grad_norm_`."""
         slot_of, nonfinite = self._parts.slot_of, self._parts.nonfinite
-        self._log.site = "clip"
+        self._enter(TrainingState.CLIP)
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
@@ -365,7 +391,7 @@ class TrainingStep:
         if is_in_backward() or parts.sharded.gathered.is_lent:
             # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
             return
-        self._log.site = "forward" if torch.is_grad_enabled() else "evaluate"
+        self._enter(TrainingState.FORWARD if torch.is_grad_enabled() else TrainingState.EVALUATE)
         self.row_writes.refuse_unsent("a forward begins")
         self.gradients.recover()
         if parts.tier.cores is not None:
@@ -388,7 +414,7 @@ class TrainingStep:
         if self._gathers_layers:
             parts.sharded.after_forward(outputs)
         if torch.is_grad_enabled():
-            self._log.site = "backward"
+            self._enter(TrainingState.BACKWARD)
             # As DDP, which reads what a script has set on it in a forward, for the backward behind it.
             self._choose_reducing()
             self.gradients.end.watch(outputs)
@@ -425,7 +451,7 @@ class TrainingStep:
         for bucket in buckets:
             bucket.allow_norms()
         nonfinite = self._parts.nonfinite
-        self._log.site = "optimizer step"
+        self._enter(TrainingState.STEP)
         self._end_reads()
         self.gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()
@@ -458,7 +484,7 @@ class TrainingStep:
         if self._parts.tier.cores is not None:
             self._parts.tier.cores.take()
         # A clip has left its own name.
-        self._log.site = "optimizer step"
+        self._enter(TrainingState.STEP)
         return True
 
     def _refuse_without_rescue(self) -> None:
@@ -489,7 +515,7 @@ class TrainingStep:
         if self._parts.model_buffers is not None:
             self._parts.model_buffers.after_step()
         self._log.step += is_first
-        self._log.site = "between steps"
+        self._enter(TrainingState.BETWEEN)
         parts = self._parts
         if is_first and parts.copies and parts.copies.is_due(self._log.step, every=self._config.check_replicas_every):
             parts.parameter_gather.finish_all()
@@ -518,7 +544,7 @@ class TrainingStep:
 
     def _hand_over(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         parts = self._parts
-        self._log.site = "optimizer step"
+        self._enter(TrainingState.STEP)
         parts.holder.after_step()
         left = [bucket for bucket in buckets if bucket not in self._written]
         parts.holder.write_back(left)
