@@ -45,7 +45,6 @@ import small_units  # noqa: E402, F401
 ranks.PRELOADED_MODULES += [
     "transformers.trainer_seq2seq",
     "hf_zero.integrations.arguments",
-    "hf_zero.integrations.arguments",
     "pytest",
     "hypothesis",
     "trainer_job",
@@ -61,20 +60,32 @@ ranks.PRELOAD_FOLDERS.append(SUPPORT)
 # and with them those that mostly wait, beside which others compute.
 LONGEST_FIRST = (
     *("test_docs.py", "test_hub.py", "test_unmodified_scripts.py", "test_split_models.py", "test_late_ranks.py"),
-    *("test_stage3.py", "test_equivalence.py", "test_trainer.py", "test_kernels.py", "test_recipes.py"),
-    *("test_standin_device.py", "test_races.py", "test_accelerate.py", "test_commit.py", "test_moments.py"),
+    *("test_trainer.py", "test_stage3.py", "test_equivalence.py", "test_standin_device.py", "test_memory.py"),
+    *("test_kernels.py", "test_recipes.py", "test_races.py", "test_accelerate.py", "test_commit.py", "test_moments.py"),
     *(
         "test_faults.py",
-        "test_families.py",
         "test_foreign_runs.py",
         "test_kernel_steps.py",
         "test_stage3_faults.py",
-        "test_memory.py",
+        "test_sharded_reads.py",
     ),
-    *("test_split_foreign.py", "test_hybrid.py", "test_gradients.py", "test_quantised_wire.py", "test_nvme.py"),
-    *("test_sharded_checkpoints.py", "test_hostile_folders.py", "test_gather_dtype.py", "test_comm.py"),
-    *("test_bench.py", "test_import.py", "test_rescue.py", "test_offload_params.py", "test_placement.py"),
-    *("test_grouped_layers.py", "test_cli.py", "test_guard.py", "test_random_modules.py", "test_offload_runs.py"),
+    *(
+        "test_split_foreign.py",
+        "test_split_checkpoints.py",
+        "test_hybrid.py",
+        "test_gradients.py",
+        "test_quantised_wire.py",
+    ),
+    *(
+        "test_sharded_checkpoints.py",
+        "test_places.py",
+        "test_nvme.py",
+        "test_hostile_folders.py",
+        "test_gather_dtype.py",
+    ),
+    *("test_comm.py", "test_resume.py", "test_savers.py", "test_dtypes.py", "test_uncommon_loops.py", "test_bench.py"),
+    *("test_import.py", "test_rescue.py", "test_offload_params.py", "test_cli.py", "test_guard.py"),
+    *("test_random_modules.py", "test_offload.py"),
 )
 
 # The same where slow tests run, too; those of the other list follow.
@@ -87,12 +98,12 @@ LONGEST_FIRST_WITH_SLOW = (
         "test_commit.py",
         "test_configs.py",
     ),
-    *("test_rescue_at_stage_3.py", "test_mutations.py", "test_forecast.py", "test_late_ranks.py", "test_bench.py"),
+    *("test_mutations.py", "test_forecast.py", "test_late_ranks.py", "test_bench.py"),
     *("test_docs.py", "test_faults.py", "test_standin_device.py", "test_split_models.py", "test_auto.py"),
     *("test_elastic_agents.py", "test_parity_of_scripts.py", "test_hostile_folders.py", "test_standin_doors.py"),
-    *("test_gradient_bytes.py", "test_memory.py", "test_hub.py", "test_accelerate.py", "test_hybrid.py"),
+    *("test_memory.py", "test_hub.py", "test_accelerate.py", "test_hybrid.py"),
     *("test_trainer.py", "test_config_fuzz.py", "test_recipes.py", "test_stage3.py", "test_equivalence.py"),
-    *("test_offload_runs.py", "test_combinations.py"),
+    *("test_offload.py", "test_places.py"),
 )
 
 # Examples of a property: the short run tries the same twenty each time, the long one a hundred at random. How long one takes says

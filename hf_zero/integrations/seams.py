@@ -47,7 +47,7 @@ REPLACED_CLASSES: Mapping[str, str] = {
     "resuming and preparing. GradScalers that a script or accelerate holds already. Parameters whose values are not there, or on "
     "their way: reads raise or wait, and no operation can pass. Gradients in an optimizer's groups, whose norm a script may "
     "take for that of the whole; "
-    "test_accelerator_methods.py::test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before",
+    "test_accelerate.py::test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before",
 }
 """File → objects of whose class it makes another one, and why; the test behind the semicolon."""
 
@@ -57,14 +57,14 @@ SEAMS = (
         names=("_current_graph_task_id",),
         where=("engine", "integrations/uneven_inputs"),
         why="Tells whether a forward is a recomputation inside backward, which steps and checks must leave alone.",
-        test="test_late_gradients.py::test_a_layer_used_again_under_reentrant_checkpointing_has_the_sum_of_its_gradients",
+        test="test_gradients.py::test_a_layer_used_again_under_reentrant_checkpointing_has_the_sum_of_its_gradients",
     ),
     Seam(
         owner="torch._C:",
         names=("_disabled_torch_function_impl",),
         where=("buckets", "engine/parameter_gather"),
         why="Subclasses of Tensor that dispatch as plain tensors do, at no cost for each operation.",
-        test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
+        test="test_gradients.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),
     Seam(
         owner="torch.autograd:Variable",
@@ -78,21 +78,21 @@ SEAMS = (
         names=("_unsafe_preserve_version_counter",),
         where=("engine/buffers",),
         why="Buffers are synchronised between forwards without failing a backward that has saved them, as DDP does.",
-        test="test_placement.py::test_buffers_of_all_dtypes_become_rank_0s",
+        test="test_standin_device.py::test_buffers_of_all_dtypes_become_rank_0s",
     ),
     Seam(
         owner="torch.autograd:profiler",
         names=("_is_profiler_enabled",),
         where=("comm/transport",),
         why="Collectives have names in profiles, which cost nothing where none is being made.",
-        test="test_profiling.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
+        test="test_ledger.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
     ),
     Seam(
         owner="torch.autograd:",
         names=("_enable_record_function",),
         where=("comm/transport",),
         why="gloo notes the end of a collective in a profile that may have ended meanwhile, and crashes.",
-        test="test_profiling.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
+        test="test_ledger.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
     ),
     Seam(
         owner="torch:Tensor",
@@ -106,14 +106,14 @@ SEAMS = (
         names=("_make_wrapper_subclass", "_version"),
         where=("buckets", "early", "engine", "kernels", "offload", "integrations/trainer_saves"),
         why="Gradients without memory; writes to parameters and activations are seen by autograd's count of them.",
-        test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
+        test="test_gradients.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),
     Seam(
         owner="torch.ops:aten",
         names=("_to_copy",),
         where=("buckets/sharded",),
         why="`model.to()` converts a gradient without memory by this operation.",
-        test="test_zero_grad.py::test_a_trained_model_can_be_moved_before_its_gradients_are_zeroed",
+        test="test_gradients.py::test_a_trained_model_can_be_moved_before_its_gradients_are_zeroed",
     ),
     Seam(
         owner="torch:",
@@ -161,14 +161,14 @@ SEAMS = (
         names=("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
         where=("planner/trace",),
         why="The copy of a model that is traced runs no hooks of the script.",
-        test="test_activations_at_start.py::test_the_peak_is_forecast_where_the_data_tells_a_micro_batch",
+        test="test_announce.py::test_the_peak_is_forecast_where_the_data_tells_a_micro_batch",
     ),
     Seam(
         owner="torch.nn:Module",
         names=("_parameters", "_buffers", "_modules"),
         where=("engine", "optimizer", "integrations/init", "integrations/placed_weights"),
         why="Which module holds a parameter, and whether it still does. `_parameters` is another dict until a gather has ended.",
-        test="test_late_gradients.py",
+        test="test_gradients.py",
     ),
     Seam(
         owner="torch.nn:Module",
@@ -203,7 +203,7 @@ SEAMS = (
         names=("_per_optimizer_states", "_unscale_grads_"),
         where=("optimizer/loss_scale",),
         why="found_inf is that of all ranks, and gradients are unscaled where they are.",
-        test="test_loss_scale.py::test_the_scale_is_torchs_for_any_overflows_here_or_elsewhere",
+        test="test_clip_and_scale.py::test_the_scale_is_torchs_for_any_overflows_here_or_elsewhere",
     ),
     Seam(
         owner="torch.distributed.distributed_c10d:",
@@ -327,14 +327,14 @@ SEAMS = (
         names=("_prepare_for_training",),
         where=("integrations/trainer",),
         why="Of a compiled model, Trainer prepares the optimizer alone when it trains or evaluates it again.",
-        test="test_own_trainers.py::test_a_compiled_model_is_evaluated_first_and_trained_twice",
+        test="test_trainer.py::test_a_compiled_model_is_evaluated_first_and_trained_twice",
     ),
     Seam(
         owner="transformers:Trainer",
         names=("_init_training_state", "_train_batch_size"),
         where=("integrations/trainer", "integrations/trainer_parts"),
         why="A run that goes on on other ranks takes other micro-batches, and begins where it stood in its data.",
-        test="test_elastic_resume.py::test_a_restart_on_fewer_ranks_takes_the_rows_that_come_next_in_steps_of_the_same_size",
+        test="test_resume.py::test_a_restart_on_fewer_ranks_takes_the_rows_that_come_next_in_steps_of_the_same_size",
     ),
     Seam(
         owner="transformers:Trainer",
@@ -356,7 +356,7 @@ SEAMS = (
         names=("_move_model_to_device", "_finalize_training"),
         where=("integrations/trainer",),
         why="At stage 3 the model goes to the device a layer at a time; after training nothing may be under way.",
-        test="test_placement.py::test_a_model_in_host_memory_is_trained_on_the_device_at_stage_3",
+        test="test_standin_device.py::test_a_model_in_host_memory_is_trained_on_the_device_at_stage_3",
     ),
     Seam(
         owner="accelerate:Accelerator",
@@ -370,21 +370,21 @@ SEAMS = (
         names=("_is_accelerate_prepared",),
         where=("integrations/accelerator",),
         why="A mark on what has been prepared, whatever settings the Accelerator had that did so.",
-        test="test_own_trainers.py::test_a_second_trainer_computes_in_the_precision_of_its_own_arguments_and_a_plain_one_has_ddp",
+        test="test_trainer.py::test_a_second_trainer_computes_in_the_precision_of_its_own_arguments_and_a_plain_one_has_ddp",
     ),
     Seam(
         owner="accelerate:Accelerator",
         names=("_prepare_tp",),
         where=("integrations/accelerator",),
         why="Looks for the optimizer's parameters among DTensors, which the engine replaces.",
-        test="test_split_doors.py::test_accelerate_trains_saves_and_resumes",
+        test="test_split_checkpoints.py::test_accelerate_trains_saves_and_resumes",
     ),
     Seam(
         owner="transformers:PreTrainedModel",
         names=("_is_distributed_loading_by_transformers",),
         where=("integrations/trainer",),
         why="Has Trainer average the gradients of a split model by itself, and refuse checkpoints of it.",
-        test="test_split_doors.py::test_trainer_trains_saves_and_resumes",
+        test="test_split_checkpoints.py::test_trainer_trains_saves_and_resumes",
         since="5.23",
     ),
     Seam(

@@ -1,18 +1,26 @@
-"""Checkpoints of models that are split over ranks: saved in one layout, resumed in another, bit for bit."""
+"""Split models: checkpoints from one layout to another bit for bit, plan and reports, and the doors of accelerate and Trainer."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from cells import slow
 from ranks import run_ranks
 from shared_ranks import four_ranks
-from split_runs import SplitJob, batches, load, save_models, whole_of
-from transformers import LlamaForCausalLM, MixtralForCausalLM
+from split_runs import LENGTH, VOCABULARY, SplitJob, batches, load, local_of, save_models, whole_of
+from trainer_job import as_launched, history
+from transformers import LlamaForCausalLM, MixtralForCausalLM, Trainer
+from typer.testing import CliRunner
 
+import hf_zero
+from hf_zero import ConfigError, ZeroPlugin, ZeroTrainingArguments, engine_of
+from hf_zero.cli.app import app
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.split_model import CopyChecks
 from hf_zero.integrations.file_weights import load_weights_into
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, write_state
 from hf_zero.integrations.weights import consolidate
@@ -125,3 +133,247 @@ def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path
     model = make.from_pretrained(tmp_path / "whole")
     for name, parameter in model.named_parameters():
         assert np.array_equal(parameter.detach().numpy(), saved[name]), name
+
+
+def reports(rank: int, world_size: int, folder: Path, tp: int, ep: int) -> dict:
+    """One step, what the engine reports of it, and where the rank says that it is."""
+    job = SplitJob(folder=str(folder), kind="mixtral", tp=tp, ep=ep, steps=1)
+    model = load(job)
+    # As Trainer groups them, and so the plan.
+    groups = [[p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
+    engine = ZeroEngine(model, [optimizer], {"stage": 2})
+    [[batch]] = batches(job, engine.groups.rank, engine.groups.world_size)
+    model(**batch).loss.backward()
+    optimizer.step()
+    memory, comm = engine.memory_report(), engine.comm_report()
+    found = {
+        "state": sum(row.bytes for row in memory.rows if row.kind.startswith("optimizer state")),
+        "sent": comm.bytes_by_verb(),
+        "table": comm.table(),
+        "place": engine.transport.ledger.watch.log.place,
+    }
+    engine.close()
+    return found | {"local": sum(values.size for values in local_of(model).values())}
+
+
+def test_plan_and_reports_tell_the_local_part_over_the_copies(folder):
+    everyone = four_ranks.run(reports, folder=folder, tp=2, ep=1)
+    plan = plan_of(folder, "--tp-size", 2)
+    assert plan["held"] == everyone[0]["local"] and plan["activations"] is None
+    assert "what the ranks of a copy send each other are left out" in plan["warnings"][0]
+    planned = next(each["device"] for each in plan["set_ups"] if each["name"] == "stage 2")
+    assert [each["place"].partition(", ")[2] for each in everyone] == [
+        f"step 1, dp {data}, tp {part}" for data in (0, 1) for part in (0, 1)
+    ]
+    for rank, found in enumerate(everyone):
+        # The first of two copies has the larger half, and the plan the padding of shards too.
+        assert found["state"] + everyone[(rank + 2) % 4]["state"] == 8 * found["local"]
+        assert found["state"] <= planned["optimizer state"] <= 1.03 * found["state"]
+        # Half of the gradients and half of the parameters to the other copy.
+        assert found["sent"]["reduce-scatter"] == pytest.approx(4 * found["local"] / 2, rel=0.1)
+        assert found["sent"]["all-gather"] == pytest.approx(4 * found["local"] / 2, rel=0.1)
+        first = rank // 2 * 2
+        assert f"What ranks [{first}, {first + 1}] send each other in forward and backward" in found["table"]
+
+
+def plan_of(folder: Path, *options: object) -> dict:
+    words = ("plan", folder / "mixtral", "--gpus", 4, "--cpu", "--gpu-memory", "4GB", *options, "--json")
+    done = CliRunner().invoke(app, [*map(str, words)])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), slow((1, 4)), slow((2, 4))])
+def test_a_plan_tells_the_state_of_experts_over_the_ranks_that_have_the_same(folder, sizes):
+    tp, ep = sizes
+    everyone = four_ranks.run(reports, folder=folder, tp=tp, ep=ep)
+    plan = plan_of(folder, "--tp-size", tp, "--ep-size", ep)
+    assert plan["held"] == everyone[0]["local"]
+    planned = next(each["device"] for each in plan["set_ups"] if each["name"] == "stage 2")
+    most = max(found["state"] for found in everyone)
+    assert most <= planned["optimizer state"] <= 1.03 * most
+
+
+def test_a_split_that_cannot_be_planned_is_refused_by_name(folder):
+    def said(*words: object) -> str:
+        done = CliRunner().invoke(app, ["plan", *map(str, words)])
+        assert done.exit_code == 1
+        return " ".join(done.output.split())
+
+    assert "`tp_size` is 3; allowed: a number that divides the 4 ranks" in said(
+        folder / "llama", "--gpus", 4, "--tp-size", 3
+    )
+    assert "`ep_size` is 3; allowed: 1, a multiple of tp_size (1) that divides the 4 ranks" in said(
+        folder / "mixtral", "--gpus", 4, "--ep-size", 3
+    )
+    assert (
+        "ep_size is 8; allowed: a number that divides the 4 experts of 'model.layers.0.mlp.experts.gate_up_proj'"
+        in (said(folder / "mixtral", "--gpus", 8, "--ep-size", 8))
+    )
+    assert "transformers has no ep_plan for LlamaForCausalLM" in said(folder / "llama", "--gpus", 4, "--ep-size", 2)
+    config = json.loads((folder / "llama" / "config.json").read_text())
+    (folder / "bert").mkdir()
+    (folder / "bert" / "config.json").write_text(
+        json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": config["vocab_size"]})
+    )
+    assert "transformers has no tp_plan for BertForMaskedLM" in said(folder / "bert", "--gpus", 4, "--tp-size", 2)
+
+
+def compares(rank: int, world_size: int, folder: Path) -> list:
+    job = SplitJob(folder=str(folder), kind="mixtral", steps=3)
+    model = load(job)
+    before = local_of(model)
+    rows = [batch for [batch] in batches(job, rank // 2, 2)]
+    good = hf_zero.parity(model, rows, {"stage": 3}, max_norm=0.5, tolerance=1e-5)
+    counted = CopyChecks.counted
+    try:
+        CopyChecks.counted = lambda self, row: True
+        bad = hf_zero.parity(model, rows, {"stage": 2}, max_norm=0.5, tolerance=1e-5, steps=1)
+    finally:
+        CopyChecks.counted = counted
+    unchanged = all((local_of(model)[name] == values).all() for name, values in before.items())
+    return [good, bad, unchanged, next(type(p).__name__ for p in model.parameters())]
+
+
+@pytest.mark.slow
+def test_parity_is_with_the_models_own_split_and_a_plain_all_reduce(folder):
+    everyone = run_ranks(compares, world_size=4, time_limit_s=100, keyword_arguments={"folder": folder})
+    for good, bad, unchanged, kind in everyone:
+        assert good.passed and good.world_size == 4 and good.steps == 3 and len(good.gradients) == 21, str(good)
+        assert not bad.passed and bad.norm > 1e-4 > 100 * good.norm, str(bad)
+        assert unchanged and kind == "DTensor"
+
+
+@pytest.fixture(scope="module")
+def folder_name(tmp_path_factory):
+    folder_name = tmp_path_factory.mktemp("models")
+    save_models(folder_name)
+    return str(folder_name)
+
+
+def texts(count: int = 48) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(0, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(3))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def accelerated(
+    rank: int, world_size: int, folder: str, kind: str, sizes: tuple, saved: Path | None, resumed: Path | None
+) -> dict:
+    as_launched(rank, world_size)
+    tp, ep = sizes
+    plugin = ZeroPlugin(stage=2, tp_size=tp)
+    accelerator = Accelerator(parallelism_config=plugin, cpu=True)
+    model = load(SplitJob(folder=folder, kind=kind, tp=tp, ep=ep))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(texts(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if resumed is not None:
+        accelerator.load_state(str(resumed))
+    losses = []
+    for step, batch in enumerate(loader):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+        if step == 2:
+            break
+    if saved is not None:
+        accelerator.save_state(str(saved))
+    whole = accelerator.get_state_dict(model)
+    engine_of(model).close()
+    by_layer = whole_of(model)
+    assert sizes == (1, 1) or (len(whole) > 0) == (rank == 0)
+    assert all(np.array_equal(whole[name].numpy(), by_layer[name]) for name in by_layer if whole)
+    return {"losses": losses, "whole": by_layer}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes", "copies"), [("llama", (2, 1), 2), ("mixtral", (1, 2), 4), ("mixtral", (2, 4), 2)]
+)
+def test_accelerate_trains_saves_and_resumes(folder_name, tmp_path, kind, sizes, copies):
+    def run(world_size: int, sizes: tuple, saved: str | None = None, resumed: str | None = None) -> dict:
+        return run_ranks(
+            accelerated,
+            world_size=world_size,
+            time_limit_s=120,
+            keyword_arguments={
+                "folder": folder_name,
+                "kind": kind,
+                "sizes": sizes,
+                "saved": None if saved is None else tmp_path / saved,
+                "resumed": None if resumed is None else tmp_path / resumed,
+            },
+        )[0]
+
+    split, plain = run(4, sizes, saved="split"), run(copies, (1, 1), saved="plain")
+    assert split["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    onward = run(copies, (1, 1), resumed="split"), run(4, sizes, resumed="plain")
+    assert onward[0]["losses"] == pytest.approx(onward[1]["losses"], rel=1e-3)
+
+
+def trained(rank: int, world_size: int, folder: str, kind: str, sizes: tuple, output: str, resume: str | None) -> dict:
+    as_launched(rank, world_size)
+    tp, ep = sizes
+    model = load(SplitJob(folder=folder, kind=kind, tp=tp, ep=ep))
+    arguments = ZeroTrainingArguments(
+        zero="2",
+        output_dir=output,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        logging_steps=1,
+        save_steps=1,
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=3,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=texts())
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    engine_of(trainer.model).close()
+    return {"whole": whole_of(trainer.model)} | history(trainer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "copies", "is_resumed"),
+    [
+        ("llama", (2, 1), 2, False),
+        slow("llama", (2, 1), 2, True),
+        slow("mixtral", (1, 2), 4, True),
+        slow("mixtral", (2, 4), 2, True),
+    ],
+)
+def test_trainer_trains_saves_and_resumes(folder_name, tmp_path, kind, sizes, copies, is_resumed):
+    def run(world_size: int, sizes: tuple, name: str, resume: str | None = None) -> dict:
+        output = str(tmp_path / name)
+        arguments = {"folder": folder_name, "kind": kind, "sizes": sizes, "output": output, "resume": resume}
+        return run_ranks(trained, world_size=world_size, time_limit_s=200, keyword_arguments=arguments)[0]
+
+    split, plain = run(4, sizes, "split"), run(copies, (1, 1), "plain")
+    assert split["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert split["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+    if is_resumed:
+        again = run(4, sizes, "again", resume=str(tmp_path / "split" / "checkpoint-1"))
+        assert all(np.array_equal(again["whole"][name], split["whole"][name]) for name in split["whole"])
+    saved = (LlamaForCausalLM if kind == "llama" else MixtralForCausalLM).from_pretrained(tmp_path / "split")
+    assert all(np.array_equal(p.detach().numpy(), split["whole"][name]) for name, p in saved.named_parameters())
+    state = json.loads((tmp_path / "split" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+
+
+def refused(rank: int, world_size: int) -> str:
+    as_launched(rank, world_size)
+    with pytest.raises(ConfigError) as error:
+        Accelerator(parallelism_config=ZeroPlugin(stage=2, tp_size=3), cpu=True)
+    return str(error.value)
+
+
+def test_a_tp_size_that_does_not_divide_the_ranks_is_refused():
+    assert "tp_size is 3, which does not divide the 2 ranks" in run_ranks(refused, world_size=2, time_limit_s=60)[0]

@@ -1,35 +1,42 @@
-"""Checkpoints that all ranks write at once, behind training: the same bytes as a save that training waits for."""
+"""Checkpoints written behind training: the bytes of a save that training waits for, and copies from an accelerator in parts."""
 
 import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import standin_device
 import torch
 from cells import short_of
 from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
+from shared_ranks import on_ranks
+from standin_runs import EXACT, INEXACT, prepared, steps
 from trainer_job import as_launched, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from hf_zero.checkpoint import pieces
+from hf_zero.checkpoint.commit import Background
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.pieces import LivePieces, Piece, lay_out
+from hf_zero.checkpoint.pieces import BUFFERS, LivePieces, Piece, lay_out, write_all
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations import trainer_saves
+from hf_zero.integrations.state_io import plan_state
 from hf_zero.integrations.verify import checkpoint_faults
+from hf_zero.optimizer.loss_scale import GradScaler
 
-pytestmark = pytest.mark.timeout(120)
-
+pytestmark = pytest.mark.timeout(150)
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 AUTO_CLASSES = {"bert": AutoModelForSequenceClassification, "gpt2": AutoModelForCausalLM}
 
 
-def on_ranks(target, world_size: int = 2, **arguments) -> list:
+def run_both(target, world_size: int = 2, **arguments) -> list:
     return run_ranks(target, world_size=world_size, time_limit_s=100, keyword_arguments=arguments)
 
 
@@ -86,9 +93,9 @@ def contents(checkpoint: Path) -> dict[str, bytes]:
 )
 def test_what_is_written_behind_training_is_what_was_there_at_the_save(stage, tmp_path):
     at_once, copying, tight = (tmp_path / name for name in ("at once", "copying", "tight"))
-    on_ranks(saves, output_dir=str(at_once), settings=f"stage={stage},checkpoint.async_save=false")
-    by_copying = on_ranks(saves, output_dir=str(copying), settings=f"stage={stage}")
-    limited = on_ranks(saves, output_dir=str(tight), settings=f"stage={stage}", free=2 * 8192)
+    run_both(saves, output_dir=str(at_once), settings=f"stage={stage},checkpoint.async_save=false")
+    by_copying = run_both(saves, output_dir=str(copying), settings=f"stage={stage}")
+    limited = run_both(saves, output_dir=str(tight), settings=f"stage={stage}", free=2 * 8192)
     assert all(copied > 0 and written == 0 for copied, written in by_copying[:1])
     assert all(copied <= 2 * 8192 and written > 0 for copied, written in limited[:1])
     for folder in (copying, tight):
@@ -111,7 +118,7 @@ def leaves_its_folder(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_script_may_go_to_another_folder_while_a_save_is_under_way(tmp_path):
-    on_ranks(leaves_its_folder, world_size=1, folder=str(tmp_path))
+    run_both(leaves_its_folder, world_size=1, folder=str(tmp_path))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
     assert checkpoint_faults(tmp_path / "run" / "checkpoint-2", "zero") == []
 
@@ -143,7 +150,7 @@ def is_interrupted(rank: int, world_size: int, output_dir: str) -> None:
 
 
 def test_an_interrupted_run_ends_soon_without_the_save_under_way(tmp_path):
-    on_ranks(is_interrupted, output_dir=str(tmp_path))
+    run_both(is_interrupted, output_dir=str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
     assert checkpoint_faults(tmp_path / "checkpoint-2", "zero") == []
 
@@ -201,7 +208,7 @@ def saves_as_transformers_does(rank: int, world_size: int, output_dir: str, sett
     ),
 )
 def test_every_rank_writes_its_part_of_the_files_that_transformers_would_write(settings, model, tmp_path):
-    gathered = on_ranks(saves_as_transformers_does, output_dir=str(tmp_path), settings=settings, model=model)
+    gathered = run_both(saves_as_transformers_does, output_dir=str(tmp_path), settings=settings, model=model)
     assert gathered == [[0, 0], [0, 0]]
     loaded = AUTO_CLASSES[model].from_pretrained(tmp_path / "checkpoint-4")
     assert not any(parameter.isnan().any() for parameter in loaded.parameters())
@@ -227,7 +234,7 @@ def edits_while_saving(rank: int, world_size: int, output_dir: str) -> str:
 
 
 def test_an_edit_while_a_save_is_under_way_is_an_error_and_no_checkpoint(tmp_path):
-    said = on_ranks(edits_while_saving, output_dir=str(tmp_path))
+    said = run_both(edits_while_saving, output_dir=str(tmp_path))
     assert all("was edited between a save and the next optimizer step" in each for each in said)
     assert list(tmp_path.iterdir()) == []
 
@@ -262,3 +269,117 @@ def test_a_file_laid_out_and_filled_by_pieces_is_what_safetensors_reads(tmp_path
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
     assert all(begins[name] % tensor.itemsize == 0 for name, tensor in tensors.items())
+
+
+PART_BYTES = 8192
+SAVED = {
+    "stage 2": EXACT["stage 2"],
+    "stage 3": EXACT["stage 3"],
+    "half of it in host memory": EXACT["half of it"],
+    "8-bit moments": INEXACT["8-bit moments"][0],
+    "bf16": INEXACT["bf16"][0],
+}
+MORE = ("stage 3", "bf16")
+
+
+def in_small_parts() -> None:
+    """Parts of a save are small, and the disk is slow."""
+    pwrite = os.pwrite
+
+    def slow(handle, data, at):
+        time.sleep(0.001)
+        return pwrite(handle, data, at)
+
+    os.pwrite, pieces._CHUNK_BYTES = slow, PART_BYTES
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine, seeds: range) -> list:
+    return steps(model, optimizer, engine, GradScaler(standin_device.NAME, enabled=False), seeds)
+
+
+def values_of(found: list[Piece]) -> list[bytes]:
+    return [piece.values.detach().cpu().view(torch.uint8).numpy().tobytes() for piece in found]
+
+
+def bytes_at(found: list[Piece]) -> list[bytes]:
+    return [piece.path.read_bytes()[piece.offset : piece.offset + piece.nbytes] for piece in found]
+
+
+def waits_of(compiled, since: int, thread: int) -> set[str]:
+    return {what for waiter, what in compiled.waits()[since:] if waiter == thread}
+
+
+class Savers:
+    """The threads that have written parts of a save."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def __call__(self, _nbytes: int) -> None:
+        self.threads.add(threading.get_native_id())
+
+
+def secure(live: LivePieces, *_: object) -> None:
+    live.secure()
+
+
+SIDE = "an event of a side stream"
+
+
+@standin_device.needs_compiler
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in MORE else n for n in SAVED])
+@on_ranks(1)
+def test_a_save_behind_training_has_the_bytes_of_the_moment_and_stops_no_queue(
+    rank, world_size, name, library, tmp_path
+):
+    folder = str(tmp_path)
+    compiled = standin_device.register(library)
+    in_small_parts()
+    with standin_device.process_group(rank, world_size, folder):
+        model, optimizer, engine = prepared({"bucket_bytes": "20KiB", **SAVED[name]})
+        train(model, optimizer, engine, range(2))
+        noted, pinned = len(compiled.waits()), compiled.pinned()
+        _, found = plan_state(engine, Path(folder) / "zero")
+        # `step` of all parameters at once, where a fused optimizer has it on the device.
+        assert [what for _, what in compiled.waits()[noted:]].count("a value") == 0
+        assert any(piece.values.device.type != "cpu" for piece in found)
+        for snapshot_bytes in (1 << 30, 3 * PART_BYTES):
+            expected = values_of(found)
+            live = LivePieces(found, snapshot_bytes, refuse_edits=lambda: None)
+            savers, background = Savers(), Background(engine.device)
+            live.on_written = savers
+            secured = optimizer.register_step_pre_hook(partial(secure, live))
+            noted = len(compiled.waits())
+            background.start(live.write)
+            train(model, optimizer, engine, range(2, 4))
+            background.finish()
+            secured.remove()
+            assert bytes_at(found) == expected != values_of(found)
+            for saver in savers.threads - {threading.get_native_id()}:
+                assert waits_of(compiled, noted, saver) <= {SIDE}
+        assert compiled.pinned() == pinned
+        assert compiled.hazards() == []
+
+
+def saves_at_once(rank: int, world_size: int, library: Path, folder: str) -> tuple[set[str], int, int]:
+    """What the host waits for in a save that training waits for, and the memory that it pins, and that the state takes."""
+    compiled = standin_device.register(library)
+    pieces._CHUNK_BYTES = PART_BYTES
+    with standin_device.process_group(rank, world_size, folder):
+        model, optimizer, engine = prepared({"bucket_bytes": "20KiB", "stage": 2})
+        train(model, optimizer, engine, range(1))
+        _, found = plan_state(engine, Path(folder) / "zero")
+        noted, pinned = len(compiled.waits()), compiled.pinned()
+        write_all(found)
+        waits = {what for _, what in compiled.waits()[noted:]}
+        assert bytes_at(found) == values_of(found)
+        assert compiled.pinned() == pinned and compiled.hazards() == []
+        return waits, compiled.most_pinned() - pinned, sum(piece.nbytes for piece in found)
+
+
+@standin_device.needs_compiler
+def test_a_save_pins_two_buffers_whatever_the_model_and_waits_for_their_copies_alone(library, tmp_path):
+    arguments = {"library": library, "folder": str(tmp_path)}
+    [(waits, pinned, state)] = run_ranks(saves_at_once, world_size=1, time_limit_s=60, keyword_arguments=arguments)
+    assert waits == {SIDE}
+    assert pinned == BUFFERS * PART_BYTES < state / 5

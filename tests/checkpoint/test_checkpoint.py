@@ -1,4 +1,4 @@
-"""Writing and reading rows by themselves: any split reads any other, faults on one rank are every rank's."""
+"""Rows written and read by themselves: any split reads any other, odd state to the bit, faults of one rank are every rank's."""
 
 import itertools
 import json
@@ -7,18 +7,24 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
-from cells import examples, short_rows
+from accelerate import Accelerator
+from accelerate_job import make_accelerator
+from cells import examples, short_of, short_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import save_file
 from saved_engines import save_engine
+from torch import nn
 from trainer_job import as_launched
-from training import gpt2, gpt2_batch
+from training import adamw_in_two_groups, gpt2, gpt2_batch
 
+from hf_zero import engine_of, gathered
 from hf_zero.checkpoint import files
 from hf_zero.checkpoint.commit import Disk, seal
 from hf_zero.checkpoint.files import CHUNK_BYTES, CheckpointError, FileRecord, chunks_in, share_of
@@ -317,3 +323,324 @@ def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_kno
                 mine = [(name, index) for name, index in looked_at[rank] if not name.startswith("small")]
                 # Two chunks at each of four edges, and the header's.
                 assert 512 * len(mine) <= loads + 512 * 8 + header_bytes
+
+
+GLOBAL_BATCH = 12
+BEFORE, AFTER = range(3), range(3, 8)
+
+
+def prepared(stage: int, seed: int, lr: float) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    accelerator = make_accelerator(f"attach {stage}", cpu=True)
+    torch.manual_seed(seed)
+    model = gpt2()
+    optimizer = adamw_in_two_groups(model)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def trained(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """The global batch's loss at each step: the same batches, whatever the number of ranks."""
+    size = GLOBAL_BATCH // dist.get_world_size()
+    mine = slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
+    losses = []
+    for step in steps:
+        batch = gpt2_batch(torch.Generator().manual_seed(step), GLOBAL_BATCH)
+        loss = model(**{key: value[mine] for key, value in batch.items()}).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and all its optimizer state, whole. Collective."""
+    engine = engine_of(model)
+    with gathered(model):
+        state = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for kind, value in engine.full_state(parameter).items():
+            state[f"{kind} of {name}"] = torch.as_tensor(value).clone()
+    return state
+
+
+def saves(rank: int, world_size: int, folder: str) -> list[float]:
+    """Trains, saves, trains on; the losses of the second half."""
+    as_launched(rank, world_size)
+    accelerator, model, optimizer = prepared(stage=3, seed=0, lr=1e-3)
+    trained(accelerator, model, optimizer, BEFORE)
+    accelerator.save_state(f"{folder}/state")
+    state = whole_state(model)
+    if rank == 0:
+        torch.save(state, f"{folder}/whole.pt")
+    return trained(accelerator, model, optimizer, AFTER)
+
+
+def loads(rank: int, world_size: int, folder: str) -> list[list[float]]:
+    """The losses of the second half at each stage, after a look at every bit of what was loaded."""
+    as_launched(rank, world_size)
+    saved = torch.load(f"{folder}/whole.pt", weights_only=True)
+    losses = []
+    for stage in range(4):
+        accelerator, model, optimizer = prepared(stage=stage, seed=5 + stage, lr=0.5)
+        accelerator.load_state(f"{folder}/state")
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-3]
+        state = whole_state(model)
+        assert state.keys() == saved.keys() and len(state) == 4 * len(dict(model.named_parameters()))
+        for name, value in saved.items():
+            assert value.dtype == state[name].dtype == torch.float32, name
+            assert torch.equal(value.view(torch.int32), state[name].view(torch.int32)), f"{name} at stage {stage}"
+        losses.append(trained(accelerator, model, optimizer, AFTER))
+        accelerator.free_memory()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> tuple[Path, list[float]]:
+    folder = tmp_path_factory.mktemp("saved")
+    losses = run_ranks(saves, world_size=4, time_limit_s=110, keyword_arguments={"folder": str(folder)})
+    assert losses[0] == losses[3] and len(losses[0]) == len(AFTER)
+    return folder, losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", short_of([1, 2, 3, 4], [3]))
+def test_a_state_of_4_ranks_at_stage_3_is_the_same_at_every_stage(world_size, uninterrupted):
+    folder, expected = uninterrupted
+    for losses in run_ranks(loads, world_size=world_size, time_limit_s=110, keyword_arguments={"folder": str(folder)}):
+        for stage, after in enumerate(losses):
+            assert np.allclose(after, expected, rtol=1e-5, atol=0), f"stage {stage}"
+        if world_size == 4:
+            assert losses[3] == expected
+
+
+class Named(torch.optim.Optimizer):
+    """Keeps what it is told to: names of tensors with one value an element, numbers, and steps in a tensor of one element."""
+
+    def __init__(self, parameters, names=(), numbers=(), counts=False, **settings):
+        super().__init__(parameters, {"lr": 0.1, "names": names, "numbers": numbers, "counts": counts, **settings})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                for number, name in enumerate(group["names"]):
+                    state.setdefault(name, torch.zeros_like(parameter)).add_(parameter.grad, alpha=number + 1)
+                if group["counts"]:
+                    state.setdefault("count", torch.zeros(1)).add_(1)
+                state |= {str(number): torch.tensor(number) for number in group["numbers"]}
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def built(
+    make_optimizer, config: dict, *, before: int = 0, steps: int = 0
+) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
+    """A model with a parameter without dimensions, as CLIP's temperature is, and its engine, after some steps.
+
+    Args:
+        before: steps before there is an engine.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    model.temperature = nn.Parameter(torch.tensor(2.0))
+    optimizer = make_optimizer(model.parameters())
+    step(model, optimizer, before)
+    engine = ZeroEngine(model, [optimizer], config)
+    step(model, optimizer, steps)
+    return model, optimizer, engine
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1) -> None:
+    for _ in range(times):
+        (model(torch.ones(2, 4, dtype=model.weight.dtype)) * model.temperature).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def states(model: nn.Module, engine: ZeroEngine) -> dict[str, dict]:
+    return {name: engine.full_state(parameter) for name, parameter in model.named_parameters()}
+
+
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+# A parameter without dimensions
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, torch.optim.Adagrad], ids=["adamw", "adagrad"])
+def test_state_of_a_parameter_without_dimensions_goes_to_rows_that_have_one(tmp_path, make_optimizer):
+    model, _, engine = built(make_optimizer, {"stage": 0}, before=1)
+    save_engine(engine, tmp_path)
+    saved = states(model, engine)
+    for loads in (True, False):
+        in_rows = {"stage": 2, "param_dtype": "bfloat16"}
+        other, optimizer, loaded = built(make_optimizer, in_rows, before=0 if loads else 1)
+        if loads:
+            load_engine(loaded, tmp_path / ZERO_FOLDER)
+        assert optimizer.param_groups[0]["params"][-1].shape == (1,)
+        torch.testing.assert_close(states(other, loaded), saved, rtol=0, atol=0)
+        step(other, optimizer)
+        assert loaded.full_state(other.temperature)["step"] == 2
+
+
+def test_parameters_without_state_have_no_entry_that_looks_like_a_step(tmp_path):
+    """Optimizers may ask `parameter in self.state`."""
+    _, _, engine = built(adamw, {"stage": 2})
+    save_engine(engine, tmp_path)
+    _, optimizer, loaded = built(adamw, {"stage": 2}, steps=1)
+    load_engine(loaded, tmp_path / ZERO_FOLDER)
+    assert not optimizer.state
+
+
+# A counter with a dimension
+
+
+class Vector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(1000))
+
+    def forward(self) -> torch.Tensor:
+        return self.values.square().sum()
+
+
+def counts(rank: int, world_size: int, folder: str) -> float:
+    """On one rank it saves, on several it goes on; returns the count after a further step."""
+    model = Vector()
+    optimizer = Named(model.parameters(), names=("m",), counts=True)
+    engine = ZeroEngine(model, [optimizer], 2)
+    if world_size > 1:
+        load_engine(engine, Path(folder) / ZERO_FOLDER)
+    model().backward()
+    optimizer.step()
+    if world_size == 1:
+        save_engine(engine, folder)
+    return engine.full_state(model.values)["count"].item()
+
+
+def test_a_counter_with_a_dimension_is_no_state_of_the_whole_parameter(tmp_path):
+    arguments = {"folder": str(tmp_path)}
+    assert run_ranks(counts, world_size=1, time_limit_s=50, keyword_arguments=arguments) == [1]
+    assert run_ranks(counts, world_size=2, time_limit_s=50, keyword_arguments=arguments) == [2, 2]
+
+
+# Names
+
+
+OF_THE_FORMAT = ("master", "weights", "residual.0", "outer.momentum", "replica.1.x", "own.master")
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_an_optimizer_may_call_its_state_by_words_of_the_format(tmp_path, dtype):
+    def make_optimizer(parameters):
+        return Named(parameters, names=OF_THE_FORMAT)
+
+    settings = {} if dtype is None else {"param_dtype": dtype}
+    model, _, engine = built(make_optimizer, {"stage": 2, **settings}, steps=2)
+    save_engine(engine, tmp_path)
+    assert checkpoint_faults(tmp_path, ZERO_FOLDER) == []
+    other, _, loaded = built(make_optimizer, {"stage": 1, **settings})
+    load_engine(loaded, tmp_path / ZERO_FOLDER)
+    assert states(model, engine)["weight"].keys() == set(OF_THE_FORMAT)
+    torch.testing.assert_close(states(other, loaded), states(model, engine), rtol=0, atol=0)
+    masters = [
+        {row.name: row.tensor.clone() for row in each.state.rows() if row.kind == "master"} for each in (engine, loaded)
+    ]
+    assert bool(masters[0]) == (dtype is not None)
+    torch.testing.assert_close(*masters, rtol=0, atol=0)
+
+
+def test_the_word_for_masters_is_refused_in_files(tmp_path):
+    settings = {"stage": 2, "param_dtype": "bfloat16", "offload": {"optimizer": "nvme", "nvme_path": str(tmp_path)}}
+    with pytest.raises(ValueError, match=r"Named keeps state that it calls 'master'.*Give it another name"):
+        built(lambda parameters: Named(parameters, names=("master",)), settings)
+
+
+# Numbers and settings
+
+
+def test_numbers_without_a_bound_come_back(tmp_path):
+    """Prodigy and D-Adaptation have the setting `growth_rate=inf`."""
+
+    def make_optimizer(parameters):
+        numbers = (float("inf"), -float("inf"), float("nan"), 1e30)
+        return Named(parameters, numbers=numbers, growth_rate=float("inf"), limits=(-float("inf"), 1e30))
+
+    model, _, engine = built(make_optimizer, {"stage": 2}, steps=1)
+    save_engine(engine, tmp_path)
+    other, optimizer, loaded = built(make_optimizer, {"stage": 2})
+    load_engine(loaded, tmp_path / ZERO_FOLDER)
+    torch.testing.assert_close(states(other, loaded), states(model, engine), rtol=0, atol=0, equal_nan=True)
+    assert optimizer.param_groups[0]["growth_rate"] == float("inf")
+    assert optimizer.param_groups[0]["limits"] == (-float("inf"), 1e30)
+
+
+def test_settings_come_back_as_the_kind_of_number_that_they_were():
+    group = {
+        "lr": np.float32(0.1),
+        "warmup": np.int64(3),
+        "betas": (torch.tensor(0.9), 0.99),
+        "steps": [torch.tensor(2)],
+    }
+    saved = json.loads(json.dumps(plain_settings(group)))
+    beta, count = torch.tensor(0.0), torch.tensor(0)
+    other = {"lr": np.float32(0), "warmup": np.int64(0), "betas": (beta, 0.0), "steps": [count]}
+    restore_settings(other, saved)
+    assert other == group and type(other["lr"]) is np.float32 and type(other["warmup"]) is np.int64
+    assert other["betas"][0] is beta and other["steps"][0] is count
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        (torch.zeros(2), "setting 'odd' is a tensor of 2 numbers"),
+        (len, "setting 'odd' is a builtin_function_or_method"),
+        ([torch.float32], "setting 'odd' is a dtype"),
+        ({1: 2}, "setting 'odd' is a dict"),
+    ],
+)
+def test_settings_that_cannot_be_saved_are_named(tmp_path: Path, setting, says):
+    _, optimizer, engine = built(adamw, {"stage": 2}, steps=1)
+    optimizer.param_groups[0]["odd"] = setting
+    with pytest.raises(CheckpointError, match=rf"{says}, which cannot be saved"):
+        save_engine(engine, tmp_path)
+
+
+def test_state_of_no_parameter_is_refused_and_not_lost(tmp_path):
+    _, optimizer, engine = built(adamw, {"stage": 2}, steps=1)
+    optimizer.state["count"] = 2
+    with pytest.raises(
+        CheckpointError, match="AdamW keeps state of no parameter, under 'count', and only that of para"
+    ):
+        save_engine(engine, tmp_path)
+
+
+def test_a_checkpoint_of_steps_that_were_one_step_late_is_resumed_without_them(tmp_path):
+    """`offload.delay` kept gradients that were due, their settings and a count beside each parameter's state."""
+    saved, resumed = ([], [])
+    for held in (saved, resumed):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        held += [model, optimizer, ZeroEngine(model, [optimizer], {"stage": 2})]
+    model, optimizer, engine = saved
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for parameter, state in optimizer.state.items():
+        state |= {"delayed gradient": torch.ones_like(parameter), "delayed setting lr": 0.5}
+        state["delayed after steps in time"] = 3
+    save_engine(engine, tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"offload.delay: 1`, which was taken out of hf_zero: the gradients of its last"
+    ):
+        load_engine(resumed[2], tmp_path / ZERO_FOLDER)
+    rows = [each.param_groups[0]["params"] for each in (resumed[1], optimizer)]
+    for row, expected_of in zip(*rows, strict=True):
+        state, expected = resumed[1].state[row], optimizer.state[expected_of]
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(state[name], expected[name]) for name in state)

@@ -1,11 +1,13 @@
-"""What travels: the right sums, the bytes that a collective needs and no more, errors with a name."""
+"""What travels: the right sums in one order, the bytes that a collective needs and no more, errors of one rank on all."""
 
 import gc
 import os
 import pickle
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -25,12 +27,15 @@ from training import gpt2, gpt2_batch
 
 from hf_zero.arithmetic import sum_in_rank_order, sum_of_squares
 from hf_zero.comm import groups as own_groups
+from hf_zero.comm.all_or_none import all_or_none, all_results_or_none, raise_on_all
 from hf_zero.comm.arrivals import CommunicationError, RankProcess
 from hf_zero.comm.groups import Groups, urgent_options
-from hf_zero.comm.ledger import Label
+from hf_zero.comm.ledger import Label, Ledger
+from hf_zero.comm.transport import Handle, StepsInOrder
 from hf_zero.comm.transports import CollectiveTransport, Meetings, PointToPointTransport, StoreExchange
 from hf_zero.comm.watchdog import Lookout
 from hf_zero.config import CommConfig
+from hf_zero.device import SideQueue, queue_end
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)
@@ -468,3 +473,222 @@ def test_a_value_that_a_stranger_puts_into_the_launchers_store_is_never_unpickle
     assert not Path(path).exists()
     pickle.loads(pickle.dumps(Planted(path)))
     assert Path(path).exists()
+
+
+def log_of(step_counts: list[int], needed_after: list[list[int]]) -> list[tuple[str, int, int]]:
+    """What a rank starts and waits for, in its order: ("start" or "wait", collective, step).
+
+    Args:
+        step_counts: of each collective.
+        needed_after: which results the rank needs behind the beginning of each, by their place among those begun.
+    """
+    log: list[tuple[str, int, int]] = []
+    ledger, order, finishes = Ledger(), StepsInOrder(), []
+
+    def start(collective: int, step: int) -> Handle:
+        log.append(("start", collective, step))
+        label = Label(kind="a step", subject=str(collective))
+        return Handle(label, ledger, lambda: log.append(("wait", collective, step)))
+
+    for collective, steps in enumerate(step_counts):
+        starts = [lambda step=step, collective=collective: start(collective, step) for step in range(steps)]
+        finishes.append(order.begin(*starts))
+        for needed in needed_after[collective]:
+            finishes[needed % len(finishes)]()
+    for finish in finishes:
+        finish()
+        finish()
+    return log
+
+
+NEEDED = st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=8, max_size=8)
+
+
+@given(step_counts=st.lists(st.integers(1, 4), min_size=1, max_size=8), mine=NEEDED, theirs=NEEDED)
+def test_steps_start_in_one_order_whatever_is_needed_first(step_counts, mine, theirs):
+    every = sorted((collective, step) for collective, steps in enumerate(step_counts) for step in range(steps))
+    for needed in (mine, theirs):
+        log = log_of(step_counts, needed)
+        started = [(collective, step) for what, collective, step in log if what == "start"]
+        # Nothing is left out, and first steps come as the collectives do, which is as all ranks begin them.
+        assert sorted(started) == every
+        assert [c for c, step in started if step == 0] == list(range(len(step_counts)))
+        assert [each for each in started if each[1]] == [each for each in every if each[1]]
+        waited = [(collective, step) for what, collective, step in log if what == "wait"]
+        assert sorted(waited) == every
+        for collective, step in every:
+            if step:
+                assert log.index(("wait", collective, step - 1)) < log.index(("start", collective, step))
+
+
+def test_all_but_the_last_run_on_behind_what_begins_later():
+    log = log_of([3, 3, 3, 3], [[], [], [], []])
+    begun = log.index(("start", 3, 0))
+    assert log.index(("start", 0, 2)) < begun and log.index(("start", 1, 1)) < begun
+    assert ("wait", 0, 2) not in log[:begun]
+
+
+class Beside(SideQueue):
+    """Tells whether the host is inside `aside`."""
+
+    def __init__(self):
+        self.is_inside = False
+
+    @contextmanager
+    def aside(self, *, behind=None):
+        self.is_inside = True
+        yield
+        self.is_inside = False
+
+    def mark(self):
+        return queue_end(torch.device("cpu"))
+
+
+def test_later_steps_wait_in_a_queue_of_their_own_and_only_the_result_is_a_wait_that_counts():
+    log: list[tuple[str, int, bool]] = []
+    ledger, order, queue = Ledger(), StepsInOrder(), Beside()
+
+    def start(step: int) -> Handle:
+        log.append(("start", step, queue.is_inside))
+        label = Label(kind=f"step {step}", subject="a bucket")
+        ledger.count(label, 4, 0)
+        return Handle(label, ledger, lambda: log.append(("wait", step, queue.is_inside)))
+
+    order.begin(lambda: start(0), lambda: start(1), queue=queue)()
+    assert log == [("start", 0, False), ("wait", 0, True), ("start", 1, True), ("wait", 1, False)]
+    waits = {row.kind: row.wait_seconds for row in ledger.rows()}
+    assert waits["step 0"] == 0.0 < waits["step 1"]
+    assert all(row.under_way_seconds > 0 for row in ledger.rows())
+
+
+RANKS = 3
+
+
+class Meeting:
+    """An exchange between threads, which counts how often they met."""
+
+    def __init__(self) -> None:
+        self._values: list = [None] * RANKS
+        self._passed = 0
+        self._barrier = threading.Barrier(RANKS, self._pass, timeout=10)
+
+    @property
+    def times(self) -> int:
+        return self._passed // 2
+
+    def exchange_of(self, rank: int) -> Callable[[object], list]:
+        def exchange(value: object) -> list:
+            self._values[rank] = value
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        return exchange
+
+    def _pass(self) -> None:
+        self._passed += 1
+
+
+def on_threads(target: Callable) -> tuple[list, Meeting]:
+    """What `target(rank, exchange)` returns or raises on each rank."""
+    meeting, found = Meeting(), [None] * RANKS
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = target(rank, meeting.exchange_of(rank))
+        except BaseException as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return found, meeting
+
+
+def work_that_fails(faults: dict[int, BaseException]) -> Callable:
+    def target(rank: int, exchange: Callable) -> str:
+        def work() -> str:
+            if rank in faults:
+                raise faults[rank]
+            return f"result of rank {rank}"
+
+        return all_or_none(
+            exchange, work, expected=(OSError,), error=lambda rank, reason: ValueError(f"rank {rank}: {reason}")
+        )
+
+    return target
+
+
+def test_each_rank_gets_its_own_result_where_all_succeed():
+    found, meeting = on_threads(work_that_fails({}))
+    assert found == [f"result of rank {rank}" for rank in range(RANKS)]
+    assert meeting.times == 1
+
+
+def test_every_rank_raises_the_error_of_the_lowest_rank_that_failed():
+    faults = {1: OSError("disk"), 2: PermissionError("folder")}
+    found, meeting = on_threads(work_that_fails(faults))
+    assert [type(error) for error in found] == [ValueError] * RANKS
+    assert {str(error) for error in found} == {"rank 1: disk"}
+    assert [error.__cause__ for error in found] == [None, faults[1], faults[2]]
+    assert meeting.times == 1
+
+
+def test_an_exception_that_is_not_expected_stays_itself_and_holds_up_nobody():
+    faults = {1: KeyError("x"), 2: OSError("disk")}
+    found, _ = on_threads(work_that_fails(faults))
+    assert found[1] is faults[1]
+    assert [type(found[rank]) for rank in (0, 2)] == [RuntimeError] * 2
+    assert str(found[0]) == str(found[2]) == "hf_zero: rank 1 failed: KeyError: 'x'"
+
+
+def test_what_is_no_exception_of_the_work_is_raised_before_the_exchange():
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def exchange(value: object) -> list:
+        raise AssertionError("the process is ending")
+
+    with pytest.raises(KeyboardInterrupt):
+        all_or_none(exchange, interrupted, expected=(Exception,), error=lambda *_: ValueError())
+
+
+def test_every_rank_gets_all_results_with_the_same_exchange():
+    def target(rank: int, exchange: Callable) -> list:
+        return all_results_or_none(exchange, lambda: 10 * rank, expected=(OSError,), error=lambda *_: ValueError())
+
+    found, meeting = on_threads(target)
+    assert found == [[0, 10, 20]] * RANKS
+    assert meeting.times == 1
+
+
+def test_all_results_are_none_where_one_rank_fails():
+    def target(rank: int, exchange: Callable) -> list:
+        def work() -> float:
+            return 1 / (rank - 2)
+
+        return all_results_or_none(
+            exchange, work, expected=(ZeroDivisionError,), error=lambda rank, _: ValueError(f"rank {rank}")
+        )
+
+    found, _ = on_threads(target)
+    assert [(type(error), str(error)) for error in found] == [(ValueError, "rank 2")] * RANKS
+
+
+def test_what_is_told_of_an_exception_can_carry_more_than_its_text():
+    def target(rank: int, exchange: Callable) -> None:
+        fault = OSError(28, "no space") if rank == 1 else None
+        raise_on_all(
+            exchange,
+            fault,
+            expected=(OSError,),
+            tell=lambda error: (error.errno, error.strerror),
+            error=lambda rank, told: OSError(told[0], f"on rank {rank}: {told[1]}"),
+        )
+
+    found, _ = on_threads(target)
+    assert {(error.errno, error.strerror) for error in found} == {(28, "on rank 1: no space")}

@@ -1,7 +1,9 @@
 """State in files: the same trajectory as in memory, in the memory of a window, and what happens when the disk fails."""
 
+import ctypes
 import errno
 import gc
+import mmap
 import os
 import resource
 import shutil
@@ -10,18 +12,20 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from cells import slow
-from offload_cells import FILES_OF_TWO_RANKS, OPTIMIZERS, assert_equal, clipped_at, in_pairs, matrix, one_step
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from torch import nn
-from training import VOCABULARY, fused_adamw, gpt2
+from training import ELEMENTWISE, VOCABULARY, fused_adamw, gpt2, steps
 
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.pieces import mapped_tensors
 from hf_zero.config import ConfigError
-from hf_zero.device import allocate
+from hf_zero.device import allocate, ask_for
 from hf_zero.engine import holders
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
@@ -36,25 +40,6 @@ pytestmark = pytest.mark.timeout(180)
 
 def nvme(path: Path, **more) -> dict:
     return {"offload": {"optimizer": "nvme", "nvme_path": str(path), **more}}
-
-
-@pytest.mark.parametrize(("world_size", "cells"), matrix(FILES_OF_TWO_RANKS))
-def test_files_are_bitwise_at_every_stage_and_optimizer(world_size, cells, tmp_path):
-    arguments = {"cells": cells, "offload": nvme(tmp_path)}
-    for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
-        assert len(found) == len(cells)
-        assert_equal(found)
-
-
-@pytest.mark.short_cells("bf16-2")
-@pytest.mark.parametrize(
-    ("world_size", "stages"), [(2, (3,)), slow(2, (1, 2)), slow(1, (1, 2, 3))], ids=["2", "2-others", "1"]
-)
-@pytest.mark.parametrize("more", [{"param_dtype": "bfloat16"}, {"grad_accumulation": "local"}], ids=["bf16", "local"])
-def test_files_are_bitwise_with_masters_and_local_accumulation(more, world_size, stages, tmp_path):
-    arguments = {"cells": clipped_at(*stages), "offload": nvme(tmp_path), **more}
-    for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=80, keyword_arguments=arguments):
-        assert_equal(found)
 
 
 def built(offload: dict, stage: int = 2, make_optimizer=fused_adamw, **more):
@@ -87,8 +72,7 @@ def state_of_engine(engine: ZeroEngine) -> dict[tuple[str, str], torch.Tensor]:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_between_steps_state_is_in_files_and_nowhere_else(stage, tmp_path, capsys):
     model, optimizer, engine = built(nvme(tmp_path), stage)
-    for _ in range(2):
-        one_step(model, optimizer)
+    steps(model, optimizer, [0] * 2)
     for state in register_of(optimizer):
         for name in ("exp_avg", "exp_avg_sq"):
             assert state[name].untyped_storage().nbytes() == 4
@@ -126,7 +110,7 @@ def test_hooks_and_schedulers_see_one_step(tmp_path):
         optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         for _ in range(3):
-            one_step(model, optimizer)
+            steps(model, optimizer, [0])
             scheduler.step()
         assert seen == ["before", "after"] * 3
         outcomes.append(weights_of(model))
@@ -152,8 +136,7 @@ def test_a_counter_in_the_group_counts_steps_and_not_buckets_also_behind_a_paren
         model, optimizer, engine = built(
             offload, make_optimizer=lambda model: Counting(model.parameters(), lr=0.1, momentum=0.9)
         )
-        for _ in range(3):
-            one_step(model, optimizer)
+        steps(model, optimizer, [0] * 3)
         assert len(engine.buckets) > 3
         assert optimizer.param_groups[0]["k"] == 3
         outcomes.append(weights_of(model))
@@ -172,12 +155,12 @@ def test_gradients_of_whole_parameters_are_there_after_the_step(tmp_path):
     assert same(*grads)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "adam amsgrad"])
+@pytest.mark.parametrize("name", ["adamw foreach", "sgd", "adam amsgrad"])
 def test_the_optimizers_own_state_dict_has_the_values_and_takes_them_back(name, tmp_path):
     runs = []
     for offload in ({}, nvme(tmp_path)):
-        model, optimizer, _ = built(offload, make_optimizer=OPTIMIZERS[name])
-        one_step(model, optimizer)
+        model, optimizer, _ = built(offload, make_optimizer=ELEMENTWISE[name])
+        steps(model, optimizer, [0])
         runs.append((model, optimizer, optimizer.state_dict()))
     plain, moved = (saved["state"] for _, _, saved in runs)
     assert plain.keys() == moved.keys()
@@ -186,7 +169,7 @@ def test_the_optimizers_own_state_dict_has_the_values_and_takes_them_back(name, 
             assert torch.equal(torch.as_tensor(moved[index][kind]), torch.as_tensor(value))
     for model, optimizer, saved in runs:
         optimizer.load_state_dict(saved)
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
     assert same(*[weights_of(model) for model, _, _ in runs])
 
 
@@ -194,7 +177,7 @@ def test_a_look_a_save_and_the_end_have_the_values(tmp_path):
     outcomes = []
     for offload in ({}, nvme(tmp_path)):
         model, optimizer, engine = built(offload)
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
         looked = engine.full_state(model.transformer.wte.weight)
         outcomes.append((looked, state_of_engine(engine)))
         folder = engine.tier.files.folder.path if offload else None
@@ -214,7 +197,7 @@ def test_later_saves_have_later_values(tmp_path):
         model, optimizer, engine = built(offload)
         found = []
         for _ in range(3):
-            one_step(model, optimizer)
+            steps(model, optimizer, [0])
             found.append(state_of_engine(engine))
         outcomes.append(found)
         engine.close()
@@ -227,11 +210,10 @@ def test_a_vocabulary_grows_with_state_elsewhere(kind, tmp_path):
     outcomes = []
     for offload in ({}, nvme(tmp_path) if kind == "nvme" else {"offload": {"optimizer": "cpu"}}):
         model, optimizer, engine = built(offload)
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
         torch.manual_seed(3)
         engine.resize_embeddings(VOCABULARY + 16)
-        for _ in range(2):
-            one_step(model, optimizer)
+        steps(model, optimizer, [0] * 2)
         outcomes.append((weights_of(model), state_of_engine(engine)))
         engine.close()
     assert same(outcomes[0][0], outcomes[1][0])
@@ -243,12 +225,12 @@ def test_edits_reach_masters_in_files(tmp_path):
     outcomes = []
     for offload in ({}, nvme(tmp_path)):
         model, optimizer, engine = built(offload, param_dtype="bfloat16")
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
         with engine.gathered(writeback=True):
             model.transformer.wte.weight.data.mul_(0.5)
         with torch.no_grad():
             model.transformer.wpe.weight.add_(1.0)
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
         outcomes.append((weights_of(model), state_of_engine(engine)))
         engine.close()
     assert same(outcomes[0][0], outcomes[1][0])
@@ -257,7 +239,7 @@ def test_edits_reach_masters_in_files(tmp_path):
 
 def test_masters_in_files_are_read_and_written_for_edits_only(tmp_path):
     model, optimizer, engine = built(nvme(tmp_path), param_dtype="bfloat16")
-    one_step(model, optimizer)
+    steps(model, optimizer, [0])
     moved = lambda: [(shard.read_bytes, shard.written_bytes) for shard in engine.tier.files.shards]  # noqa: E731
     before = moved()
     engine.state.follow_edits()
@@ -285,7 +267,7 @@ def test_direct_io_refused_by_the_file_system_is_ordinary_io(monkeypatch, tmp_pa
     assert not file.is_direct
     monkeypatch.undo()
     model, optimizer, engine = built(nvme(tmp_path))
-    one_step(model, optimizer)
+    steps(model, optimizer, [0])
     assert all(shard.file.is_direct for shard in engine.tier.files.shards) or sys.platform != "linux"
 
 
@@ -296,8 +278,7 @@ def test_another_file_system_than_the_output_will_do():
         outcomes = []
         for offload in ({}, nvme(Path(folder))):
             model, optimizer, engine = built(offload)
-            for _ in range(2):
-                one_step(model, optimizer)
+            steps(model, optimizer, [0] * 2)
             outcomes.append(weights_of(model))
             engine.close()
         assert same(*outcomes)
@@ -335,26 +316,26 @@ def test_a_disk_that_is_full_when_files_are_made_is_an_error_with_path_and_short
 
 def test_a_disk_that_fails_in_mid_step_ends_the_run_with_a_reason(tmp_path):
     model, optimizer, engine = built(nvme(tmp_path))
-    one_step(model, optimizer)
+    steps(model, optimizer, [0])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (ALIGNMENT, before[1]))
     try:
         with pytest.raises(
             OffloadError, match=r"bucket-\d+.state: \d+ of \d+ bytes .* could be written .*resume from the"
         ):
-            one_step(model, optimizer)
+            steps(model, optimizer, [0])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     # The disk is well again, and the state is not.
     with pytest.raises(OffloadError, match="an earlier step of this run failed"):
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
     with pytest.raises(OffloadError, match="an earlier step of this run failed"):
         list(engine.state.rows())
 
 
 def with_a_disk_that_fails_on_one_rank(rank: int, world_size: int, path: str) -> list[str]:
     model, optimizer, engine = built(nvme(Path(path)))
-    one_step(model, optimizer)
+    steps(model, optimizer, [0])
     if rank == 1:
 
         def fail(_):
@@ -364,7 +345,7 @@ def with_a_disk_that_fails_on_one_rank(rank: int, world_size: int, path: str) ->
     said = []
     for _ in range(2):
         with pytest.raises(OffloadError) as caught:
-            one_step(model, optimizer)
+            steps(model, optimizer, [0])
         said.append(str(caught.value))
     return said
 
@@ -383,13 +364,13 @@ def test_a_disk_that_fails_on_one_rank_ends_all_with_that_ranks_reason(tmp_path)
 
 def test_a_file_that_was_cut_between_steps_is_an_error(tmp_path):
     model, optimizer, engine = built(nvme(tmp_path))
-    one_step(model, optimizer)
+    steps(model, optimizer, [0])
     path = max(engine.tier.files.folder.path.glob("*.state"), key=lambda path: path.stat().st_size)
     os.truncate(path, ALIGNMENT)
     with pytest.raises(OffloadError, match="shorter than it was"):
         list(engine.state.rows())
     with pytest.raises(OffloadError, match=rf"{path}: .* could be read \(the file is shorter than it was\)"):
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
 
 
 def flip_a_bit_in(path: Path, place: int) -> None:
@@ -411,8 +392,7 @@ def test_a_bit_that_flips_in_a_file_ends_the_run_at_its_next_step_and_reaches_no
 ):
     stage = 3 if "params" in more else 2
     model, optimizer, engine = built({**nvme(tmp_path, **more), "stage": stage, "moments": moments})
-    for _ in range(2):
-        one_step(model, optimizer)
+    steps(model, optimizer, [0] * 2)
     shard = engine.tier.files.shards[-1]
     [offset, kind] = list(shard._regions.values())[-1]
     place = {"first": 0, "middle": kind.nbytes // 2, "last": kind.nbytes - 1}[where]
@@ -421,17 +401,17 @@ def test_a_bit_that_flips_in_a_file_ends_the_run_at_its_next_step_and_reaches_no
         for row in engine.state.rows():
             row.tensor.detach().sum()
     with pytest.raises(OffloadError, match=CHANGED):
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
 
 
 def test_a_bit_that_flips_in_a_file_of_parameters_ends_the_next_forward(tmp_path):
     settings = {"stage": 3, "offload": {"params": "nvme", "nvme_path": str(tmp_path)}}
     model, optimizer, _ = built(settings)
-    one_step(model, optimizer)
+    steps(model, optimizer, [0])
     path = max(filter(Path.is_file, tmp_path.rglob("*")), key=lambda path: path.stat().st_size)
     flip_a_bit_in(path, 100)
     with pytest.raises(OffloadError, match="are not those that were written"):
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
 
 
 def host_bytes(nbytes: int) -> torch.Tensor:
@@ -479,7 +459,7 @@ def test_a_run_goes_on_without_the_names_of_its_files(tmp_path, monkeypatch):
         monkeypatch.chdir("/")
         if offload:
             shutil.rmtree(tmp_path / "disk")
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
         outcomes.append((weights_of(model), list(state_of_engine(engine).values())))
         engine.close()
     assert same(outcomes[0][0], outcomes[1][0]) and same(outcomes[0][1], outcomes[1][1])
@@ -489,11 +469,11 @@ def test_two_runs_on_one_path_do_not_meet(tmp_path):
     outcomes, engines = [], []
     for _ in range(2):
         model, optimizer, engine = built(nvme(tmp_path))
-        one_step(model, optimizer)
+        steps(model, optimizer, [0])
         engines.append((model, optimizer, engine))
     for _ in range(2):
         for model, optimizer, _ in engines:
-            one_step(model, optimizer)
+            steps(model, optimizer, [0])
     outcomes = [weights_of(model) for model, _, _ in engines]
     assert same(*outcomes)
     assert len({engine.tier.files.folder.path for _, _, engine in engines}) == 2
@@ -602,3 +582,83 @@ def test_a_folder_that_is_collected_while_another_is_made_is_removed_and_waits_f
     assert not dropped.exists() and made.path.exists()
     made.close()
     assert list(tmp_path.iterdir()) == []
+
+
+NUMEL = 8 << 20
+"""Elements of the file: 32 MiB, more than any disk's read-ahead."""
+
+
+def forgotten_file(folder: Path) -> Path:
+    path = folder / "weights.safetensors"
+    save_file({"weight": torch.arange(NUMEL, dtype=torch.float32)}, path)
+    handle = os.open(path, os.O_RDWR)
+    os.fsync(handle)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)
+    return path
+
+
+def bytes_in_memory(values: torch.Tensor) -> int:
+    """Of the pages on which a mapped tensor lies, those that have been read."""
+    begin = values.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes = values.data_ptr() + values.nbytes - begin
+    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+@pytest.fixture
+def far(tmp_path):
+    """The second half of the file, where no reading of its header comes to."""
+    values = mapped_tensors(forgotten_file(tmp_path))["weight"][NUMEL // 2 :]
+    assert bytes_in_memory(values) == 0
+    return values
+
+
+def test_single_values_cost_a_page_each(far):
+    at = torch.arange(0, len(far), len(far) // 16)
+    assert torch.equal(far[at], NUMEL // 2 + at.float())
+    assert 0 < bytes_in_memory(far) <= 16 * mmap.PAGESIZE
+
+
+def test_what_is_asked_for_is_read_and_what_lies_beside_it_is_not(far):
+    own = far[len(far) // 4 : len(far) // 2]
+    ask_for(own)
+    assert torch.equal(own, own[0] + torch.arange(len(own), dtype=torch.float32))
+    assert 0 < bytes_in_memory(far) <= own.nbytes + 2 * mmap.PAGESIZE
+
+
+def test_all_that_is_asked_for_comes_without_being_touched(far):
+    ask_for(far)
+    until_s = time.monotonic() + 20
+    while bytes_in_memory(far) < far.nbytes and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert bytes_in_memory(far) >= far.nbytes
+
+
+@pytest.mark.parametrize("values", [torch.ones(3), torch.empty(0), torch.ones(4, 4).t()], ids=["3", "none", "strided"])
+def test_memory_of_other_kinds_keeps_its_values(values):
+    ask_for(values)
+    assert torch.equal(values, torch.ones_like(values))
+
+
+def test_tensors_have_their_shapes_and_values_and_a_damaged_file_is_refused(tmp_path):
+    tensors = {
+        "matrix": torch.randn(3, 5),
+        "half": torch.randn(7).bfloat16(),
+        "none": torch.empty(0, 4),
+        "scalar": torch.tensor(2, dtype=torch.int64),
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    mapped = mapped_tensors(path)
+    assert mapped.keys() == tensors.keys()
+    assert all(
+        torch.equal(mapped[name], tensors[name]) and mapped[name].dtype == tensors[name].dtype for name in tensors
+    )
+    mapped["matrix"].zero_()
+    assert torch.equal(load_file(path)["matrix"], tensors["matrix"])
+    for size in (path.stat().st_size - 1, 4, 0):
+        os.truncate(path, size)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read .*header"):
+            mapped_tensors(path)

@@ -1,7 +1,20 @@
-"""torchrun's own agents, one of them killed: the other restarts its worker, and training goes on with no hand laid on."""
+"""Workers of torchrun's agents and of Ray, killed and restarted: training goes on with no hand laid on."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import elastic
+import psutil
 import pytest
+import torch
+from launching import ROOT, port_to_meet_on, run_forked
+from safetensors.torch import load_file
 
 PLAIN = {"max_steps": 12, "save_steps": 3, "logging_steps": 3, "disable_tqdm": True, "report_to": "none", "step_s": 0.1}
 SHAPE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -44,3 +57,101 @@ def test_one_of_three_nodes_is_lost_and_the_others_go_on_as_by_hand(killed, tmp_
     assert_went_on(outcome, ranks=2)
     assert outcome.at_step - outcome.resumed_at <= 4
     assert elastic.compared(tmp_path / "run", outcome, PLAIN | {"save_steps": 2}, 3) == "bit for bit"
+
+
+SCRIPT = ROOT / "scripts" / "finetune_accelerate.py"
+WITHOUT_DROPOUT = "hidden_dropout_prob=0,attention_probs_dropout_prob=0"
+SIZE = f"hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,{WITHOUT_DROPOUT}"
+
+
+def trains(output: Path, ranks: int, restarts: int) -> dict[str, torch.Tensor]:
+    """Four steps of eight rows, of which those are left out that a good state has; the weights at the end."""
+    agents = {
+        "TORCHELASTIC_RUN_ID": "elastic",
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    if ranks == 1:
+        agents |= {name: "0" for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")}
+        agents |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        agents |= {"MASTER_PORT": str(port_to_meet_on())}
+    words = {
+        "--zero": 2,
+        "--output_dir": output,
+        "--config_overrides": SIZE,
+        "--max_train_samples": 32,
+        "--max_eval_samples": 4,
+        "--max_seq_length": 16,
+        "--num_train_epochs": 1,
+        "--per_device_train_batch_size": 4,
+        "--global_batch_size": 8,
+        "--num_warmup_steps": 1,
+        "--learning_rate": 1e-3,
+        "--checkpointing_steps": 1,
+        "--resume_from_checkpoint": "auto",
+    }
+    arguments = [word for pair in words.items() for word in pair]
+    done = run_forked(SCRIPT, arguments, environment=os.environ | agents, processes=ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((output / "results.json").read_text())["processes"] == ranks
+    return load_file(output / "model.safetensors")
+
+
+def lose(output: Path, *steps: int) -> None:
+    for step in steps:
+        shutil.rmtree(output / f"step_{step}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_plain_recipe_goes_on_from_two_ranks_to_one_and_back_with_the_same_rows(tmp_path):
+    expected = trains(tmp_path, 2, 0)
+    lose(tmp_path, 2, 3, 4)
+    alone = trains(tmp_path, 1, 1)
+    assert {path.name for path in tmp_path.glob("step_*")} == {f"step_{step}" for step in (1, 2, 3, 4)}
+    # The second was saved by one rank.
+    lose(tmp_path, 3, 4)
+    again = trains(tmp_path, 2, 2)
+    moved = max((value - alone[name]).abs().max() for name, value in expected.items())
+    assert moved < 1e-5
+    for name, value in expected.items():
+        assert torch.allclose(again[name], value, rtol=1e-5, atol=1e-5), name
+
+
+RAY_SCRIPT = Path(__file__).resolve().parents[2] / "configs" / "launch" / "ray_train.py"
+MANIFEST = "zero/manifest.json"
+SECONDS = 400
+STEPS = 80
+"""Enough to be in the middle of when the sixth checkpoint is there."""
+
+
+def workers_below(process: psutil.Process) -> list[psutil.Process]:
+    return [
+        each for each in process.children(recursive=True) if "RayTrainWorker" in each.name() + " ".join(each.cmdline())
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
+    pytest.importorskip("ray.train")
+    storage, said = tmp_path / "run", tmp_path / "said.txt"
+    command = [sys.executable, RAY_SCRIPT, "--storage", storage, "--steps", STEPS]
+    until = time.monotonic() + SECONDS
+    with said.open("w") as output:
+        run = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output, start_new_session=True)
+        try:
+            while not (storage / "trainer" / "checkpoint-30" / MANIFEST).exists():
+                assert run.poll() is None and time.monotonic() < until, said.read_text()[-3000:]
+                time.sleep(0.1)
+            workers_below(psutil.Process(run.pid))[-1].send_signal(signal.SIGKILL)
+            assert run.wait(timeout=until - time.monotonic()) == 0, said.read_text()[-3000:]
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+    assert (storage / "trainer" / f"checkpoint-{STEPS}" / MANIFEST).exists()
+    [step] = {
+        line.split("at step ")[1].split(",")[0] for line in said.read_text().splitlines() if "resumed from" in line
+    }
+    assert 30 <= int(step) < STEPS

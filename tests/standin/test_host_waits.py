@@ -1,20 +1,125 @@
 """What a step makes the host wait for, and what it asks of the device besides, counted on the stand-in device."""
 
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import standin_device
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from shared_ranks import on_ranks
-from standin_counts import SETTINGS, StepCounts, count_events, counted_steps
-from standin_runs import own_device
+from standin_runs import FILES, HOST, MAX_NORM, own_device, prepared
 from torch import nn
+from training import fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.comm.ledger import Label, Ledger
 from hf_zero.comm.transport import Handle
 from hf_zero.device import clock
 from hf_zero.engine.engine import ZeroEngine
 
-pytestmark = [pytest.mark.timeout(200), standin_device.needs_compiler]
+pytestmark = pytest.mark.timeout(200)
+SETTINGS = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "stage 1, bfloat16": {"stage": 1, "param_dtype": "bfloat16"},
+    "stage 2, int8 gradients": {"stage": 2, "comm": {"gradients": "int8"}},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCounts:
+    """Of one step on one rank.
+
+    Attributes:
+        waits: what the host has waited for, and how often.
+        events: recorded to be timed.
+        collectives: started.
+        timed_from: that of the engine's report, if it was asked for one before this step; else None.
+        loss: of the step.
+    """
+
+    waits: Counter[str]
+    events: int
+    collectives: int
+    timed_from: int | None
+    loss: float
+
+
+def count_events(module: ModuleType) -> Counter[str]:
+    """Counts from now on the device's events that are recorded to be timed, as `recorded`, and those that are made, as `made`."""
+    counted: Counter[str] = Counter()
+
+    class Counted(module.Event):
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False):
+            counted["made"] += enable_timing
+            event = super().__new__(cls, enable_timing=enable_timing, blocking=blocking)
+            event.is_timed = enable_timing
+            return event
+
+        def record(self, stream: torch.Stream | None = None) -> None:
+            counted["recorded"] += self.is_timed
+            super().record(stream)
+
+    module.Event = Counted
+    return counted
+
+
+def counted_steps(
+    rank: int, world_size: int, library: Path, folder: str, settings: dict[str, dict], n_steps: int, n_asked: int
+) -> dict[str, list[StepCounts]]:
+    """Under each settings, by name, the counts of each step of a clipped loop.
+
+    Args:
+        n_asked: how many steps at the end come behind a call of `comm_report`.
+    """
+    compiled = standin_device.register(library)
+    compiled.keep_to(rank + 1)
+    events = count_events(torch.get_device_module(standin_device.NAME))
+    with standin_device.process_group(rank, world_size, folder):
+        found = {name: _counted(compiled, events, each, n_steps, n_asked) for name, each in settings.items()}
+    assert compiled.hazards() == compiled.crossings() == []
+    return found
+
+
+def _counted(
+    compiled: ModuleType, events: Counter[str], settings: dict, n_steps: int, n_asked: int
+) -> list[StepCounts]:
+    torch.manual_seed(0)
+    model = gpt2(layers=3).to(own_device())
+    optimizer = fused_adamw(model)
+    engine = ZeroEngine(model, [optimizer], {"bucket_bytes": "20KiB", **settings})
+    generators = (torch.Generator().manual_seed(100 * seed + dist.get_rank()) for seed in range(n_steps))
+    batches = [
+        {name: values.to(own_device()) for name, values in gpt2_batch(generator, 2).items()} for generator in generators
+    ]
+    found, losses = [], []
+    timed_from = None
+    for step, batch in enumerate(batches):
+        if step >= n_steps - n_asked:
+            timed_from = engine.comm_report().timed_from
+        waited, recorded, started = len(compiled.waits()), events["recorded"], _collectives(engine)
+        loss = model(**batch).loss
+        loss.backward()
+        engine.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        waits = Counter(what for _, what in compiled.waits()[waited:])
+        counts = {"events": events["recorded"] - recorded, "collectives": _collectives(engine) - started}
+        found.append({"waits": waits, "timed_from": timed_from, **counts})
+    engine.finish_parameters()
+    return [StepCounts(**counts, loss=loss.item()) for counts, loss in zip(found, losses, strict=True)]
+
+
+def _collectives(engine: ZeroEngine) -> int:
+    """By the watch, which is asked without the ledger noticing."""
+    return sum(engine.transport.watch.begun.values())
+
 
 # Steps whose parameters are looked at for edits that nothing counts.
 FIRST_STEPS = 4
@@ -33,6 +138,7 @@ def counted(library, tmp_path_factory) -> list[dict[str, list[StepCounts]]]:
     return run_ranks(counted_steps, world_size=2, time_limit_s=100, keyword_arguments=arguments)
 
 
+@standin_device.needs_compiler
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_stops_the_host_once_and_one_of_the_first_steps_twice(name, counted):
     for found in counted:
@@ -42,6 +148,7 @@ def test_a_step_stops_the_host_once_and_one_of_the_first_steps_twice(name, count
         assert max(waits[FIRST_STEPS:]) <= 1, found[name]
 
 
+@standin_device.needs_compiler
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_event_is_timed_before_somebody_asks(name, counted):
     for found in counted:
@@ -52,6 +159,7 @@ def test_no_event_is_timed_before_somebody_asks(name, counted):
         assert {step.timed_from for step in steps} == {None} and asked.timed_from == len(steps)
 
 
+@standin_device.needs_compiler
 @on_ranks(1)
 def test_events_are_used_again_when_their_times_have_been_read(rank, world_size, library):
     standin_device.register(library)
@@ -72,6 +180,7 @@ class Halving(nn.Linear):
         return super().forward(hidden)
 
 
+@standin_device.needs_compiler
 @on_ranks(2)
 def test_an_edit_that_nothing_counts_is_refused_before_the_step_or_at_the_next_evaluation(
     rank, world_size, library, tmp_path
@@ -93,3 +202,91 @@ def test_an_edit_that_nothing_counts_is_refused_before_the_step_or_at_the_next_e
                 torch.no_grad(),
             ):
                 optimizer.step() if trains else model(batch)
+
+
+MICRO_BATCHES = 3
+PLAIN = {"stage": 2, "grad_accumulation": "sharded"}
+OFFLOADED = {
+    "stage 2": {"stage": 2, "offload": HOST},
+    "stage 2, early": {"stage": 2, "offload": HOST | {"speculate_bytes": "1GiB"}},
+    "stage 2, half": {"stage": 2, "offload": HOST | {"ratio": 0.5}},
+    "stage 3": {"stage": 3, "offload": HOST},
+    "stage 3, in files": {"stage": 3, "offload": FILES},
+}
+
+
+class Waits:
+    """What the host waits for while backward runs, on other threads than those of sums and steps."""
+
+    def __init__(self, compiled) -> None:
+        self._compiled = compiled
+        self.found: list[str] = []
+
+    def of(self, backward) -> None:
+        before = len(self._compiled.waits())
+        backward()
+        beside = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("hf_zero")}
+        self.found += [what for thread, what in self._compiled.waits()[before:] if thread not in beside]
+
+
+def trained(compiled, settings: dict, *, looks: bool = False) -> tuple[list[torch.Tensor], list[str]]:
+    """Losses, norms and weights of a few steps of several micro-batches; and what all backwards but a step's last waited for."""
+    model, optimizer, engine = prepared({"bucket_bytes": "20KiB", "grad_accumulation": "sharded", **settings})
+    found, waits = [], Waits(compiled)
+    for step in range(2):
+        for micro in range(MICRO_BATCHES):
+            batch = gpt2_batch(torch.Generator().manual_seed(100 * step + micro), 2)
+            batch = {name: values.to(own_device()) for name, values in batch.items()}
+            if micro < MICRO_BATCHES - 1:
+                with engine.no_sync():
+                    loss = model(**batch).loss
+                    waits.of(loss.backward)
+            else:
+                loss = model(**batch).loss
+                loss.backward()
+            if looks and micro == 0:
+                found += [engine.full_grad(parameter).cpu() for parameter in model.parameters()]
+                (optimizer if step else model).zero_grad(set_to_none=False)
+            found.append(loss.detach().cpu())
+        found.append(engine.clip_grad_norm_(1.0).cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+    # One more shard a bucket at most.
+    assert engine.tier.downlink.sum_bytes <= sum(4 * bucket.layout.shard_numel for bucket in engine.buckets)
+    with engine.gathered():
+        found += [parameter.detach().cpu() for parameter in model.parameters()]
+    return found, waits.found
+
+
+CELLS = [
+    pytest.param(1, ["stage 2", "stage 3, in files"], True, id="1"),
+    pytest.param(2, ["stage 2, early"], False, id="2"),
+    *(pytest.param(ranks, list(OFFLOADED), True, id=f"{ranks}-all", marks=pytest.mark.slow) for ranks in (1, 2)),
+]
+
+
+@standin_device.needs_compiler
+@pytest.mark.short_cells("2")
+@pytest.mark.parametrize(("world_size", "names", "looks"), CELLS)
+@on_ranks(time_limit_s=150)
+def test_backward_waits_for_no_copy_of_a_micro_batch_and_the_sums_are_those_of_the_device(
+    rank, world_size, names, looks, library, tmp_path
+):
+    folder = str(tmp_path)
+    compiled = standin_device.register(library)
+    compiled.keep_to(rank + 1)
+    with standin_device.process_group(rank, world_size, folder):
+        plain, _ = trained(compiled, PLAIN)
+        for name in names:
+            settings = OFFLOADED[name]
+            files = {"nvme_path": folder} if "nvme" in settings["offload"].values() else {}
+            found, waits = trained(compiled, settings | {"offload": settings["offload"] | files})
+            assert all(map(torch.equal, found, plain)), name
+            if world_size == 1:
+                assert waits == [], (name, set(waits))
+        if looks:
+            looked, _ = trained(compiled, PLAIN, looks=True)
+            found, _ = trained(compiled, OFFLOADED["stage 2"], looks=True)
+            assert all(map(torch.equal, found, looked))
+    assert compiled.hazards() == []
+    assert compiled.contexts() == {rank + 1}

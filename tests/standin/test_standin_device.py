@@ -1,7 +1,8 @@
 """What runs on an accelerator only, run on a stand-in for one: see standin_device.cpp for how it misbehaves."""
 
+import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,34 +11,34 @@ from types import ModuleType
 import pytest
 import standin_device
 import torch
+import torch.distributed as dist
 from bf16_runs import backward, built
 from cells import short_of, slow
 from ranks import run_ranks
 from saved_engines import save_engine
 from shared_ranks import on_ranks
-from standin_runs import EXACT, INEXACT, prepared, steps
+from standin_runs import EXACT, HOST, INEXACT, own_device, prepared, steps
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import gpt2_batch
+from training import bert, bert_batch, fused_adamw, gpt2, gpt2_batch
 
+import hf_zero
 from hf_zero.checkpoint.commit import Background
-from hf_zero.device import HostValue, alias, with_index
+from hf_zero.comm.arrivals import CommunicationError
+from hf_zero.device import PAGE_BYTES, HostValue, PinnedPool, alias, pinned, with_index
 from hf_zero.early.steps_beside import StepThread
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.kernels.base import Kernel
+from hf_zero.offload.copies import PART_BYTES
 from hf_zero.offload.files import Window
 from hf_zero.offload.host_memory import HostCores
 from hf_zero.offload.shards import FileMover
 from hf_zero.offload.tiers import HostTier
 from hf_zero.optimizer.loss_scale import GradScaler
 
-pytestmark = [
-    pytest.mark.timeout(400),
-    standin_device.needs_compiler,
-]
-
-
+pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 SCALED = ["stage 2", "state in host memory", "half of it", "early steps", "early steps in files"]
-
 SAVED = ["stage 1", "early steps in files", "parameters in cpu, state in none"]
 
 
@@ -301,3 +302,259 @@ def test_offload_moves_2_bytes_down_and_2_up_for_a_16_bit_parameter(way, library
     # Scalars of the step, too.
     assert 2 <= down < 2.01
     assert 2 <= up < 2.01
+
+
+SETTINGS = [{"stage": 1}, {"stage": 2, "offload": HOST}, {"stage": 3}]
+
+
+def trained(settings: dict, rank: int, numbers: list[int], bad: int | None = None) -> list[torch.Tensor]:
+    """Parameters behind some steps, in host memory."""
+    model, optimizer, engine = prepared({"bucket_bytes": "20KiB", **settings})
+    for number in numbers:
+        batch = gpt2_batch(torch.Generator().manual_seed(100 * number + rank), 2)
+        loss = model(**{name: values.to(own_device()) for name, values in batch.items()}).loss
+        (loss * float("nan") if number == bad and rank == 0 else loss).backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.bad_steps.skipped == int(bad is not None)
+    with engine.gathered():
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "cells"), [(2, SETTINGS), slow(1, SETTINGS)])
+@on_ranks(time_limit_s=300)
+def test_what_is_left_out_leaves_no_trace(rank, world_size, cells, library, tmp_path):
+    folder = str(tmp_path)
+    compiled = standin_device.register(library)
+    compiled.keep_to(rank + 1)
+    with standin_device.process_group(rank, world_size, folder):
+        for settings in cells:
+            found = trained({**settings, "nonfinite": "skip"}, rank, [0, 1, 2, 3], bad=2)
+            assert all(map(torch.equal, found, trained(settings, rank, [0, 1, 3]))), settings
+    assert compiled.hazards() == compiled.crossings() == []
+
+
+HOST_STATE = {"optimizer": "cpu", "speculate_bytes": 0}
+
+
+def pinned_bytes(rank: int, world_size: int, library: Path, folder: str) -> list[tuple[str, int, int, int]]:
+    """For each way to train: its name, what is pinned after some steps, what masters and gradients take, and sums at most."""
+    compiled = standin_device.register(library)
+    found = []
+    with standin_device.process_group(rank, world_size, folder):
+        for stage in (2, 3):
+            for dtype in (torch.float32, torch.bfloat16):
+                gc.collect()
+                before = compiled.pinned()
+                torch.manual_seed(0)
+                model = gpt2().to(standin_device.NAME, dtype)
+                optimizer = fused_adamw(model)
+                settings = {"stage": stage, "offload": HOST_STATE, "bucket_bytes": "20KiB"}
+                engine = ZeroEngine(model, [optimizer], settings)
+                for step in range(2):
+                    for micro in range(2):
+                        batch = gpt2_batch(torch.Generator().manual_seed(2 * step + micro), 2)
+                        model(
+                            **{name: values.to(standin_device.NAME) for name, values in batch.items()}
+                        ).loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                shards = sum(bucket.layout.shard_numel for bucket in engine.buckets)
+                name = f"stage {stage}, {dtype}"
+                found.append((name, compiled.pinned() - before, shards * (4 + 4), shards * dtype.itemsize))
+                engine.close()
+                del engine, optimizer, model
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [slow(1), 2])
+def test_pinned_memory_is_that_of_masters_and_gradients(world_size, library, tmp_path):
+    arguments = {"library": library, "folder": str(tmp_path)}
+    for found in run_ranks(pinned_bytes, world_size=world_size, time_limit_s=100, keyword_arguments=arguments):
+        for name, there, needed, sums in found:
+            # Numbers that the host reads are pinned too.
+            passing = 2 * PART_BYTES if "bfloat16" in name else 0
+            assert needed <= there - passing <= needed + sums + PAGE_BYTES, name
+
+
+@on_ranks(1)
+def test_pinned_memory_is_given_back_or_out_again_when_its_last_view_has_gone(rank, world_size, library):
+    compiled = standin_device.register(library)
+    device = torch.device(standin_device.NAME, 0)
+    view = pinned(5000, device)[100:200].view(torch.float32)
+    assert compiled.pinned() == 5000
+    del view
+    assert compiled.pinned() == 0
+    pool = PinnedPool(device)
+    one, other = pool.take(5000), pool.take(5000)
+    assert one.data_ptr() != other.data_ptr() and compiled.pinned() == pool.nbytes == 10_000
+    address, part = one.data_ptr(), one[10:]
+    del one
+    third = pool.take(5000)
+    assert compiled.pinned() == 15_000, "memory was given out again while a view of it was there"
+    del part
+    assert pool.take(5000).data_ptr() == address and compiled.pinned() == 15_000
+    del third, other, pool
+    assert compiled.pinned() == 0
+
+
+def with_adapters() -> nn.Module:
+    """GPT-2 whose own parameters are frozen."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    return peft.get_peft_model(gpt2(), config)
+
+
+def half_frozen_bert(folder: str | None = None) -> nn.Module:
+    """Its embeddings are frozen; of `folder`, it lies in files."""
+    model = bert() if folder is None else type(bert()).from_pretrained(folder)
+    model.bert.embeddings.requires_grad_(False)
+    return model
+
+
+class Counting(nn.Module):
+    """A layer with a buffer of each dtype that backends lack, a scalar among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        for number, dtype in enumerate([torch.int16, torch.uint16, torch.bool, torch.uint32, torch.complex64]):
+            self.register_buffer(f"several_{number}", torch.arange(5).to(dtype))
+        self.register_buffer("one", torch.tensor(3, dtype=torch.int8))
+        self.register_buffer("doubles", torch.arange(3, dtype=torch.float64))
+        self.register_buffer("none", torch.empty(0, dtype=torch.int16))
+
+
+Make = Callable[[], nn.Module]
+# What is trained, by name: how it is made, its batches, and settings.
+CASES: dict[str, tuple[Make, Callable, dict]] = {
+    "buffers of integers": (bert, bert_batch, {}),
+    "small parameters kept whole": (bert, bert_batch, {"persist_below_numel": 100}),
+    "frozen parameters": (half_frozen_bert, bert_batch, {}),
+    "small frozen parameters kept whole": (half_frozen_bert, bert_batch, {"persist_below_numel": 100}),
+    "adapters": (with_adapters, gpt2_batch, {"persist_below_numel": 100}),
+    "parameters in host memory": (bert, bert_batch, {"offload": {"params": "cpu", "optimizer": "cpu"}}),
+}
+
+
+def losses(make: Make, make_batch: Callable, settings: dict | None, device: torch.device) -> list[float]:
+    """Of two steps on `device`; with settings of an engine that is given the model as it is, else of a plain loop."""
+    torch.manual_seed(0)
+    model = make() if settings is not None else make().to(device)
+    model.train()
+    optimizer = fused_adamw(model)
+    engine = None
+    if settings is not None:
+        engine = ZeroEngine(model, [optimizer], {"stage": 3, **settings}, device=device)
+        placed = {value.device for value in [*model.parameters(), *model.buffers()]}
+        assert placed == {device}, "a part of the model is elsewhere"
+    found = []
+    for seed in range(2):
+        batch = make_batch(torch.Generator().manual_seed(10 * seed + dist.get_rank()), 2)
+        loss = model(**{name: values.to(device) for name, values in batch.items()}).loss
+        loss.backward()
+        if engine is None:
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(dist.get_world_size())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    if engine is not None:
+        engine.close()
+    return found
+
+
+# Together most that a model can have: buffers of integers, frozen parameters, small ones, parameters on the host.
+SOME = ["small frozen parameters kept whole", "parameters in host memory"]
+
+
+def from_host_memory(
+    rank: int, world_size: int, library: Path, folder: str, names: list[str], from_files: list[dict]
+) -> None:
+    compiled = standin_device.register(library)
+    compiled.keep_to(rank + 1)
+    device = torch.device(standin_device.NAME, rank + 1)
+    with standin_device.process_group(rank, world_size, folder):
+        for name in names:
+            make, make_batch, settings = CASES[name]
+            plain = losses(make, make_batch, None, device)
+            assert losses(make, make_batch, settings, device) == plain, name
+        saved = f"{folder}/saved"
+        plain = losses(lambda: half_frozen_bert(saved), bert_batch, None, device)
+        for settings in from_files:
+            with hf_zero.init(3):
+                found = losses(lambda: half_frozen_bert(saved), bert_batch, settings, device)
+            assert found == plain, f"from files, {settings}"
+    assert compiled.hazards() == compiled.crossings() == []
+
+
+FROM_FILES = [{"persist_below_numel": 100}, {}]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names", "from_files"),
+    [(2, SOME, FROM_FILES[:1]), slow(2, list(CASES), FROM_FILES), slow(1, list(CASES), FROM_FILES)],
+    ids=["2", "2-every", "1-every"],
+)
+def test_a_model_in_host_memory_is_trained_on_the_device_at_stage_3(world_size, names, from_files, library, tmp_path):
+    bert().save_pretrained(tmp_path / "saved")
+    arguments = {"library": library, "folder": str(tmp_path), "names": names, "from_files": from_files}
+    run_ranks(from_host_memory, world_size=world_size, time_limit_s=200, keyword_arguments=arguments)
+
+
+@pytest.mark.parametrize("on_device", [True, False], ids=["device", "host"])
+@pytest.mark.short_cells("device")
+@on_ranks(2)
+def test_buffers_of_all_dtypes_become_rank_0s(rank, world_size, on_device, library, tmp_path):
+    folder = str(tmp_path)
+    standin_device.register(library)
+    device = torch.device(standin_device.NAME, rank) if on_device else torch.device("cpu")
+    with standin_device.process_group(rank, world_size, folder):
+        for stage in range(4):
+            model, expected = Counting(), dict(Counting().named_buffers())
+            for buffer in model.buffers() if rank else ():
+                buffer.zero_()
+            held = list(model.buffers())
+            ZeroEngine(model, [fused_adamw(model)], {"stage": stage}, device=device)
+            assert {parameter.device for parameter in model.parameters()} == {device}
+            for name, buffer in model.named_buffers():
+                assert buffer.device == device and torch.equal(buffer.cpu(), expected[name]), (stage, name)
+            assert all(now is was for now, was in zip(model.buffers(), held))
+
+
+class Twins(nn.Module):
+    """Two layers of one size, run in the order that the caller says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        for index in order:
+            hidden = self.layers[index](hidden)
+        return hidden.sum()
+
+
+@on_ranks(2)
+def test_a_step_on_layers_that_were_swapped_is_refused(rank, world_size, library, tmp_path):
+    folder = str(tmp_path)
+    standin_device.register(library)
+    device = torch.device(standin_device.NAME, rank)
+    torch.get_device_module(device).set_device(rank)
+    with standin_device.process_group(rank, world_size, folder, timeout_s=60.0):
+        model = Twins()
+        optimizer = fused_adamw(model)
+        settings = {"stage": 3, "unit_modules": ["Linear"], "prefetch_units": 0, "reshard_after_forward": False}
+        ZeroEngine(model, [optimizer], settings, device=device)
+        batch = torch.ones(2, 8).to(device)
+        for order in ((0, 1), (1, 0)):
+            # Alike on all ranks, each order is a good one.
+            model(batch, order).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(CommunicationError, match="have gathered parameters in different orders"):
+            model(batch, (rank, 1 - rank)).backward()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -174,6 +175,23 @@ def adamw_in_two_groups(model: nn.Module, **kwargs) -> torch.optim.Optimizer:
 
 def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return adamw_in_two_groups(model, fused=True)
+
+
+def of_trained(make: Callable[..., torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    return make([p for p in model.parameters() if p.requires_grad])
+
+
+ELEMENTWISE = {
+    "sgd": partial(of_trained, partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)),
+    "rmsprop": partial(of_trained, partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5, centered=True)),
+    "adagrad": partial(of_trained, partial(torch.optim.Adagrad, lr=1e-2)),
+    "nadam": partial(of_trained, partial(torch.optim.NAdam, lr=1e-3)),
+    "radam": partial(of_trained, partial(torch.optim.RAdam, lr=1e-3)),
+    "adam amsgrad": partial(of_trained, partial(torch.optim.Adam, lr=1e-3, amsgrad=True, foreach=True)),
+    "adamw foreach": partial(of_trained, partial(torch.optim.AdamW, lr=1e-3, foreach=True)),
+    "adadelta": partial(of_trained, partial(torch.optim.Adadelta, lr=0.5)),
+}
+"""Optimizers whose step looks at each element by itself."""
 
 
 def train(rank: int, world_size: int, job: Job) -> Outcome:

@@ -1,0 +1,514 @@
+"""Stage 3: wrong use is one clear message on the rank that did it, and nothing hangs, crashes or trains on silently."""
+
+import copy
+import io
+import pickle
+import re
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import pytest
+import torch
+from cells import slow
+from ranks import run_ranks
+from shared_ranks import on_ranks, shared_ranks
+from stage3_runs import (
+    KEPT,
+    NOT_AHEAD,
+    SHARDED,
+    WIDTH,
+    Block,
+    Run,
+    assert_equal,
+    assert_same,
+    no_unit_is_whole,
+    run_on_ranks,
+    same_as_ddp,
+)
+from told import tell, wait_until_told
+from torch import nn
+from training import VOCABULARY, Answer, gpt2
+
+import hf_zero
+from hf_zero.buckets.sharded import ShardedParametersError, are_hidden
+from hf_zero.comm.arrivals import CommunicationError
+from hf_zero.config import CommConfig
+from hf_zero.engine.engine import ZeroEngine
+
+pytestmark = pytest.mark.timeout(120)
+# ---- moving, casting, copying ----
+
+CHANGING = {
+    "to(float16)": lambda module: module.to(torch.float16),
+    "half": lambda module: module.half(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "double": lambda module: module.double(),
+    "type(float16)": lambda module: module.type(torch.float16),
+    "to(meta)": lambda module: module.to("meta"),
+    "to_empty(meta)": lambda module: module.to_empty(device="meta"),
+}
+CHANGING_NOTHING = [
+    lambda module: module.cpu(),
+    lambda module: module.float(),
+    lambda module: module.to("cpu"),
+    lambda module: module.to(torch.float32),
+    lambda module: module.to("cpu", torch.float32),
+]
+
+
+def casting(run: Run) -> None:
+    for step in range(2):
+        run.step()
+        if run.engine is None:
+            continue
+        if step == 1:
+            run.evaluate()
+        for module in (run.model, run.model.transformer.h[1], run.model.transformer.wte):
+            for how, change in CHANGING.items():
+                with pytest.raises(
+                    ShardedParametersError, match=r"before accelerator\.prepare, or after engine\.close"
+                ):
+                    change(module)
+                    pytest.fail(how)
+            for change in CHANGING_NOTHING:
+                assert change(module) is module
+    if run.engine is None:
+        run.batch()
+    run.step()
+
+
+def test_moving_and_casting_a_sharded_model_is_refused_unless_it_changes_nothing_and_training_goes_on():
+    shared_ranks.run(same_as_ddp, script=casting, variants=[SHARDED, KEPT], make=gpt2)
+
+
+def copying(run: Run) -> None:
+    run.step()
+    if run.engine is not None:
+        for module in (run.model, run.model.transformer.h[1]):
+            for take in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+                with pytest.raises(ShardedParametersError, match=r"save_pretrained.*state_dict.*engine\.close\(\)"):
+                    take(module)
+    run.step()
+
+
+def test_pickling_a_sharded_model_is_refused_with_the_way_out():
+    shared_ranks.run(same_as_ddp, script=copying, variants=[SHARDED], make=gpt2)
+
+
+def copying_deeply(run: Run) -> None:
+    run.step()
+    for part in (run.model, run.model.transformer.h[1]):
+        expected = {name: value.clone() for name, value in part.state_dict().items()}
+        copied = copy.deepcopy(part)
+        run.step()
+        assert_equal(copied.state_dict(), expected)
+        assert not any(are_hidden(parameter) for parameter in copied.parameters())
+        assert all(parameter.numel() == 0 or parameter.is_leaf for parameter in copied.parameters())
+        run.seen += [value.clone() for value in copied.half().state_dict().values()]
+    copied = copy.deepcopy(run.model)
+    run.seen.append(copied(**run.batch()).loss.detach())
+    copied(**run.batch()).loss.backward()
+    run.seen += [parameter.grad for parameter in copied.parameters()]
+
+
+def test_a_copy_of_a_sharded_model_is_an_ordinary_whole_one():
+    variants = [SHARDED, {**KEPT, "persist_below_numel": 200}]
+    shared_ranks.run(same_as_ddp, script=copying_deeply, variants=variants, make=gpt2)
+
+
+@on_ranks(2)
+def test_a_copy_of_a_model_that_is_whole_just_now_is_an_ordinary_model_or_refused(rank, world_size):
+    """What people do for an averaged model: an ordinary copy, or the refusal."""
+    for settings in (SHARDED, KEPT):
+        run = Run(rank, gpt2, settings)
+        run.step()
+        expected = run.state()
+        for take in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+            with hf_zero.unsharded(run.model):
+                try:
+                    copied = take(run.model)
+                except ShardedParametersError:
+                    continue
+            run.step()
+            copied(**run.batch()).loss.backward()
+            assert all(type(p.grad) is torch.Tensor for p in copied.parameters())
+            assert_equal(copied.state_dict(), expected)
+            assert copied.half().lm_head.weight.dtype == torch.float16
+            expected = run.state()
+
+
+# ---- editing and reading while sharded ----
+
+
+def ones(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.ones(parameter.shape)
+
+
+EDITS = {
+    "add_": lambda p: p.add_(1),
+    "mul_": lambda p: p.mul_(0.5),
+    "zero_": lambda p: p.zero_(),
+    "fill_": lambda p: p.fill_(0.5),
+    "copy_": lambda p: p.copy_(ones(p)),
+    "init": lambda p: nn.init.normal_(p),
+    "slice": lambda p: p[:1].zero_(),
+    "data.add_": lambda p: p.data.add_(1),
+    "data.zero_": lambda p: p.data.zero_(),
+    "data.copy_": lambda p: p.data.copy_(ones(p)),
+    "data =": lambda p: setattr(p, "data", ones(p)),
+}
+OF_EACH_ELEMENT = ("add_", "mul_", "zero_", "fill_", "data.add_", "data.zero_")
+EDITED = ("transformer.wpe.weight", "transformer.h.1.attn.c_attn.weight")
+
+
+def edits_while_sharded(rank: int, world_size: int, in_turn: bool) -> list[str]:
+    """The kinds of edit that were neither refused nor named before the next training step used the old values."""
+    lost = []
+    for number, (kind, edit) in enumerate(EDITS.items()):
+        for name in EDITED[number % 2 :][:1] if in_turn else EDITED:
+            run = Run(rank, gpt2, SHARDED)
+            run.step()
+            expected = run.state()[name]
+            try:
+                with torch.no_grad():
+                    edit(run.model.get_parameter(name))
+                    edit(expected)
+                if kind in OF_EACH_ELEMENT:
+                    assert torch.equal(run.state()[name], expected), kind
+                    run.step()
+                    continue
+            except RuntimeError:
+                assert kind not in OF_EACH_ELEMENT
+                # Refused: the values are the old ones, and training goes on.
+                run.step()
+                continue
+            try:
+                run.step()
+            except RuntimeError as error:
+                assert name in str(error) and "writeback=True" in str(error), f"{kind}: {error}"
+            else:
+                lost.append(f"{kind} of {name}")
+    return lost
+
+
+@pytest.mark.parametrize("in_turn", [True, slow(False)], ids=["in turn", "each"])
+def test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silently(in_turn):
+    assert run_on_ranks(edits_while_sharded, in_turn=in_turn) == [[], []]
+
+
+@on_ranks(2)
+def test_an_edit_without_writeback_raises_and_leaves_no_trace(rank, world_size):
+    run = Run(rank, gpt2, SHARDED)
+    run.step()
+    before = run.state()
+    with pytest.raises(
+        RuntimeError, match=r"'transformer\.ln_f\.weight' was edited .* without writeback=True, and .* lost"
+    ):
+        with hf_zero.gathered(run.model.transformer.ln_f), torch.no_grad():
+            run.model.transformer.ln_f.weight.add_(1)
+    assert no_unit_is_whole(run.engine)
+    assert_equal(run.state(), before)
+
+
+@on_ranks(2)
+def test_an_edit_that_an_exception_breaks_off_leaves_no_trace(rank, world_size):
+    run = Run(rank, gpt2, SHARDED)
+    run.step()
+    before = run.state()
+    with pytest.raises(LookupError), hf_zero.gathered(run.model, writeback=True), torch.no_grad():
+        run.model.transformer.ln_f.weight.add_(1 + rank)
+        raise LookupError
+    assert no_unit_is_whole(run.engine)
+    assert_equal(run.state(), before)
+
+
+@on_ranks(2)
+def test_an_edit_through_data_without_writeback_raises_or_leaves_no_trace(rank, world_size):
+    run = Run(rank, gpt2, SHARDED)
+    run.step()
+    before = run.state()
+    try:
+        with hf_zero.gathered(run.model.transformer.ln_f):
+            run.model.transformer.ln_f.weight.data.add_(1)
+    except RuntimeError as error:
+        assert "without writeback=True" in str(error)
+    else:
+        assert_equal(run.state(), before)
+
+
+@on_ranks(2)
+def test_data_replaced_without_writeback_raises_and_leaves_no_trace(rank, world_size):
+    run = Run(rank, gpt2, SHARDED)
+    run.step()
+    before = run.state()
+    weight = run.model.transformer.ln_f.weight
+    for replace in (lambda: setattr(weight, "data", torch.ones(weight.shape)), lambda: weight.set_(torch.ones(WIDTH))):
+        with pytest.raises(RuntimeError, match=r"'transformer\.ln_f\.weight' was edited .* without writeback=True"):
+            with hf_zero.gathered(run.model), hf_zero.gathered(weight), torch.no_grad():
+                replace()
+        assert_equal(run.state(), before)
+    run.step()
+
+
+UNLIKE = {
+    "dtype": lambda values: values.to(torch.bfloat16),
+    "shape": lambda values: values.flatten(),
+    "more": lambda values: torch.cat([values, values]),
+}
+
+
+@on_ranks(2)
+def test_data_of_another_shape_or_dtype_given_by_one_rank_is_named_on_all(rank, world_size):
+    for stage in (2, 3):
+        for replace in UNLIKE.values():
+            run = Run(rank, gpt2, {**SHARDED, "stage": stage})
+            run.step()
+            before = run.state()
+            weight = run.model.transformer.h[1].attn.c_attn.weight
+            message = r"'transformer\.h\.1\.attn\.c_attn\.weight' was given .*Give it values of its own shape and dtype"
+            with pytest.raises(RuntimeError, match=message), hf_zero.gathered(run.model, writeback=True):
+                if rank == 1:
+                    weight.data = replace(weight.data)
+            if stage == 3:
+                assert_equal(run.state(), before)
+                run.step()
+
+
+# ---- steps at the wrong time ----
+
+
+def stepping_while_whole(run: Run) -> None:
+    run.step()
+    loss = run.entry(**run.batch()).loss
+    loss.backward()
+    if run.engine is not None:
+        for whole in (hf_zero.unsharded(run.model), hf_zero.gathered(run.model.transformer.h[0].ln_1.weight)):
+            with whole, pytest.raises(RuntimeError, match=r"optimizer\.step\(\) inside `gathered` or `unsharded`"):
+                run.optimizer.step()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.step()
+
+
+def test_a_step_inside_unsharded_or_gathered_raises_and_one_after_it_goes_through():
+    shared_ranks.run(same_as_ddp, script=stepping_while_whole, variants=[SHARDED, KEPT], make=gpt2)
+
+
+def with_frozen_layer() -> nn.Module:
+    model = gpt2()
+    model.transformer.h[1].requires_grad_(False)
+    return model
+
+
+@on_ranks(2)
+def test_unfreezing_a_parameter_after_prepare_is_named_at_the_step(rank, world_size):
+    run = Run(rank, with_frozen_layer, SHARDED)
+    run.step()
+    run.model.transformer.h[1].mlp.requires_grad_(True)
+    run.entry(**run.batch()).loss.backward()
+    with pytest.raises(RuntimeError, match=r"transformer\.h\.1\.mlp\..*requires_grad"):
+        run.optimizer.step()
+
+
+def freezing(run: Run) -> None:
+    run.step()
+    for frozen in (True, True, False, False):
+        run.model.transformer.h[1].mlp.requires_grad_(not frozen)
+        run.step()
+
+
+def test_freezing_a_trained_parameter_and_thawing_it_again_trains_as_under_ddp():
+    shared_ranks.run(same_as_ddp, script=freezing, variants=[SHARDED, KEPT, NOT_AHEAD], make=gpt2, find_unused=True)
+
+
+# ---- ranks that go apart ----
+
+
+class OnlyRank0Visits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids, labels) -> Answer:
+        hidden = self.embed(input_ids)
+        for layer in self.layers[: 3 if torch.distributed.get_rank() == 0 else 1]:
+            hidden = layer(hidden)
+        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+
+@contextmanager
+def said_within(seconds: float):
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < seconds
+
+
+class OneRoundForEach(OnlyRank0Visits):
+    def forward(self, input_ids, labels) -> Answer:
+        hidden = self.layers[torch.distributed.get_rank()](self.embed(input_ids))
+        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+
+def visits_apart(rank: int, world_size: int, make: Callable[[], nn.Module]) -> str:
+    # Nothing is said of time limits: the ranks wait for each other, and it does not take two minutes to see that.
+    run = Run(rank, make, {**NOT_AHEAD, "unit_bytes": 0})
+    with said_within(15), pytest.raises(CommunicationError, match="The ranks run different layers") as error:
+        run.step()
+    tell(f"the error of rank {rank}")
+    wait_until_told(f"the error of rank {1 - rank}")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("make", [OnlyRank0Visits, OneRoundForEach])
+def test_a_layer_that_one_rank_visits_alone_is_an_error_that_names_the_all_gather_and_the_remedy(make):
+    messages = run_ranks(visits_apart, world_size=2, time_limit_s=90, keyword_arguments={"make": make})
+    assert any(re.search(r"all-gather parameters of bucket \d+ failed", message) for message in messages)
+    for message in messages:
+        assert "persist_below_numel" in message and "unit_modules" in message and "is_main_process" not in message
+
+
+def looks_alone(rank: int, world_size: int, way: str, alone: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CommConfig, "meeting_timeout_s", 3.0)
+        run = Run(rank, gpt2, SHARDED)
+    run.step()
+    message = ""
+    if rank == alone:
+        with said_within(60), pytest.raises(CommunicationError) as error:
+            if way == "state_dict":
+                run.model.state_dict()
+            with hf_zero.gathered(run.model.transformer.h[0]):
+                pass
+        message = str(error.value)
+        assert no_unit_is_whole(run.engine)
+        tell("the error")
+    else:
+        wait_until_told("the error")
+    return message
+
+
+@pytest.mark.short_cells("gathered-1")
+@pytest.mark.parametrize(("way", "alone"), [("state_dict", 0), ("gathered", 1)])
+def test_looking_on_one_rank_alone_is_an_error_in_time(way, alone):
+    message = run_on_ranks(looks_alone, way=way, alone=alone)[alone]
+    assert way in message and "call it on every rank" in message and "comm.late_s" in message
+
+
+def looks_apart(rank: int, world_size: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CommConfig, "meeting_timeout_s", 3.0)
+        run = Run(rank, gpt2, SHARDED)
+    with said_within(60), pytest.raises(CommunicationError, match="different collectives") as error:
+        if rank == 0:
+            run.model.state_dict()
+        else:
+            with hf_zero.gathered(run.model):
+                pass
+    return str(error.value)
+
+
+def test_ranks_that_look_in_different_ways_are_told_both():
+    for message in run_on_ranks(looks_apart):
+        assert "state_dict() of GPT2LMHeadModel" in message and "hf_zero.gathered" in message
+
+
+@on_ranks(2)
+def test_whole_parameters_that_do_not_fit_on_one_rank_are_refused_on_all(rank, world_size):
+    run, smooth = Run(rank, gpt2, SHARDED), Run(rank, gpt2, SHARDED)
+    for each in (run, smooth):
+        each.step()
+    with pytest.MonkeyPatch.context() as patch:
+        # Rank 1 alone has no room: both ranks are told.
+        patch.setattr("hf_zero.engine.gathered.free_bytes", lambda device: 1000 if rank == 1 else 10**12)
+        for look in (hf_zero.gathered, hf_zero.unsharded):
+            with pytest.raises(MemoryError, match=r"whole parameters would take .* MiB on each rank"), look(run.model):
+                pass
+    assert no_unit_is_whole(run.engine)
+    for each in (run, smooth):
+        each.step()
+    assert_same(run, smooth)
+
+
+def test_parameters_of_two_models_are_not_gathered_together():
+    models = gpt2(), gpt2()
+    engines = [ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 3) for model in models]
+    with pytest.raises(ValueError, match="several prepared models"):
+        with hf_zero.gathered([model.lm_head.weight for model in models]):
+            pass
+    assert engines
+
+
+# ---- models that cannot be sharded so ----
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_a_quantised_parameter_is_refused_at_stage_3(dtype):
+    model = gpt2()
+    packed = torch.zeros(4, 4, dtype=dtype)
+    model.transformer.h[0].packed = nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(ValueError, match=r"'transformer\.h\.0\.packed' is quantised .*stage 2"):
+        ZeroEngine(model, [torch.optim.SGD(model.transformer.wte.parameters(), lr=0.1)], 3)
+
+
+class Opaque:
+    def __init__(self, hidden: torch.Tensor):
+        self.hidden = hidden
+
+
+class Secretive(Block):
+    """Returns its tensor where hooks cannot see it."""
+
+    def __init__(self, size: int, way: str):
+        super().__init__(size)
+        self.second = nn.Linear(size, size)
+        self.way = way
+
+    def forward(self, hidden):
+        result = torch.tanh(self.second(super().forward(hidden)))
+        if self.way == "object":
+            return Opaque(result)
+        self.hidden = result
+        return None
+
+
+class Secrets(nn.Module):
+    def __init__(self, way: str, frozen: bool):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Secretive(WIDTH, way).requires_grad_(not frozen) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids, labels) -> Answer:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            returned = layer(hidden)
+            hidden = (layer if returned is None else returned).hidden
+        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+
+class TrainedSecrets(Secrets):
+    def __init__(self):
+        super().__init__("object", frozen=False)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("way", ["attribute", "object"])
+@pytest.mark.short_cells("object-trained", "attribute-frozen")
+@on_ranks(2)
+def test_a_layer_that_hides_its_outputs_is_named_and_never_trains_on_wrong_gradients(rank, world_size, way, frozen):
+    """An error that says how to return tensors; without one, training must equal DDP's."""
+
+    def make() -> nn.Module:
+        return Secrets(way, frozen)
+
+    ddp, run = Run(rank, make, None), Run(rank, make, SHARDED)
+    ddp.step()
+    try:
+        run.step()
+    except RuntimeError as error:
+        assert "return them in a tuple, list, dict, ModelOutput or dataclass" in str(error)
+    else:
+        assert_same(run, ddp)
