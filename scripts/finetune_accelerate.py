@@ -90,11 +90,7 @@ def train(accelerator, run, model, optimizer, scheduler, loader, first_step) -> 
 
     loss_sum, rows = accelerator.reduce(seen, reduction="sum").tolist()
     seconds = time.perf_counter() - started
-    return {
-        "train_loss": loss_sum / max(rows, 1),
-        "train_seconds": seconds,
-        "train_samples_per_second": rows / seconds,
-    }
+    return {"train_loss": loss_sum / max(rows, 1), "train_seconds": seconds, "train_samples_per_second": rows / seconds}
 
 
 @torch.no_grad()
@@ -162,10 +158,7 @@ def main():
     steps = math.ceil(len(train_loader) / run.gradient_accumulation_steps) * run.num_train_epochs
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, weight_decay=run.weight_decay)
     scheduler = get_scheduler(
-        run.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=run.num_warmup_steps,
-        num_training_steps=steps,
+        run.lr_scheduler_type, optimizer, num_warmup_steps=run.num_warmup_steps, num_training_steps=steps
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     if first_step:

@@ -23,18 +23,8 @@ from transformers import (
 
 from hf_zero import ZeroTrainingArguments, init
 
-DEFAULTS = {
-    "output_dir": "outputs/bert",
-    "logging_steps": 20,
-    "per_device_eval_batch_size": 64,
-    "save_total_limit": 1,
-}
-FROM_SCRATCH = {
-    "learning_rate": 1e-3,
-    "num_train_epochs": 8,
-    "per_device_train_batch_size": 16,
-    "warmup_steps": 40,
-}
+DEFAULTS = {"output_dir": "outputs/bert", "logging_steps": 20, "per_device_eval_batch_size": 64, "save_total_limit": 1}
+FROM_SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "per_device_train_batch_size": 16, "warmup_steps": 40}
 
 
 def small_bert(max_seq_length: int) -> BertConfig:

@@ -12,8 +12,8 @@ several times, and a ratio is the median over the rounds of all starts.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from statistics import median
@@ -224,56 +224,36 @@ def _visit_each_start(names: list[str], comparison: Comparison) -> tuple[dict[st
 
 
 def _visit(names: list[str], comparison: Comparison) -> tuple[dict[str, ByRank], dict[str, str]]:
-    """What the ranks of each engine noted, and why engines failed."""
-    with ExitStack() as stack:
-        stations = _Stations(stack)
-        for name in names:
-            stations.start(name, comparison)
-        for name in turns(names, comparison.rounds):
-            stations.call(name, "visit", comparison.steps)
-        found = {name: stations.call(name, "figures") for name in names}
-        for name in names:
-            stations.call(name, "close")
-    return {name: by_rank for name, by_rank in found.items() if name not in stations.failed}, stations.failed
+    """What the ranks of each engine noted, and why engines failed.
 
-
-class _Stations:
-    """Ranks of several engines. One that fails is left out from then on; a baseline that fails is an error.
-
-    Attributes:
-        failed: engine -> why.
+    One that fails is left out from then on; a baseline that fails is an error.
     """
+    alive: dict[str, LiveRanks] = {}
+    failed: dict[str, str] = {}
 
-    def __init__(self, stack: ExitStack) -> None:
-        self.failed: dict[str, str] = {}
-        self._stack = stack
-        self._alive: dict[str, LiveRanks] = {}
-
-    def start(self, name: str, comparison: Comparison) -> None:
-        with self._noted(name):
-            station = live_ranks(
-                StationAlone,
-                world_size=comparison.world_size,
-                time_limit_s=comparison.time_limit_s,
-                start_limit_s=START_LIMIT_S,
-                keyword_arguments={"name": name, "comparison": comparison},
-            )
-            self._alive[name] = self._stack.enter_context(station)
-
-    def call(self, name: str, method: str, *arguments: Any) -> ByRank:
-        """Every rank's answer; none of an engine that has failed."""
-        with self._noted(name):
-            return [] if name in self.failed else self._alive[name].call(method, *arguments)
-        return []
-
-    @contextmanager
-    def _noted(self, name: str) -> Iterator[None]:
+    def tried(name: str, act: Callable[[], Any]) -> Any:
         try:
-            yield
+            return act()
         except (RankFailedError, RanksTimedOutError) as error:
             if name == BASELINE:
                 raise
-            self.failed[name] = _last_line(error)
+            failed[name] = _last_line(error)
+
+    def call(name: str, method: str, *arguments: Any) -> ByRank:
+        return [] if name in failed else tried(name, lambda: alive[name].call(method, *arguments))
+
+    limits = {"time_limit_s": comparison.time_limit_s, "start_limit_s": START_LIMIT_S}
+    with ExitStack() as stack:
+        for name in names:
+            job = {"name": name, "comparison": comparison}
+            ranks = live_ranks(StationAlone, world_size=comparison.world_size, keyword_arguments=job, **limits)
+            alive[name] = tried(name, lambda ranks=ranks: stack.enter_context(ranks))
+        for name in turns(names, comparison.rounds):
+            call(name, "visit", comparison.steps)
+        found = {name: call(name, "figures") for name in names}
+        for name in names:
+            call(name, "close")
+    return {name: by_rank for name, by_rank in found.items() if name not in failed}, failed
 
 
 def _last_line(error: Exception) -> str:

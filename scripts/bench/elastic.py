@@ -247,11 +247,8 @@ def _evict(folder: Path) -> None:
 
 def _furthest(log: Path, world_size: int) -> int:
     """The last step that a rank of the first start has begun."""
-    ends = []
-    for path in log.glob(f"*-of-{world_size}.jsonl"):
-        lines = [line for line in path.read_text().splitlines()[1:] if line.endswith("}")]
-        ends += [json.loads(lines[-1])["step"]] if lines else []
-    return max(ends, default=-1)
+    starts = (start for start in starts_in(log) if start.world_size == world_size)
+    return max((step for start in starts for step, _, _ in start.steps), default=-1)
 
 
 def run_by_hand(folder: Path, checkpoint: Path, settings: Mapping[str, object], ranks: int) -> Start:

@@ -69,11 +69,7 @@ class _Task(NamedTuple):
 
 
 def run_ranks(
-    target: Callable[..., Any],
-    *,
-    world_size: int,
-    time_limit_s: float,
-    keyword_arguments: dict[str, Any] | None = None,
+    target: Callable[..., Any], *, world_size: int, time_limit_s: float, keyword_arguments: dict[str, Any] | None = None
 ) -> list[Any]:
     """Run target in world_size fresh processes and return their results in rank order."""
     return _run(_Task(target, keyword_arguments or {}, world_size, time_limit_s))

@@ -109,30 +109,16 @@ def test_a_state_of_accelerate_has_no_config_and_is_good(tmp_path):
     assert "model.safetensors has other contents" in line
 
 
+ONE_SMALL_LAYER = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+EXPERTS = {"vocab_size": 32, "num_key_value_heads": 2, "num_local_experts": 2}
+IMAGES = {"image_size": 8, "patch_size": 4}
+
+
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: MixtralForCausalLM(
-            MixtralConfig(
-                vocab_size=32,
-                hidden_size=8,
-                intermediate_size=8,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                num_local_experts=2,
-            )
-        ),
-        lambda: ViTForImageClassification(
-            ViTConfig(
-                hidden_size=8,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                intermediate_size=8,
-                image_size=8,
-                patch_size=4,
-            )
-        ),
+        lambda: MixtralForCausalLM(MixtralConfig(**ONE_SMALL_LAYER, **EXPERTS)),
+        lambda: ViTForImageClassification(ViTConfig(**ONE_SMALL_LAYER, **IMAGES)),
     ],
     ids=["experts in one tensor", "other names in files"],
 )

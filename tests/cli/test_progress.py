@@ -91,10 +91,7 @@ def test_commands_are_quiet_elsewhere(checkpoint, capsys):
 
 @pytest.mark.parametrize(
     ("off", "on"),
-    [
-        (disable_progress_bars, enable_progress_bars),
-        (logging.disable_progress_bar, logging.enable_progress_bar),
-    ],
+    [(disable_progress_bars, enable_progress_bars), (logging.disable_progress_bar, logging.enable_progress_bar)],
     ids=["of the Hub", "of transformers"],
 )
 def test_both_libraries_switches_turn_bars_off(off, on, checkpoint):

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -111,7 +112,7 @@ def begin_fault(rank: int, run: Run, accelerator: Accelerator | None, model: nn.
     """Commits the fault; returns whether this rank is to leave its loop."""
     if rank == FAULTY:
         (folder / "fault").write_text(str(time.time()))
-    return bool(FAULTS[run.fault](rank, accelerator, model, folder))
+    return FAULTS[run.fault](rank, accelerator, model, folder) is True
 
 
 def with_accelerate(rank: int, run: Run, folder: Path) -> None:
@@ -218,21 +219,12 @@ def hangs_in_evaluate(rank: int, accelerator: Accelerator | None, model: nn.Modu
     model.train()
 
 
-def forwards_once_more(rank: int, accelerator: Accelerator | None, model: nn.Module, folder: Path) -> None:
-    if rank == FAULTY:
-        model(**gpt2_batch(torch.Generator().manual_seed(0), 2))
-
-
 def saves_on_rank_0(rank: int, accelerator: Accelerator | None, model: nn.Module, folder: Path) -> None:
     if rank == 0 and accelerator is not None:
         accelerator.save_state(str(folder / "state"))
     elif rank == 0:
         with engine_of(model).lent("a state dict", wanted=True):
             pass
-
-
-def ends_its_loop(rank: int, *_: object) -> bool:
-    return rank == FAULTY
 
 
 def ends_first(rank: int, *_: object) -> bool:
@@ -243,102 +235,74 @@ def is_no_fault(*_: object) -> None:
     """What was to go wrong has gone wrong before."""
 
 
-def diverges(rank: int, accelerator: Accelerator | None, model: nn.Module, folder: Path) -> None:
+Act = Callable[[Accelerator, nn.Module, Path], object]
+
+
+def alone(act: Act) -> Callable[..., object]:
+    """A fault of one rank, while the others train on."""
+
+    def fault(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> object:
+        return act(accelerator, model, folder) if rank == FAULTY else None
+
+    return fault
+
+
+@alone
+def diverges(_accelerator: Accelerator, model: nn.Module, _folder: Path) -> None:
     """As a bit that has flipped in memory."""
-    if rank == FAULTY:
-        frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
-        frozen.data.view(torch.int32).view(-1)[5] ^= 1 << 20
+    frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
+    frozen.data.view(torch.int32).view(-1)[5] ^= 1 << 20
 
 
-def stops(rank: int, *_: object) -> None:
-    if rank == FAULTY:
-        os.kill(os.getpid(), signal.SIGSTOP)
+@alone
+def raises(*_: object) -> None:
+    raise LookupError("a bad batch")
 
 
-def sleeps(rank: int, *_: object) -> None:
-    if rank == FAULTY:
-        time.sleep(60)
+@alone
+def saves_alone(_accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    model.save_pretrained(folder / "saved")
+    raise LookupError("saved alone")
 
 
-def is_killed(rank: int, *_: object) -> None:
-    if rank == FAULTY:
-        os.kill(os.getpid(), signal.SIGKILL)
+@alone
+def is_cut_off(_accelerator: Accelerator, _model: nn.Module, folder: Path) -> None:
+    (folder / "cut").write_text("")
+    while not (folder / "is cut").exists():
+        time.sleep(0.01)
 
 
-def raises(rank: int, *_: object) -> None:
-    if rank == FAULTY:
-        raise LookupError("a bad batch")
+def looks_at_a_gradient(_accelerator: Accelerator, model: nn.Module, _folder: Path) -> None:
+    engine_of(model).full_grad(next(model.parameters()))
 
 
-def exits(rank: int, *_: object) -> None:
-    if rank == FAULTY:
-        sys.exit(0)
+def forwards_once_more(_accelerator: Accelerator, model: nn.Module, _folder: Path) -> None:
+    model(**gpt2_batch(torch.Generator().manual_seed(0), 2))
 
 
-def looks_alone(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    if rank == FAULTY:
-        engine_of(model).full_grad(next(model.parameters()))
-
-
-def saves_alone(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    if rank == FAULTY:
-        model.save_pretrained(folder / "saved")
-        raise LookupError("saved alone")
-
-
-def saves_its_state_alone(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    if rank == FAULTY:
-        accelerator.save_state(str(folder / "state"))
-
-
-def clips_alone(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    if rank == FAULTY:
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def waits_alone(rank: int, *_: object) -> None:
-    if rank == FAULTY:
-        dist.barrier()
-
-
-def gathers_alone(rank: int, *_: object) -> None:
-    """The size of messages differs from that of all that the engine agrees on."""
-    if rank == FAULTY:
-        dist.all_reduce(torch.zeros(1000))
-
-
-def is_cut_off(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    if rank == FAULTY:
-        (folder / "cut").write_text("")
-        while not (folder / "is cut").exists():
-            time.sleep(0.01)
-
-
-FAULTS = {
-    "stopped": stops,
-    "sleeping": sleeps,
-    "killed": is_killed,
+FAULTS: dict[str, Callable[..., object]] = {
+    "stopped": alone(lambda *_: os.kill(os.getpid(), signal.SIGSTOP)),
+    "sleeping": alone(lambda *_: time.sleep(60)),
+    "killed": alone(lambda *_: os.kill(os.getpid(), signal.SIGKILL)),
     "exception": raises,
-    "sys.exit": exits,
-    "lone full_grad": looks_alone,
+    "sys.exit": alone(lambda *_: sys.exit(0)),
+    "lone full_grad": alone(looks_at_a_gradient),
     "lone save_pretrained": saves_alone,
-    "lone save_state": saves_its_state_alone,
-    "lone clip": clips_alone,
-    "lone barrier": waits_alone,
-    "lone all_reduce": gathers_alone,
+    "lone save_state": alone(lambda accelerator, _, folder: accelerator.save_state(str(folder / "state"))),
+    "lone clip": alone(lambda accelerator, model, _: accelerator.clip_grad_norm_(model.parameters(), 1.0)),
+    "lone barrier": alone(lambda *_: dist.barrier()),
+    # The size of its messages differs from that of all that the engine agrees on.
+    "lone all_reduce": alone(lambda *_: dist.all_reduce(torch.zeros(1000))),
     "link cut": is_cut_off,
     "hang in evaluate": hangs_in_evaluate,
-    "extra forward": forwards_once_more,
+    "extra forward": alone(forwards_once_more),
     "save on rank 0 alone": saves_on_rank_0,
-    "different batch counts": ends_its_loop,
-    "different seeds": is_no_fault,
+    "different batch counts": alone(lambda *_: True),
     "diverged replica": diverges,
-    "end_training": ends_first,
-    "destroyed groups": ends_first,
-    "end": ends_first,
-    "lone JIT save": is_no_fault,
-    "JIT saves of two steps": is_no_fault,
+    **dict.fromkeys(("end_training", "destroyed groups", "end"), ends_first),
+    **dict.fromkeys(("different seeds", *JIT_SAVES), is_no_fault),
 }
+"""Of each rank, before the step `AT_STEP`; true where it is to leave its loop."""
 
 
 _numbers = itertools.count()
@@ -399,13 +363,10 @@ class Started:
             self.store = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
 
     def environment(self, rank: int) -> dict[str, str]:
-        host = "127.0.0.1" if self.networks is None else "10.231.7.1"
         return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.run.world_size),
-            "LOCAL_WORLD_SIZE": str(self.run.world_size),
-            "MASTER_ADDR": host,
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.run.world_size)),
+            "MASTER_ADDR": "127.0.0.1" if self.networks is None else "10.231.7.1",
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.networks is None and not self.run.own_store),
             "TORCHELASTIC_ERROR_FILE": str(self.folder / f"error{rank}.json"),

@@ -50,12 +50,14 @@ class Stored:
         return hashlib.sha256(self.content).hexdigest()
 
     @property
+    def oid(self) -> str:
+        """By which clients know the content."""
+        return self.sha256 if self.lfs else self.blob_id
+
+    @property
     def blob_id(self) -> str:
-        content = self.content
-        if self.lfs:
-            content = (
-                f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(content)}\n".encode()
-            )
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.content)}\n"
+        content = pointer.encode() if self.lfs else self.content
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -193,12 +195,10 @@ class _Calls:
         answer = {"url": f"{self.server.url}/{repo_id}", "name": repo_id}
         if repo_id in self.server.repos:
             raise Refused(409, json.dumps({**answer, "error": "You already created this model repo"}))
-        repo = self.server.repos[repo_id] = Repo(
-            private=said.get("visibility") == "private" or bool(said.get("private"))
-        )
-        repo.commit(
-            "main", {".gitattributes": Stored(content=b"*.safetensors filter=lfs\n", lfs=False)}, "initial commit"
-        )
+        is_private = said.get("visibility") == "private" or bool(said.get("private"))
+        repo = self.server.repos[repo_id] = Repo(private=is_private)
+        attributes = Stored(content=b"*.safetensors filter=lfs\n", lfs=False)
+        repo.commit("main", {".gitattributes": attributes}, "initial commit")
         return answer
 
     def branch(self, match: re.Match, request: "_Request") -> dict:
@@ -224,15 +224,9 @@ class _Calls:
         for file in request.json()["files"]:
             binary = b"\0" in base64.b64decode(file["sample"])
             lfs = file["path"].endswith(".safetensors") or binary or file["size"] >= REGULAR_BELOW_BYTES
-            held = tree.get(file["path"])
-            files.append(
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if lfs else "regular",
-                    "shouldIgnore": False,
-                    "oid": None if held is None else held.sha256 if held.lfs else held.blob_id,
-                }
-            )
+            held, answer = tree.get(file["path"]), {"path": file["path"], "shouldIgnore": False}
+            answer["uploadMode"] = "lfs" if lfs else "regular"
+            files.append(answer | {"oid": None if held is None else held.oid})
         return {"files": files}
 
     def batch(self, match: re.Match, request: "_Request") -> dict:
@@ -246,11 +240,8 @@ class _Calls:
                 upload: dict = {"href": place}
                 if size > self.server.part_bytes:
                     parts = range(1, -(-size // self.server.part_bytes) + 1)
-                    upload["href"] = f"{place}/complete"
-                    upload["header"] = {
-                        "chunk_size": str(self.server.part_bytes),
-                        **{str(n): f"{place}/part/{n}" for n in parts},
-                    }
+                    header = {str(n): f"{place}/part/{n}" for n in parts} | {"chunk_size": str(self.server.part_bytes)}
+                    upload = {"href": f"{place}/complete", "header": header}
                 answer["actions"] = {"upload": upload, "verify": {"href": f"{place}/verify"}}
             objects.append(answer)
         return {"transfer": "basic", "objects": objects}
@@ -321,23 +312,11 @@ class _Calls:
         for path, stored in sorted(tree.items()):
             sibling: dict = {"rfilename": path}
             if "blobs" in request.query:
-                sibling |= {"size": len(stored.content), "blobId": stored.blob_id}
-                if stored.lfs:
-                    sibling["lfs"] = {"sha256": stored.sha256, "size": len(stored.content), "pointerSize": 134}
+                sibling |= {"size": len(stored.content), "blobId": stored.blob_id, **_lfs(stored, "sha256")}
             siblings.append(sibling)
-        return {
-            "_id": "0",
-            "id": match["repo"],
-            "modelId": match["repo"],
-            "sha": oid,
-            "private": repo.private,
-            "gated": False,
-            "disabled": False,
-            "downloads": 0,
-            "likes": 0,
-            "tags": [],
-            "siblings": siblings,
-        }
+        names = {"_id": "0", "id": match["repo"], "modelId": match["repo"], "sha": oid, "private": repo.private}
+        nothing = {"gated": False, "disabled": False, "downloads": 0, "likes": 0, "tags": []}
+        return names | nothing | {"siblings": siblings}
 
     def list_tree(self, match: re.Match, request: "_Request") -> list:
         _, tree = self.tree(self.repo(match, request), match)
@@ -357,15 +336,19 @@ class _Calls:
         stored = tree.get(unquote(match["path"]))
         if stored is None:
             raise Refused(404, "Entry not found", "EntryNotFound")
-        request.answer_headers["ETag"] = f'"{stored.sha256 if stored.lfs else stored.blob_id}"'
+        request.answer_headers["ETag"] = f'"{stored.oid}"'
         return stored.content
 
 
 def _entry(path: str, stored: Stored) -> dict:
-    entry = {"type": "file", "path": path, "size": len(stored.content), "oid": stored.blob_id}
-    if stored.lfs:
-        entry["lfs"] = {"oid": stored.sha256, "size": len(stored.content), "pointerSize": 134}
-    return entry
+    size = len(stored.content)
+    return {"type": "file", "path": path, "size": size, "oid": stored.blob_id, **_lfs(stored, "oid")}
+
+
+def _lfs(stored: Stored, name: str) -> dict:
+    """What is said of a large file, its hash under this name."""
+    facts = {name: stored.sha256, "size": len(stored.content), "pointerSize": 134}
+    return {"lfs": facts} if stored.lfs else {}
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+?)"
@@ -433,9 +416,7 @@ def _handler_of(server: HubServer) -> type[BaseHTTPRequestHandler]:
                 return
             body = self._read_body()
             token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
-            request = _Request(
-                body=body, query=parse_qs(split.query), token=token, may=token is not None and token in server.tokens
-            )
+            request = _Request(body=body, query=parse_qs(split.query), token=token, may=token in server.tokens)
             try:
                 if fault.status is not None:
                     raise Refused(fault.status, fault.message)

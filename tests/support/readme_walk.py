@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -86,8 +87,7 @@ class Line:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(NamedTuple):
     status: int
     said: str
 
@@ -122,10 +122,8 @@ class Launch:
         )
 
     def forked(self, folder: Path, inherited: dict[str, str]) -> Outcome:
-        environment = inherited | self.settings
-        done = run_forked(
-            Path(self.script), self.arguments, environment=environment, processes=self.processes, folder=folder
-        )
+        where = {"environment": inherited | self.settings, "processes": self.processes, "folder": folder}
+        done = run_forked(Path(self.script), self.arguments, **where)
         return Outcome(status=done.returncode, said=done.stdout + done.stderr)
 
 
@@ -226,20 +224,12 @@ class Walk:
             if launch.launcher not in self.folder.launchers_left:
                 return launch.forked(self.folder.path, inherited)
             self.folder.launchers_left.remove(launch.launcher)
-        own = {
-            "HF_HOME": str(self.folder.path / "caches"),
-            "HF_HUB_OFFLINE": "1",
-            "HF_ZERO_VENV": str(self._environment()),
-        }
-        done = subprocess.run(
-            ["bash", "-c", line.command],
-            cwd=self.folder.path,
-            env=inherited | own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=60 * MINUTES if line.is_slow else SECONDS,
-        )
+        caches, venv = str(self.folder.path / "caches"), str(self._environment())
+        own = {"HF_HOME": caches, "HF_HUB_OFFLINE": "1", "HF_ZERO_VENV": venv}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        limit_s = 60 * MINUTES if line.is_slow else SECONDS
+        where = {"cwd": self.folder.path, "env": inherited | own, "timeout": limit_s}
+        done = subprocess.run(["bash", "-c", line.command], **where, **streams)
         return Outcome(status=done.returncode, said=done.stdout)
 
     def _in_this_process(self, line: Line) -> Outcome:
