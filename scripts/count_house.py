@@ -62,9 +62,9 @@ LAST = {
     "classes of a layer's forward, stage 3": 30,
     "files of a save by Trainer": 46,
     "files of a resume by Trainer": 86,
-    "core: lines": 33_724,
+    "core: lines": 33_583,
     "core: files": 119,
-    "extras: lines": 13_056,
+    "extras: lines": 13_042,
     "extras: files": 43,
     "levels of folders": 2,
     "interfaces (ABC, Protocol)": 10,
@@ -72,7 +72,7 @@ LAST = {
     "private names of others": 87,
     "scripts: lines": 8095,
     "scripts: files": 35,
-    "tests: lines": 43_137,
+    "tests: lines": 43_131,
     "tests: files": 210,
 }
 """What each row was when it was counted last. Lower a number when a row has fallen; raise one only with a reason."""
