@@ -5,11 +5,9 @@ for none imports none, and the core trains where their folders are missing.
 """
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-_PACKAGE = __name__.rpartition(".")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,22 +118,16 @@ def extra(room: str, name: str) -> Any:
     Raises:
         MissingExtraError: the room's folder is missing.
     """
-    [file] = [file for file, _, found in (each.partition(":") for each in EXTRAS[room].factories) if found == name]
-    module = f"{_PACKAGE}.{room}.{file}"
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name not in (f"{_PACKAGE}.{room}", module):
-            raise
+    if not is_installed(room):
         installed = ", ".join(filter(is_installed, EXTRAS)) or "none"
         raise MissingExtraError(
             f"hf_zero: {EXTRAS[room].switch} needs the extra `{room}`, whose folder is missing. Installed extras: {installed}. "
             "Install hf-zero anew, or do without."
-        ) from None
+        )
+    [file] = [file for file, _, found in (each.partition(":") for each in EXTRAS[room].factories) if found == name]
+    return getattr(importlib.import_module(f".{room}.{file}", __package__), name)
 
 
 def is_installed(room: str) -> bool:
     """Whether an extra's folder is there; found without importing it."""
-    found = importlib.util.find_spec(f"{_PACKAGE}.{room}")
-    # A folder without files, which Python's caches may keep, has no origin.
-    return found is not None and found.origin is not None
+    return Path(__file__).with_name(room).joinpath("__init__.py").is_file()

@@ -41,6 +41,11 @@ import ranks  # noqa: E402
 import shared_ranks  # noqa: E402
 import small_units  # noqa: E402, F401
 
+from hf_zero.extras import EXTRAS, is_installed  # noqa: E402
+
+# An extra is tested in the folder of its name, or where a test is marked with it.
+collect_ignore = [room for room in EXTRAS if not is_installed(room)]
+
 # Imported once, by the process that the tests' ranks are forked from.
 ranks.PRELOADED_MODULES += [
     "transformers.trainer_seq2seq",
@@ -125,6 +130,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if all(is_installed(mark.args[0]) for mark in item.iter_markers("extra"))]
     cells.mark_slow(items, are_all=not any("::" in argument for argument in config.args))
     is_short = config.getoption("markexpr") == "not slow"
     order = LONGEST_FIRST if is_short else dict.fromkeys((*LONGEST_FIRST_WITH_SLOW, *LONGEST_FIRST))

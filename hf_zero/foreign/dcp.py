@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.files import CheckpointError, is_inside
-from ..checkpoint.kinds import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, weight_shards_of
+from ..checkpoint.structure import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, weight_shards_of
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from .pickles import Record, load_dcp_metadata, load_stream

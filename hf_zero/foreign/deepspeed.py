@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.files import CheckpointError, is_inside, read_text
-from ..checkpoint.kinds import OPTIMIZER_FILE
+from ..checkpoint.structure import OPTIMIZER_FILE
 from ..layout.boxes import pieces_for
 from ..layout.slots import Interval
 from .pickles import load_deepspeed_file

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..checkpoint.files import CheckpointError, no_folder, refuse_links
-from ..checkpoint.kinds import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, is_dcp
+from ..checkpoint.structure import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, is_dcp
 from .dcp import DcpCheckpoint
 from .deepspeed import DeepSpeedCheckpoint, step_folder_of
 from .states import ForeignCheckpoint

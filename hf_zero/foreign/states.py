@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoint.files import CheckpointError
-from ..checkpoint.kinds import weight_shards_of
 from ..checkpoint.pieces import SavedBlock, dtype_named, read_blocks
+from ..checkpoint.structure import weight_shards_of
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 

@@ -33,8 +33,8 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
 from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, untold
-from ..checkpoint.kinds import weight_shards_of
 from ..checkpoint.manifest import Manifest
+from ..checkpoint.structure import weight_shards_of
 from ..integrations.reasons import HubError
 from ..integrations.run_facts import card_facts
 from ..integrations.saved_weights import has_row_weights, is_checkpoint_of_ours

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..buckets.precision import wanted_dtype
 from ..checkpoint.commit import Disk, abandon, begin, commit, discard
 from ..checkpoint.files import CheckpointError, files_below, no_folder
-from ..checkpoint.kinds import is_foreign
 from ..checkpoint.manifest import MANIFEST_NAME, Manifest
+from ..checkpoint.structure import is_foreign
 from ..config import AUTO, ConfigError
 from ..engine.engine import ZeroEngine
 from ..hooks import engine_attached_to

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError
-from ..checkpoint.kinds import is_foreign
 from ..checkpoint.pieces import SavedBlock, mapped_tensors, read_blocks
+from ..checkpoint.structure import is_foreign
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..extras import extra

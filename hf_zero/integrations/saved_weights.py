@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from ..buckets.rows import MASTER
 from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError, is_inside, no_folder, read_mapping, refuse_links
-from ..checkpoint.kinds import is_foreign, weight_shards_of
 from ..checkpoint.manifest import WEIGHTS, Manifest
 from ..checkpoint.pieces import dtype_name, dtype_named
 from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.structure import is_foreign, weight_shards_of
 from ..comm.ledger import Label
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part

@@ -21,8 +21,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint.files import CheckpointError, in_one_line
-from ..checkpoint.kinds import is_foreign
 from ..checkpoint.manifest import Manifest
+from ..checkpoint.structure import is_foreign
 from ..disguise import mix_in
 from ..engine.engine import ZeroEngine
 from ..engine.sharded_model import computing_in

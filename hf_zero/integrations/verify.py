@@ -21,9 +21,8 @@ from ..checkpoint.files import (
     untold,
 )
 from ..checkpoint.headers import is_whole_safetensors, tensors_in
-from ..checkpoint.kinds import is_foreign
 from ..checkpoint.manifest import WEIGHTS, Manifest, SavedRow
-from ..checkpoint.structure import STATE_NAME, structure_faults
+from ..checkpoint.structure import STATE_NAME, is_foreign, structure_faults
 from ..comm.all_or_none import Exchange
 from ..extras import extra
 

@@ -14,10 +14,17 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE
 
 from ..buckets.precision import float32_names
 from ..checkpoint.files import CheckpointError, Progress, entry_faults, read_mapping, refuse_links, untold
-from ..checkpoint.kinds import METADATA_NAME as DCP_METADATA_NAME
-from ..checkpoint.kinds import weight_shards_of
 from ..checkpoint.pieces import Piece, dtype_named, lay_out
-from ..checkpoint.structure import LOG_NAME, PAGE_NAME, POSITION_NAME, RUN_NAME, STATE_NAME, described_faults
+from ..checkpoint.structure import (
+    LOG_NAME,
+    PAGE_NAME,
+    POSITION_NAME,
+    RUN_NAME,
+    STATE_NAME,
+    described_faults,
+    weight_shards_of,
+)
+from ..checkpoint.structure import METADATA_NAME as DCP_METADATA_NAME
 from .config_model import CONFIG_NAME, ExpectedTensor, expected_tensors, is_taken, model_class, read_config
 from .saved_weights import InFiles, MasterWeights, SavedTensor, is_checkpoint_of_ours, open_weights
 from .state_io import ZERO_FOLDER

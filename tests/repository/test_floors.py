@@ -6,6 +6,8 @@ from collections import defaultdict
 from floors import FLOOR
 from pictures import PACKAGE, imports_of, module_name
 
+from hf_zero.extras import EXTRAS
+
 # Pairs that a floor alone would not keep apart.
 STRANGERS = {
     ("arithmetic", "forecast"),
@@ -99,6 +101,15 @@ def test_imports_point_down():
             if folder(module) not in {None, *LIBRARIES[name]}
         ]
         wrong += [f"{module} imports torch" for name in libraries & {"torch"} if folder(module) == "layout"]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_imports_no_extra():
+    wrong = [
+        f"{module} imports {imported}: ask for it by `extra(...)` of hf_zero/extras.py"
+        for module, imported in edges()
+        if folder(module) not in EXTRAS and folder(imported) in EXTRAS
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -26,10 +26,8 @@ import hf_zero
 from hf_zero.checkpoint.commit import Background
 from hf_zero.comm.arrivals import CommunicationError
 from hf_zero.device import PAGE_BYTES, HostValue, PinnedPool, alias, pinned, with_index
-from hf_zero.early.steps_beside import StepThread
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
-from hf_zero.kernels.base import Kernel
 from hf_zero.offload.copies import PART_BYTES
 from hf_zero.offload.files import Window
 from hf_zero.offload.host_memory import HostCores
@@ -195,8 +193,13 @@ def test_the_stand_in_shows_what_would_go_wrong_on_a_gpu(library):
     run_ranks(misbehaves, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
 
 
+@pytest.mark.extra("early")
+@pytest.mark.extra("kernels")
 @on_ranks(1, time_limit_s=120)
 def test_threads_pins_events_and_launches_go_by_the_engines_device(rank, world_size, library):
+    from hf_zero.early.steps_beside import StepThread
+    from hf_zero.kernels.base import Kernel
+
     compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)
     compiled.keep_to(2)
     device, current = torch.device(standin_device.NAME, 2), module.current_device

@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 
 from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.kinds import is_foreign
+from hf_zero.checkpoint.structure import is_foreign
 from hf_zero.foreign.find import open_foreign
 from hf_zero.integrations.verify import checkpoint_faults
 

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from itertools import count
 from threading import Lock, Thread
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from unittest import mock
 from hf_zero import device
 from hf_zero.checkpoint import pieces
 from hf_zero.device import PinnedPool
-from hf_zero.early import steps_beside
+from hf_zero.extras import is_installed
 from hf_zero.offload import copies, files
 from hf_zero.offload.files import AlignedFile
 
@@ -339,12 +340,13 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
     stock_submit, stock_result, stock_exception = ThreadPoolExecutor.submit, Future.result, Future.exception
     stock_start, stock_run, stock_join = Thread.start, Thread.run, Thread.join
     stock_secure, stock_take, stock_finalize = pieces.LivePieces.secure, PinnedPool.take, weakref.finalize
+    early = [(import_module("hf_zero.early.steps_beside"), "wait", wait_for)] if is_installed("early") else []
     for owner, name, instead in (
         (ThreadPoolExecutor, "submit", submit),
         (Future, "result", result),
         (Future, "exception", exception),
         (files, "wait", wait_for),
-        (steps_beside, "wait", wait_for),
+        *early,
         (Thread, "start", start),
         (Thread, "run", run),
         (Thread, "join", join),

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from training import bert, bert_batch, gpt2, gpt2_batch, llama
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from hf_zero import ZeroCallback, ZeroTrainingArguments
-from hf_zero.planner import auto
+from hf_zero.extras import is_installed
 
 MODELS = {"bert": (bert, bert_batch), "gpt2": (gpt2, gpt2_batch), "llama": (llama, gpt2_batch)}
 
@@ -21,8 +22,8 @@ def as_launched(rank: int, world_size: int, *, forecasts: bool = False) -> None:
     Args:
         forecasts: memory is forecast at the start. A model is traced for it, which costs as much as ten steps.
     """
-    if not forecasts:
-        auto.forecast_at_start = lambda *_: None
+    if not forecasts and is_installed("planner"):
+        import_module("hf_zero.planner.auto").forecast_at_start = lambda *_: None
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
     # The group has met already; accelerate only asks that an address is there.

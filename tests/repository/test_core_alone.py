@@ -1,0 +1,93 @@
+"""The core without the extras' folders trains, offloads, saves and resumes; to ask for an extra there is one clear error."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_zero.extras import EXTRAS, extra
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Stages, places of state, checkpoints and doors: the whole of the core's tests takes minutes.
+SHORT = (
+    "tests/engine/test_equivalence.py::test_bitwise_at_two_ranks[plain-gpt2]",
+    "tests/offload/test_offload.py::test_rows_are_masters_in_memory_of_their_own",
+    "tests/offload/test_nvme.py::test_between_steps_state_is_in_files_and_nowhere_else",
+    "tests/checkpoint/test_checkpoint.py::test_state_is_the_same_at_another_world_size_and_stage",
+    "tests/integrations/trainer/test_trainer.py::test_resumed_run_continues_bit_for_bit",
+    "tests/integrations/accelerate/test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
+)
+
+# transformers looks for a package `kernels`, and would import the benchmark of that name, which is of an extra.
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "results", "kernels.py")
+
+ASKS = """
+import hf_zero
+from hf_zero.extras import EXTRAS, MissingExtraError, extra
+for room, found in EXTRAS.items():
+    for factory in found.factories:
+        try:
+            extra(room, factory.partition(":")[2])
+        except MissingExtraError as error:
+            print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory) -> Path:
+    """A copy of the repository without the extras."""
+    root = tmp_path_factory.mktemp("core")
+    for name in ("hf_zero", "tests", "scripts", "configs"):
+        shutil.copytree(ROOT / name, root / name, ignore=LEFT_OUT)
+    shutil.copy2(ROOT / "pyproject.toml", root)
+    for room in EXTRAS:
+        shutil.rmtree(root / "hf_zero" / room)
+    return root
+
+
+def run(core: Path, *words: str) -> subprocess.CompletedProcess:
+    """A process of Python that finds the copy."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=core,
+        env=os.environ | {"PYTHONPATH": str(core)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def pass_in(core: Path, *words: str) -> None:
+    ran = run(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words)
+    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]
+
+
+def test_every_extra_gives_what_the_core_asks_of_it():
+    for room, found in EXTRAS.items():
+        assert found.what.endswith(".") and found.factories
+        for factory in found.factories:
+            assert callable(extra(room, factory.partition(":")[2]))
+
+
+def test_an_extra_whose_folder_is_missing_is_one_short_error(core):
+    ran = run(core, "-c", ASKS)
+    said = ran.stdout.splitlines()
+    assert len(said) == sum(len(found.factories) for found in EXTRAS.values()), ran.stderr
+    assert all(len(line.split()) <= 35 for line in said)
+    assert "`hf-zero push` needs the extra `hub`, whose folder is missing" in ran.stdout
+
+
+def test_the_core_trains_offloads_saves_and_resumes_alone(core):
+    pass_in(core, "-m", "not slow", *SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_tests_of_the_core_pass_without_the_extras(core):
+    # Those of documents, recipes and benchmarks are about the whole repository.
+    pass_in(core, "-m", "not slow", "--ignore", "tests/repository", "tests")
