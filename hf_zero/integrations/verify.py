@@ -24,7 +24,7 @@ from ..checkpoint.headers import is_whole_safetensors, tensors_in
 from ..checkpoint.manifest import WEIGHTS, Manifest, SavedRow
 from ..checkpoint.structure import STATE_NAME, is_foreign, structure_faults
 from ..comm.all_or_none import Exchange
-from ..extras import extra
+from ..extras import MissingExtraError, extra
 
 # ---- The share of a checkpoint's files that a rank verifies: if possible, the part that it will load ----
 #
@@ -158,7 +158,7 @@ def checkpoint_faults(
         return [f"it cannot be read ({error})"]
 
 
-def in_words(error: CheckpointError) -> str:
+def in_words(error: Exception) -> str:
     """Formats an error as a fault: without a prefix, and without a full stop."""
     return str(error).removeprefix("hf_zero: ").rstrip(".")
 
@@ -225,7 +225,7 @@ def _faults_of_plain(checkpoint: Path) -> list[str]:
     if is_foreign(checkpoint):
         try:
             extra("foreign", "open_foreign")(checkpoint)
-        except CheckpointError as error:
+        except (CheckpointError, MissingExtraError) as error:
             faults.append(in_words(error))
     elif not any(name.endswith((".safetensors", ".bin")) for name in names):
         faults.append("it holds no model weights")

@@ -173,6 +173,7 @@ AS_ON_THE_HUB = {
 }
 
 
+@pytest.mark.extra("hub")
 @pytest.mark.parametrize("name", AS_ON_THE_HUB)
 def test_a_model_that_from_pretrained_takes_as_it_is_on_the_hub_is_good(name, tmp_path):
     make_model, change = AS_ON_THE_HUB[name]
@@ -392,6 +393,7 @@ def test_inspect_tells_how_far_the_run_had_come_and_when_it_was_saved(trained):
     assert re.search(r"│ saved +│ \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00 ", output)
 
 
+@pytest.mark.extra("hub")
 def test_the_card_of_a_consolidated_checkpoint_tells_what_the_checkpoints_own_does(trained, tmp_path):
     assert hf_zero("consolidate", trained, tmp_path / "out").exit_code == 0
     assert card_facts(tmp_path / "out") == card_facts(trained)
@@ -592,7 +594,15 @@ def test_faults_are_listed_in_json(checkpoint):
     assert not report["good"] and any("rank-00001" in fault for fault in report["faults"])
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "report", "convert", "consolidate", "push"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("inspect", "verify", "consolidate"),
+        pytest.param("report", marks=pytest.mark.extra("report")),
+        pytest.param("convert", marks=pytest.mark.extra("foreign")),
+        pytest.param("push", marks=pytest.mark.extra("hub")),
+    ],
+)
 def test_a_file_in_place_of_a_folder_is_told_from_a_folder_that_is_not_there(command, tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)

@@ -385,7 +385,10 @@ CHANGED = r"bucket-\d+.state: the \d+ bytes at \d+ are not those that were writt
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
-@pytest.mark.parametrize("more", [{}, {"params": "nvme"}, {"speculate_bytes": "64MiB"}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"params": "nvme"}, pytest.param({"speculate_bytes": "64MiB"}, marks=pytest.mark.extra("early"))],
+)
 @pytest.mark.parametrize("moments", ["32bit", "8bit"])
 def test_a_bit_that_flips_in_a_file_ends_the_run_at_its_next_step_and_reaches_no_checkpoint(
     moments, more, where, tmp_path
