@@ -169,6 +169,7 @@ def bytes_with_and_without(rank: int, world_size: int, stage: int, comm: dict) -
     return bytes_of_steps(rank, world_size, exact, 1, 2), bytes_of_steps(rank, world_size, quantised, 1, 2)
 
 
+@pytest.mark.extra("wire")
 @pytest.mark.parametrize(
     ("stage", "comm", "share"),
     [

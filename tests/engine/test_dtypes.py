@@ -387,6 +387,7 @@ def are_equal(ones: list, others: list) -> bool:
     )
 
 
+@pytest.mark.extra("kernels")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.short_cells("1-1", "1-3", "2-0", "2-2")
@@ -397,12 +398,14 @@ def test_one_gpu_steps_on_bfloat16_gradients_to_the_bits_of_float32_ones(stage, 
     assert are_equal(kept, widened)
 
 
+@pytest.mark.extra("kernels")
 def test_a_look_at_a_clipped_gradient_changes_no_bit_and_is_float32():
     looked, plain = state_after(2, looks=True), state_after(2)
     assert {each for each in looked if isinstance(each, torch.dtype)} == {torch.float32}
     assert are_equal([each for each in looked if torch.is_tensor(each)], plain)
 
 
+@pytest.mark.extra("kernels")
 @pytest.mark.parametrize("moments", ["32bit", "8bit"])
 def test_a_setting_that_no_kernel_has_a_form_for_gets_float32_gradients(moments):
     def steps(**settings) -> list:
@@ -417,6 +420,7 @@ def test_a_setting_that_no_kernel_has_a_form_for_gets_float32_gradients(moments)
     assert are_equal(steps(), steps(**WIDE))
 
 
+@pytest.mark.extra("kernels")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_gpu_with_a_master_holds_16_bytes_a_parameter(stage):
     model, optimizer, engine = built(stage, bucket_bytes="1MiB")
@@ -445,6 +449,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.extra("kernels")
 def test_one_gpu_neither_multiplies_gradients_nor_casts_them():
     model, _, engine = built(2)
     operations = Operations()

@@ -274,7 +274,17 @@ def plan_report_and_what_is_held(where: str, dtype: torch.dtype, path: str) -> N
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
 )
-@pytest.mark.parametrize("where", short_of(ELSEWHERE, IN_SHORT))
+@pytest.mark.parametrize(
+    "where",
+    [
+        *short_of([where for where in ELSEWHERE if "early" not in where], IN_SHORT),
+        *(
+            pytest.param(where, marks=[pytest.mark.extra("early"), *([] if where in IN_SHORT else [pytest.mark.slow])])
+            for where in ELSEWHERE
+            if "early" in where
+        ),
+    ],
+)
 @pytest.mark.short_cells("cpu, early-fp32", "params cpu-fp32", "all nvme-fp32")
 def test_plan_and_report_come_to_the_memory_that_is_held_with_state_elsewhere(where, dtype, tmp_path):
     # In a process that has few objects of its own.

@@ -93,7 +93,10 @@ def bytes_there(value: object, seen: set[int]) -> int:
     return sum(bytes_there(each, seen) for each in value.values()) if isinstance(value, dict) else 0
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, marks=pytest.mark.extra("kernels")) if "kernels" in place else place for place in PLACES],
+)
 def test_adamws_moments_take_two_bytes_an_element(place):
     torch.manual_seed(0)
     model = gpt(width=128)
@@ -142,6 +145,7 @@ def on_text(settings: dict, count: int = 50) -> list[float]:
     return losses
 
 
+@pytest.mark.extra("kernels")
 def test_a_small_gpt_learns_a_text_as_with_32_bits():
     exact, quantised = on_text({"stage": 2}), on_text({"stage": 2, **IN_8_BITS})
     print("loss by step, 32 and 8 bits:", *zip(exact[::10], quantised[::10]), sep="\n")
@@ -345,7 +349,12 @@ def resumed_on_another_world_size(rank: int, world_size: int, folder: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("kernels", "layouts"), [("always", LAYOUTS[:1]), slow("always", LAYOUTS[1:]), slow("never", LAYOUTS)]
+    ("kernels", "layouts"),
+    [
+        pytest.param("always", LAYOUTS[:1], marks=pytest.mark.extra("kernels")),
+        pytest.param("always", LAYOUTS[1:], marks=[pytest.mark.slow, pytest.mark.extra("kernels")]),
+        slow("never", LAYOUTS),
+    ],
 )
 def test_a_run_goes_on_bit_for_bit_and_its_moments_at_any_world_size(tmp_path, kernels, layouts):
     folder = {"folder": str(tmp_path)}
@@ -377,7 +386,7 @@ def test_a_save_makes_float32_of_a_part_at_a_time_and_of_what_was_there_at_the_s
         assert data[0][begin : begin + expected[name].nbytes] == expected[name].numpy().tobytes(), name
 
 
-@pytest.mark.parametrize("kernels", ["never", "always"])
+@pytest.mark.parametrize("kernels", ["never", pytest.param("always", marks=pytest.mark.extra("kernels"))])
 def test_the_optimizers_own_state_dict_has_values_and_takes_them_back(kernels):
     in_8_bits = {**IN_8_BITS, "stage": 2, "kernels": kernels}
     model, optimizer, engine = prepared(in_8_bits)
@@ -401,6 +410,7 @@ def test_the_optimizers_own_state_dict_has_values_and_takes_them_back(kernels):
     assert again == steps(model, optimizer, range(2, 4))
 
 
+@pytest.mark.extra("kernels")
 def test_kernels_step_moments_in_their_blocks_as_adamw_would():
     losses, states = [], []
     for kernels in ("never", "always"):
@@ -417,6 +427,7 @@ def test_kernels_step_moments_in_their_blocks_as_adamw_would():
             assert (one - other).norm() <= 0.05 * one.norm(), (name, kind)
 
 
+@pytest.mark.extra("kernels")
 def test_a_setting_without_a_kernel_is_stepped_on_unpacked_moments_and_said(caplog):
     ends = []
     for kernels in ("never", "always"):
@@ -430,6 +441,7 @@ def test_a_setting_without_a_kernel_is_stepped_on_unpacked_moments_and_said(capl
     assert (ends[0]["exp_avg"] - ends[1]["exp_avg"]).norm() <= 0.05 * ends[0]["exp_avg"].norm()
 
 
+@pytest.mark.extra("kernels")
 def test_optimizers_without_a_kernel_for_blocks_are_named():
     torch.manual_seed(0)
     model = gpt()

@@ -251,6 +251,7 @@ def with_arguments(rank: int, settings: dict | None) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.extra("early")
 @on_ranks(2)
 def test_arguments_of_an_optimizers_own_step_are_passed_on(rank, world_size, tmp_path):
     folder = str(tmp_path)

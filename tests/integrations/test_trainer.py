@@ -105,6 +105,7 @@ def test_every_door_has_ddps_losses_with_dropout_and_warmup(door, model, ddp, tm
     assert {name: value.tolist() for name, value in reloaded.items()} == outcome["state"]
 
 
+@pytest.mark.extra("report")
 def test_a_line_of_the_log_has_two_figures_and_with_a_report_all_of_a_step(tmp_path):
     steps = {"max_steps": 4, "model": "gpt2", "output_dir": str(tmp_path)}
     plain, reported = (run_on_ranks(run, door=f"flag {config}", **steps)[0] for config in (2, "stage=3,report=true"))
@@ -202,6 +203,7 @@ def whole_and_resumed(rank: int, world_size: int, root: str, door: str) -> dict:
     return {"whole": whole, "resumed": resumed}
 
 
+@pytest.mark.extra("wire")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", short_of([2, 3], [3]))
 def test_a_run_whose_gradients_and_weights_travel_quantised_resumes_bit_for_bit(stage, tmp_path):
@@ -216,6 +218,7 @@ def test_a_run_whose_gradients_and_weights_travel_quantised_resumes_bit_for_bit(
     assert len(weights[0]["bert.embeddings.word_embeddings.weight"].flatten()[256:512].unique()) > 250
 
 
+@pytest.mark.extra("wire")
 @pytest.mark.slow
 def test_a_run_of_steps_apart_resumes_bit_for_bit_from_a_save_between_outer_steps(tmp_path):
     for outcome in run_on_ranks(whole_and_resumed, root=str(tmp_path), door="flag stage=1,comm.sync_every=3"):

@@ -161,6 +161,7 @@ def test_the_scripts_thread_steps_on_its_nodes_cores_and_is_given_back(two_nodes
     assert losses == trained({"optimizer": "none"})[0]
 
 
+@pytest.mark.extra("early")
 @several_cores
 def test_the_thread_beside_training_stays_on_its_nodes_cores(two_nodes):
     before = os.sched_getaffinity(0)

@@ -61,6 +61,7 @@ def assert_bitwise(found: list[tuple[str, dict, Outcome, Outcome]]) -> None:
 PAIRS = list(itertools.product(("cpu", "nvme"), ("none", "cpu", "nvme")))
 
 
+@pytest.mark.extra("early")
 def test_a_shard_that_is_its_own_master_is_taken_over_from_an_early_step(tmp_path):
     settings = moved("cpu", "cpu", tmp_path)
     settings["offload"]["speculate_bytes"] = "64MiB"
