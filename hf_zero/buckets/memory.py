@@ -57,16 +57,16 @@ class ParameterMemory(ABC):
     @property
     @abstractmethod
     def own(self) -> torch.Tensor:
-        """This rank's shard, (shard_numel,); a part of `flat` unless it has memory of its own."""
+        """Returns this rank's shard, (shard_numel,); a part of `flat`, or separate memory."""
 
     @property
     def source(self) -> torch.Tensor:
-        """This rank's shard on the training device, as an all-gather sends it."""
+        """Returns this rank's shard on the training device, for an all-gather."""
         return self.own
 
     @property
     def writable_own(self) -> torch.Tensor | None:
-        """The shard, where a step may write new values into it directly; None where `write_own` has more to do."""
+        """Returns the shard if a step may write new values into it directly; None if `write_own` has more to do."""
         return self.own
 
     @property
@@ -81,14 +81,14 @@ class ParameterMemory(ABC):
 
     @abstractmethod
     def clear_padding(self, layout: BucketLayout) -> None:
-        """Zeroes what belongs to no parameter, as far as it lasts."""
+        """Zeroes lasting memory that belongs to no parameter."""
 
     @abstractmethod
     def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         """Copies a parameter's values to its `place` in `flat`, which are the elements `interval`."""
 
     def end_filling(self) -> None:  # noqa: B027 (all of it may last)
-        """Called when all parameters are in: gives back what does not last."""
+        """Frees temporary memory, when all parameters are in."""
 
     def rest(self, master: Region | None) -> None:  # noqa: B027 (the shard may stay on the device)
         """Called when the bucket is built. `master`: where in a file its master lies, in the parameters' own digits."""
@@ -106,8 +106,10 @@ class ParameterMemory(ABC):
         self.own_part(interval).copy_(values)
 
     def exchange_own(self, values: torch.Tensor) -> None:
-        """Has the shard in another tensor from now on, where it lies by itself in host memory."""
-        raise AssertionError("hf_zero: a shard that is a part of its bucket cannot be exchanged; please report this")
+        """Puts the shard into another tensor, if it is separate in host memory."""
+        raise AssertionError(
+            "hf_zero: bug: a shard that is a part of its bucket cannot be exchanged. Open an issue with this traceback."
+        )
 
     def own_part(self, interval: Interval) -> torch.Tensor:
         """Elements of the shard, live, without taking memory for them."""
@@ -115,11 +117,11 @@ class ParameterMemory(ABC):
 
     @abstractmethod
     def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
-        """Gives a parameter at `place` the data that it has now."""
+        """Points a parameter at its present data at `place`."""
 
     @abstractmethod
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
-        """Whether a parameter's data is what `hang` gave it."""
+        """Whether a parameter still has the data that `hang` gave it."""
 
     @abstractmethod
     def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
@@ -277,13 +279,13 @@ class GatheredMemory(ParameterMemory):
         """Called before that all-gather is finished."""
 
     def start_fetch(self) -> None:
-        """Begins to bring the shard to where `gather` takes it from."""
+        """Begins to fetch the shard to the memory that `gather` reads."""
 
     def forget_fetch(self) -> None:
-        """Gives up what was fetched and not gathered, and waits for copies from the shard: it is about to be written."""
+        """Drops a fetch that was not gathered, and waits for copies from the shard, which is about to be written."""
 
     def snapshot(self) -> torch.Tensor | None:
-        """A copy of the shard where edits of `flat` change it at once; None where `drop` forgets them."""
+        """Copies the shard if edits of `flat` change it at once; None if `drop` forgets them."""
         return self.own.clone() if self.edits_last else None
 
     def keep_edits(self) -> None:
@@ -299,7 +301,7 @@ class GatheredMemory(ParameterMemory):
             self._reservation.restore()
 
     def stay(self) -> None:
-        """Keeps what was gathered for forward and backward, and gives back what was gathered exactly beside it."""
+        """Keeps the gathered parameters for forward and backward, and frees exact ones beside them."""
         self.shown = self.flat
 
     def drop(self) -> None:
@@ -311,7 +313,7 @@ class GatheredMemory(ParameterMemory):
         self._absent.fill_(float("nan"))
 
     def was_written(self) -> bool:
-        """Whether something was written into absent parameters. Told on the host only: elsewhere it would stop the queue."""
+        """Whether absent parameters were written to. Known on the host only: elsewhere it would stop the queue."""
         return self._absent.device.type == "cpu" and not self.is_readable and not math.isnan(self._absent.item())
 
     def clear_padding(self, layout: BucketLayout) -> None:

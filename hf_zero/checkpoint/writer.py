@@ -158,9 +158,9 @@ def _plain(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             if torch.is_tensor(value) and not value.is_complex():
                 if value.numel() != 1:
                     raise CheckpointError(
-                        f"hf_zero: the optimizer keeps {key!r} of {name!r} with {value.numel()} elements, neither one nor one "
-                        "an element of this rank's part of it, so it cannot be saved. Set `stage: 0`, where a rank has whole "
-                        "parameters."
+                        f"hf_zero: the optimizer keeps {key!r} of {name!r} with {value.numel()} elements, neither "
+                        "one nor one an element of this rank's part, so it cannot be saved. Set `stage: 0`, where a "
+                        "rank has whole parameters."
                     )
                 value = {"dtype": str(value.dtype).removeprefix("torch."), "value": numbers[id(value)]}
             elif not isinstance(value, int | float | str | None):

@@ -1,4 +1,4 @@
-"""Builds the parts of an engine, once all ranks agree on what they train."""
+"""Builds the parts of an engine, once all ranks agree on the model, the optimizers and the config."""
 
 import hashlib
 import json
@@ -84,8 +84,9 @@ def refuse_disagreement(facts: dict[str, str], transport: Transport) -> None:
             here, there = reference.get(subject, "absent"), theirs.get(subject, "absent")
             if here != there:
                 raise ValueError(
-                    f"hf_zero: the ranks do not train the same thing. {subject}: {here} on rank {first}, {there} on rank {rank}. "
-                    "Build model, optimizer and config the same way on every rank (the same seed, config and data vocabulary)."
+                    f"hf_zero: the ranks do not train the same thing. {subject}: {here} on rank {first}, {there} on "
+                    f"rank {rank}. Build model, optimizer and config the same way on every rank (seed, config and "
+                    "data vocabulary)."
                 )
     raise ValueError(
         "hf_zero: the ranks list the same facts in different orders; build the model the same way on each."
@@ -122,7 +123,7 @@ def with_kernels_that_run(config: ZeroConfig, groups: Groups, transport: Transpo
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What an engine is made of.
+    """The parts of an engine.
 
     Attributes:
         config: with a value for each `auto` that is tried before training.
@@ -168,7 +169,7 @@ def assemble(
     device: torch.device | None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Parts:
-    """Moves a model into buckets and makes what trains it. Collective.
+    """Moves a model into buckets, and makes the parts that train it. Collective.
 
     Args:
         device, on_progress: see `ZeroEngine`.
@@ -194,6 +195,7 @@ def assemble(
         refuse_beside_split(split, config, optimizers)
         return _assemble(model, optimizers, config, device, split, on_progress)
     except Exception:
+        # The script may try again: it must find its own parameters.
         split.give_back()
         raise
 
@@ -212,13 +214,16 @@ def _assemble(
     config = replace(config, comm=with_time_limits(config.comm, device.type))
     mesh = Mesh.create(split, config, device)
     all_groups, transport, world = mesh.dp.all_groups, mesh.dp.all_transport, mesh.world
+    # Before anything moves: ranks that differ would wait for each other in their first collective, without a word.
     if not split.is_empty:
         refuse_disagreement({"config": facts["config"]}, world)
     refuse_disagreement(facts, transport)
+    # All ranks or none: kernels round sums in another order than torch.
     config = with_kernels_that_run(config, all_groups, transport, device)
     start_buffers(model, transport, device, placed=home is not None or config.stage == 3)
     tier, parameter_tier = _choose_tiers(config.offload, device, world)
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, mesh)
+    # Before the first bucket: afterwards the model is in pieces, and the script cannot go on.
     refuse_unless_it_fits(config, needed, world)
     nonfinite = NonFiniteCheck(config, mesh.agreement)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)

@@ -92,7 +92,7 @@ class BackwardEnd:
         self._on_end()
 
 
-# One backward pass: gradients go into buckets, full buckets are reduced meanwhile, and all are reduced at the end.
+# ---- One backward: gradients fill buckets, full buckets are reduced meanwhile, and the rest at the end ----
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
 
@@ -186,7 +186,7 @@ class Gradients:
             )
 
     def recover(self) -> None:
-        """Puts away what a backward left behind that an exception ended. Called outside any backward.
+        """Drops the gradients of a backward that an exception has ended. Called outside any backward.
 
         Raises:
             RuntimeError: reductions were already under way, so the ranks may no longer agree.
@@ -200,12 +200,13 @@ class Gradients:
                 "ranks, so the ranks no longer agree. End the run and resume it from a checkpoint."
             )
         self._store.finish_all()
+        # Behind the wait: a reduction that runs still reads its buffer.
         self._store.discard_open()
         self.drop()
         self._begin_pass()
 
     def take_part_in_the_rest(self) -> None:
-        """Called on a rank whose forward or backward has failed: the others go on with the pass and wait for its gradients.
+        """Finishes the pass on a rank whose forward or backward has failed: the others wait for its gradients.
 
         They get zeros in place of those that have not come. Collective with their backward.
         """
@@ -232,7 +233,7 @@ class Gradients:
             slot.used = slot.used_elsewhere = slot.continues = False
 
     def take(self, slot: ParameterSlot) -> None:
-        """Called when autograd has accumulated a gradient in `slot.parameter.grad`, for each parameter in each backward."""
+        """Takes the gradient that autograd has accumulated in `slot.parameter.grad`: for each parameter, in each backward."""
         gradient, bucket = slot.parameter.grad, slot.bucket
         if not self.end.armed:
             self.end.arm()
@@ -241,10 +242,9 @@ class Gradients:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"hf_zero: the gradient of {slot.name!r} was computed by backward(create_graph=True), and cannot be "
-                "differentiated again: it is reduced over the ranks in a flat buffer, which has no graph. Take gradients to be "
-                "differentiated by torch.autograd.grad(loss, ..., create_graph=True), put what is made of them in the loss, and "
-                "call loss.backward() without create_graph."
+                f"hf_zero: the gradient of {slot.name!r} was computed by backward(create_graph=True), and its flat "
+                "buffer has no graph. Use torch.autograd.grad(loss, ..., create_graph=True), and call "
+                "loss.backward() without create_graph."
             )
         if gradient.is_sparse:
             raise RuntimeError(
@@ -253,9 +253,9 @@ class Gradients:
             )
         if not bucket.memory.is_readable:
             raise RuntimeError(
-                f"hf_zero: the gradient of {slot.name!r} was computed while its layer's parameters were sharded, so it is wrong. "
-                "The layer returned tensors that hf_zero cannot see: return them in a tuple, list, dict, ModelOutput or "
-                "dataclass, not in an object of another kind or through an attribute."
+                f"hf_zero: the gradient of {slot.name!r} was computed while its layer's parameters were sharded, so "
+                "it is wrong. Return the layer's tensors in a tuple, list, dict, ModelOutput or dataclass, not in "
+                "another object."
             )
         if not self.reducing:
             self._store.hold(slot, gradient)
@@ -266,6 +266,7 @@ class Gradients:
         if isinstance(gradient, ShardedGradient):
             gradient = cast(torch.Tensor, gradient.take_pending())
         filling = self._filling_of[bucket]
+        # The bucket's reduction has begun: adding to its buffer now would change what other ranks receive.
         if filling.place < self._next:
             self._late.add(bucket)
             self.may_pass_over &= bucket not in self._passed_over
@@ -278,9 +279,9 @@ class Gradients:
             self._start_full(up_to=len(self._buckets))
 
     def _take_undefined(self, slot: ParameterSlot) -> None:
-        """Called where autograd has run past a parameter without a gradient for it, and has accumulated nothing.
+        """Handles a parameter that autograd has passed without a gradient.
 
-        As under DDP: the parameter counts as used, with zeros. Where unused parameters are found, it is unused in this pass.
+        As under DDP, the parameter counts as used, with zeros; with `find_unused_parameters`, as unused in this pass.
         """
         gradient = slot.parameter.grad
         # The gradient of a spent one was dropped; see `ShardedGradient`.
@@ -301,14 +302,14 @@ class Gradients:
             self._start_full(up_to=len(self._buckets))
 
     def _touch(self) -> None:
-        """Notes that gradients of this pass are reduced."""
+        """Notes that this pass reduces gradients."""
         if not self._touched:
             self._touched = True
             for filling in self._fillings:
                 filling.collects = True
 
     def take_small(self, slot: ParameterSlot, filling: _Filling) -> None:
-        """`take` of a small slot, most of a model's, where little is to be asked: its first gradient in a pass that reduces."""
+        """Takes a small slot's first gradient in a reducing pass, with few questions: most slots are small."""
         gradient = slot.parameter.grad
         if not filling.collects or slot.arrived or type(gradient) is not torch.Tensor or gradient.is_sparse:
             self.take(slot)
@@ -323,7 +324,7 @@ class Gradients:
             self._start_full(up_to=len(self._buckets))
 
     def _start_passed_over(self, bucket: Bucket) -> bool:
-        """Starts the next bucket, not full, if gradients have gone past it to `bucket`; returns whether it did.
+        """Starts the next bucket, not full, if gradients have gone past that one to `bucket`. Returns whether it started.
 
         A parameter that is not used (a pooler) would else hold up all buckets, and their buffers, to the end of backward. Those
         of one kind fill one after the other, so that one which is not full when another behind it has begun will not be. What
@@ -346,6 +347,7 @@ class Gradients:
 
     def _start_full(self, *, up_to: int) -> None:
         while self._next < up_to and self._fillings[self._next].awaited == 0:
+            # In bucket order, not in order of arrival: ranks match collectives by their order.
             self._start(self._buckets[self._next])
             self._next += 1
 
@@ -365,8 +367,10 @@ class Gradients:
             self._start(self._buckets[self._next])
             self._next += 1
         # What the other ranks used is on its way here while this rank waits for reductions.
+        # Started before the wait: the small message travels while this rank waits for the large ones.
         agreement = self._start_agreement()
         self._store.finish_all()
+        # Reductions first, agreement second: late gradients are added to a finished sum, on all ranks alike.
         late = self._agree(agreement)
         for bucket in late:
             self._store.start_again(bucket)
@@ -380,17 +384,18 @@ class Gradients:
                     self._store.finish_slot(slot)
         for row in (slot.row for slot in self._slots if not slot.used):
             if row is not None and not row.slot.continues:
+                # No rank used it: None, as under DDP, so that the optimizer leaves the parameter alone.
                 row.tensor.grad = None
         self._held.clear()
         self._begin_pass()
 
     def _start_agreement(self) -> Callable[[], torch.Tensor]:
-        """Tells the other ranks which parameters this one used, and which buckets it has to reduce once more."""
+        """Tells the other ranks the parameters that this one used, and its buckets with late gradients."""
         local = bytearray([slot.used for slot in self._slots] + [bucket in self._late for bucket in self._buckets])
         return self._transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
 
     def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
-        """Makes `used` the same on all ranks; returns the buckets that some rank has to reduce once more."""
+        """Makes `used` the same on all ranks; returns the buckets with late gradients on any rank."""
         agreed = agreement().tolist()
         for slot, is_used in zip(self._slots, agreed):
             if is_used and not slot.used:

@@ -202,14 +202,14 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
                 "Make it a buffer (register_buffer), which stays whole on each rank, or train at stage 2 or below."
             )
         raise ValueError(
-            f"hf_zero: {name!r} is quantised ({type(p).__name__}, {p.dtype}): its scales lie beside it and belong to whole "
-            "blocks, so it cannot be sharded by element (stage 3). Train a QLoRA model with stage 2 or below, where the "
-            "quantised base stays whole on each rank, or load the base without quantisation."
+            f"hf_zero: {name!r} is quantised ({type(p).__name__}, {p.dtype}): its scales lie beside it for whole "
+            "blocks, so it cannot be sharded by element (stage 3). Use stage 2 for QLoRA, or load the base without "
+            "quantisation."
         )
 
 
 def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, tuple[int, int]]:
-    """(optimizer index, group index) of each trained parameter; (-1, -1) for one that no optimizer has.
+    """Returns (optimizer index, group index) of each trained parameter; (-1, -1) without an optimizer.
 
     Without those that are left to each rank (`ignored_parameters`).
 
@@ -224,11 +224,9 @@ def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dic
             foreign = [p for p in group["params"] if p not in of_model]
             if foreign:
                 raise ValueError(
-                    f"hf_zero: group {group_index} of {type(optimizer).__name__} holds {len(foreign)} parameters that are "
-                    f"not in the model (first: shape {tuple(foreign[0].shape)}). Build the optimizer from this model's "
-                    "parameters, after any step that replaces them (resize_token_embeddings, get_peft_model, .to(dtype)). An "
-                    "optimizer steps one model: where these are another's, give each model an optimizer of its own, or prepare "
-                    "one module that has both."
+                    f"hf_zero: group {group_index} of {type(optimizer).__name__} holds {len(foreign)} parameters "
+                    f"that are not in the model (first: shape {tuple(foreign[0].shape)}). Build the optimizer from "
+                    "this model alone, after resize_token_embeddings, get_peft_model and .to(dtype)."
                 )
             for p in group["params"]:
                 if p in owner and owner[p] != (-1, -1):
@@ -259,7 +257,7 @@ class Part:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a unit of stage 3 that comes and goes as a whole."""
+        """Whether the part is a unit of stage 3 that is gathered and dropped as a whole."""
         return bool(self.modules)
 
 
@@ -270,7 +268,7 @@ def parts_of(
     device: torch.device,
     unshared: Collection[nn.Parameter] = (),
 ) -> list[Part]:
-    """What goes into buckets, in the order in which gradients arrive: all but `ignored_parameters`.
+    """Lists the parts that go into buckets, in the order of their gradients: all but `ignored_parameters`.
 
     Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
     for each unit, frozen parameters too, the last layers first and the root last; then what `persist_below_numel` keeps whole.
@@ -307,7 +305,7 @@ def parts_of(
 
 
 def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter]]]) -> list[tuple[str, nn.Parameter]]:
-    """What of the root's is registered behind all layers."""
+    """Returns the root's parameters that are registered behind all layers."""
     place = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     last = max((place[name] for unit, held in own.items() if unit for name, _ in held), default=len(place))
     return [(name, parameter) for name, parameter in own[""] if place[name] > last]
@@ -315,7 +313,7 @@ def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter
 
 @dataclass(frozen=True, kw_only=True)
 class SplitKinds:
-    """Parameters of a model that is split over ranks; none of one that is not.
+    """The parameters of a split model; none of another.
 
     Attributes:
         parts: of which a rank has a part.

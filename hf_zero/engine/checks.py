@@ -44,9 +44,9 @@ def refuse_second_engine(model: nn.Module) -> None:
         engine = engine_attached_to(parameter)
         if engine is not None and (engine.trains(parameter) or parameter in engine.sharded.unit_of):
             raise ValueError(
-                f"hf_zero: {name!r} is in the buckets of another ZeroEngine, and two cannot reduce its gradient. Call close() of "
-                "that engine on all ranks (hf_zero.engine_of(model).close() finds it), and then build this one with a new "
-                "optimizer; or give each engine a model of its own."
+                f"hf_zero: {name!r} is in the buckets of another ZeroEngine, and two cannot reduce its gradient. "
+                "Close that engine on all ranks (hf_zero.engine_of(model).close()) and use a new optimizer, or use "
+                "another model."
             )
 
 
@@ -63,16 +63,15 @@ def refuse_beside_split(split: SplitModel, config: ZeroConfig, optimizers: Seque
         _refuse_beside_experts(config)
     if config.out_of_memory == "halve":
         raise ConfigError(
-            "hf_zero config: `out_of_memory: halve` does not go with a model that is split over ranks (tensor or expert "
-            "parallel): in the middle of a forward, the others would wait for the results of the rank that has failed. Leave "
-            "`out_of_memory` at stop."
+            "hf_zero config: `out_of_memory: halve` does not go with a model that is split over ranks (tensor or "
+            "expert parallel), whose other ranks would wait for the failed one. Leave `out_of_memory` at stop."
         )
     for optimizer in optimizers:
         if update_scope_of(optimizer) in (UpdateScope.PARAMETER, UpdateScope.MODEL):
             raise ConfigError(
-                f"hf_zero: the optimizer {type(optimizer).__name__} updates an element by what the rest of its parameter is, and "
-                "the model is split over ranks (tensor or expert parallel), so that a rank has parts of parameters only. Use one "
-                "that goes element by element (AdamW, SGD, Lion, ...), or load the model without tp_size and ep_size."
+                f"hf_zero: the optimizer {type(optimizer).__name__} updates an element by what the rest of its "
+                "parameter is, and this split model has only parts of parameters. Use AdamW, SGD, Lion, ..., or "
+                "load without tp_size and ep_size."
             )
 
 
@@ -102,10 +101,9 @@ def refuse_renormed_embeddings(model: nn.Module, config: ZeroConfig) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and _is_edited(module, config):
             raise ValueError(
-                f"hf_zero: {name!r} is an embedding with `max_norm={module.max_norm}`: its forward scales the rows of the tokens "
-                "that this rank has seen, so that the ranks' weights come apart (under DDP too, unnoticed), and above stage 0 a "
-                "step puts one rank's over the others'. Build it with `max_norm=None`, and scale all rows behind each step "
-                "inside `with hf_zero.gathered(model, writeback=True):`; or train at `stage: 0`."
+                f"hf_zero: {name!r} is an embedding with `max_norm={module.max_norm}`, which scales other rows on "
+                "each rank. Build it with `max_norm=None` and scale inside `with hf_zero.gathered(model, "
+                "writeback=True):`, or train at `stage: 0`."
             )
 
 
@@ -133,10 +131,9 @@ def refuse_shared_storage(model: nn.Module) -> None:
     for one, other in _overlapping(found.values()):
         if (one.tensor.requires_grad or other.tensor.requires_grad) and _share_elements(one.tensor, other.tensor):
             raise ValueError(
-                f"hf_zero: {one.name!r} and {other.name!r} are two tensors in the same memory, so that a step of one changes the "
-                "other. In the engine's flat buckets each has memory of its own, and they would come apart. Make them one "
-                "Parameter (decoder.weight = encoder.weight; a transpose goes into forward), or give one of them memory of its "
-                "own (.detach().clone()), before the model is prepared."
+                f"hf_zero: {one.name!r} and {other.name!r} are two tensors in the same memory, which the engine "
+                "would separate. Make them one Parameter (decoder.weight = encoder.weight), or copy one "
+                "(.detach().clone()), before the model is prepared."
             )
 
 

@@ -176,11 +176,13 @@ class ForwardGather(Gather):
 
     def start(self, bucket: Bucket) -> Handle:
         handle = self._whole.start(bucket)
+        # An evaluation has no backward that would need the kept part.
         if not torch.is_grad_enabled():
             return handle
 
         def complete() -> None:
             handle.finish()
+            # A copy: the gathered memory goes when the forward has ended.
             self.kept[bucket] = bucket.flat.view(self.node.size, -1)[self.node.place].clone()
 
         return Handle(bucket.label("all-gather parameters"), bucket.group.transport.ledger, complete)
@@ -190,7 +192,7 @@ class ForwardGather(Gather):
 
 
 class BackwardGather(Gather):
-    """Gathers inside the node what `forward` has kept, and from all ranks what it has not."""
+    """Gathers kept parts inside the node, and other parts from all ranks."""
 
     takes_edits = False
 

@@ -98,7 +98,7 @@ class ZeroEngine:
         return self._step.no_sync()
 
     def sync(self) -> AbstractContextManager[None]:
-        """Inside of `no_sync`: a backward that reduces what has been accumulated, and its own gradients with it."""
+        """Reduces inside of `no_sync`: a backward inside adds its gradients to the accumulated ones, and reduces all."""
         return self._step.sync()
 
     @property
@@ -119,7 +119,7 @@ class ZeroEngine:
 
     @property
     def last_grad_norm(self) -> torch.Tensor | None:
-        """The norm that was measured last, as `clip_grad_norm_` returns it; None before the first."""
+        """Returns the norm of the last measurement, as `clip_grad_norm_` does; None before the first."""
         return self._step.last_norm
 
     @property
@@ -128,7 +128,7 @@ class ZeroEngine:
         return self._step.gradients.ended
 
     def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
-        """Called behind a forward and backward that may have failed on some rank; returns whether it did on any.
+        """Ends a micro-batch that may have failed on some rank; returns whether any has.
 
         Then the gradients of all micro-batches since the last step are dropped on all ranks. Collective.
 
@@ -168,19 +168,22 @@ class ZeroEngine:
             self._parts.parameter_gather.finish_of(parameter)
 
     def synchronise(self) -> None:
-        """Makes the model the same on all ranks; saves do it. Collective.
+        """Makes the model the same on all ranks, as saves do. Collective.
 
         Sends what was written to this rank's part of the parameters in `optimizer.param_groups` outside of a step, and takes
         the outer step of `comm.sync_every`, if local steps wait for it.
         """
         self.finish_parameters()
         self._step.row_writes.send("the model")
+        # A gather that is under way would be sent again from rows that are about to change.
         self.finish_parameters()
         if self.groups.outer is None:
             return
+        # Gathered layers are of the model before the outer step.
         self.sharded.schedule.reshard_all()
         self._step.row_writes.renew_copies(self._parts.outer.finish())
         self.finish_parameters()
+        # Buffers such as batch norm statistics belong to each group alone until here.
         broadcast_buffers(self.model, self.transport, self.device)
 
     # ---- looking in ----
@@ -226,7 +229,7 @@ class ZeroEngine:
         return full_gradient(slot_of(parameter, self._parts.slot_of), self.config.comm.meeting_timeout_s)
 
     def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor | object]:
-        """The optimizer's state of a whole parameter: tensors with one value an element in its shape, the rest as it is.
+        """Gathers the optimizer's state of a parameter: elementwise tensors in its shape, the rest unchanged.
 
         Collective. Empty before the first step.
         """
@@ -256,7 +259,7 @@ class ZeroEngine:
 
     @property
     def saves_together(self) -> bool:
-        """Whether the model's own tensors are not what is to be saved; `whole_state_dict` is."""
+        """Whether a save must use `whole_state_dict`, and not the model's own tensors."""
         return not (
             self.sharded.is_empty
             and self._parts.exact.is_empty
@@ -266,17 +269,17 @@ class ZeroEngine:
 
     @property
     def holds_whole_model(self) -> bool:
-        """Whether each rank has all tensors of the model, be it to the rounding of what has travelled."""
+        """Whether each rank has all tensors of the model, up to the rounding of quantised gathers."""
         return self.sharded.is_empty and self._parts.mesh.split.is_empty
 
     def memory_report(self) -> MemoryReport:
-        """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
+        """Counts bytes of state on this rank by kind, beside DDP's of the same kind."""
         places = Places(self.tier, self.parameter_tier, self._parts.holder, self.activations, self._parts.outer)
         held = self._step.store.held_bytes() | self._parts.wire.held_bytes()
         return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, places, self.device)
 
     def dtype_report(self) -> DtypeReport:
-        """What parameters, gradients on their way, masters and moments are held in."""
+        """Lists the dtypes of parameters, gradients, masters and moments."""
         return report_dtypes(self.buckets, self.config, [sharded.optimizer for sharded in self.optimizers])
 
     def comm_report(self) -> CommReport:
@@ -325,6 +328,7 @@ class ZeroEngine:
             )
         if not hasattr(self.model, "resize_token_embeddings"):
             raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
+        # The whole state, before the close drops the shards.
         states = {slot.name: on_host(self.full_state(slot.parameter)) for slot in self._parts.slot_of.values()}
         optimizers, device = [sharded.optimizer for sharded in self.optimizers], self.device
         self.close()
@@ -342,12 +346,14 @@ class ZeroEngine:
         self.synchronise()
         with self._parts.exact.at_hand("ZeroEngine.close"):
             self._parts.parameter_places.own_memory(spared=self.sharded.unit_of)
+        # Before the hooks go: a later backward of the script finds plain gradients.
         self._step.gradients.drop()
         for handle in self._handles:
             handle.remove()
         # Experts may have their first copy on more ranks than the rest of the model.
         is_first = self._parts.mesh.expert_dp.all_groups.rank == 0
         self.sharded.hand_back(wanted=is_first or not rank0_only)
+        # Behind the parameters: masters in files are read when these get memory of their own.
         self._parts.holder.close()
         self.parameter_tier.close()
         for optimizer in self.optimizers:
@@ -363,7 +369,7 @@ _KEPT = "_hf_zero_kept_state"
 
 @dataclass(frozen=True)
 class _Kept:
-    """What an optimizer's rows had when its engine was closed.
+    """The state of an optimizer's rows when its engine was closed.
 
     Attributes:
         places: which elements of each parameter this rank had.
@@ -377,7 +383,7 @@ class _Kept:
 
 
 def keep_state(engine: ZeroEngine) -> None:
-    """Has the optimizers keep what `engine.close()` drops, for `take_up_state`."""
+    """Keeps the state that `engine.close()` drops, for `take_up_state`."""
     for sharded in engine.optimizers:
         in_files = sharded.is_in_files
         # On every rank, also one without a row: taking it up is collective.
@@ -389,7 +395,7 @@ def keep_state(engine: ZeroEngine) -> None:
 
 
 def take_up_state(engine: ZeroEngine) -> None:
-    """Gives the engine's optimizers back what `keep_state` has kept, unless they have other state. Collective then.
+    """Restores the state of `keep_state` to the engine's optimizers, unless they have other state. Collective then.
 
     Raises:
         ValueError: on every rank, when the state of one is lost or does not fit; the engine is closed.

@@ -79,7 +79,7 @@ class _Record:
             self._shards.update((bucket, memory.snapshot()) for bucket, memory in unit.memories.items())
 
     def renew(self, unit: Unit) -> None:
-        """Takes what the unit is now for what it was: its edits have been kept."""
+        """Records the unit's present values: its edits have been kept."""
         if unit.slots and unit.slots[0] in self._versions:
             self.take([unit])
 
@@ -117,13 +117,14 @@ def moved_slots(slots: Iterable[ParameterSlot]) -> list[ParameterSlot]:
 
 
 def put_back(slots: Iterable[ParameterSlot], transport: Transport) -> None:
-    """Writes what parameters were given for data into their buckets, and makes them views of those again. Collective.
+    """Writes a script's new data of parameters into their buckets, and makes the parameters views again. Collective.
 
     Raises:
         RuntimeError: on all ranks, where some rank gave one another shape or dtype.
     """
     moved = moved_slots(slots)
     faults = (_unlike(slot) for slot in moved if not _is_alike(slot))
+    # Agreement before raise: a wrong shape on one rank must not leave the others in the broadcast.
     fault = next(filter(None, transport.exchange(next(faults, None), "edits of parameters")), None)
     if fault is not None:
         raise RuntimeError(fault)
@@ -224,7 +225,7 @@ class GatheredParameters:
 
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter], *, writeback: bool) -> Iterator[None]:
-        """Whole parameters to read and, with `writeback`, to edit; what rank 0 wrote is then kept by all.
+        """Lends whole parameters to read and, with `writeback`, to edit; all ranks then keep rank 0's values.
 
         Raises:
             MemoryError: they do not fit.
@@ -234,6 +235,7 @@ class GatheredParameters:
         self._transport.meet("hf_zero.gathered", self._timeout_s)
         self._refuse_unless_they_fit(units)
         for unit in units:
+            # Before the gather: a forward inside must not drop what the script has asked for.
             unit.holds += 1
         record = _Record()
         self._open.append(record)
@@ -251,9 +253,11 @@ class GatheredParameters:
             record.refuse_edits()
         finally:
             self._open.remove(record)
+            # Also after an error: an edit that was not kept must not reach the shard.
             record.restore()
             for unit in units:
                 unit.holds -= 1
+            # Behind the restore, which needs the whole parameters.
             self._schedule.release(units)
 
     @contextmanager
@@ -275,6 +279,7 @@ class GatheredParameters:
             self._transport.meet(purpose, self._timeout_s, IN_GATHERED)
         copies: dict[nn.Parameter, torch.Tensor] = {}
         for unit in sorted(units, key=self._schedule.units.index):
+            # One unit at a time: the device never holds more than one that is whole.
             self._schedule.unshard([unit])
             if wanted:
                 for slot in unit.slots:
@@ -330,21 +335,23 @@ class GatheredParameters:
             for bucket in unit.buckets:
                 label = Label(kind="broadcast edits", subject=bucket.name)
                 bucket.group.all_transport.broadcast(bucket.memory.shown, label)
+            # Behind the broadcast: each rank keeps its shard of rank 0's values.
             unit.keep_edits()
             for bucket in unit.buckets:
                 with self._holder.at_hand(bucket):
+                    # By values, not versions: a broadcast writes on ranks where the script has not.
                     bucket.follow_values()
             for record in self._open:
                 record.renew(unit)
 
     def _refuse_unless_they_fit(self, units: Iterable[Unit]) -> None:
         needed = sum(unit.exact_bytes for unit in units if unit.is_sharded)
+        # The least of all ranks: one without room would fail in the middle of the gathers.
         free = min(self._transport.exchange(free_bytes(self._device)))
         if needed > free:
             raise MemoryError(
-                f"hf_zero: whole parameters would take {mib(needed)} MiB on each rank, and {mib(free)} MiB are free. Gather "
-                "fewer at a time (hf_zero.gathered(layer)), or call the model without gathering it: each layer is then "
-                "gathered for its own forward."
+                f"hf_zero: whole parameters would take {mib(needed)} MiB on each rank, and {mib(free)} MiB are free. "
+                "Gather fewer at a time (hf_zero.gathered(layer)), or call the model without gathering it first."
             )
 
 

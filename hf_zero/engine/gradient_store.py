@@ -102,24 +102,24 @@ class BufferPool:
             self._bytes -= max(free, key=len).pop().nbytes
 
 
-# ---- How gradients are kept and reduced between backward and the optimizer: what the stages differ in ----
+# ---- Gradients between backward and the optimizer: the stages differ in how long buffers last ----
 #
 # A store keeps a flat gradient buffer a bucket while it fills, starts its reduction, and leaves the result in the `.grad` of
 # the bucket's rows. The stores keep those buffers for different times; the pass above them (backward.py) is one.
 
 _AT_ONCE_NUMEL = 1 << 20
-"""Gradients that fill no more are put in one piece, which takes as much memory once more meanwhile."""
+"""Below this size, small gradients are concatenated first: one launch, at the price of a second copy."""
 
 _DTYPE, _NUMBER, _FIRST = attrgetter("dtype"), attrgetter("number"), itemgetter(0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Landing:
-    """What becomes of reduced gradients.
+    """The receivers of reduced gradients.
 
     Attributes:
-        downlink: how they come into a tier's host memory.
-        landed: told of each bucket whose rows have theirs, or will have on the arrival.
+        downlink: copies them into a tier's host memory.
+        landed: called for each bucket whose rows have their gradients, or will have on the arrival.
         most_under_way: reductions that may run before the oldest is waited for; None waits for all at the end of backward.
         goes_on: whether another backward is to add to what this one leaves, so that nobody reads it yet.
     """
@@ -159,7 +159,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def release(self, bucket: Bucket) -> None:
-        """Gives back what need not last from the step to the next backward."""
+        """Frees memory that need not last from the step to the next backward."""
 
     @abstractmethod
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -178,7 +178,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
-        """Leaves the reduced gradient in the rows, once the reduction has ended; it is there on the arrival.
+        """Puts the reduced gradient into the rows behind the reduction; the values are there on the arrival.
 
         Args:
             going_on: rows whose gradient it adds to.
@@ -199,16 +199,19 @@ class GradientStore(ABC):
         self._reduction.end_pass()
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """The slot's share of a gradient: divided by the number of ranks and cast, added if the slot has one already."""
+        """Puts the slot's share of a gradient: divided by the number of ranks and cast, added if the slot has one already."""
         bucket = slot.bucket
         # Small ones wait until the bucket starts: most parameters of a model are small, and are put by two calls together.
         if slot.is_small and not slot.arrived:
             self.put_small(slot, gradient)
             return
+        # Divided before the sum, as DDP does: the other order rounds differently, and the losses would not be bitwise
+        # equal.
         share = bucket.share
         view = self._buffer(bucket).views[slot.number]
         is_there = gradient.data_ptr() == view.data_ptr()
         if slot.arrived:
+            # The slot's first gradient may still wait among the small ones: it must be in the view before the addition.
             self._put_small(bucket)
             view.add_(gradient, alpha=share)
         elif share == 1.0:
@@ -231,7 +234,8 @@ class GradientStore(ABC):
             self._small[bucket], self._small_gradients[bucket] = [slot], [gradient]
 
     def start_again(self, bucket: Bucket) -> None:
-        """Starts the reduction of what came late, on this rank or another; its result is added to that of the first."""
+        """Reduces late gradients, of this rank or another, and adds the sum to the first one."""
+        # The first sum must be finished: the second is added to it.
         self.finish(bucket)
         # The first result may still be on its way out of the buffer that is filled again.
         bucket.await_gradient()
@@ -254,12 +258,14 @@ class GradientStore(ABC):
         del self._open[bucket]
         most = self._landing.most_under_way
         if most is not None and len(self._started) > most:
+            # The oldest: its buffer goes back to the pool first.
             self.finish(next(iter(self._started)))
 
     def finish(self, bucket: Bucket) -> None:
         """Waits for the bucket's reduction, if one is under way, and leaves its result in the rows."""
         handle = self._started.pop(bucket, None)
         if handle is not None:
+            # Reduce before delivery: until then the buffer belongs to the transport.
             handle.finish()
             held = (row for row in bucket.rows if row.tensor.grad is not None)
             going_on = {row for row in held if row.slot.continues or bucket in self._again}
@@ -269,7 +275,7 @@ class GradientStore(ABC):
             self._landing.landed(bucket, bucket.arrival)
 
     def finish_all(self) -> None:
-        """Returns when all gradients are in the rows, or on their way there where another backward adds to them."""
+        """Waits for all gradients in the rows; only for the reductions if another backward adds to them."""
         for bucket in list(self._started):
             self.finish(bucket)
         arriving, self._arriving = self._arriving, []
@@ -322,7 +328,7 @@ def new_buffer(bucket: Bucket) -> OpenBuffer:
 def add_or_set(
     bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, downlink: Downlink, going_on: Collection[Row]
 ) -> Arrival:
-    """Row by row: adds `reduced` to a gradient that goes on, else sets it. Both are flat as the rank's shard.
+    """Adds `reduced` to the gradients of rows that go on, and sets the others. Both are flat as the rank's shard.
 
     Sums are of the master dtype.
 
@@ -343,7 +349,7 @@ def add_or_set(
 def _sum_into(
     views: Iterable[tuple[Row, torch.Tensor]], going_on: Collection[Row], *, sets: bool
 ) -> Callable[[torch.Tensor], None]:
-    """What adds a reduced shard to the gradients of rows that go on, and, if it `sets`, copies it to those of the others.
+    """Returns a function that adds a reduced shard to rows that go on, and with `sets` copies it to the others.
 
     These have their views from now on. By `data`, since it may be called in another thread, when somebody has looked at
     versions: the edits are counted now.
@@ -403,7 +409,7 @@ class ReplicatedGradients(GradientStore):
             slot.parameter.grad = slot.view_of(lasting.flat)
 
     def release(self, bucket: Bucket) -> None:
-        """`p.grad` lasts until the script zeroes it."""
+        """Frees nothing: `p.grad` lasts until the script zeroes it."""
         self._lasting.pop(bucket, None)
         self._reduced.pop(bucket, None)
 
@@ -418,6 +424,7 @@ class ReplicatedGradients(GradientStore):
     def start(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
             if not slot.arrived and slot.parameter.grad is not None:
+                # A gradient from `no_sync` micro-batches, which this pass reduces.
                 slot.used = True
                 self.put(slot, slot.parameter.grad)
         super().start(bucket)
@@ -601,6 +608,7 @@ class ShardedGradients(GradientStore):
         if self._pool.is_last_for(bucket) and not self._in_flight:
             # It would take the last buffer, and one that is passed over wants a buffer, too.
             self.start_passed_over(bucket)
+        # Backward waits here for the oldest reduction: the limit on buffers is the limit on gradient memory.
         while self._pool.exhausted_for(bucket) and (self._in_flight or self.start_passed_over(bucket)):
             if self._in_flight:
                 self.finish(self._in_flight[0])
@@ -626,6 +634,7 @@ class ShardedGradients(GradientStore):
         precision, is_held = bucket.precision, any(row.tensor.grad is not None for row in bucket.rows)
         own, fits = bucket.own_interval, precision.reduced == precision.reduce
         if fits and bucket not in self._lent:
+            # In place: no rank needs the other parts of the sum.
             return flat[own.start : own.stop]
         if bucket.tier.is_apart:
             # Copied from there when the buffer has been passed on.
@@ -642,6 +651,7 @@ class ShardedGradients(GradientStore):
         self._in_flight.remove(bucket)
         arrival = self._leave(bucket, reduced, self._shard(bucket), going_on)
         self._beside_bytes -= self._scratches.pop(bucket, 0)
+        # Behind the copy out of the buffer: the next bucket fills it at once.
         self._pool.give_back(bucket, self._lent.pop(bucket))
         return arrival
 
@@ -661,7 +671,7 @@ class ShardedGradients(GradientStore):
         self._shard_bytes[bucket] = max(shard.nbytes, self._shard_bytes.get(bucket, 0))
 
     def _widen(self, bucket: Bucket) -> None:
-        """Moves what the bucket's rows have into a shard of the master dtype, in which sums are taken."""
+        """Moves the rows' gradients into a shard of the master dtype, for sums."""
         held = [row for row in bucket.rows if row.tensor.grad is not None]
         shard = bucket.tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
         for row in held:
@@ -670,7 +680,7 @@ class ShardedGradients(GradientStore):
         self._keep_shard(bucket, shard)
 
     def _leave(self, bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, going_on: Collection[Row]) -> Arrival:
-        """Leaves what has been reduced in the rows; the rest is as `add_or_set` says."""
+        """Leaves a reduced gradient in the rows; otherwise as `add_or_set`."""
         if going_on and bucket.gradient_dtype != bucket.precision.master:
             self._widen(bucket)
             target = self._shard(bucket)

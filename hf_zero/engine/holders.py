@@ -1,4 +1,4 @@
-"""The tier's side of building an engine: whether it has room, and who holds state in it."""
+"""The tier's part in building an engine: room for the state, and its holder."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ def choose_holder(
     nonfinite: NonFiniteCheck,
     needed: Elsewhere,
 ) -> StateHolder:
-    """Who holds optimizer state between steps in this tier, and has it stepped.
+    """Chooses the holder of optimizer state in this tier, and the way of its steps.
 
     Args:
         nonfinite: what looks at the gradients before a step.
@@ -83,7 +83,7 @@ def _choose_timing(
 
 
 def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:
-    """What copies for early steps may take on this rank, whose backward runs on `device`: host memory, or disk beside files."""
+    """Returns the bytes for copies of early steps on this rank, in host memory, or on disk beside files."""
     if isinstance(config.speculate_bytes, int):
         return config.speculate_bytes
     if device.type == "cpu":
@@ -108,7 +108,7 @@ def bytes_elsewhere(
     optimizers: Sequence[torch.optim.Optimizer],
     mesh: Mesh,
 ) -> Elsewhere:
-    """What `offload` moves to host memory and to files. State that cannot be known beforehand counts nothing."""
+    """Counts bytes that `offload` moves to host memory and to files. State that cannot be known beforehand counts nothing."""
     offload, host, disk = config.offload, 0, 0
 
     def shards_of(parameter: nn.Parameter) -> int:
@@ -149,13 +149,13 @@ def bytes_elsewhere(
 
 
 def _copy_bytes(offload: OffloadConfig, moved: int) -> int:
-    """Of second copies of `moved` bytes of state: no more than there is of it."""
+    """Counts bytes of second copies of `moved` bytes of state."""
     asked = offload.speculate_bytes if isinstance(offload.speculate_bytes, int) else 0
     return min(asked, moved)
 
 
 def _anchor_bytes(config: ZeroConfig, trained: Iterable[nn.Parameter], groups: Groups) -> int:
-    """Of what outer steps keep on a rank, if there are any."""
+    """Counts bytes of outer steps' state on a rank."""
     if groups.outer is None:
         return 0
     masters = sum(p.numel() * resolve_precision(config, wanted_dtype(p)).master.itemsize for p in trained)
@@ -172,7 +172,7 @@ def _itemsize(config: ZeroConfig, parameter: nn.Parameter) -> int:
 
 
 def refuse_unless_it_fits(config: ZeroConfig, needed: Elsewhere, transport: Transport) -> None:
-    """Raises, on every rank alike, where the memory or the disk would not hold what `offload` moves there.
+    """Raises on every rank if memory or disk cannot hold the state that `offload` moves there.
 
     Collective where something is moved.
 
@@ -208,7 +208,7 @@ def refuse_unless_it_fits(config: ZeroConfig, needed: Elsewhere, transport: Tran
 
 
 def reshards_after_forward(config: ZeroConfig, model: nn.Module, device: torch.device, transport: Transport) -> bool:
-    """Whether a layer is dropped after its forward; `auto` keeps what would take little of the free memory. Collective then."""
+    """Whether a layer is dropped after its forward. `auto` keeps layers that take little free memory. Collective then."""
     if config.reshard_after_forward != AUTO:
         return config.reshard_after_forward
     whole = sum(p.nbytes for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Which ranks of a run do what together: along the data axis, and along those that split a model over ranks."""
+"""The dimensions of a run's ranks: data parallel, and those that split a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class Mesh:
         )
 
     def group_of(self, parameter: torch.Tensor) -> DataParallelGroup:
-        """The ranks that hold the same part of a parameter; of a buffer, those that hold all of it."""
+        """Returns the ranks with the same part of a parameter; of a buffer, those with all of it."""
         return self.expert_dp if parameter in self.split.experts else self.dp
 
     def place_of(self, parameter: torch.Tensor) -> tuple[tuple[int, ...], int]:
@@ -82,7 +82,7 @@ class Mesh:
 
     @property
     def not_counted(self) -> str:
-        """Which traffic of training is the model's own and in no report, in words; "" where there is none."""
+        """Names the traffic of training that belongs to the model and is in no report; "" without any."""
         if self.split.is_empty:
             return ""
         copies = self.world_groups.world_size // len(self.split.copy_ranks)
@@ -112,6 +112,6 @@ def _data_parallel(
 
 
 def _between(sets: Sequence[Sequence[int]], device: torch.device, comm: CommConfig, ledger: Ledger) -> Transport:
-    """A transport between the ranks of each set, who only agree."""
+    """Makes a transport between the ranks of each set, for agreements only."""
     groups = Groups.create(stage=1, device_type=device.type, comm=comm, apart=tuple(map(sorted, sets)))
     return choose_transport(groups, device, groups.timeout_s, ledger)

@@ -45,7 +45,7 @@ class ShardedParameters(dict):
         self._before_read = before_read
 
     def follow(self) -> bool:
-        """Takes over what the module's own dict holds now; False where that has lost a name."""
+        """Copies the entries of the module's own dict; False if that has lost a name."""
         dict.update(self, self.stock)
         return len(self) == len(self.stock)
 
@@ -81,7 +81,7 @@ def _refusal(verb: str) -> ShardedParametersError:
 
 
 class ModuleGuard:
-    """Puts `ShardedParameters` in one module while any unit with a parameter of it is sharded."""
+    """Puts `ShardedParameters` into one module while any unit with a parameter of the module is sharded."""
 
     def __init__(self, module: nn.Module, slots: Mapping[str, tuple[Unit, ParameterSlot]], schedule: Unsharding):
         self.slots = dict(slots)
@@ -106,7 +106,7 @@ class ModuleGuard:
         self._module.__dict__["_parameters"] = guarded
 
     def remove(self) -> None:
-        """Leaves the module with its own dict, whatever the state."""
+        """Restores the module's own dict, in any state."""
         held: Any = self._module.__dict__["_parameters"]
         if type(held) is ShardedParameters:
             self._module.__dict__["_parameters"] = held.stock
@@ -119,7 +119,7 @@ class ModuleGuard:
 
 
 class ReplacedMethod:
-    """A method of one module, in the place of its class's. A copy or pickle of the module would take it along: it raises."""
+    """Replaces a method of one module. Copies and pickles of the module raise."""
 
     def __init__(self, function: Callable[..., Any], module: nn.Module):
         self._function = function
@@ -276,7 +276,7 @@ class ModuleMethods:
     def _adapter_state_dict(
         self, module: nn.Module, adapter_name: str, state_dict: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """peft's, of a module that an adapter trains whole: what of a given state dict is that module's."""
+        """Returns peft's part of a state dict for a module that an adapter trains whole."""
         if not state_dict:
             # accelerator.get_state_dict gives the values to the main process only.
             return {}

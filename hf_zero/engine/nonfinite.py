@@ -81,7 +81,7 @@ class NonFiniteCheck:
         self._has_looked = False
 
     def look(self, measured: Measured, *, at_all: bool) -> float | None:
-        """Returns the norm where it is NaN or infinite, the same on all ranks; None where it is finite.
+        """Returns a NaN or infinite norm, the same on all ranks; None for a finite one.
 
         Args:
             at_all: these are all gradients.
@@ -90,8 +90,11 @@ class NonFiniteCheck:
         self.found_inf = None
         if not self._wanted or self._unscaled:
             return None
+        # Kernels read this on the device, and leave the parameters of a bad step unchanged.
         self.found_inf = measured.found_inf
         value = HostValue(measured.norm.detach())
+        # On an accelerator a read stops the queue: with `stop`, the norm is read at the next step. A skip must be known
+        # before its step.
         at_once = self._reads_at_once or measured.norm.device.type == "cpu"
         last, self._last = (value, None) if at_once else (self._last, value)
         return None if last is None or math.isfinite(last.value()) else last.value()
@@ -102,20 +105,19 @@ class NonFiniteCheck:
             # torch takes them away behind the step.
             optimizer.__dict__.pop("grad_scale", None)
             raise RuntimeError(
-                "hf_zero: this step comes from torch.amp.GradScaler, which looks at this rank's rows alone: an overflow would "
-                "skip the step on one rank and not on the others. Use hf_zero.GradScaler in its place; the calls are the same."
+                "hf_zero: this step comes from torch.amp.GradScaler, which sees this rank's rows alone: an overflow "
+                "would skip the step on one rank only. Use hf_zero.GradScaler in its place; the calls are the same."
             )
         if optimizer in self._unscaled or not any(bucket.precision.param == torch.float16 for bucket in buckets):
             return
         raise RuntimeError(
-            "hf_zero: optimizer.step() over float16 parameters without loss scaling: most small gradients are 0 in float16. "
-            "Train through accelerate or Trainer, which scale the loss then (prepare model and optimizer in one call), or use "
-            "hf_zero.GradScaler as torch.amp.GradScaler; bfloat16 needs neither."
+            "hf_zero: optimizer.step() over float16 parameters without loss scaling: most small gradients are 0 in "
+            "float16. Train through accelerate or Trainer, use hf_zero.GradScaler, or train in bfloat16."
         )
 
 
 class BadSteps:
-    """What is done about a step whose gradients are NaN or infinite: the run stops, or the step is skipped, by `nonfinite`.
+    """Decides on a step with NaN or infinite gradients, by `nonfinite`: the run stops, or the step is skipped.
 
     The ranks find the same norm, and so come to the same answers.
 
@@ -147,22 +149,22 @@ class BadSteps:
         """
         if self._limit is None:
             raise NonFiniteGradientError(
-                f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused and the "
-                f"parameters stay as they were. {said()}Usual reasons: a learning rate too high, a NaN in the data, log or "
-                "division of zero in the loss. `nonfinite: skip` in the hf_zero config leaves such steps out and goes on; to "
-                "step all the same, set `nonfinite: ignore`."
+                f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused. "
+                f"{said()}Lower the learning rate, or look for NaN in the data; `nonfinite: skip` leaves such steps "
+                "out."
             )
         if self.skips:
             # Measured again, after a clip of some of the parameters.
             return
         self.skips = True
         self._in_a_row += 1
+        # Collective: on all ranks, also those that do not print.
         where = said()
         if self._in_a_row > self._limit:
             raise NonFiniteGradientError(
-                f"hf_zero: the gradient norm is {norm}, and {self._limit} bad steps in a row have been left out before "
-                f"(`nonfinite: skip`). {where}The model is likely to be beyond repair: resume from a checkpoint with a lower "
-                "learning rate, or without the data that brings this."
+                f"hf_zero: the gradient norm is {norm}, and {self._limit} bad steps in a row have been left out "
+                f"before (`nonfinite_limit`). {where}Resume from a checkpoint with a lower learning rate, or without "
+                "the data that causes this."
             )
         # The 1st, 2nd, 4th, 8th...: a run with thousands of them is not to drown in them.
         count = self.skipped + 1

@@ -1,4 +1,4 @@
-"""The norm of sharded gradients, and what follows from it for a step."""
+"""The norm of sharded gradients, and the clip coefficient that follows."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class GradientNorm:
         self._counts = counts
 
     def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
-        """The norm of the whole gradient from every rank's rows, as torch.nn.utils.get_total_norm gives it under DDP.
+        """Measures the norm of the whole gradient from all ranks' rows, as torch.nn.utils.get_total_norm does under DDP.
 
         Collective.
 
@@ -102,7 +102,7 @@ def choose_norm(
 def _each_on(
     device: torch.device, gradients: Sequence[torch.Tensor], measure: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> torch.Tensor:
-    """What `measure` finds of each gradient, float64, in their order, on `device`.
+    """Measures each gradient, float64, in order, on `device`.
 
     Args:
         measure: of gradients on one device, where the result is too: those in host memory are measured there.

@@ -14,7 +14,7 @@ AtHand = Callable[[Bucket], AbstractContextManager[None]]
 
 
 class OuterSteps:
-    """What is done about models of other groups: nothing where all ranks take each step together.
+    """Brings models of other groups together: here nothing, since all ranks take each step together.
 
     Attributes:
         replica: which of the groups this rank is in.
@@ -23,7 +23,7 @@ class OuterSteps:
     replica = 0
 
     def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """Called when an optimizer has stepped `buckets`, all that it has; returns those that an outer step changed."""
+        """Follows a step of all `buckets` of an optimizer; returns the buckets that an outer step changed."""
         return []
 
     def finish(self) -> list[Bucket]:
@@ -46,7 +46,7 @@ class OuterSteps:
 
 
 def anchor_numel(shard_numel: int, among: RankGroup, outer: OuterConfig) -> int:
-    """Elements of anchor and momentum that each of the ranks `among`, which hold the same shard, has of it."""
+    """Counts elements of anchor and momentum on each of the ranks `among`, which hold the same shard."""
     return -(-shard_numel // among.size) * (2 if outer.momentum else 1)
 
 

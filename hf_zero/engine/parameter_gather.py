@@ -27,7 +27,7 @@ _FRAMES_TO_ZERO_GRAD = 8
 
 
 class ArrivingValues(Disguised):
-    """Mixed into the class of a parameter that an all-gather is writing to: whoever reads it waits for its bucket."""
+    """Guards a parameter that an all-gather is writing to: a reader waits for its bucket."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class _HandedOut(dict):
 
 
 def _only_gradients_are_read() -> bool:
-    """Whether `Module.zero_grad` is looking. Trainer calls it right after the step; waiting there would end the overlap."""
+    """Whether `Module.zero_grad` is the reader: Trainer calls it right after the step, and a wait would end the overlap."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_FRAMES_TO_ZERO_GRAD):
         if frame is None:
@@ -120,8 +120,9 @@ class ParameterGather:
                 self._modules_of[bucket].append(module)
 
     def start(self, buckets: Sequence[Bucket]) -> None:
-        """Starts gathering what the optimizer has just updated in these buckets; who reads their parameters waits."""
+        """Starts gathering the buckets that the optimizer has just updated. Readers of their parameters wait."""
         for bucket in buckets:
+            # A former gather of this bucket still writes to the memory that this one would write to.
             self.finish(bucket)
             with bucket.tier.uplink.aside() if bucket.tier.is_apart else nullcontext():
                 self._in_flight[bucket] = self._gather.start(bucket)
@@ -143,6 +144,7 @@ class ParameterGather:
         handle = self._in_flight.pop(bucket, None)
         if handle is None:
             return
+        # Wait first, unguard second: a reader between the two would see half of the values.
         handle.finish()
         _ARRIVING.take_off(bucket.parameters)
         for module in self._modules_of[bucket]:

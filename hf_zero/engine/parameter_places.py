@@ -88,7 +88,7 @@ class ParameterPlaces:
             slot.parameter.data = slot.parameter.detach().clone()
 
     def before_step(self) -> None:
-        """Raises `RuntimeError` for a parameter that the step would not reach, or that should have been in it."""
+        """Raises `RuntimeError` for a parameter outside of its memory, which the step would not reach."""
         self._refuse_unfrozen()
         self.refuse_strays()
 
@@ -110,7 +110,7 @@ class ParameterPlaces:
             raise _moved(slot, held)
 
     def _strays(self) -> Iterator[tuple[ParameterSlot, torch.Tensor | None]]:
-        """Slots whose parameter is not in its place or not in its memory, and what is in that place.
+        """Lists slots whose parameter has left its module or its memory, and the present object there.
 
         Raises:
             RuntimeError: a module is another one.
@@ -235,7 +235,7 @@ def _replaced(path: str, was: nn.Module, now: nn.Module | None) -> RuntimeError:
 
 
 class ExactWeights:
-    """Puts the masters' values in place of what forward and backward compute with, and back.
+    """Replaces the compute values of parameters by the masters' values, and back.
 
     Without buckets, as where parameters travel as they are, all of it does nothing. Sharded parameters are not among them:
     their shards are exact, and only what is gathered is not.
@@ -285,7 +285,7 @@ class ExactWeights:
             self.put_back()
 
     def put_back(self) -> None:
-        """Rounds parameters that are exact on every rank to what a quantised gather would leave of them, without one.
+        """Rounds exact parameters to the values of a quantised gather, without one.
 
         Shards are whole blocks, so that the blocks of the whole are those of the shards.
         """

@@ -1,4 +1,4 @@
-"""What a rank holds and what it sent, as rows and as a table."""
+"""A rank's memory and traffic, as rows and as a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ IN_FILES = "NVMe"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """Bytes of one kind on this rank, the memory that they are in, and what the same kind takes under DDP."""
+    """Bytes of one kind on this rank, their memory, and the bytes of the same kind under DDP."""
 
     kind: str
     bytes: int
@@ -59,7 +59,7 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """In memory, without what lives in files."""
+        """Counts bytes in memory, without files."""
         return sum(row.bytes for row in self.rows if row.where != IN_FILES)
 
     @property
@@ -79,7 +79,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CommReport:
-    """What this rank has sent, over which links, and waited for since the engine was built.
+    """Bytes that this rank sent, by link, and its waits, since the engine was built.
 
     `gradient_error` is the relative error of a reduced gradient, where gradients are quantised: of one bucket, every hundred
     backward passes another. `not_counted` says what is sent beside these rows; "" where nothing is. `timed_from` is the optimizer

@@ -37,7 +37,7 @@ class Places:
     outer: OuterSteps
 
     def traffic(self) -> TrafficReport | None:
-        """Of what is in files, if anything is."""
+        """Counts the traffic of files, if there are files."""
         files = self.state.files or self.parameters.files
         if files is None:
             return None
@@ -60,7 +60,7 @@ def report_memory(
     places: Places,
     device: torch.device,
 ) -> MemoryReport:
-    """Bytes of state by kind, and what DDP holds of the same kind.
+    """Counts bytes of state by kind, beside DDP's of the same kind.
 
     Args:
         buckets: of trained parameters.
@@ -182,7 +182,7 @@ def _in_tiers(
 
 
 def _in_memory(kind: str, buckets: Sequence[Bucket], nbytes_of: Callable[[Bucket], int]) -> list[MemoryRow]:
-    """The same for what is in memory also where the tier keeps state in files."""
+    """Counts state in memory, also if the tier keeps state in files."""
     return _by_place(kind, {bucket: bucket.tier.scratch_name for bucket in buckets}, nbytes_of, lambda _: 0.0)
 
 
@@ -205,7 +205,7 @@ def _by_place(
 
 
 def _state_tensors(bucket: Bucket, optimizers: Sequence[ShardedOptimizer]) -> list[torch.Tensor]:
-    """What the register has of a bucket's optimizer state, without scalars such as the step count."""
+    """Returns a bucket's entries in `optimizer.state`, without scalars such as the step count."""
     states = [state_of(optimizers, row).values() for row in bucket.rows]
     return [value for state in states for value in state if torch.is_tensor(value) and value.dim() > 0]
 
@@ -215,7 +215,7 @@ def _state_tensors(bucket: Bucket, optimizers: Sequence[ShardedOptimizer]) -> li
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeRow:
-    """The dtypes of parameters that go the same way, as torch spells them, such as "float32"; "none" where there is nothing.
+    """The dtypes of parameters that go the same way, as torch spells them ("float32"); "none" for no tensor.
 
     Attributes:
         parameter: in forward and backward.

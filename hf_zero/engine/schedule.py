@@ -25,7 +25,7 @@ class VisitOrder:
         self._last: Unit | None = None
 
     def begin(self) -> None:
-        """A pass starts: what is visited next has no predecessor."""
+        """Begins a pass, whose first visit has no predecessor."""
         self._last = None
 
     def visit(self, unit: Unit) -> None:
@@ -148,7 +148,7 @@ class Unsharding:
             self._drop([unit])
 
     def look_at_outputs(self, unit: Unit, outputs: object) -> None:
-        """Keeps a unit until its backward if nothing that it returned can announce that."""
+        """Keeps a unit until its backward if none of its outputs can announce the backward."""
         if torch.is_grad_enabled() and not has_tensors(outputs):
             self._kept.add(unit)
 
@@ -168,7 +168,7 @@ class Unsharding:
         self._finish(unit)
 
     def before_backward(self, unit: Unit, *, builds_graph: bool = False) -> None:
-        """Makes `unit` whole for its backward and drops the layers whose backward it ends.
+        """Makes `unit` whole for its backward, and drops the layers whose backward has ended.
 
         Args:
             builds_graph: this backward is itself differentiated (create_graph). The nodes of the second backward read the
@@ -197,7 +197,7 @@ class Unsharding:
             self._drop_all()
 
     def recover(self) -> None:
-        """Outside forward and backward: forgets what an exception has left of them."""
+        """Forgets a forward or backward that an exception has ended. Called outside of both."""
         self._running.clear()
         if self._is_backward_open:
             self.end_backward()
@@ -209,6 +209,7 @@ class Unsharding:
         units = list(units)
         for unit in units:
             if not unit.is_sharded and unit.gather is not self._wire.exact:
+                # Last: everything that can run beside the wait has been started.
                 self._finish(unit)
                 unit.reshard(keeps=unit in self._kept)
             self._start(unit, self._wire.exact)
@@ -217,7 +218,7 @@ class Unsharding:
             unit.leave_to_script()
 
     def reshard_all(self) -> None:
-        """Drops everything that has been gathered: it is about to be out of date."""
+        """Drops all gathered parameters, which a step is about to make stale."""
         held = [unit.name for unit in self.units if unit.holds]
         if held:
             raise RuntimeError(
@@ -227,18 +228,19 @@ class Unsharding:
         self._keeps_all = False
         self._fetch([])
         self._drop_all()
+        # Copies inside a node are of the values before the step.
         self._wire.forward.forget()
         for unit in self.units:
             unit.forget_fetch()
         self._refuse_unseen_edits()
 
     def forget_copies(self, unit: Unit) -> None:
-        """Drops what other places than the shard of a sharded unit have of its parameters: they are about to change."""
+        """Drops copies of a sharded unit's parameters outside of the shard, which is about to change."""
         self._wire.forward.forget()
         unit.forget_fetch()
 
     def release(self, units: Iterable[Unit]) -> None:
-        """Drops units that were made whole for a look; those whose forward is running become what they were in it."""
+        """Drops units that were made whole for a look. Units with a running forward return to its form."""
         units = list(units)
         self._drop([unit for unit in units if unit not in self._running])
         for unit in units:
@@ -259,8 +261,10 @@ class Unsharding:
         ahead = order.following(unit, self._prefetch)
         if self.reshards_after_forward and unit is not self._root:
             wanted = {unit, self._root, *ahead, *self._running}
+            # Release before gather: else the new layer's memory comes on top of the one that is done.
             self._drop([other for other in self.units if not other.is_sharded and other not in wanted])
         gather = self._wire.forward if order is self._forward else self._wire.backward
+        # This unit's gather first, the prefetches behind: the link serves them in order, and this one is waited for.
         self._start(unit, gather)
         for each in ahead:
             if self._has_room():
@@ -302,7 +306,7 @@ class Unsharding:
                 unit.reshard(keeps=unit in self._kept)
 
     def _drop_all(self) -> None:
-        """Also what is kept: no backward will come for it."""
+        """Drops also kept units, whose backward will not come."""
         if self._keeps_all:
             return
         kept, self._kept = self._kept, set()

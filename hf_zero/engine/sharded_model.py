@@ -44,7 +44,7 @@ _HOST = torch.device("cpu")
 
 
 class ShardedModel:
-    """The units of stage 3 and all hooks and methods that they put on the model. Without units it does nothing.
+    """The units of stage 3, and their hooks and methods on the model. Without units, idle.
 
     Args:
         schedule: of the units, the root first.
@@ -91,11 +91,12 @@ class ShardedModel:
     def before_forward(self) -> None:
         """Called before each forward of the model outside of a backward, where there are units."""
         if not self._is_passed_by(self.root, refuses=True):
+            # An exception in a forward or backward has left units whole, or running.
             self.schedule.recover()
             self.schedule.before_forward(self.root)
 
     def after_forward(self, outputs: object) -> None:
-        """Called with what it has returned."""
+        """Passes the outputs of a forward to the schedule."""
         if not self._is_passed_by(self.root):
             self.schedule.after_forward(self.root, outputs)
 
@@ -155,6 +156,7 @@ class ShardedModel:
         unit, slot = self.unit_of[parameter]
         if self.schedule.in_pass or not unit.is_sharded:
             return False
+        # Copies on their way have the values before the edit.
         self.schedule.forget_copies(unit)
         bucket = slot.bucket
         common = slot.interval.intersect(bucket.own_interval)
@@ -164,6 +166,7 @@ class ShardedModel:
                 own = bucket.memory.own_part(part).clone()
                 edit(own)
                 bucket.memory.write_own_part(part, own)
+        # On all ranks, also those without elements of it: the versions must stay the same everywhere.
         unit.count_edit(slot)
         return True
 
@@ -220,7 +223,7 @@ class ShardedModel:
         return any(slot.bucket.precision.casts for slot in slots)
 
     def _is_passed_by(self, unit: Unit, *, refuses: bool = False) -> bool:
-        """Whether a forward needs nothing done for it. Errors: as of `runs_transformed`."""
+        """Whether a forward passes without the engine. Errors: as of `runs_transformed`."""
         # While copies are lent, one rank alone may call a part of the model: what it saves is computed (a prompt encoder's).
         gathered = self.gathered
         return gathered.is_lent or runs_transformed(unit, is_watched=gathered.watching > 0, refuses=refuses)

@@ -1,4 +1,4 @@
-"""Models split by tensor or expert parallelism: local parts, copies and who shares a step."""
+"""Models split by tensor or expert parallelism: local parts, copies, and the ranks of a step."""
 
 import hashlib
 import inspect
@@ -107,8 +107,8 @@ class SplitModel:
         if not any(map(_splits, (placement for part in parts.values() for placement in part.placements))):
             name = next(iter(found))
             raise ConfigError(
-                f"hf_zero: the parameter {name!r} is a DTensor that is the same on all ranks of its mesh, as all of the model's "
-                "are. Load the model without a plan, or with one that splits it over ranks (tp_size, ep_size)."
+                f"hf_zero: the parameter {name!r} is a DTensor that is the same on all ranks of its mesh, as all "
+                "others. Load the model without a plan, or with one that splits it (tp_size, ep_size)."
             )
         self.copy_ranks = max((part.ranks for part in parts.values()), key=len)
         self.ranks = _together(model, parts, self.copy_ranks)
@@ -167,7 +167,7 @@ class SplitModel:
         return lambda value: part.as_dtensor(_ScaleGradient.apply(value, mean))
 
     def _swap(self, others: Mapping[int, nn.Parameter]) -> None:
-        """Puts other parameters, by the `id` of what they stand for, into the model and the optimizers."""
+        """Replaces parameters, by `id`, in the model and the optimizers."""
         for module in self._model.modules():
             for name, parameter in module._parameters.items():
                 if id(parameter) in others:
@@ -271,7 +271,7 @@ def _sum_of_gradients_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor],
 
 
 def read_part(box: Box, interval: Interval, read: Callable[[Interval], torch.Tensor]) -> torch.Tensor:
-    """Elements of a part, by what reads those of the whole tensor.
+    """Reads elements of a part with a reader of the whole tensor.
 
     Args:
         interval: of the part.
@@ -341,9 +341,9 @@ def _together(model: nn.Module, parts: Mapping[str, SplitParameter], copy: tuple
     for name, part in parts.items():
         if len(part.ranks) > 1 and set(part.ranks) not in (set(copy), set(together)):
             raise ConfigError(
-                f"hf_zero: {name!r} is split over ranks {list(part.ranks)}, and other parameters over ranks {list(copy)}. All "
-                "parameters that are split have to be so over the same ranks, experts apart, which may be over more: load the "
-                "model with hf_zero.parallel_config(tp_size=..., ep_size=...)."
+                f"hf_zero: {name!r} is split over ranks {list(part.ranks)}, and other parameters over ranks "
+                f"{list(copy)}; allowed: one set of ranks, and more for experts. Load the model with "
+                "hf_zero.parallel_config(tp_size=..., ep_size=...)."
             )
     return together
 
@@ -383,7 +383,7 @@ class DifferentBatchesError(RuntimeError):
 
 
 class CopyChecks:
-    """Compares, in the first forwards and steps, what the ranks of a copy have to have in common.
+    """Compares, in the first forwards and steps, the inputs and values that a copy's ranks must share.
 
     Args:
         everyone: all ranks, who fail together.
@@ -417,10 +417,9 @@ class CopyChecks:
             other = next((rank for rank in ranks if digests[rank] != digests[ranks[0]]), None)
             if other is not None:
                 raise DifferentBatchesError(
-                    f"hf_zero: ranks {ranks[0]} and {other} hold one copy of the model together (tensor or expert parallel, "
-                    f"ranks {list(ranks)}) and were given different batches, so that what they compute is of neither. Give "
-                    "them the same: in a loop of your own, sample by engine.groups.rank of engine.groups.world_size in place "
-                    "of the process's rank; with accelerate, prepare the dataloader with ZeroPlugin(tp_size=...)."
+                    f"hf_zero: ranks {ranks[0]} and {other} hold one copy of the model together (ranks "
+                    f"{list(ranks)}) and were given different batches. Sample by engine.groups.rank of "
+                    "engine.groups.world_size, or prepare the dataloader with ZeroPlugin(tp_size=...)."
                 )
 
     def is_due(self, step: int, *, every: int) -> bool:
@@ -438,10 +437,9 @@ class CopyChecks:
                 for key in first.keys() & other.keys():
                     if first[key] != other[key]:
                         raise ReplicasDivergedError(
-                            f"hf_zero: the parameter {key[0]!r} is not split over ranks {list(ranks)}, which hold one copy of "
-                            f"the model together, and by step {step} rank {rank} has other values of it than rank {ranks[0]}. "
-                            "Their gradients were different: a layer behind it works on part of what the other ranks have and "
-                            "does not sum its gradients, or dropout was seeded otherwise. See the model's tp_plan for it."
+                            f"hf_zero: the parameter {key[0]!r} is not split over ranks {list(ranks)}, and by step "
+                            f"{step} rank {rank} has other values than rank {ranks[0]}: its gradients differed. "
+                            "Check the model's tp_plan, and the seeds of dropout."
                         )
 
     def _checksums(self) -> dict[tuple[str, int, int], int]:

@@ -36,7 +36,7 @@ class OwnWeights:
 
 
 def held_weights(buckets: Iterable[Bucket], holder: StateHolder) -> Iterator[OwnWeights]:
-    """This rank's part of every parameter that lies in a bucket, in the dtype that it is kept in.
+    """Yields this rank's part of every parameter in a bucket, in the kept dtype.
 
     Where parameters have been through blocks, it is their master's. Ranks of a replicate group have copies of one part.
     """
@@ -86,7 +86,7 @@ def load_weights(
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """What this rank writes of masters and optimizer state; nothing, unless it is filled.
+    """This rank's masters and optimizer state for a checkpoint; empty until filled.
 
     Attributes:
         scalars: parameter name → state that is one value for the whole parameter (`step`).
@@ -99,7 +99,7 @@ class SavedState:
 
 
 class EngineState:
-    """`ZeroEngine.state`: reads and replaces what a checkpoint keeps of this rank.
+    """`ZeroEngine.state`: reads and replaces this rank's state for checkpoints.
 
     Args:
         share: sends this rank's part of some buckets' parameters to the ranks that hold them whole.
@@ -135,7 +135,7 @@ class EngineState:
         yield from parts.outer.rows()
 
     def residual_rows(self) -> Iterator[StateRow]:
-        """What this rank has not sent of its gradients (error feedback), copied; rows of whole parameters."""
+        """Copies this rank's quantisation residuals as rows of whole parameters."""
         return self._parts.wire.reduction.rows()
 
     def rows_to_save(self) -> Iterator[StateRow]:
@@ -170,7 +170,7 @@ class EngineState:
         self._row_writes.follow(parts.buckets)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → whole shape of every trained parameter, on whichever ranks it lies."""
+        """Returns name → whole shape of every trained parameter, on any rank."""
         return {slot.name: self.box_of(slot.parameter).shape for slot in self._parts.slot_of.values()}
 
     def master_dtypes(self) -> dict[str, torch.dtype]:
@@ -178,11 +178,11 @@ class EngineState:
         return {slot.name: slot.bucket.precision.master for slot in self._parts.slot_of.values()}
 
     def box_of(self, parameter: torch.Tensor) -> Box:
-        """Which part of a whole parameter this rank's model has: all, unless tensor or expert parallelism has split it."""
+        """Returns this rank's part of a parameter: all, unless tensor or expert parallelism splits it."""
         return self._parts.mesh.split.box_of(parameter)
 
     def as_whole(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of the ranks' parts of a parameter, or of what has its shape. Collective over its copy."""
+        """Gathers the whole tensor from a copy's parts of a parameter, or of a tensor of its shape. Collective over the copy."""
         split = self._parts.mesh.split.parts.get(parameter)
         return part if split is None else split.as_dtensor(part).full_tensor()
 
@@ -203,11 +203,11 @@ class EngineState:
         return len(split.ranks), len(split.copy_ranks)
 
     def group_of(self, tensor: torch.Tensor) -> DataParallelGroup:
-        """The ranks that hold the same part of a parameter; of a buffer, those that hold all of it."""
+        """Returns the ranks with the same part of a parameter; of a buffer, those with all of it."""
         return self._parts.mesh.group_of(tensor)
 
     def writes(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether this rank is the one that writes what it has whole of a parameter."""
+        """Whether this rank writes a parameter that several ranks have whole."""
         return self.group_of(parameter).all_groups.rank == 0 and self._is_first_with(name)
 
     def groups(self) -> list[tuple[torch.optim.Optimizer, list[list[str]]]]:

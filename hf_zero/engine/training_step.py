@@ -76,9 +76,9 @@ class UncountedEdits:
             edited = next((row for (row, _), is_alike in zip(found, alike) if not is_alike), None)
             if edited is not None:
                 raise RuntimeError(
-                    f"hf_zero: {edited.slot.name!r} was edited through `.data` or numpy, which leaves no trace, and the "
-                    "optimizer's step would undo it: it starts from the master, a copy with more digits or in other memory. Edit "
-                    "the parameter itself under `torch.no_grad()` (`p.clamp_(...)` in place of `p.data.clamp_(...)`)."
+                    f"hf_zero: {edited.slot.name!r} was edited through `.data` or numpy, which leaves no trace, and "
+                    "the optimizer's step would undo it from the master. Edit the parameter itself under "
+                    "`torch.no_grad()` (`p.clamp_(...)` in place of `p.data.clamp_(...)`)."
                 )
 
     @staticmethod
@@ -152,7 +152,7 @@ def _is_waiting(gradient: torch.Tensor | None) -> bool:
     return isinstance(gradient, ShardedGradient) and not gradient.is_spent
 
 
-# ---- What an engine does around a forward, a backward and `optimizer.step()` ----
+# ---- Hooks around a forward, a backward and `optimizer.step()` ----
 
 # [Note: the order of a step]
 # - Reductions start inside of backward, and are waited for at its end: they run beside autograd's kernels, and what comes
@@ -299,7 +299,7 @@ class TrainingStep:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether the script is inside of `no_sync`, or has set on the model what `no_sync` sets on DDP."""
+        """Whether the script is inside of `no_sync`, or has set `no_sync`'s flag of DDP on the model."""
         return self._no_sync_depth > 0 or not self._entry.__dict__.get("require_backward_grad_sync", True)
 
     @contextmanager
@@ -337,6 +337,7 @@ class TrainingStep:
         rows = rows_with_gradient(self._parts.row_of, wanted)
         for bucket in {row.slot.bucket for row in rows}:
             bucket.allow_norms()
+        # The norm before the coefficient, over all ranks: each rank then scales by the same number.
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         self.last_norm = measured.norm
         bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
@@ -377,6 +378,7 @@ class TrainingStep:
         mine = torch.tensor([failed], dtype=torch.uint8)
         mesh = self._parts.mesh
         among = mesh.dp.transport if mesh.split.is_empty else mesh.world
+        # Agreement before the drop: a micro-batch that one rank repeats alone would leave the others in a collective.
         if not among.agree_max(mine, _FAILED).item():
             return False
         self.gradients.recover()
@@ -452,7 +454,9 @@ class TrainingStep:
             bucket.allow_norms()
         nonfinite = self._parts.nonfinite
         self._enter(TrainingState.STEP)
+        # Before anything of the step: gathers still read the shards that the optimizer writes.
         self._end_reads()
+        # A gradient that was only accumulated is this rank's alone: a step would make the ranks differ.
         self.gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()
         replicas = self._parts.replicas
@@ -523,7 +527,7 @@ class TrainingStep:
 
     @property
     def _may_send_early(self) -> bool:
-        """Whether a bucket may be sent as soon as it has been stepped, while others still are.
+        """Whether a bucket may be sent as soon as it is stepped, before the others are.
 
         A disk may fail under one rank, behind whose step the others would wait. Outer steps and checksums come before a send.
         """
@@ -532,7 +536,7 @@ class TrainingStep:
         return not waits and "nvme" not in (config.offload.optimizer, config.offload.params)
 
     def _bucket_stepped(self, bucket: Bucket) -> None:
-        """Writes a bucket back, and sends all that are stepped, in the order of all ranks: none before one that is not."""
+        """Writes a bucket back, and sends all stepped buckets up to the first unstepped one, in the order of all ranks."""
         if not self._sends_early:
             return
         with bucket.tier.uplink.aside():
@@ -547,6 +551,7 @@ class TrainingStep:
         self._enter(TrainingState.STEP)
         parts.holder.after_step()
         left = [bucket for bucket in buckets if bucket not in self._written]
+        # Masters into parameters before any send: the gather reads the parameters' shard.
         parts.holder.write_back(left)
         if parts.tier.cores is not None:
             parts.tier.cores.give_back()
@@ -555,9 +560,11 @@ class TrainingStep:
         for bucket in buckets:
             if not bucket.rows_are_parameters:
                 bucket.end_step()
+            # Gradients go before the gathers begin: their memory is free for the buffers of these.
             self.store.release(bucket)
         if parts.replicas is not None:
             parts.replicas.after_update(optimizer, buckets)
+        # Last: what is sent must be stepped, written back and, with outer steps, averaged.
         self.share(self._to_send)
         self.row_writes.follow(left)
         if any(bucket.layout.shards == 1 or not isinstance(bucket.memory, UnshardedMemory) for bucket in self._written):
@@ -570,7 +577,7 @@ class TrainingStep:
 def _refuse_inside_backward() -> None:
     if is_in_backward():
         raise RuntimeError(
-            "hf_zero: optimizer.step() was called inside a backward, as by a hook on a gradient, where gradients are not reduced "
-            "over the ranks yet. Call it behind loss.backward(). To hold no whole gradients until then, which such hooks are "
-            "for, train at `stage: 2`."
+            "hf_zero: optimizer.step() was called inside a backward, as by a hook on a gradient, before gradients "
+            "are reduced. Call it behind loss.backward(); to hold no whole gradients until then, train at `stage: "
+            "2`."
         )

@@ -22,7 +22,7 @@ _OTHERWISE = "or behind the optimizer's step, on all ranks, inside `with hf_zero
 
 
 class UnseenEdits:
-    """Compares what has been gathered with what is about to be dropped, for edits that autograd does not count.
+    """Compares gathered parameters with their values before the drop, for edits that autograd does not count.
 
     A forward that edits its weights does so each time: the first passes tell, and the others cost nothing. On an accelerator
     they are compared there, and the host reads before the step what has been found: see `refuse_unseen_edits`.
@@ -88,7 +88,7 @@ def refuse_unseen_edits(units: Iterable[UnseenEdits]) -> None:
 
 
 def rounded_edit(name: str) -> RuntimeError:
-    """The error for an edit of what was gathered with fewer digits than the shards have, or is kept for the backward."""
+    """Makes the error for an edit of parameters that were gathered rounded, or are kept for the backward."""
     return RuntimeError(
         f"hf_zero: a forward has edited {name!r}, of which it has a copy that is rounded (`gather_dtype`, `comm.weights`) or "
         "kept for the backward (`comm.secondary_shard`), and the edit would be lost. Leave that setting out, or edit the "
@@ -160,18 +160,19 @@ class Unit:
         return sum(memory.exact_bytes for memory in self.memories.values())
 
     def start_fetch(self) -> None:
-        """Begins to bring the shard to where it can be gathered from, where it is elsewhere."""
+        """Begins to fetch an offloaded shard to the memory that the gather reads."""
         for memory in self.memories.values():
             memory.start_fetch()
 
     def forget_fetch(self) -> None:
-        """Gives up what was fetched and not gathered."""
+        """Drops a fetch that was not gathered."""
         for memory in self.memories.values():
             memory.forget_fetch()
 
     def start_unshard(self, gather: Gather) -> None:
         """SHARDED → UNSHARDING: starts the all-gathers."""
         self._leave(UnitState.SHARDED)
+        # Before the gather writes: an edit of the sharded parameter would be overwritten unseen.
         self._refuse_edits()
         self.state, self.is_sharded = UnitState.UNSHARDING, False
         self.gather = gather
@@ -192,7 +193,7 @@ class Unit:
             self.unseen.begin(self.buckets)
 
     def reshard(self, *, keeps: bool = False) -> None:
-        """UNSHARDED → SHARDED: gives back everything but the shard, which takes in what a forward has edited in place.
+        """UNSHARDED → SHARDED: frees all but the shard, into which edits of a forward are copied first.
 
         Args:
             keeps: leaves the parameters whole on this rank, to be gathered again with the others' or to be `let_go`.
@@ -214,13 +215,13 @@ class Unit:
             self.let_go()
 
     def let_go(self) -> None:
-        """SHARDED: gives back what `reshard` has kept."""
+        """SHARDED: frees the parameters that `reshard` has kept."""
         for memory in self.memories.values():
             memory.drop()
         self._hang_parameters()
 
     def keep_edits(self) -> None:
-        """Takes what a script has written into the whole parameters into the shard."""
+        """Copies a script's edits of the whole parameters into the shard."""
         if self.state is not UnitState.UNSHARDED:
             raise AssertionError(f"hf_zero: edits of {self!r}, which is not whole")
         for memory in self.memories.values():
@@ -232,7 +233,7 @@ class Unit:
         self.unseen.leave_to_script()
 
     def forget_edits(self) -> None:
-        """Has the whole parameters dropped with what a script has written into them."""
+        """Ignores a script's edits of the whole parameters, which are dropped with them."""
         with look_only():
             self._versions = list(map(_VERSION, self._parameters))
 
@@ -243,7 +244,7 @@ class Unit:
         self.forget_edits()
 
     def take_in(self, slot: ParameterSlot, *, written: bool) -> None:
-        """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""
+        """Stores this rank's part of a whole value that a script put into a parameter of a sharded unit, if `written`."""
         bucket = slot.bucket
         if written:
             bucket.memory.take_in(slot.place, slot.interval, slot.parameter.detach())
@@ -253,12 +254,14 @@ class Unit:
         self._versions = list(map(_VERSION, self._parameters))
 
     def hang(self, slot: ParameterSlot) -> None:
-        """Gives a parameter the data that it has in this state."""
+        """Points a parameter at its data in this state."""
         slot.bucket.memory.hang(slot.parameter, slot.place)
 
     def _leave(self, expected: UnitState) -> None:
         if self.state is not expected:
-            raise AssertionError(f"hf_zero: {self!r} should be {expected.value} here; please report this")
+            raise AssertionError(
+                f"hf_zero: bug: {self!r} should be {expected.value} here. Open an issue with this traceback."
+            )
 
     def _hang_parameters(self) -> None:
         for bucket, memory in self.memories.items():

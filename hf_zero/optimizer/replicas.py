@@ -36,7 +36,7 @@ class ReplicasDivergedError(RuntimeError):
 
 
 class _Copy(NamedTuple):
-    """What ranks hold copies of.
+    """A kind of copies that several ranks hold.
 
     Attributes:
         part: the ranks that have the same part of the model.
@@ -87,7 +87,7 @@ class _Unread:
 
 @dataclass
 class _Findings:
-    """What is wrong with one copy: the note, each rank's checksum, and the ranks whose copy is not its owner's."""
+    """The faults of one copy: the note, each rank's checksum, and the ranks whose copy differs from its owner's."""
 
     copy: _Copy
     note: _Note
@@ -136,7 +136,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def before_update(self, step: int, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Notes what this rank holds of an optimizer's buckets. Their gathers are finished.
+        """Notes this rank's copies of an optimizer's buckets. Their gathers are finished.
 
         Args:
             step: updates that the run has made.
@@ -146,7 +146,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Notes what this rank owns of them, before it is sent; and at the start, what it begins with."""
+        """Notes this rank's own values before they are sent; and at the start, the first values."""
         self._owned[optimizer] = _sums([*self._own_weights(buckets), *self._state(optimizer, buckets)])
 
     def is_due(self, step: int) -> bool:
@@ -172,12 +172,12 @@ class ReplicaCheck:
     # ---- what is held ----
 
     def _untouched(self) -> _Sums:
-        """What no update writes."""
+        """Returns the tensors that no update writes."""
         whole = [(self._copy(p, name, -1), p.data) for name, p in self._frozen]
         return _sums([*whole, *self._weights(self._untrained)])
 
     def _weights(self, buckets: Sequence[Bucket]) -> Iterator[tuple[_Copy, torch.Tensor]]:
-        """Parameters as this rank holds them: whole ones, and its part of sharded ones that other ranks have too."""
+        """Returns this rank's parameters: whole ones, and its part of sharded ones that other ranks have too."""
         for bucket in buckets:
             if isinstance(bucket.memory, UnshardedMemory):
                 for slot in bucket.slots:
@@ -231,10 +231,9 @@ class ReplicaCheck:
         when = f"between the updates of steps {found.note.since} and {found.note.step + 1}"
         culprits = f" The copy of {_in_words(found.at_fault)} has changed by itself." if found.at_fault else ""
         raise ReplicasDivergedError(
-            f"hf_zero: the ranks' copies of the parameters have diverged by step {step}: the first that differs is {found.copy}, "
-            f"{when}.{culprits} Ranks with the same values: {listed}. "
-            "Resume from a checkpoint from before. Usual reasons: a parameter that was edited on some ranks only, or broken "
-            "memory of the rank that stands alone."
+            f"hf_zero: the ranks' copies of the parameters have diverged by step {step}: the first that differs is "
+            f"{found.copy}, {when}.{culprits} Ranks with the same values: {listed}. Resume from a checkpoint from "
+            "before; see docs/troubleshooting.md."
         )
 
 
@@ -271,7 +270,7 @@ def _read(sums: _Sums) -> dict[_Copy, int]:
 
 
 def _digests(notes: Sequence[_Note]) -> dict[tuple[tuple[int, ...], int], str]:
-    """Of all that was held: each part and shard of the model → what ranks that have it have alike."""
+    """Digests all copies: each part and shard of the model → the checksums that its ranks share."""
     held: dict[tuple[tuple[int, ...], int], list] = {}
     for number, note in enumerate(notes):
         for copy, value in sorted(note.held.items()):
@@ -287,11 +286,13 @@ def _first_difference(of_ranks: Mapping[int, Sequence[_Note]]) -> _Findings:
             values = {rank: note.held[copy] for rank, note in here.items() if copy in note.held}
             if len(set(values.values())) > 1:
                 return _Findings(copy, notes[0], values, _at_fault(copy, values, here))
-    raise AssertionError("hf_zero: replicas differ, and no value of theirs does; please report this")
+    raise AssertionError(
+        "hf_zero: bug: replicas differ, and no value of theirs does. Open an issue with this traceback."
+    )
 
 
 def _at_fault(copy: _Copy, values: Mapping[int, int], here: Mapping[int, _Note]) -> list[int]:
-    """The ranks whose copy is not what its owners had behind the last update; none where that is in doubt."""
+    """Finds the ranks whose copy differs from its owners' after the last update; none in doubt."""
     owned = {
         rank: {
             each.shard: value for each, value in (note.owned or {}).items() if each._replace(shard=copy.shard) == copy

@@ -509,6 +509,6 @@ def test_a_layer_that_hides_its_outputs_is_named_and_never_trains_on_wrong_gradi
     try:
         run.step()
     except RuntimeError as error:
-        assert "return them in a tuple, list, dict, ModelOutput or dataclass" in str(error)
+        assert "tensors in a tuple, list, dict, ModelOutput or dataclass" in str(error)
     else:
         assert_same(run, ddp)

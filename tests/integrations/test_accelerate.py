@@ -631,7 +631,7 @@ def test_an_optimizer_around_another_and_one_of_two_models_are_refused(fresh_sta
     accelerator.free_memory()
     both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     with pytest.raises(
-        ValueError, match=r"2 parameters that are not in the model.*give each model an optimizer of its own"
+        ValueError, match=r"2 parameters that are not in the model.*from this model alone"
     ):
         accelerator.prepare(first, second, both)
 

@@ -141,6 +141,16 @@ NO_REFUSALS = {
 """Words of a message → what it is about, where it refuses nothing that would do elsewhere."""
 
 
+MOST_WORDS = 35
+"""Of an error's own text, a formatted value counted as one word."""
+
+DIALECT = (
+    *("please report this", "came to different collectives", "that comes alone", "do the like", "does the like"),
+    *("whatever the", "who looks", "as it lies", "in vain", "put away", "hand over"),
+)
+"""Words that a PyTorch user must read twice; none stands in an error."""
+
+
 def messages_in(node: ast.AST) -> Iterator[str]:
     """The texts below a node, with {} for what varies."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -182,3 +192,20 @@ def test_every_refusal_of_a_run_has_its_row():
     rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
     absent = [words for words in ROWS.values() if not any(words in row for row in rows)]
     assert not absent, f"no row of the page has these words: {absent}"
+
+
+def raised() -> Iterator[tuple[str, str]]:
+    """(file and line, text) of each error that is raised with a text of its own."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", " ".join(messages_in(node.exc))
+
+
+def test_an_error_is_short_and_in_the_words_of_the_field():
+    found = list(raised())
+    assert len(found) > 400
+    long = [f"{place} ({len(text.split())} words): {text}" for place, text in found if len(text.split()) > MOST_WORDS]
+    assert not long, "\n".join(long)
+    strange = [f"{place}: {words!r}" for place, text in found for words in DIALECT if words in text]
+    assert not strange, "\n".join(strange)
