@@ -50,7 +50,7 @@ def has_triton() -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether kernels on tensors of `device` run in their Triton form; on the host, where TRITON_INTERPRET=1 asks for it."""
+    """Whether kernels on tensors of `device` run in Triton; on the host, only under TRITON_INTERPRET=1."""
     if device.type in _GIVEN_UP:
         return False
     if device.type == "cpu":
@@ -109,7 +109,7 @@ def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """`out = ((parts[0] + parts[1]) + parts[2]) + …`, so that the result does not depend on who arrived first.
+    """Computes `out = ((parts[0] + parts[1]) + parts[2]) + …`, so that the result does not depend on arrival.
 
     Args:
         parts: one flat tensor a rank, of equal numel and dtype; all but the last may be overwritten.
@@ -154,7 +154,7 @@ def counters_for(numel: int) -> int:
 
 
 def round_stochastically(source: torch.Tensor, out: torch.Tensor, *, seed: int, offset: int = 0) -> None:
-    """Rounds each element to one of the two bfloat16 beside it; to the upper with probability of its place between them.
+    """Rounds each element to a neighbouring bfloat16: to the upper one with a probability by distance.
 
     What bfloat16 can hold stays as it is, infinities and NaN too. As with rounding to the nearest, a finite value above the
     largest bfloat16 may become infinite.

@@ -20,7 +20,7 @@ _MOST_IN_VAIN = 1
 
 
 class EarlySteps:
-    """Begins a bucket's step as soon as its gradient has landed, on what `optimizer.step()` takes over or forgets.
+    """Begins a bucket's step as soon as its gradient has landed, on copies that `optimizer.step()` uses or drops.
 
     Hooks, clipping and the script come between, as ever.
 
@@ -95,7 +95,7 @@ class Trust:
 
 
 class Early(StepTiming):
-    """A bucket is stepped on copies as soon as its gradient has landed; `optimizer.step()` takes over what still holds.
+    """Steps a bucket on copies as soon as its gradient has landed; `optimizer.step()` uses the steps that still hold.
 
     Args:
         tier, files, placeholders: see `StepsBeside`.

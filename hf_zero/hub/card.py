@@ -35,7 +35,7 @@ _LARGEST_CARD = 2**24
 
 
 def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[str, Any] | None = None) -> bool:
-    """Writes the card to a folder, unless one lies there that we have not made. Returns whether it wrote.
+    """Writes the card to a folder, unless the folder has a foreign one. Returns whether it was written.
 
     Without matplotlib, which the extra `hf-zero[card]` brings, there is no picture, and the card says so.
 
@@ -60,7 +60,7 @@ def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[s
 
 
 def is_our_card(path: Path) -> bool:
-    """Whether a README.md is one of these, with the line that says so still in it."""
+    """Whether a README.md is such a card, with its mark still in the text."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return OURS in file.read(_LARGEST_CARD)
 
@@ -91,7 +91,7 @@ def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cell(value: object) -> str:
-    """A value in a table's cell: whatever it holds, it stays one cell, no markup, and nothing that a terminal obeys."""
+    """Escapes a value for one cell of a table: no markup, and no terminal codes."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What autograd saves in a forward, kept in another memory until the backward.
+"""Tensors that autograd saves in a forward, kept in another memory until the backward.
 
 [Note: which tensors move]
 A storage moves whole, the first time that a tensor of it is saved: views of it that are saved too (the parts of an attention's
@@ -199,7 +199,7 @@ class _Moved:
         return held
 
     def forget_fetch(self) -> None:
-        """Gives up what has been brought up and not been used."""
+        """Drops a fetch that was not used."""
         if self._fetched is not None:
             # Its memory may be given to another tensor only when the copy has ended.
             self._fetched[1].hold_up_device()

@@ -20,7 +20,7 @@ class Downlink:
     """Into memory that is the gradients' own, or which the host copies to at once."""
 
     def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
-        """Copies the 1-D `source` as it is behind what its device's queue has so far. It may be dropped at once.
+        """Copies the 1-D `source` behind the present work of its device's queue. The caller may drop `source` at once.
 
         Args:
             target: (source.numel(),) of the same or a wider dtype. Read by nobody before the arrival.
@@ -40,7 +40,7 @@ class Downlink:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of host memory that sums have taken beside what they add to."""
+        """Counts bytes of host memory that sums have taken, their targets aside."""
         return 0
 
 
@@ -149,7 +149,7 @@ def landing_in(target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def widen_in_place(target: torch.Tensor, dtype: torch.dtype) -> None:
-    """Replaces what `landing_in(target, dtype)` holds by the same numbers in all of `target`."""
+    """Converts the numbers in `landing_in(target, dtype)` to all of `target`."""
     narrow, start, stop = landing_in(target, dtype), 0, target.numel()
     while start < stop:
         # As far as what is written ends before what has not been read begins.
@@ -176,14 +176,14 @@ class Uplink:
     """From memory that is the parameters' own, or on its way to nowhere else."""
 
     def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies the 1-D `source`, to the nearest in the dtype of `target`. The host may go on before it is there.
+        """Copies the 1-D `source`, rounded to the dtype of `target`. The host goes on before the end.
 
         What the device is asked for later finds it there. `source` keeps its values until a later gradient has come from there.
         """
         target.copy_(source, non_blocking=True)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Copies and collectives that are begun inside follow each other, beside what the device is asked for later."""
+        """Runs copies and collectives inside one after the other, beside later work of the device."""
         return nullcontext()
 
     def hold_up_device(self) -> None:

@@ -27,7 +27,7 @@ _PARTS = 3
 
 
 class Anchor:
-    """One rank's part of a bucket's common model, and the optimizer that moves it.
+    """One rank's part of a bucket's common model, and the optimizer that moves the part.
 
     Attributes:
         own: of the elements of the bucket's master, those that this part is of.
@@ -51,7 +51,7 @@ class Anchor:
         self.start_from_master()
 
     def start_from_master(self) -> None:
-        """Takes the master as it is for the common model."""
+        """Makes the present master the common model."""
         with self._at_hand(self._bucket):
             self.values.data[: self.own.numel].copy_(self._bucket.master[self.own.start : self.own.stop])
         self.steps = 0
@@ -72,6 +72,7 @@ class Anchor:
         label = bucket.label("reduce-scatter models")
         models = transport.start_reduce_scatter(flat, mean, label, among=among)
         yield
+        # The mean of all groups' models, before the anchor moves towards it.
         models.finish()
         self._move(mean.div_(among.size))
         own = flat.chunk(among.size)[among.place].copy_(self.values.data)
@@ -80,6 +81,7 @@ class Anchor:
         anchors.finish()
         with self._at_hand(bucket):
             bucket.master.copy_(flat[:numel])
+            # Parameters follow the master: the next forward starts from the common model.
             bucket.write_back()
         self.steps = 0
 
@@ -95,7 +97,7 @@ class Anchor:
 
     @property
     def momentum(self) -> torch.Tensor | None:
-        """Like `values`; None before the first outer step, and where there is none."""
+        """Returns the momentum like `values`; None before the first outer step, and without momentum."""
         return self._optimizer.state[self.values].get(_MOMENTUM)
 
     def drop_momentum(self) -> None:

@@ -78,7 +78,7 @@ class BlockFormat:
         return self.blocks(numel) * self.block_numel * self.code.bits // 8
 
     def round_in_place(self, values: torch.Tensor) -> None:
-        """Rounds values to what comes out of their blocks at the other end."""
+        """Rounds values to those that a receiver would dequantise."""
         round_to_blocks(values, values, self)
 
 

@@ -86,7 +86,7 @@ class Residuals:
                     place.add_(read(kind, name, in_parameter).to(place.device))
 
     def _cuts(self, bucket: Bucket) -> Iterator[tuple[str, Interval, slice]]:
-        """Name, interval of the parameter and slice of the residual, for each parameter that it has some of."""
+        """Yields name, interval of the parameter and slice of the residual, for each parameter in the residual."""
         interval = self._interval_of(bucket)
         for slot in bucket.slots:
             common = slot.interval.intersect(interval)
@@ -235,6 +235,7 @@ class QuantisedReduction(Reduction):
         sampling.started += 1
         if not is_sampled:
             return self._route.start(bucket, flat, out)
+        # The sample sums a clone: the quantised reduction writes into `flat`.
         exact = torch.empty_like(out, dtype=torch.float32)
         sample = self._exact.start(bucket, flat.clone(), exact)
         handle = self._route.start(bucket, flat, out)
@@ -290,7 +291,7 @@ def quantised_reduction(comm: CommConfig, groups: Groups, order: StepsInOrder, e
 
 
 class QuantisedGather(Gather):
-    """What blocks leave of the parameters, on every rank the same, this rank's own part too. One rank's own stay as they are.
+    """Gathers parameters as dequantised blocks, the same values on every rank, this rank's own part included.
 
     Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
     """
