@@ -150,8 +150,8 @@ class BadSteps:
         if self._limit is None:
             raise NonFiniteGradientError(
                 f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused. "
-                f"{said()}Lower the learning rate, or look for NaN in the data; `nonfinite: skip` leaves such steps "
-                "out."
+                f"{said()}Lower the learning rate, or mend the data; `nonfinite: skip` leaves such steps out, "
+                "`nonfinite: ignore` takes them."
             )
         if self.skips:
             # Measured again, after a clip of some of the parameters.
