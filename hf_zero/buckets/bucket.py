@@ -13,7 +13,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup
 from ..device import Arrival
-from ..disguise import look_only
+from ..guard import look_only
 from ..hooks import WeakHook
 from ..layout.slots import BucketLayout, Interval, RowLayout, rows_of_shard
 from ..offload.shards import Region
@@ -123,7 +123,7 @@ class ParameterSlot:
     Attributes:
         number: index among the slots of the bucket.
         is_small: an operation on its few elements costs the host more than the arithmetic.
-        place: the parameter's elements of the bucket's flat buffer, in its shape.
+        view: the parameter's elements of the bucket's flat buffer, in its shape.
         arrived: a gradient has been put in the bucket's open buffer.
         used: a gradient arrived on this rank at any time in the pass; once the pass has ended, on any rank.
         used_elsewhere: on another rank, and not on this one.
@@ -137,7 +137,7 @@ class ParameterSlot:
     parameter: nn.Parameter
     interval: Interval
     bucket: "Bucket" = field(repr=False)
-    place: torch.Tensor = field(repr=False)
+    view: torch.Tensor = field(repr=False)
     sharded_gradient: ShardedGradient = field(repr=False)
     arrived: bool = False
     used: bool = False
@@ -258,7 +258,7 @@ class Bucket:
                 parameter=parameter,
                 interval=slot.interval,
                 bucket=self,
-                place=_part(self.flat, slot.interval, parameter.shape),
+                view=_part(self.flat, slot.interval, parameter.shape),
                 sharded_gradient=ShardedGradient(slot.name, parameter),
             )
             for number, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True))
@@ -351,9 +351,9 @@ class Bucket:
         """Copies this rank's part of a parameter into the slot, and makes the parameter a view of the slot."""
         parameter = slot.parameter
         with torch.no_grad():
-            self.memory.take_in(slot.place, slot.interval, parameter)
+            self.memory.store(slot.view, slot.interval, parameter)
         # The parameter becomes a view: backward, the optimizer and the gathers then share memory without copies.
-        self.memory.hang(parameter, slot.place)
+        self.memory.set_data(parameter, slot.view)
         # A new stand-in, since the parameter may have another dtype now; the row behind it stays.
         before, slot.sharded_gradient = slot.sharded_gradient, ShardedGradient(slot.name, parameter)
         slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = before.shard, before.await_shard
@@ -362,12 +362,12 @@ class Bucket:
 
     def holds(self, slot: ParameterSlot) -> bool:
         """Whether the parameter still lives in its slot."""
-        return self.memory.is_view(slot.parameter, slot.place)
+        return self.memory.is_view(slot.parameter, slot.view)
 
-    def is_as_hung(self, slot: ParameterSlot) -> bool:
+    def is_exact_view(self, slot: ParameterSlot) -> bool:
         """Whether the parameter also has the shape and strides of its slot, which a script may change by `p.data`."""
-        parameter, place = slot.parameter, slot.place
-        return self.holds(slot) and (parameter.shape, parameter.stride()) == (place.shape, place.stride())
+        parameter, view = slot.parameter, slot.view
+        return self.holds(slot) and (parameter.shape, parameter.stride()) == (view.shape, view.stride())
 
     @property
     def holds_all(self) -> bool:
@@ -380,14 +380,14 @@ class Bucket:
         return [slot.parameter for slot in self.slots]
 
     @cached_property
-    def places(self) -> list[torch.Tensor]:
+    def views(self) -> list[torch.Tensor]:
         """Returns the slots' views, in slot order."""
-        return [slot.place for slot in self.slots]
+        return [slot.view for slot in self.slots]
 
     @cached_property
     def _with_elements(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
         slots = [slot for slot in self.slots if slot.interval.numel > 0]
-        return [slot.parameter for slot in slots], [slot.place for slot in slots]
+        return [slot.parameter for slot in slots], [slot.view for slot in slots]
 
     @property
     def row_writes(self) -> int:
@@ -505,7 +505,7 @@ class Bucket:
     def write_back(self) -> None:
         """Copies the updated master into this rank's shard of the parameters."""
         if self.has_second_copy and not self.is_away:
-            self.memory.write_own(self.master, self.tier.uplink)
+            self.memory.write_own(self.master, self.tier.h2d)
 
     def rest(self, master: Region | None) -> None:
         """Moves the shard to its tier. `master`: the master's place in a file, in the parameters' own digits."""
@@ -513,23 +513,23 @@ class Bucket:
         if not self.precision.has_master:
             self.master = self.own
 
-    def bring(self, master: torch.Tensor) -> None:
+    def fetch(self, master: torch.Tensor) -> None:
         """Makes `master`, (shard_numel,), the master in memory again."""
-        self._hang_master(master)
+        self._set_master(master)
         self.is_away = False
 
     def exchange_master(self, master: torch.Tensor) -> None:
         """Makes `master`, (shard_numel,), the master. The former tensor belongs to the caller from now on."""
         if not self.precision.has_master:
             self.memory.exchange_own(master)
-        self._hang_master(master)
+        self._set_master(master)
 
-    def put_away(self, placeholder: torch.Tensor) -> None:
+    def store(self, placeholder: torch.Tensor) -> None:
         """Leaves the master to a file. `placeholder`: a 0-d tensor of its dtype."""
-        self._hang_master(placeholder.expand(self.layout.shard_numel))
+        self._set_master(placeholder.expand(self.layout.shard_numel))
         self.is_away = True
 
-    def _hang_master(self, master: torch.Tensor) -> None:
+    def _set_master(self, master: torch.Tensor) -> None:
         self.master = master
         for row in self.rows:
             # By `data`: the optimizer holds these very tensors in its groups and its state.

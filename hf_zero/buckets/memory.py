@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..device import alias, allocate, ask_for, reserve, reserve_apart, side_queue
-from ..disguise import look_only
+from ..guard import look_only
 from ..layout.slots import BucketLayout, Interval
-from ..offload.copies import Uplink
+from ..offload.copies import HostToDevice
 from ..offload.shards import ParameterShard, ParameterTier, Region
 from .sharded import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
 
@@ -84,7 +84,7 @@ class ParameterMemory(ABC):
         """Zeroes lasting memory that belongs to no parameter."""
 
     @abstractmethod
-    def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+    def store(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         """Copies a parameter's values to its `place` in `flat`, which are the elements `interval`."""
 
     def end_filling(self) -> None:  # noqa: B027 (all of it may last)
@@ -97,9 +97,9 @@ class ParameterMemory(ABC):
         """The shard's values in memory, wherever they are kept."""
         return self.own
 
-    def write_own(self, values: torch.Tensor, uplink: Uplink) -> None:
-        """Replaces the shard's values, which the host does not wait for; `uplink` leads here from where they are."""
-        uplink.start_copy(self.own, values)
+    def write_own(self, values: torch.Tensor, h2d: HostToDevice) -> None:
+        """Replaces the shard's values, which the host does not wait for; `h2d` leads here from where they are."""
+        h2d.start_copy(self.own, values)
 
     def write_own_part(self, interval: Interval, values: torch.Tensor) -> None:
         """Replaces elements of the shard."""
@@ -116,12 +116,12 @@ class ParameterMemory(ABC):
         return self.own[interval.start : interval.stop]
 
     @abstractmethod
-    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+    def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         """Points a parameter at its present data at `place`."""
 
     @abstractmethod
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
-        """Whether a parameter still has the data that `hang` gave it."""
+        """Whether a parameter still has the data that `set_data` gave it."""
 
     @abstractmethod
     def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
@@ -162,11 +162,11 @@ class UnshardedMemory(ParameterMemory):
     def clear_padding(self, layout: BucketLayout) -> None:
         clear_padding(self.flat, layout)
 
-    def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+    def store(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         ask_for(parameter)
         place.copy_(parameter)
 
-    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+    def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         parameter.data = alias(place)
 
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
@@ -319,7 +319,7 @@ class GatheredMemory(ParameterMemory):
     def clear_padding(self, layout: BucketLayout) -> None:
         clear_padding(self.own, layout, self._shard)
 
-    def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+    def store(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         common = interval.intersect(self._shard)
         if common is not None:
             source = common.shift(-interval.start)
@@ -330,11 +330,11 @@ class GatheredMemory(ParameterMemory):
     def end_filling(self) -> None:
         self._reservation.release()
 
-    def hang_all(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
-        """`hang` for all of the bucket's, in its order. Each layer comes here four times a step."""
+    def set_all_data(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
+        """`set_data` for all of the bucket's, in its order. Each layer comes here four times a step."""
         if self.read_as is not None:
             for parameter, place in zip(parameters, places):
-                self.hang(parameter, place)
+                self.set_data(parameter, place)
             return
         if self._absences is None:
             self._absences = [self._absent.expand(place.shape) for place in places]
@@ -345,7 +345,7 @@ class GatheredMemory(ParameterMemory):
                 parameter.data = values
             (show_all if self.is_readable else hide_all)(parameters)
 
-    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+    def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         show_values(parameter)
         values = self._shown_at(place) if self.is_readable else self._absent
         values = values if self.read_as is None else values.to(self.read_as)
@@ -449,7 +449,7 @@ class OffloadedMemory(GatheredMemory):
     def read_own(self) -> torch.Tensor:
         return self._values.fetched()
 
-    def write_own(self, values: torch.Tensor, uplink: Uplink) -> None:
+    def write_own(self, values: torch.Tensor, h2d: HostToDevice) -> None:
         self._values.write(values)
 
     def exchange_own(self, values: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..disguise import ALIASING, EDITS, LOOKS, Disguise, Disguised, look_only
+from ..guard import ALIASING, EDITS, LOOKS, Guard, Guarded, look_only
 from ..hooks import WeakHook, engine_attached_to
 
 # ---- Tensors inside the nested arguments of a torch function ----
@@ -193,7 +193,7 @@ _NORMS = frozenset(
 )
 
 
-class RowGradient(Disguised):
+class RowGradient(Guarded):
     """Guards a row's reduced gradient in `optimizer.param_groups`: taking its norm there raises."""
 
     __slots__ = ()
@@ -219,12 +219,12 @@ class RowGradient(Disguised):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-_NORM_REFUSED = Disguise(RowGradient)
+_NORM_REFUSED = Guard(RowGradient)
 
-refuse_norms = _NORM_REFUSED.put_on
+refuse_norms = _NORM_REFUSED.guard
 """Guards gradients against norms."""
 
-allow_norms = _NORM_REFUSED.take_off
+allow_norms = _NORM_REFUSED.unguard
 """Makes them ordinary tensors again, for a caller that knows that they are rows."""
 
 
@@ -336,7 +336,7 @@ class ShardedParametersError(RuntimeError):
     """An operation that needs whole parameters met sharded ones."""
 
 
-class ShardedValues(Disguised):
+class ShardedValues(Guarded):
     """Guards a tensor whose values are sharded."""
 
     __slots__ = ()
@@ -356,7 +356,7 @@ class ShardedValues(Disguised):
             return None
         for tensor in leaves((args, kwargs)):
             if isinstance(tensor, ShardedValues):
-                _bring(_parameter_behind(tensor), func)
+                _fetch(_parameter_behind(tensor), func)
         return func(*_whole(args), **_whole(kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
@@ -373,15 +373,15 @@ class ShardedAlias(ShardedValues, torch.Tensor):
     _parameter: nn.Parameter
 
 
-_HIDDEN = Disguise(ShardedValues)
+_HIDDEN = Guard(ShardedValues)
 
-hide_all = _HIDDEN.put_on
+hide_all = _HIDDEN.guard
 """Guards parameters, whose values are sharded from now on: torch asks before each operation."""
 
-show_all = _HIDDEN.take_off
+show_all = _HIDDEN.unguard
 """Makes them ordinary parameters again."""
 
-all_are_hidden = _HIDDEN.all_wear_it
+all_are_hidden = _HIDDEN.are_guarded
 """Whether all parameters are guarded."""
 
 
@@ -420,7 +420,7 @@ def _alias_of(parameter: nn.Parameter) -> torch.Tensor:
     return alias
 
 
-def _bring(parameter: nn.Parameter, func: Callable) -> None:
+def _fetch(parameter: nn.Parameter, func: Callable) -> None:
     """Makes a parameter readable for an operation, or raises."""
     engine = engine_attached_to(parameter)
     if not are_hidden(parameter):

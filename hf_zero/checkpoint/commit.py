@@ -82,7 +82,7 @@ class Disk:
         return self.rank == self.ranks[0]
 
     @property
-    def place(self) -> int:
+    def index(self) -> int:
         """Counts this rank among those of the disk, from 0."""
         return self.ranks.index(self.rank)
 
@@ -209,7 +209,7 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
         # What has a name that no manifest may have is not ours.
         names = [n for n in files_below(root) if n.startswith(within) and n != own_name and is_inside(n)]
         hashes: dict[Chunk, str] = {}
-        own = share_of({name: (root / name).stat().st_size for name in names}, disk.place, len(disk.ranks))
+        own = share_of({name: (root / name).stat().st_size for name in names}, disk.index, len(disk.ranks))
         for name, indices in by_file(own).items():
             # The bytes must be on the disk before the manifest vouches for them. After a power cut, the manifest would
             # otherwise be there and the values not.

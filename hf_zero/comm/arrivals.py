@@ -192,7 +192,7 @@ class RankProcesses:
         process = self.known(rank)
         return process is not None and process.has_ended()
 
-    def say_that_this_one_leaves(self, rank: int | None = None) -> None:
+    def announce_end(self, rank: int | None = None) -> None:
         """Publishes that this rank has finished.
 
         Args:
@@ -204,7 +204,7 @@ class RankProcesses:
         """Publishes that this rank has finished, and waits for the others; returns those still at work after `patience_s`."""
         deadline_s = time.monotonic() + patience_s
         try:
-            self.say_that_this_one_leaves()
+            self.announce_end()
             while at_work := [rank for rank in range(dist.get_world_size()) if not self.has_gone(rank)]:
                 if time.monotonic() >= deadline_s:
                     return at_work
@@ -245,9 +245,9 @@ def await_all_ranks(timeout_s: float, number: int) -> None:
     processes = RankProcesses()
     # Before the wait: a rank that waits for this one looks up its process to learn whether it still lives.
     processes.register()
-    meeting = (_Caller if dist.get_rank() == 0 else _Answerer)(processes, timeout_s, number)
+    barrier = (_Caller if dist.get_rank() == 0 else _Answerer)(processes, timeout_s, number)
     try:
-        meeting.hold()
+        barrier.hold()
     except dist.DistNetworkError as error:
         raise CommunicationError(
             "hf_zero: ranks that make process groups have lost their store: the process that keeps it, rank 0's or the "
@@ -269,7 +269,7 @@ def in_words(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-class _Meeting:
+class _Barrier:
     """Waits until all ranks are here; see [Note: a call and its answers]."""
 
     def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
@@ -313,7 +313,7 @@ class _Meeting:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
 
-class _Caller(_Meeting):
+class _Caller(_Barrier):
     """Rank 0."""
 
     def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
@@ -353,7 +353,7 @@ class _Caller(_Meeting):
         return [rank for rank in range(1, dist.get_world_size()) if rank not in self._answers]
 
 
-class _Answerer(_Meeting):
+class _Answerer(_Barrier):
     """Any other rank."""
 
     def __init__(self, processes: RankProcesses, timeout_s: float, number: int):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from .arrivals import CommunicationError, PeerFailure
 from .diagnosis import OTHER_LAYERS
 from .groups import Groups
+from .rank_state import script_line
 from .transport import hidden_from_profiler
 from .watch import Watch
-from .whereabouts import script_line
 
 # ---- Do all ranks gather the same parameters in the same order? A device backend cannot tell ----
 #
@@ -127,7 +127,7 @@ class Control:
         self._timeout_s = groups.timeout_s
         self._watch = watch
         self._ranks = groups.world.ranks
-        self._place = groups.world.place
+        self._place = groups.world.index
         self._peers = groups.world.peers
         self._count = 0
         self._order = order or GatherOrder(())
@@ -236,7 +236,7 @@ class Control:
             ]
 
 
-class PretendedControl:
+class FakeControl:
     """Answers for torch's fake backend, which sends nothing: every other rank has this rank's value."""
 
     def __init__(self, groups: Groups):
@@ -249,6 +249,6 @@ class PretendedControl:
         return lambda: values.expand(self._size, *values.shape)
 
 
-def control_of(groups: Groups, watch: Watch, order: GatherOrder | None = None) -> Control | PretendedControl:
+def control_of(groups: Groups, watch: Watch, order: GatherOrder | None = None) -> Control | FakeControl:
     """Chooses the exchanges for the ranks of these groups."""
-    return PretendedControl(groups) if groups.backend == "fake" else Control(groups, watch, order)
+    return FakeControl(groups) if groups.backend == "fake" else Control(groups, watch, order)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .arrivals import RankProcess
+from .rank_state import RankState, in_brackets, script_frame
 from .watch import LABEL, STARTED, CollectiveLog, ScriptCollective, Wait
-from .whereabouts import Whereabouts, in_brackets, script_frame
 
 _GATHERS, _OF_A_PASS = "all-gather parameters", ("forward", "backward", "evaluate")
 """Of a layer at stage 3: below it, parameters are gathered behind the step."""
@@ -21,7 +21,7 @@ _DETAILED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Absence:
+class RankReport:
     """Describes a rank that others wait for.
 
     Attributes:
@@ -40,7 +40,7 @@ class Absence:
     is_stopped: bool
     words: str | None
     culprits: tuple[int, ...]
-    where: Whereabouts | None
+    where: RankState | None
 
     @property
     def is_over(self) -> bool:
@@ -73,7 +73,7 @@ class Absence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class StragglerReport:
     """Relates a wait of this rank to the states of the others.
 
     Attributes:
@@ -82,7 +82,7 @@ class Verdict:
         late: the rank that the connection was to, where that is known.
         silence: why nothing is known of the others.
         place: where training is on this rank, in words.
-        began, starts: as of this rank's own `Whereabouts`.
+        began, starts: as of this rank's own `RankState`.
         recent: its last collectives; empty where they are not to be told.
     """
 
@@ -90,7 +90,7 @@ class Verdict:
     wait: Wait
     line: str
     late: int | None = None
-    absences: Mapping[int, Absence] = field(default_factory=dict)
+    rank_reports: Mapping[int, RankReport] = field(default_factory=dict)
     silence: str | None = None
     place: str = ""
     began: str = ""
@@ -101,7 +101,8 @@ class Verdict:
     def is_late(self) -> bool:
         """Whether some rank stands still or is held up elsewhere. False where all ranks wait for one transfer."""
         held_up = (
-            rank in self.absences and not (self.absences[rank].is_waiting or self._is_here(self.absences[rank]))
+            rank in self.rank_reports
+            and not (self.rank_reports[rank].is_waiting or self._is_here(self.rank_reports[rank]))
             for rank in self.culprits
         )
         return self.silence is not None or bool(self.others_apart) or any(held_up)
@@ -115,7 +116,7 @@ class Verdict:
             and each.where.kind is not None
             and each.where.starts.get(mine, 0) < self.starts.get(mine, 0)
             and self.starts.get(theirs, 0) < each.where.starts.get(theirs, 0)
-            for each in self.absences.values()
+            for each in self.rank_reports.values()
             if each.where is not None and not each.is_over
         )
 
@@ -124,11 +125,11 @@ class Verdict:
         """Lists the ranks that wait in other collectives than this one."""
         return [
             rank
-            for rank, each in self.absences.items()
+            for rank, each in self.rank_reports.items()
             if each.where is not None and each.where.collective and not (each.is_over or self._is_here(each))
         ]
 
-    def _is_here(self, other: Absence) -> bool:
+    def _is_here(self, other: RankReport) -> bool:
         """Whether the other rank waits in the same collective."""
         here = (None, self.wait.name) if self.wait.is_of_script else (self.wait.name, None)
         return other.where is not None and (other.where.waits_in, other.where.torch_call) == here
@@ -136,7 +137,7 @@ class Verdict:
     @property
     def culprits(self) -> list[int]:
         """Lists the ranks that the others wait for: those that ended, else those that are silent, else those elsewhere."""
-        found = self.absences
+        found = self.rank_reports
         # A rank that failed for want of another one has ended too, and is not the reason.
         innocent = {rank for rank, each in found.items() if each.culprits and rank not in each.culprits}
         for is_reason in (
@@ -167,15 +168,15 @@ class Verdict:
 
     @property
     def _others(self) -> list[str]:
-        culprits = [rank for rank in self.culprits if rank in self.absences]
-        listed = [*culprits, *(rank for rank in self.absences if rank not in culprits)]
-        lines = [f"  {self.absences[rank]}" for rank in listed[:_LISTED]]
+        culprits = [rank for rank in self.culprits if rank in self.rank_reports]
+        listed = [*culprits, *(rank for rank in self.rank_reports if rank not in culprits)]
+        lines = [f"  {self.rank_reports[rank]}" for rank in listed[:_LISTED]]
         if len(listed) > _LISTED:
             lines.append(f"  and {len(listed) - _LISTED} other ranks")
         return lines
 
     def __str__(self) -> str:
-        is_told = (self.culprits and self.absences) or self.wait.failure is None
+        is_told = (self.culprits and self.rank_reports) or self.wait.failure is None
         reason = [] if is_told else [f"  {self.wait.failure}"]
         silence = [] if self.silence is None else [f"  nothing is known of the other ranks: {self.silence}"]
         lines = [*reason, *self._apart(), *self._others, *silence]
@@ -184,7 +185,7 @@ class Verdict:
     @property
     def _other_layers(self) -> bool:
         """Whether a rank waits for a layer of stage 3 while another is in another collective of training."""
-        apart = [self.absences[rank].where for rank in self.others_apart]
+        apart = [self.rank_reports[rank].where for rank in self.others_apart]
         found = [(self.wait.kind, self.began), *((each.kind, each.began) for each in apart if each is not None)]
         is_training = len(found) > 1 and all(kind is not None for kind, _ in found)
         return is_training and any(kind == _GATHERS and began in _OF_A_PASS for kind, began in found)
@@ -195,7 +196,7 @@ class Verdict:
             return []
         ranks_in: dict[str, list[int]] = {}
         ranks_in[f"{self.wait.what}{in_brackets(self.wait.holds, self.place)}"] = [self.rank]
-        for rank, each in self.absences.items():
+        for rank, each in self.rank_reports.items():
             if each.where is not None and each.where.collective is not None:
                 ranks_in.setdefault(each.where.collective, []).append(rank)
         found = (f"{_ranks(sorted(ranks))} {_wait(ranks)} in {what}" for what, ranks in ranks_in.items())
@@ -205,8 +206,8 @@ class Verdict:
         """Lists stacks and last collectives of the culprits that are alive, and the last collectives of this rank."""
         found = []
         for rank in self.culprits[:_DETAILED]:
-            where = self.absences[rank].where if rank in self.absences else None
-            if where is not None and where.stack and not self.absences[rank].is_over:
+            where = self.rank_reports[rank].where if rank in self.rank_reports else None
+            if where is not None and where.stack and not self.rank_reports[rank].is_over:
                 found += [f"rank {rank} is at:", where.stack.rstrip()]
             if where is not None and where.recent:
                 found += [f"the last collectives of rank {rank}:", *(f"  {line}" for line in where.recent)]
@@ -216,7 +217,7 @@ class Verdict:
 
     def _advice(self) -> str:
         for rank in self.culprits:
-            each = self.absences.get(rank)
+            each = self.rank_reports.get(rank)
             if each is not None and each.has_left and each.words is None:
                 return (
                     f"Rank {rank} came to its end while rank {self.rank} goes on: the ranks have different numbers "
@@ -231,7 +232,7 @@ class Verdict:
                 "parameters, a step. Make it on every rank in the same order, outside of `if is_main_process`."
             )
         for rank in self.culprits:
-            each = self.absences.get(rank)
+            each = self.rank_reports.get(rank)
             if each is not None and not each.is_over and each.where is not None:
                 return (
                     f"Rank {rank} is elsewhere. If it is only slow, set a larger `comm.late_s` (0: never late). Else "
@@ -239,7 +240,7 @@ class Verdict:
                     "is_main_process`."
                 )
         first = _ranks(self.culprits) if self.culprits else "the first rank that stopped"
-        if any(rank in self.absences and self.absences[rank].is_over for rank in self.culprits):
+        if any(rank in self.rank_reports and self.rank_reports[rank].is_over for rank in self.culprits):
             return f"Look at {first}: its own error is the reason."
         return f"Look at {first}. A rank that is only slow needs a larger `comm.late_s` and `comm.timeout_s`."
 
@@ -333,13 +334,13 @@ class DeviceQueue:
         return self._wait
 
 
-def others_are_behind(verdict: Verdict, begun: Mapping[str, int], kind: str | None) -> bool:
+def others_are_behind(report: StragglerReport, begun: Mapping[str, int], kind: str | None) -> bool:
     """Whether a rank is stopped, or has started fewer collectives of the awaited kind.
 
     A rank that has ended or is silent says nothing about that: this rank may be busy alone, with no collective under way.
     """
     kind = kind or ""
-    alive = [each for each in verdict.absences.values() if not each.is_over]
+    alive = [each for each in report.rank_reports.values() if not each.is_over]
     return any(
         each.is_stopped or (each.where is not None and each.where.begun.get(kind, 0) < begun.get(kind, 0))
         for each in alive
@@ -353,21 +354,25 @@ def _main_cpu_s() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(main))
 
 
-def is_to_end(verdict: Verdict) -> bool:
+def is_to_end(report: StragglerReport) -> bool:
     """Whether a wait that has taken too long must fail; see [Note: how a wait is ended]."""
-    absences, wait = verdict.absences, verdict.wait
-    if verdict.silence is not None:
+    rank_reports, wait = report.rank_reports, report.wait
+    if report.silence is not None:
         return True
-    if any(absences[rank].is_over or absences[rank].where is None for rank in verdict.culprits if rank in absences):
+    if any(
+        rank_reports[rank].is_over or rank_reports[rank].where is None
+        for rank in report.culprits
+        if rank in rank_reports
+    ):
         return True
     waits_as_long = (
         each.where is not None and each.where.seconds >= _AS_LONG * wait.seconds
-        for rank, each in absences.items()
-        if rank in verdict.others_apart
+        for rank, each in rank_reports.items()
+        if rank in report.others_apart
     )
     # Two ranks in two collectives wait for each other; a rank that has just come to another one may yet come here.
     if any(waits_as_long):
         return True
     # In barriers and exchanges one rank may work for long (loading, saving): those wait on.
     is_of_training = wait.kind is not None or (wait.is_of_script and "barrier" not in str(wait.what))
-    return is_of_training and verdict.is_late
+    return is_of_training and report.is_late

@@ -273,12 +273,12 @@ class RankGroup:
 
     Attributes:
         ranks: in the order of their parts.
-        place: index of this rank among them.
+        index: of this rank among them.
         handle: their process group; None for a group of one rank, which sends nothing.
     """
 
     ranks: tuple[int, ...]
-    place: int
+    index: int
     handle: dist.ProcessGroup | None = None
 
     @cached_property
@@ -288,7 +288,7 @@ class RankGroup:
     @cached_property
     def peers(self) -> list[int]:
         """Lists the indices of the others."""
-        return [place for place in range(self.size) if place != self.place]
+        return [each for each in range(self.size) if each != self.index]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,7 +383,7 @@ class Groups:
             gather = _make(shards, rank, timeout, backend, is_urgent=True)
         outer, shard_control = None, control
         if comm.sync_every > 1:
-            outer, replicate = replicate, RankGroup(ranks=(rank,), place=0)
+            outer, replicate = replicate, RankGroup(ranks=(rank,), index=0)
             shard_control = _make(shards, rank, timeout, "gloo").handle if has_queue else shard.handle
         node = None
         if comm.secondary_shard == "node":
@@ -406,7 +406,7 @@ class Groups:
     @classmethod
     def _of_one(cls, rank: int, comm: CommConfig, *, nodes: tuple[int, ...]) -> "Groups":
         """Describes a rank that shares nothing with others."""
-        alone = RankGroup(ranks=(rank,), place=0)
+        alone = RankGroup(ranks=(rank,), index=0)
         return cls(
             backend="local",
             world=alone,
@@ -433,7 +433,7 @@ class Groups:
     @property
     def is_first_of_run(self) -> bool:
         """Whether this rank prints for the run."""
-        return self.world.ranks[self.world.place] == 0
+        return self.world.ranks[self.world.index] == 0
 
     @property
     def world_size(self) -> int:
@@ -441,7 +441,7 @@ class Groups:
 
     @property
     def rank(self) -> int:
-        return self.world.place
+        return self.world.index
 
     @cached_property
     def shard_size(self) -> int:
@@ -449,11 +449,11 @@ class Groups:
 
     @property
     def shard_rank(self) -> int:
-        return self.shard.place
+        return self.shard.index
 
     def peers_elsewhere(self, group: RankGroup) -> int:
         """Counts the other ranks of a group on other nodes."""
-        here = self.nodes[group.ranks[group.place]]
+        here = self.nodes[group.ranks[group.index]]
         return sum(self.nodes[rank] != here for rank in group.ranks)
 
 
@@ -526,7 +526,7 @@ def _make(
         ranks = tuple(members)
         handle = own_group(ranks, timeout, backend, is_urgent=is_urgent) if len(ranks) > 1 else None
         if rank in ranks:
-            own = RankGroup(ranks=ranks, place=ranks.index(rank), handle=handle)
+            own = RankGroup(ranks=ranks, index=ranks.index(rank), handle=handle)
     if own is None:
         raise AssertionError(
             f"hf_zero: bug: rank {rank} is in none of the groups {groups}. Open an issue with this traceback."

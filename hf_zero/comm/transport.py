@@ -163,7 +163,7 @@ class Transport(ABC):
         return self.start_agree_max(values, label)()
 
     @abstractmethod
-    def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
+    def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         """Waits until every rank has come here for the same purpose.
 
         Args:
@@ -241,7 +241,7 @@ class LocalTransport(Transport):
     def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
         return lambda: values
 
-    def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
+    def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         """Returns at once: one rank is all ranks."""
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
@@ -345,13 +345,13 @@ class Agreement:
     First over the ranks with the same part of the model, then over the ranks of one copy.
 
     Args:
-        alike: between ranks that hold the same part.
+        dp_group: between ranks that hold the same part.
         copy: between the ranks of one copy; None where each holds all.
         replicated: ranks that hold the same part have found the same already.
     """
 
-    def __init__(self, alike: Transport, copy: Transport | None = None, *, replicated: bool = False):
-        self._transports = [each for each in (None if replicated else alike, copy) if each is not None]
+    def __init__(self, dp_group: Transport, copy: Transport | None = None, *, replicated: bool = False):
+        self._transports = [each for each in (None if replicated else dp_group, copy) if each is not None]
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         """Returns the elementwise sum over the ranks of a small tensor, on its own device."""
@@ -373,11 +373,11 @@ class ModelCopies:
 
     Attributes:
         copies: the ranks of each copy, in the order of their parts.
-        alike: the ranks that hold the same part, for each part: they are what ZeRO shards over.
+        dp_groups: the ranks that hold the same part, for each part: they are what ZeRO shards over.
     """
 
     copies: tuple[tuple[int, ...], ...]
-    alike: tuple[tuple[int, ...], ...]
+    dp_groups: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, everyone: Sequence[tuple[int, ...]]) -> "ModelCopies":
@@ -396,8 +396,8 @@ class ModelCopies:
                 f"size that have each of the {len(everyone)} ranks once. Load it with the same tp_size and ep_size "
                 "on all ranks."
             )
-        alike = tuple(tuple(sorted(members)) for members in zip(*copies))
-        return cls(copies=copies, alike=alike)
+        dp_groups = tuple(tuple(sorted(members)) for members in zip(*copies))
+        return cls(copies=copies, dp_groups=dp_groups)
 
     def part_in_words(self, rank: int) -> str:
         """Names a rank's copy and part by their indices along the data and tensor parallel dimensions."""

@@ -20,7 +20,7 @@ from .groups import Groups, RankGroup
 from .ledger import Label, Ledger
 from .transport import DataParallelGroup, Handle, LocalTransport, Transport, Value, hidden_from_profiler, shown
 from .watch import ENDED, Wait
-from .watchdog import Lookout, StoreSilentError, watch_over
+from .watchdog import StoreSilentError, Watchdog, watch_over
 
 # ---- A barrier with a time limit, which leaves the process group usable when some ranks do not come ----
 
@@ -30,7 +30,7 @@ _STORE_S = 10.0
 """What a single call to the store may take, and what else its thread has to do meanwhile."""
 
 
-class Meetings:
+class StoreBarrier:
     """A barrier of some ranks through the launcher's store.
 
     gloo's own monitored barrier keeps time on rank 0 alone, and its time limit closes the connections of the group.
@@ -40,14 +40,14 @@ class Meetings:
         name: the same on all ranks, and of this transport alone.
     """
 
-    def __init__(self, world: RankGroup, lookout: Lookout, name: str):
+    def __init__(self, world: RankGroup, watchdog: Watchdog, name: str):
         self._ranks = world.ranks
-        self._own = self._ranks[world.place]
-        self._lookout = lookout
+        self._own = self._ranks[world.index]
+        self._watchdog = watchdog
         self._name = name
         self._count = 0
 
-    def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
+    def wait(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         """Waits until every rank is here.
 
         Args:
@@ -58,26 +58,26 @@ class Meetings:
                 another collective; names those that did not come, and where they are.
         """
         self._count += 1
-        with self._lookout.inside(purpose) as wait:
+        with self._watchdog.inside(purpose) as wait:
             try:
-                self._meet(wait, purpose, timeout_s, alone)
+                self._wait(wait, purpose, timeout_s, alone)
             except (dist.DistNetworkError, StoreSilentError) as error:
                 silent = str(error) if isinstance(error, StoreSilentError) else None
                 what = silent or "the process that keeps the ranks' store has ended, rank 0's or the launcher's"
                 raise _came_alone(purpose, what, alone) from error
 
-    def _meet(self, wait: Wait, purpose: str, timeout_s: float, alone: str) -> None:
-        if self._lookout.with_store(self._arrive, _STORE_S):
+    def _wait(self, wait: Wait, purpose: str, timeout_s: float, alone: str) -> None:
+        if self._watchdog.with_store(self._arrive, _STORE_S):
             raise _came_alone(purpose, "the others have given up waiting for this rank", alone)
         pause_s, look_s = 1e-3, _LOOK_S
-        while missing := self._lookout.with_store(self._missing, _STORE_S):
+        while missing := self._watchdog.with_store(self._missing, _STORE_S):
             # A store tells nobody that a rank has died: the missing ones are looked up.
-            lost = self._lookout.with_store(lambda store: self._lookout.gone(store, missing), _STORE_S)
+            lost = self._watchdog.with_store(lambda store: self._watchdog.gone(store, missing), _STORE_S)
             if lost or wait.seconds >= timeout_s:
                 # Before the raise: a rank that comes later must not wait for this one.
                 self._give_up(purpose, missing)
                 what = f"ranks {lost} have ended" if lost else f"waited {timeout_s:.0f} s for ranks {missing}"
-                raise _came_alone(purpose, what, alone, self._lookout.lines(wait, enough=lost[0] if lost else None))
+                raise _came_alone(purpose, what, alone, self._watchdog.lines(wait, enough=lost[0] if lost else None))
             if wait.end is not None:
                 self._give_up(purpose, missing)
                 raise wait.end
@@ -89,7 +89,7 @@ class Meetings:
             pause_s = min(2 * pause_s, _PAUSE_S)
 
     def _refuse_to_wait_in_vain(self, purpose: str, missing: list[int], wait: Wait, alone: str) -> None:
-        lines = self._lookout.look_for(missing, wait)
+        lines = self._watchdog.look_for(missing, wait)
         if lines is not None:
             self._give_up(purpose, missing)
             raise _came_alone(purpose, f"ranks {missing} wait for this one elsewhere", alone, lines)
@@ -97,27 +97,27 @@ class Meetings:
     def _give_up(self, purpose: str, missing: list[int]) -> None:
         def tell(store: dist.Store) -> None:
             self._in(store).set("given up", "")
-            self._lookout.keep_words(store, f"only some ranks came to {purpose}", missing)
+            self._watchdog.write_reason(store, f"only some ranks came to {purpose}", missing)
 
-        self._lookout.with_store(tell, _STORE_S)
+        self._watchdog.with_store(tell, _STORE_S)
 
     # ---- in the thread of the store ----
 
     def _arrive(self, store: dist.Store) -> bool:
         """Registers this rank; returns whether the others have given up."""
-        meeting = self._in(store)
-        if meeting.check(["given up"]):
+        barrier = self._in(store)
+        if barrier.check(["given up"]):
             return True
-        meeting.set(f"came {self._own}", "")
-        if meeting.add("count", 1) == len(self._ranks):
-            meeting.set("complete", "")
+        barrier.set(f"came {self._own}", "")
+        if barrier.add("count", 1) == len(self._ranks):
+            barrier.set("complete", "")
         return False
 
     def _missing(self, store: dist.Store) -> list[int]:
-        meeting = self._in(store)
-        if meeting.check(["complete"]):
+        barrier = self._in(store)
+        if barrier.check(["complete"]):
             return []
-        return [rank for rank in self._ranks if not meeting.check([f"came {rank}"])]
+        return [rank for rank in self._ranks if not barrier.check([f"came {rank}"])]
 
     def _in(self, store: dist.Store) -> dist.Store:
         return dist.PrefixStore(f"hf_zero/{self._name}/{self._count}", store)
@@ -155,7 +155,7 @@ class CollectiveTransport(Transport):
         self._control = control_of(groups, self.watch, self._gathers)
         self._name = self.exchange(uuid.uuid4().hex, "exchange of a name")[0]
         watch = self.watch
-        self._meetings = Meetings(groups.world, watch, self._name) if isinstance(watch, Lookout) else None
+        self._barrier = StoreBarrier(groups.world, watch, self._name) if isinstance(watch, Watchdog) else None
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -224,9 +224,9 @@ class CollectiveTransport(Transport):
         take = self._start_swap(values, label)
         return lambda: take().amax(0)
 
-    def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
-        if self._meetings is not None:
-            self._meetings.meet(purpose, timeout_s, alone)
+    def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
+        if self._barrier is not None:
+            self._barrier.wait(purpose, timeout_s, alone)
             self.exchange(None, purpose)
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
@@ -299,7 +299,7 @@ class PointToPointTransport(CollectiveTransport):
         def complete() -> None:
             # All parts first, then the sum in rank order: added as they arrive, the result would depend on timing.
             transfers.wait()
-            received[group.place] = parts[group.place]
+            received[group.index] = parts[group.index]
             sum_in_rank_order([received[place] for place in range(group.size)], out)
 
         return Handle(label, self.ledger, complete)
@@ -311,9 +311,9 @@ class PointToPointTransport(CollectiveTransport):
         self._count(label, group, flat.nbytes)
         parts = flat.chunk(group.size)
         transfers = self._start(_GATHER_TAG, label, group, parts, [own] * group.size)
-        if own.data_ptr() != parts[group.place].data_ptr():
+        if own.data_ptr() != parts[group.index].data_ptr():
             # Behind the start: the messages are on their way while this rank copies.
-            parts[group.place].copy_(own)
+            parts[group.index].copy_(own)
         return Handle(label, self.ledger, transfers.wait)
 
     def start_all_to_all(
@@ -323,7 +323,7 @@ class PointToPointTransport(CollectiveTransport):
         self._count(label, group, flat.nbytes)
         parts, places = flat.chunk(group.size), out.chunk(group.size)
         transfers = self._start(_EXCHANGE_TAG, label, group, places, parts)
-        places[group.place].copy_(parts[group.place])
+        places[group.index].copy_(parts[group.index])
         return Handle(label, self.ledger, transfers.wait)
 
     def _start(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..config import ConfigError
 from .arrivals import CommunicationError
-from .whereabouts import script_line
+from .rank_state import script_line
 
 # ---- A bounded log of a rank's last collectives: name, part of training, bytes, start and end ----
 
@@ -243,7 +243,7 @@ class Watch:
         """Names the ranks that have ended or given up; None without any."""
         return None
 
-    def say_last(self, words: str) -> None:
+    def leave_reason(self, words: str) -> None:
         """Leaves this process's reason to end for ranks that will miss it."""
 
     def leave(self, patience_s: float) -> list[int]:
@@ -282,7 +282,7 @@ class _Inside(AbstractContextManager):
 # ---- An error that ends a rank: told to the other ranks, to the launcher, and once on the screen ----
 
 
-class LastWords:
+class ErrorHook:
     """A rank's `sys.excepthook`: tells the others of the error, and prints it once.
 
     Args:
@@ -294,7 +294,7 @@ class LastWords:
         self._accelerators: list[weakref.ref[Any]] = []
 
     @classmethod
-    def installed(cls) -> "LastWords":
+    def installed(cls) -> "ErrorHook":
         """Returns the hook of this process, and installs one first if need be."""
         if not isinstance(sys.excepthook, cls):
             sys.excepthook = cls(sys.excepthook)
@@ -311,7 +311,7 @@ class LastWords:
             # Of a collective that failed, the ranks have told each other.
             # Before the traceback is printed: the others wait for this rank, and may reach their limit meanwhile.
             for watch in self._watches():
-                watch.say_last(summary.partition("\n")[0])
+                watch.leave_reason(summary.partition("\n")[0])
         losses = self._losses(error)
         said = losses or reason or "".join(traceback.format_exception(kind, error, trace))
         is_left = write_error_file(summary, said)

@@ -20,10 +20,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from .arrivals import CommunicationError, PeerFailure, RankProcesses, break_all_groups
 from .control import control_of
-from .diagnosis import Absence, DeviceQueue, ScriptCall, Verdict, is_to_end, others_are_behind
+from .diagnosis import DeviceQueue, RankReport, ScriptCall, StragglerReport, is_to_end, others_are_behind
 from .groups import Groups
+from .rank_state import RankState, main_stack, script_line
 from .watch import SAVE, Wait, Watch, end_process
-from .whereabouts import Whereabouts, main_stack, script_line
 
 # ---- Calls to the launcher's store, each with a time limit ----
 #
@@ -120,7 +120,7 @@ class StoreThread:
 # ---- The watchdog of a rank: asks the other ranks for their state, and answers for this one ----
 #
 # [Note: who is asked] A rank that has waited long, or whose wait has failed, asks a question by the store, and a thread of
-# each other rank answers it with its `Whereabouts`. So nothing is written while all goes well, and a rank that does not
+# each other rank answers it with its `RankState`. So nothing is written while all goes well, and a rank that does not
 # answer has told enough: its process is stopped, or its host cannot be reached. What the connections themselves say is
 # less. gloo closes all connections of a group in which one wait has failed, so that most ranks see the end of a rank that
 # is as innocent as they are.
@@ -152,7 +152,7 @@ _NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
 """After these waits, the awaited ranks are printed."""
 
 
-class Lookout(Watch):
+class Watchdog(Watch):
     """The watchdog of one of several ranks.
 
     Args:
@@ -179,11 +179,11 @@ class Lookout(Watch):
         self._thread.ask(lambda store: self._seen_by(store).register(), _STORE_S + _ANSWER_S)
         # Also before Python ends: a thread that returns from a call to torch after that ends the process with an abort.
         weakref.finalize(self, self._thread.close, _STORE_S)
-        self._has_said_it_leaves = False
+        self._has_announced_end = False
         # Python calls what was registered last first, and so this before that close.
-        atexit.register(_say_at_exit, reference)
+        atexit.register(_announce_at_exit, reference)
         if late_s:
-            weakref.finalize(self, LateWatch(self, late_s, has_queue=has_queue).close, _HEARD_S + _STORE_S)
+            weakref.finalize(self, StragglerWatch(self, late_s, has_queue=has_queue).close, _HEARD_S + _STORE_S)
 
     # ---- what fails ----
 
@@ -191,46 +191,46 @@ class Lookout(Watch):
         if wait.end is not None:
             return wait.end
         late = error.rank if isinstance(error, PeerFailure) else None
-        verdict = self._judge(wait, late, wait.line)
-        return CommunicationError(str(verdict), verdict.culprits)
+        report = self._diagnose(wait, late, wait.line)
+        return CommunicationError(str(report), report.culprits)
 
-    def judge_late(self, wait: Wait) -> Verdict:
+    def diagnose(self, wait: Wait) -> StragglerReport:
         """Diagnoses a wait of this rank that takes long."""
-        return self._judge(wait, None, script_line()[0])
+        return self._diagnose(wait, None, script_line()[0])
 
-    def _judge(self, wait: Wait, late: int | None, line: str) -> Verdict:
+    def _diagnose(self, wait: Wait, late: int | None, line: str) -> StragglerReport:
         known: dict[str, Any] = {"rank": self._rank, "wait": wait, "late": late, "line": line, "place": self.log.place}
         known |= {"began": self.log.site_of(wait.what), "starts": dict(self.starts)}
 
-        def judge(store: dist.Store) -> Verdict:
-            absences = self._survey(store, enough=late, question=_CLOSELY)
-            verdict = Verdict(**known, absences=absences, recent=self.log.last_lines())
+        def judge(store: dist.Store) -> StragglerReport:
+            rank_reports = self._survey(store, enough=late, question=_CLOSELY)
+            report = StragglerReport(**known, rank_reports=rank_reports, recent=self.log.last_lines())
             if wait.failure is not None:
                 # Left before the error is raised: this rank may be gone when the others ask.
-                self.keep_words(store, verdict.finding, verdict.culprits)
-            return verdict
+                self.write_reason(store, report.finding, report.culprits)
+            return report
 
         try:
             return self._thread.ask(judge, 2 * _ANSWER_S + _STORE_S)
         except (StoreSilentError, RuntimeError) as silence:
-            return Verdict(**known, silence=str(silence))
+            return StragglerReport(**known, silence=str(silence))
 
-    def sentence(self, verdict: Verdict) -> None:
+    def end_stragglers(self, report: StragglerReport) -> None:
         """Publishes the diagnosis, and ends the processes of culprits that are alive and in no collective."""
         elsewhere = [
             rank
-            for rank in verdict.culprits
-            if (each := verdict.absences.get(rank))
+            for rank in report.culprits
+            if (each := report.rank_reports.get(rank))
             and not each.is_over
             and not each.is_waiting
             and each.where is not None
         ]
 
         def tell(store: dist.Store) -> None:
-            self.keep_words(store, verdict.finding, verdict.culprits)
+            self.write_reason(store, report.finding, report.culprits)
             mine = self._in(store)
             number = mine.add("questions", 1)
-            mine.set(f"question {number}", json.dumps({"ends": elsewhere, "by": self._rank, "said": verdict.finding}))
+            mine.set(f"question {number}", json.dumps({"ends": elsewhere, "by": self._rank, "said": report.finding}))
             deadline_s = time.monotonic() + _HEARD_S
             # This process may keep the store: it stays until the late ranks have heard, and answers them meanwhile.
             while time.monotonic() < deadline_s and not all(mine.check([f"heard {rank}"]) for rank in elsewhere):
@@ -249,7 +249,11 @@ class Lookout(Watch):
 
         def look(store: dist.Store) -> str | None:
             found = self._survey(store, enough=self._others[0] if len(self._others) == 1 else None)
-            over = [str(absence) for absence in found.values() if absence.is_over or absence.words is not None]
+            over = [
+                str(rank_report)
+                for rank_report in found.values()
+                if rank_report.is_over or rank_report.words is not None
+            ]
             return "; ".join(over[:_LISTED]) or None
 
         try:
@@ -257,17 +261,17 @@ class Lookout(Watch):
         except (StoreSilentError, RuntimeError) as silence:
             return str(silence)
 
-    def say_last(self, words: str) -> None:
+    def leave_reason(self, words: str) -> None:
         try:
-            self._thread.ask(lambda store: self.keep_words(store, words, [self._rank]), _STORE_S)
+            self._thread.ask(lambda store: self.write_reason(store, words, [self._rank]), _STORE_S)
         except (StoreSilentError, RuntimeError):
             # Nobody is there to read them.
             return
 
-    def keep_words(self, store: dist.Store, words: str, culprits: Sequence[int]) -> None:
+    def write_reason(self, store: dist.Store, words: str, culprits: Sequence[int]) -> None:
         """Leaves the reason of this rank to give up, for ranks that ask when it no longer answers."""
-        left = {"words": words, "culprits": list(culprits), "where": asdict(self._whereabouts()), "at": time.time()}
-        self._in(store).set(f"last words {self._rank}", json.dumps(left))
+        left = {"words": words, "culprits": list(culprits), "where": asdict(self._rank_state()), "at": time.time()}
+        self._in(store).set(f"reason {self._rank}", json.dumps(left))
 
     # ---- what has not come ----
 
@@ -285,7 +289,7 @@ class Lookout(Watch):
 
         def look(store: dist.Store) -> str:
             found = self._survey(store, enough)
-            return Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=found).in_lines
+            return StragglerReport(rank=self._rank, wait=wait, line=script_line()[0], rank_reports=found).in_lines
 
         return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
 
@@ -296,7 +300,7 @@ class Lookout(Watch):
             found = self._survey(store)
             if not any(found[rank].waits_for(self.begun) for rank in missing):
                 return None
-            return Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=found).in_lines
+            return StragglerReport(rank=self._rank, wait=wait, line=script_line()[0], rank_reports=found).in_lines
 
         return self._thread.ask(proof, 2 * _ANSWER_S + _STORE_S)
 
@@ -305,7 +309,7 @@ class Lookout(Watch):
     def leave(self, patience_s: float) -> list[int]:
         """Waits for the others to finish, unless one waits for a collective that this rank will not join."""
         try:
-            self._thread.ask(self.say_that_it_leaves, _STORE_S)
+            self._thread.ask(self.announce_end, _STORE_S)
             at_work = self._await_the_others(time.monotonic() + patience_s)
             if at_work:
                 self._keep_store_for(at_work)
@@ -316,18 +320,18 @@ class Lookout(Watch):
         finally:
             self._thread.close(_STORE_S)
 
-    def say_that_it_leaves(self, store: dist.Store) -> None:
+    def announce_end(self, store: dist.Store) -> None:
         """Publishes once that this rank has finished."""
-        if not self._has_said_it_leaves:
-            self._has_said_it_leaves = True
-            self._seen_by(store).say_that_this_one_leaves(self._rank)
+        if not self._has_announced_end:
+            self._has_announced_end = True
+            self._seen_by(store).announce_end(self._rank)
 
     def end(self) -> None:
         """Publishes the end of Python, unless `leave` is called, and keeps the store for ranks that ask for the reason."""
         if self._thread.is_closing or (self.is_left_by_others and dist.is_initialized()):
             return
         try:
-            self._thread.ask(self.say_that_it_leaves, _STORE_S)
+            self._thread.ask(self.announce_end, _STORE_S)
             self._keep_store_for(self._others)
         except (StoreSilentError, dist.DistNetworkError):
             # Nobody is there to hear it.
@@ -385,18 +389,18 @@ class Lookout(Watch):
             question = mine.get(f"question {asked}").decode()
             closely |= question == _CLOSELY
             if question.startswith("{"):
-                self._hear(mine, json.loads(question))
+                self._obey(mine, json.loads(question))
         if asked > self._answered:
             self._answered = asked
-            mine.set(f"answer {self._rank}", json.dumps([asked, asdict(self._whereabouts(closely=closely))]))
+            mine.set(f"answer {self._rank}", json.dumps([asked, asdict(self._rank_state(closely=closely))]))
 
-    def _hear(self, store: dist.Store, sentence: dict) -> None:
-        if self._rank not in sentence["ends"] or self.longest is not None:
+    def _obey(self, store: dist.Store, order: dict) -> None:
+        if self._rank not in order["ends"] or self.longest is not None:
             return
         store.set(f"heard {self._rank}", "")
-        where = self._whereabouts()
+        where = self._rank_state()
         end_process(
-            f"hf_zero: rank {self._rank} was late, and is ended: {where}.\n  rank {sentence['by']}: {sentence['said']}\n"
+            f"hf_zero: rank {self._rank} was late, and is ended: {where}.\n  rank {order['by']}: {order['said']}\n"
             f"{main_stack()}Where it only takes its time, set a larger `comm.late_s` (0: never late)."
         )
 
@@ -409,14 +413,16 @@ class Lookout(Watch):
         if told == len(_NOTICES_S) or wait.seconds < _NOTICES_S[told]:
             return
         self._noticed = (wait, told + 1)
-        absences = self._survey(store)
-        if any(rank < self._rank and absence.is_waiting for rank, absence in absences.items()):
+        rank_reports = self._survey(store)
+        if any(rank < self._rank and rank_report.is_waiting for rank, rank_report in rank_reports.items()):
             return
         place = self.log.place
-        verdict = Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=absences, place=place)
-        print(f"hf_zero: waiting.\n{verdict.in_lines}", file=sys.stderr, flush=True)
+        report = StragglerReport(
+            rank=self._rank, wait=wait, line=script_line()[0], rank_reports=rank_reports, place=place
+        )
+        print(f"hf_zero: waiting.\n{report.in_lines}", file=sys.stderr, flush=True)
 
-    def _survey(self, store: dist.Store, enough: int | None = None, question: str = "") -> dict[int, Absence]:
+    def _survey(self, store: dist.Store, enough: int | None = None, question: str = "") -> dict[int, RankReport]:
         """Asks the other ranks for their states.
 
         Args:
@@ -425,13 +431,13 @@ class Lookout(Watch):
         mine = self._in(store)
         number = mine.add("questions", 1)
         mine.set(f"question {number}", question)
-        found: dict[int, Absence] = {}
+        found: dict[int, RankReport] = {}
         deadline_s = time.monotonic() + _ANSWER_S
         while True:
             in_time = time.monotonic() < deadline_s and not self._thread.is_closing
             for rank in self._others:
-                if rank not in found and (absence := self._look_at(store, rank, number, ask_again=in_time)):
-                    found[rank] = absence
+                if rank not in found and (rank_report := self._look_at(store, rank, number, ask_again=in_time)):
+                    found[rank] = rank_report
             # The others would be asked for seconds, and the error says the same.
             has_reason = enough in found and found[enough].is_over
             if len(found) == len(self._others) or has_reason:
@@ -439,23 +445,23 @@ class Lookout(Watch):
             self.answer(store)
             time.sleep(_GLANCE_S)
 
-    def _look_at(self, store: dist.Store, rank: int, number: int, *, ask_again: bool) -> Absence | None:
+    def _look_at(self, store: dist.Store, rank: int, number: int, *, ask_again: bool) -> RankReport | None:
         """Describes a rank; None while an answer may yet come."""
         mine, processes = self._in(store), self._seen_by(store)
         has_ended, has_left = processes.has_ended(rank), processes.has_left(rank)
-        has_words = mine.check([f"last words {rank}"])
-        words = json.loads(mine.get(f"last words {rank}")) if has_words else {}
+        has_words = mine.check([f"reason {rank}"])
+        words = json.loads(mine.get(f"reason {rank}")) if has_words else {}
         culprits, where = tuple(words.get("culprits", ())), None
         if mine.check([f"answer {rank}"]):
             answered, where = json.loads(mine.get(f"answer {rank}"))
-            where = Whereabouts(**where) if answered >= number else None
+            where = RankState(**where) if answered >= number else None
         if where is None and not (has_ended or has_left or rank in culprits) and ask_again:
             return None
         if where is None and words and time.time() - words["at"] < _WORDS_S:
             # It has given up, and answers no more.
-            where = Whereabouts(**words["where"])
+            where = RankState(**words["where"])
         process = processes.known(rank)
-        return Absence(
+        return RankReport(
             rank=rank,
             process=process,
             has_ended=has_ended,
@@ -466,7 +472,7 @@ class Lookout(Watch):
             where=where,
         )
 
-    def _whereabouts(self, *, closely: bool = False) -> Whereabouts:
+    def _rank_state(self, *, closely: bool = False) -> RankState:
         wait, (line, torch_call) = self.longest, script_line()
         if wait is None and torch_call is None and self.given_up is not None:
             # Its error may be on its way through the script, or be shown just now.
@@ -475,7 +481,7 @@ class Lookout(Watch):
         if wait is not None and wait.failure is not None:
             line = wait.line
         timed = wait or self.script_wait
-        return Whereabouts(
+        return RankState(
             waits_in=None if wait is None else str(wait.what),
             kind=None if wait is None else self.kind_of(wait),
             seconds=0.0 if timed is None else timed.seconds,
@@ -493,7 +499,7 @@ class Lookout(Watch):
         )
 
     def _in(self, store: dist.Store) -> dist.Store:
-        return dist.PrefixStore(f"hf_zero/lookout/{self._name}", store)
+        return dist.PrefixStore(f"hf_zero/watchdog/{self._name}", store)
 
     def _seen_by(self, store: dist.Store) -> RankProcesses:
         if self._processes is None:
@@ -501,7 +507,7 @@ class Lookout(Watch):
         return self._processes
 
 
-class LateWatch:
+class StragglerWatch:
     """Ends waits for a late rank. A thread of its own: the store's thread may hang in a call to a lost host.
 
     Args:
@@ -509,14 +515,14 @@ class LateWatch:
         has_queue: collectives run in the queue of an accelerator.
     """
 
-    def __init__(self, lookout: "Lookout", limit_s: float, *, has_queue: bool = False):
+    def __init__(self, watchdog: "Watchdog", limit_s: float, *, has_queue: bool = False):
         self._limit_s = limit_s
         self._ask_again_s = 0.0
         self._broken: tuple[Wait, float] | None = None
         self._call = ScriptCall()
         self._queue = DeviceQueue(limit_s) if has_queue else None
         self._is_over = threading.Event()
-        reference = weakref.ref(lookout)
+        reference = weakref.ref(watchdog)
         self._thread = threading.Thread(target=self._run, args=(reference,), name="hf_zero late", daemon=True)
         self._thread.start()
 
@@ -526,21 +532,21 @@ class LateWatch:
         if threading.current_thread() is not self._thread:
             self._thread.join(within_s)
 
-    def _run(self, reference: "weakref.ref[Lookout]") -> None:
+    def _run(self, reference: "weakref.ref[Watchdog]") -> None:
         while not self._is_over.wait(_BEAT_S):
-            lookout = reference()
-            if lookout is None:
+            watchdog = reference()
+            if watchdog is None:
                 return
-            self._look(lookout)
+            self._look(watchdog)
             # Not kept while the next look is waited for.
-            del lookout
+            del watchdog
 
-    def _look(self, lookout: "Lookout") -> None:
+    def _look(self, watchdog: "Watchdog") -> None:
         # A wait of hf_zero goes first: the frame inside of it is torch's too.
-        own = lookout.longest
-        lookout.script_wait = self._call.look() if own is None else None
-        queued = None if self._queue is None else self._queue.look(lookout.log)
-        wait = own or lookout.script_wait or queued
+        own = watchdog.longest
+        watchdog.script_wait = self._call.look() if own is None else None
+        queued = None if self._queue is None else self._queue.look(watchdog.log)
+        wait = own or watchdog.script_wait or queued
         if wait is None or wait.failure is not None:
             return
         is_early = wait.seconds < self._limit_s
@@ -552,24 +558,24 @@ class LateWatch:
         if time.monotonic() < self._ask_again_s:
             return
         self._ask_again_s = time.monotonic() + _ASK_AGAIN_S
-        verdict = lookout.judge_late(wait)
-        is_over = is_to_end(verdict)
+        report = watchdog.diagnose(wait)
+        is_over = is_to_end(report)
         if wait is queued:
-            is_over = (is_over or verdict.in_vain) and others_are_behind(verdict, lookout.begun, wait.kind)
+            is_over = (is_over or report.in_vain) and others_are_behind(report, watchdog.begun, wait.kind)
         else:
-            is_in_save = lookout.kind_of(wait) == SAVE
-            is_over = is_over or (is_in_save and others_are_behind(verdict, lookout.begun, SAVE))
-            is_over = verdict.in_vain or (is_over and not is_early)
+            is_in_save = watchdog.kind_of(wait) == SAVE
+            is_over = is_over or (is_in_save and others_are_behind(report, watchdog.begun, SAVE))
+            is_over = report.in_vain or (is_over and not is_early)
         if not is_over:
             return
         # Before the late rank hears of it: its end is the end of its connections, and so of this wait.
-        wait.end = CommunicationError(str(verdict), verdict.culprits)
-        lookout.ended = str(verdict)
-        lookout.sentence(verdict)
+        wait.end = CommunicationError(str(report), report.culprits)
+        watchdog.ended = str(report)
+        watchdog.end_stragglers(report)
         self._broken = wait, time.monotonic()
         if wait.is_of_script:
             # Its error is torch's, of addresses.
-            print(verdict, file=sys.stderr, flush=True)
+            print(report, file=sys.stderr, flush=True)
         # Last: a broken group ends the waits, and with them perhaps the process that has to tell the others.
         break_all_groups()
 
@@ -578,22 +584,22 @@ class LateWatch:
             end_process(str(wait.end))
 
 
-def _beat(reference: "weakref.ref[Lookout]", store: dist.Store) -> bool:
-    lookout = reference()
-    if lookout is None:
+def _beat(reference: "weakref.ref[Watchdog]", store: dist.Store) -> bool:
+    watchdog = reference()
+    if watchdog is None:
         return False
-    lookout.answer(store)
-    lookout.notice(store)
+    watchdog.answer(store)
+    watchdog.notice(store)
     if not dist.is_initialized():
         # By the script, or by accelerate's `end_training`.
-        lookout.say_that_it_leaves(store)
+        watchdog.announce_end(store)
     return True
 
 
-def _say_at_exit(reference: "weakref.ref[Lookout]") -> None:
-    lookout = reference()
-    if lookout is not None and getattr(sys, "last_value", None) is None:
-        lookout.end()
+def _announce_at_exit(reference: "weakref.ref[Watchdog]") -> None:
+    watchdog = reference()
+    if watchdog is not None and getattr(sys, "last_value", None) is None:
+        watchdog.end()
 
 
 def watch_over(groups: Groups) -> Watch:
@@ -601,4 +607,4 @@ def watch_over(groups: Groups) -> Watch:
     if groups.backend == "fake":
         return Watch()
     name = control_of(groups, Watch()).exchange(uuid.uuid4().hex, "exchange of a name")[0]
-    return Lookout(dist.get_rank(), dist.get_world_size(), name, groups.late_s, has_queue=groups.backend != "gloo")
+    return Watchdog(dist.get_rank(), dist.get_world_size(), name, groups.late_s, has_queue=groups.backend != "gloo")

@@ -257,7 +257,7 @@ def _own_name() -> Finding:
         return bad("host name", f"{name} has no address: {error}", advice)
 
 
-# ---- Links between local ranks, measured, and a trial of each collective that the engine uses ----
+# ---- Links between local ranks, measured, and a probe of each collective that the engine uses ----
 
 _PATIENCE_S = 120.0
 _SLOWER = 0.5

@@ -42,7 +42,7 @@ def main(folder: Path, rank: int, world_size: int, backend: str, tp_size: int) -
     copies = ModelCopies.of([_copy_of(each, tp_size) for each in range(world_size)])
     found = {
         "tp": measure(copies.copies, device),
-        "dp": measure(copies.alike, device),
+        "dp": measure(copies.dp_groups, device),
         "wrong": wrong_collectives(copies, device),
     }
     dist.barrier()
@@ -109,7 +109,7 @@ def _seconds(call: Callable[[], object], device: torch.device, turns: int) -> fl
 def wrong_collectives(copies: ModelCopies, device: torch.device) -> list[str]:
     """The collectives of the engine's transport, between ranks that hold the same part of a model, that give a wrong result."""
     comm = CommConfig(timeout_s=_TIMEOUT_S)
-    groups = Groups.create(stage=2, device_type=device.type, comm=comm, apart=copies.alike)
+    groups = Groups.create(stage=2, device_type=device.type, comm=comm, apart=copies.dp_groups)
     transport = choose_transport(groups, device, _TIMEOUT_S)
     tried = _tried(transport, groups.rank, groups.world_size, device)
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -137,12 +137,12 @@ def _tried(transport: Transport, rank: int, world_size: int, device: torch.devic
     largest = transport.agree_max(torch.tensor([rank, -rank]), _label("maximum"))
     tried.append(("maximum of small values", largest.tolist() == [world_size - 1, 0]))
     tried.append(("exchange", transport.exchange(rank) == list(range(world_size))))
-    transport.meet("a trial", _TIMEOUT_S)
+    transport.barrier("a probe", _TIMEOUT_S)
     return tried
 
 
 def _label(kind: str) -> Label:
-    return Label(kind=kind, subject="a trial")
+    return Label(kind=kind, subject="a probe")
 
 
 if __name__ == "__main__":

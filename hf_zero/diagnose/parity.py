@@ -49,7 +49,7 @@ class PlainCopies:
         split = SplitModel(model, [optimizer])
         sets = [split.ranks, split.copy_ranks]
         experts = [name for name, parameter in model.named_parameters() if parameter in split.experts]
-        split.give_back()
+        split.restore()
         self._experts = {model.get_parameter(name) for name in experts}
         everyone: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, sets)
@@ -111,7 +111,7 @@ class LocalValues:
 
 def _own_group(copies: ModelCopies) -> dist.ProcessGroup | None:
     """Makes the group of the ranks with the same part as this one. Collective."""
-    made = [(alike, dist.new_group(list(alike))) for alike in copies.alike]
+    made = [(alike, dist.new_group(list(alike))) for alike in copies.dp_groups]
     return next(group for alike, group in made if dist.get_rank() in alike)
 
 

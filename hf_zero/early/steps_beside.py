@@ -180,15 +180,15 @@ class Double:
         self.state.state.end_aside(stepped, regions)
         return stepped
 
-    def take_over(self, stepped: Stepped) -> None:
+    def commit(self, stepped: Stepped) -> None:
         """Makes the copies the state, and the state the next copies."""
         if self.state.shard is not None:
             self.state.shard.exchange()
-        self.state.master.take_over_aside()
+        self.state.master.commit_aside()
         self.state.state.exchange_aside()
         for row, state in stepped.items():
             register = self.optimizer.state[row.tensor]
-            self.state.state.take_over_aside(row, register)
+            self.state.state.commit_aside(row, register)
             register.clear()
             register.update(state)
 
@@ -294,18 +294,18 @@ class StepsBeside:
         wait(self._running.values())
         self._running.clear()
 
-    def give_back_buffers(self) -> None:
+    def forget_buffers(self) -> None:
         """Forgets the buffers, which running steps still use."""
         self._buffers = self._no_buffers()
 
-    def take_over(self, stepped: dict[Bucket, Stepped]) -> None:
+    def commit(self, stepped: dict[Bucket, Stepped]) -> None:
         """Makes these steps the buckets' state, and has parameters follow masters in files.
 
         Raises:
             OffloadError: a file failed.
         """
         for bucket, states in stepped.items():
-            self.doubles[bucket].take_over(states)
+            self.doubles[bucket].commit(states)
         shards = {bucket: self.doubles[bucket].state.shard for bucket in stepped if bucket.is_away}
         followed = {ReadRegion(shard, MASTER): b for b, shard in shards.items() if shard and b.has_second_copy}
         if self._files is None or not followed:
@@ -313,9 +313,9 @@ class StepsBeside:
         with closing(self._files.window.walk(list(followed))) as walk:
             for region, buffer in walk:
                 bucket = followed[region]
-                bucket.bring(region.values(buffer))
+                bucket.fetch(region.values(buffer))
                 bucket.write_back()
-                bucket.put_away(self._placeholders.of((), bucket.precision.master))
+                bucket.store(self._placeholders.of((), bucket.precision.master))
 
     def copy_bytes(self) -> int:
         """Bytes of copies of state in memory."""

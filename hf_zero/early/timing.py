@@ -134,12 +134,12 @@ class Early(StepTiming):
         double = self._beside.doubles.get(bucket)
         self.steps.landed(bucket, arrival, may_begin=double is not None and double.may_begin)
 
-    def take_over(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
+    def commit(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
         mine = set(self._beside.of(optimizer))
         held = self.steps.take(mine.__contains__)
         self._beside.end()
-        self._beside.give_back_buffers()
-        self._beside.take_over(held)
+        self._beside.forget_buffers()
+        self._beside.commit(held)
         return held.keys()
 
     def report(self) -> EarlyReport:

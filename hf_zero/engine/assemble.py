@@ -196,7 +196,7 @@ def assemble(
         return _assemble(model, optimizers, config, device, split, on_progress)
     except Exception:
         # The script may try again: it must find its own parameters.
-        split.give_back()
+        split.restore()
         raise
 
 
@@ -267,7 +267,7 @@ def _assemble(
         slot_of={slot.parameter: slot for bucket in buckets for slot in bucket.slots},
         row_of=row_of,
         sharded=ShardedModel(model, schedule, transport, holder, config, device=device),
-        outer=choose_outer(transport, all_groups.outer, config.comm, buckets, holder.at_hand),
+        outer=choose_outer(transport, all_groups.outer, config.comm, buckets, holder.fetched_master),
         model_buffers=ModelBuffers(model, mesh.dp.transport, device) if is_shared and has_buffers(model) else None,
         parameter_gather=ParameterGather(model, unsharded, wire.gather),
         exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),
@@ -289,7 +289,7 @@ def _replica_check(
         _frozen_whole(model, all_buckets),
         holder,
         mesh.dp.transport,
-        world.ranks[world.place],
+        world.ranks[world.index],
         mesh.place_of,
         has_copies=max(group.groups.replicate.size for group in (mesh.dp, mesh.expert_dp)) > 1,
     )

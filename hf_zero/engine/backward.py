@@ -14,7 +14,7 @@ from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..disguise import look_only
+from ..guard import look_only
 from ..hooks import WeakHook
 from .gradient_store import GradientStore
 

@@ -183,7 +183,7 @@ class ForwardGather(Gather):
         def complete() -> None:
             handle.finish()
             # A copy: the gathered memory goes when the forward has ended.
-            self.kept[bucket] = bucket.flat.view(self.node.size, -1)[self.node.place].clone()
+            self.kept[bucket] = bucket.flat.view(self.node.size, -1)[self.node.index].clone()
 
         return Handle(bucket.label("all-gather parameters"), bucket.group.transport.ledger, complete)
 

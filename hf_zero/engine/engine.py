@@ -10,7 +10,7 @@ from torch import nn
 from ..buckets.bucket import rows_with_gradient
 from ..buckets.sharded import widen
 from ..comm.ledger import Label
-from ..comm.watch import LastWords
+from ..comm.watch import ErrorHook
 from ..config import ConfigLike, ZeroConfig
 from ..hooks import attach, detach
 from ..layout.slots import Interval
@@ -66,7 +66,7 @@ class ZeroEngine:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         find_unused_parameters: bool = False,
     ):
-        LastWords.installed()
+        ErrorHook.installed()
         self.model = model
         self._find_unused_parameters = find_unused_parameters
         self.entry = entry or model
@@ -209,7 +209,10 @@ class ZeroEngine:
         if writeback:
             self.synchronise()
         parameters = parameters_in(self.model if target is None else target)
-        with self.sharded.gathered.gathered(parameters, writeback=writeback), parts.exact.at_hand("hf_zero.gathered"):
+        with (
+            self.sharded.gathered.gathered(parameters, writeback=writeback),
+            parts.exact.fetched_master("hf_zero.gathered"),
+        ):
             yield
             if writeback:
                 ignored = ignored_parameters(self.model)
@@ -219,7 +222,7 @@ class ZeroEngine:
                     transport = parts.mesh.group_of(parameter).all_transport
                     transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
                 for bucket in {parts.slot_of[p].bucket for p in parameters if p in parts.slot_of}:
-                    with parts.holder.at_hand(bucket):
+                    with parts.holder.fetched_master(bucket):
                         bucket.follow_values()
         if writeback:
             parts.outer.start_from_masters()
@@ -242,7 +245,7 @@ class ZeroEngine:
         self.synchronise()
         with (
             self.transport.watch.saving(),
-            self._parts.exact.at_hand(purpose, IN_GATHERED),
+            self._parts.exact.fetched_master(purpose, IN_GATHERED),
             self.sharded.lent(purpose, wanted=wanted) as state,
         ):
             yield state
@@ -344,7 +347,7 @@ class ZeroEngine:
             rank0_only: at stage 3, whole parameters on rank 0 alone; on the others they are on the meta device.
         """
         self.synchronise()
-        with self._parts.exact.at_hand("ZeroEngine.close"):
+        with self._parts.exact.fetched_master("ZeroEngine.close"):
             self._parts.parameter_places.own_memory(spared=self.sharded.unit_of)
         # Before the hooks go: a later backward of the script finds plain gradients.
         self._step.gradients.drop()
@@ -359,7 +362,7 @@ class ZeroEngine:
         for optimizer in self.optimizers:
             optimizer.release()
         detach((self.model, self.entry, *self.model.parameters()))
-        self._parts.mesh.split.give_back()
+        self._parts.mesh.split.restore()
 
 
 # Optimizers that take turns on one model: the state of one that waits stays where it is, each rank's part on the rank.

@@ -97,7 +97,7 @@ class _Record:
         for unit in self._units:
             edited = [slot for slot in unit.slots if self._is_edited(slot)]
             for slot in moved_slots(edited):
-                unit.hang(slot)
+                unit.set_data(slot)
             if edited:
                 unit.forget_edits()
         for bucket, shard in self._shards.items():
@@ -113,7 +113,7 @@ def moved_slots(slots: Iterable[ParameterSlot]) -> list[ParameterSlot]:
     """Those whose parameter a script has given other data (`p.data = ...`, `p.set_(...)`, `vector_to_parameters`)."""
     # An evaluation in another dtype gives whole parameters memory of their own.
     in_buckets = (slot for slot in slots if getattr(slot.bucket.memory, "read_as", None) is None)
-    return [slot for slot in in_buckets if not slot.bucket.is_as_hung(slot)]
+    return [slot for slot in in_buckets if not slot.bucket.is_exact_view(slot)]
 
 
 def put_back(slots: Iterable[ParameterSlot], transport: Transport) -> None:
@@ -132,18 +132,18 @@ def put_back(slots: Iterable[ParameterSlot], transport: Transport) -> None:
     values = [slot.parameter.detach().clone() for slot in moved]
     with torch.no_grad():
         for slot, value in zip(moved, values):
-            slot.bucket.memory.hang(slot.parameter, slot.place)
+            slot.bucket.memory.set_data(slot.parameter, slot.view)
             slot.parameter.copy_(value)
 
 
 def _is_alike(slot: ParameterSlot) -> bool:
     parameter, memory = slot.parameter, slot.bucket.memory
-    return (parameter.shape, parameter.dtype) == (slot.place.shape, memory.shown.dtype)
+    return (parameter.shape, parameter.dtype) == (slot.view.shape, memory.shown.dtype)
 
 
 def _unlike(slot: ParameterSlot) -> str:
     parameter, memory = slot.parameter, slot.bucket.memory
-    given, own = f"{tuple(parameter.shape)} of {parameter.dtype}", f"{tuple(slot.place.shape)} of {memory.shown.dtype}"
+    given, own = f"{tuple(parameter.shape)} of {parameter.dtype}", f"{tuple(slot.view.shape)} of {memory.shown.dtype}"
     return (
         f"hf_zero: inside `gathered(writeback=True)` {slot.name!r} was given {given}, and is {own}. Give it values of its own "
         "shape and dtype, as `p.copy_(values)` does."
@@ -202,7 +202,7 @@ class GatheredParameters:
         """A whole, exact copy of each parameter, a unit gathered at a time; those that are whole anyway as they are."""
         parameters = list(parameters)
         if not self.are_held(parameters):
-            self._transport.meet(purpose, self._timeout_s, IN_GATHERED)
+            self._transport.barrier(purpose, self._timeout_s, IN_GATHERED)
         copied: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in parameters:
             unit = self._unit_of[parameter][0] if parameter in self._unit_of else None
@@ -232,7 +232,7 @@ class GatheredParameters:
             RuntimeError: a parameter was edited without `writeback`.
         """
         units = self.units_of(parameters)
-        self._transport.meet("hf_zero.gathered", self._timeout_s)
+        self._transport.barrier("hf_zero.gathered", self._timeout_s)
         self._refuse_unless_they_fit(units)
         for unit in units:
             # Before the gather: a forward inside must not drop what the script has asked for.
@@ -276,7 +276,7 @@ class GatheredParameters:
         parameters = set(module.parameters())
         units = self.units_of(parameters)
         if any(not unit.holds for unit in units):
-            self._transport.meet(purpose, self._timeout_s, IN_GATHERED)
+            self._transport.barrier(purpose, self._timeout_s, IN_GATHERED)
         copies: dict[nn.Parameter, torch.Tensor] = {}
         for unit in sorted(units, key=self._schedule.units.index):
             # One unit at a time: the device never holds more than one that is whole.
@@ -300,7 +300,7 @@ class GatheredParameters:
                 if parameter in held:
                     parameter.data = held[parameter]
                 else:
-                    unit.hang(slot)
+                    unit.set_data(slot)
 
     @contextmanager
     def lend_names(self) -> Iterator[None]:
@@ -320,7 +320,7 @@ class GatheredParameters:
                 yield
         finally:
             for unit, slot in absent:
-                unit.hang(slot)
+                unit.set_data(slot)
 
     @contextmanager
     def _lending(self, copies: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
@@ -338,7 +338,7 @@ class GatheredParameters:
             # Behind the broadcast: each rank keeps its shard of rank 0's values.
             unit.keep_edits()
             for bucket in unit.buckets:
-                with self._holder.at_hand(bucket):
+                with self._holder.fetched_master(bucket):
                     # By values, not versions: a broadcast writes on ranks where the script has not.
                     bucket.follow_values()
             for record in self._open:

@@ -18,7 +18,7 @@ from ..comm.transport import Handle
 from ..config import ZeroConfig
 from ..device import Arrival, Reservation, reserve
 from ..layout.slots import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
-from ..offload.copies import Downlink
+from ..offload.copies import DeviceToHost
 from ..offload.tiers import Tier
 from .collectives import Reduction
 
@@ -82,7 +82,7 @@ class BufferPool:
         self.most_bytes = max(self.most_bytes, self._bytes)
         return buffer
 
-    def give_back(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+    def release(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         kind = self._kind[bucket]
         self._large_out -= kind is not BufferKind.SMALL
         if kind is BufferKind.OVERSIZE:
@@ -118,13 +118,13 @@ class Landing:
     """The receivers of reduced gradients.
 
     Attributes:
-        downlink: copies them into a tier's host memory.
+        d2h: copies them into a tier's host memory.
         landed: called for each bucket whose rows have their gradients, or will have on the arrival.
         most_under_way: reductions that may run before the oldest is waited for; None waits for all at the end of backward.
         goes_on: whether another backward is to add to what this one leaves, so that nobody reads it yet.
     """
 
-    downlink: Downlink
+    d2h: DeviceToHost
     landed: Callable[[Bucket, Arrival], None]
     most_under_way: int | None
     goes_on: Callable[[], bool]
@@ -326,7 +326,7 @@ def new_buffer(bucket: Bucket) -> OpenBuffer:
 
 
 def add_or_set(
-    bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, downlink: Downlink, going_on: Collection[Row]
+    bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, d2h: DeviceToHost, going_on: Collection[Row]
 ) -> Arrival:
     """Adds `reduced` to the gradients of rows that go on, and sets the others. Both are flat as the rank's shard.
 
@@ -337,10 +337,10 @@ def add_or_set(
     """
     views = zip(bucket.rows, bucket.row_views_of(target))
     if going_on:
-        return downlink.start_sum(_sum_into(views, going_on, sets=target is not reduced), reduced, bucket.arrival)
+        return d2h.start_sum(_sum_into(views, going_on, sets=target is not reduced), reduced, bucket.arrival)
     # Into the same memory.
     bucket.await_gradient()
-    arrival = Arrival() if target is reduced else downlink.start_copy(target, reduced)
+    arrival = Arrival() if target is reduced else d2h.start_copy(target, reduced)
     for row, view in views:
         row.tensor.grad = view
     return arrival
@@ -447,11 +447,11 @@ class ReplicatedGradients(GradientStore):
     def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
         flat, precision = self._under_way.pop(bucket), bucket.precision
         if precision.reduce == precision.master:
-            return add_or_set(bucket, flat, flat, Downlink(), going_on)
+            return add_or_set(bucket, flat, flat, DeviceToHost(), going_on)
         if bucket not in self._reduced:
             self._reduced[bucket] = Tier(bucket.device).scratch(bucket.layout.numel, precision.master)
             self._count(bucket)
-        return add_or_set(bucket, flat, self._reduced[bucket], Downlink(), going_on)
+        return add_or_set(bucket, flat, self._reduced[bucket], DeviceToHost(), going_on)
 
     def _count(self, bucket: Bucket) -> None:
         flat, reduced = self._lasting[bucket].flat, self._reduced.get(bucket)
@@ -505,7 +505,7 @@ class ShardedGradients(GradientStore):
     def held_bytes(self) -> dict[str, int]:
         gradients = sum(self._lasting_bytes.values()) + sum(self._shard_bytes.values())
         return {
-            "gradients": gradients + self._landing.downlink.sum_bytes,
+            "gradients": gradients + self._landing.d2h.sum_bytes,
             "gradient buffers": self._pool.most_bytes + self._most_beside_bytes,
         }
 
@@ -586,7 +586,7 @@ class ShardedGradients(GradientStore):
     def discard_open(self) -> None:
         for bucket in self._open:
             if bucket in self._lent:
-                self._pool.give_back(bucket, self._lent.pop(bucket))
+                self._pool.release(bucket, self._lent.pop(bucket))
         super().discard_open()
 
     def _lasts(self, bucket: Bucket) -> bool:
@@ -652,7 +652,7 @@ class ShardedGradients(GradientStore):
         arrival = self._leave(bucket, reduced, self._shard(bucket), going_on)
         self._beside_bytes -= self._scratches.pop(bucket, 0)
         # Behind the copy out of the buffer: the next bucket fills it at once.
-        self._pool.give_back(bucket, self._lent.pop(bucket))
+        self._pool.release(bucket, self._lent.pop(bucket))
         return arrival
 
     def _stays_in_place(self, bucket: Bucket) -> bool:
@@ -684,10 +684,10 @@ class ShardedGradients(GradientStore):
         if going_on and bucket.gradient_dtype != bucket.precision.master:
             self._widen(bucket)
             target = self._shard(bucket)
-        return add_or_set(bucket, reduced, target, self._downlink(bucket), going_on)
+        return add_or_set(bucket, reduced, target, self._d2h(bucket), going_on)
 
-    def _downlink(self, bucket: Bucket) -> Downlink:
-        return self._landing.downlink if bucket.tier.is_apart else Downlink()
+    def _d2h(self, bucket: Bucket) -> DeviceToHost:
+        return self._landing.d2h if bucket.tier.is_apart else DeviceToHost()
 
     def _scratch(self, bucket: Bucket) -> torch.Tensor:
         """A shard on the training device, until its values have gone where they are wanted."""

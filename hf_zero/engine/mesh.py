@@ -106,7 +106,7 @@ class Mesh:
 def _data_parallel(
     config: ZeroConfig, device: torch.device, copies: ModelCopies | None = None, ledger: Ledger | None = None
 ) -> DataParallelGroup:
-    apart = None if copies is None else copies.alike
+    apart = None if copies is None else copies.dp_groups
     groups = Groups.create(stage=config.stage, device_type=device.type, comm=config.comm, apart=apart)
     return choose_group(groups, device, ledger)
 

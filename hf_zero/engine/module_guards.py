@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..buckets.bucket import ParameterSlot
 from ..buckets.sharded import ShardedParametersError, are_hidden, show_values
-from ..disguise import look_only
+from ..guard import look_only
 from ..hooks import engine_attached_to
 from .gathered import GatheredParameters
 from .schedule import Unsharding
@@ -302,7 +302,7 @@ class ModuleMethods:
             type(module)._load_from_state_dict(module, state_dict, prefix, *args)
         finally:
             for slot, unit in sharded.items():
-                unit.take_in(slot, written=slot.parameter._version != versions[slot])
+                unit.store(slot, written=slot.parameter._version != versions[slot])
 
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for inner in module.modules() if recurse else [module]:

@@ -18,7 +18,7 @@ from torch import nn
 from ..buckets.bucket import Bucket
 from ..buckets.sharded import leaves
 from ..comm.transport import Handle
-from ..disguise import LOOKS, Disguise, Disguised
+from ..guard import LOOKS, Guard, Guarded
 from ..hooks import engine_attached_to
 from .collectives import Gather
 
@@ -26,7 +26,7 @@ _FRAMES_TO_ZERO_GRAD = 8
 """zero_grad, parameters, named_parameters, _named_members and its callable lie between; some are generators."""
 
 
-class ArrivingValues(Disguised):
+class ArrivingValues(Guarded):
     """Guards a parameter that an all-gather is writing to: a reader waits for its bucket."""
 
     __slots__ = ()
@@ -50,7 +50,7 @@ class ArrivingValues(Disguised):
         return self.__reduce_ex__(protocol)
 
 
-_ARRIVING = Disguise(ArrivingValues)
+_ARRIVING = Guard(ArrivingValues)
 
 
 def _wait_for(value: Any) -> None:
@@ -61,7 +61,7 @@ def _wait_for(value: Any) -> None:
     if engine is not None:
         engine.finish_parameters(parameter)
     # Also where the engine has gone, or its all-gather has failed: to ask once more would not end.
-    _ARRIVING.take_off((parameter,))
+    _ARRIVING.unguard((parameter,))
 
 
 class _HandedOut(dict):
@@ -124,10 +124,10 @@ class ParameterGather:
         for bucket in buckets:
             # A former gather of this bucket still writes to the memory that this one would write to.
             self.finish(bucket)
-            with bucket.tier.uplink.aside() if bucket.tier.is_apart else nullcontext():
+            with bucket.tier.h2d.aside() if bucket.tier.is_apart else nullcontext():
                 self._in_flight[bucket] = self._gather.start(bucket)
         for started in buckets:
-            _ARRIVING.put_on(started.parameters)
+            _ARRIVING.guard(started.parameters)
             for module in self._modules_of[started]:
                 # Past `nn.Module.__getattr__`, for speed. Dicts that stage 3 has put there look after reads themselves.
                 own: Any = module.__dict__["_parameters"]
@@ -146,7 +146,7 @@ class ParameterGather:
             return
         # Wait first, unguard second: a reader between the two would see half of the values.
         handle.finish()
-        _ARRIVING.take_off(bucket.parameters)
+        _ARRIVING.unguard(bucket.parameters)
         for module in self._modules_of[bucket]:
             guarded: Any = module.__dict__["_parameters"]
             if type(guarded) is _HandedOut and _ARRIVING.classes.isdisjoint(map(type, guarded.values())):

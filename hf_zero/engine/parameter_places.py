@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import show_values
 from ..comm.transport import Transport
-from ..disguise import look_only
+from ..guard import look_only
 from ..hooks import WeakHook
 from ..optimizer.holder import StateHolder
 from .buffers import ignored_parameters
@@ -195,8 +195,8 @@ def _moved(slot: ParameterSlot, held: torch.Tensor | None) -> RuntimeError:
     if held is None:
         what = "has been taken out of its module"
         instead = "Change the model before accelerator.prepare, or prepare model and optimizer anew."
-    elif held.shape != slot.place.shape:
-        what = f"has shape {tuple(held.shape)} and had {tuple(slot.place.shape)}, as after resize_token_embeddings"
+    elif held.shape != slot.view.shape:
+        what = f"has shape {tuple(held.shape)} and had {tuple(slot.view.shape)}, as after resize_token_embeddings"
         instead = (
             "Resize before accelerator.prepare, or call hf_zero.engine_of(model).resize_embeddings(num_tokens), on every rank, "
             "in place of model.resize_token_embeddings(num_tokens)."
@@ -264,16 +264,16 @@ class ExactWeights:
         return not self._rounding_of
 
     @contextmanager
-    def at_hand(self, purpose: str, alone: str = "") -> Iterator[None]:
+    def fetched_master(self, purpose: str, alone: str = "") -> Iterator[None]:
         """The parameters are their masters, in the parameters' dtype. Collective on the way in where there are buckets.
 
         Args:
-            alone: see `Transport.meet`.
+            alone: see `Transport.barrier`.
         """
         if self._rounding_of and not self._depth:
-            self._transport.meet(purpose, self._timeout_s, alone)
+            self._transport.barrier(purpose, self._timeout_s, alone)
             for bucket in self._rounding_of:
-                with self._holder.at_hand(bucket):
+                with self._holder.fetched_master(bucket):
                     bucket.follow_edits()
                     bucket.write_back()
                 self._gather.start(bucket).finish()

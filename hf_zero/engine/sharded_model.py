@@ -280,4 +280,4 @@ def _read_as(sharded: ShardedModel, dtype: torch.dtype | None) -> None:
     sharded.schedule.reshard_all()
     for unit, slot in sharded.unit_of.values():
         unit.memories[slot.bucket].read_as = dtype if slot.bucket.flat.is_floating_point() else None
-        unit.hang(slot)
+        unit.set_data(slot)

@@ -137,7 +137,7 @@ class SplitModel:
         """`box_of` each of the model's parameters, by name."""
         return {name: self.box_of(parameter) for name, parameter in self._model.named_parameters()}
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Puts the DTensors back, with the values that the plain parameters have now."""
         for undo in reversed(self._undo):
             undo()

@@ -70,7 +70,7 @@ def load_weights(
         read: (parameter, run of its elements) → their values, a 1-D host tensor.
     """
     for bucket in buckets:
-        with holder.at_hand(bucket) if bucket.trained else nullcontext(), torch.no_grad():
+        with holder.fetched_master(bucket) if bucket.trained else nullcontext(), torch.no_grad():
             for slot in bucket.slots:
                 common = slot.interval.intersect(bucket.own_interval)
                 if common is not None:
@@ -263,6 +263,6 @@ class EngineState:
         """Takes values that a script wrote into parameters into their masters."""
         # Only those: a master in a file would be read and written for nothing.
         for bucket in (bucket for bucket in self._parts.buckets if bucket.edited_rows):
-            with self._parts.holder.at_hand(bucket):
+            with self._parts.holder.fetched_master(bucket):
                 bucket.follow_edits()
         self._parts.exact.put_back()

@@ -241,7 +241,7 @@ class TrainingStep:
         parts = self._parts
         most = slots.GRAD_BUFFERS if parts.holder.timing.steps_early else None
         landing = Landing(
-            downlink=parts.tier.downlink,
+            d2h=parts.tier.d2h,
             landed=self._landed,
             most_under_way=most,
             goes_on=lambda: self.is_accumulating,
@@ -397,7 +397,7 @@ class TrainingStep:
         self.row_writes.refuse_unsent("a forward begins")
         self.gradients.recover()
         if parts.tier.cores is not None:
-            parts.tier.cores.give_back()
+            parts.tier.cores.release()
         parts.holder.before_forward()
         if self._gathers_layers:
             parts.sharded.before_forward()
@@ -502,7 +502,7 @@ class TrainingStep:
         # The last gathers still send from the shards that the optimizer is about to write, and copies read its masters.
         self._parts.parameter_gather.finish_all()
         if self._parts.tier.is_apart:
-            self._parts.tier.uplink.wait()
+            self._parts.tier.h2d.wait()
         if self._gathers_layers:
             self._parts.sharded.schedule.reshard_all()
 
@@ -539,7 +539,7 @@ class TrainingStep:
         """Writes a bucket back, and sends all stepped buckets up to the first unstepped one, in the order of all ranks."""
         if not self._sends_early:
             return
-        with bucket.tier.uplink.aside():
+        with bucket.tier.h2d.aside():
             self._parts.holder.write_back([bucket])
         self.row_writes.follow([bucket])
         self._written.add(bucket)
@@ -554,7 +554,7 @@ class TrainingStep:
         # Masters into parameters before any send: the gather reads the parameters' shard.
         parts.holder.write_back(left)
         if parts.tier.cores is not None:
-            parts.tier.cores.give_back()
+            parts.tier.cores.release()
         if parts.mesh.dp.all_groups.outer is not None:
             parts.outer.after_step(buckets)
         for bucket in buckets:
@@ -569,7 +569,7 @@ class TrainingStep:
         self.row_writes.follow(left)
         if any(bucket.layout.shards == 1 or not isinstance(bucket.memory, UnshardedMemory) for bucket in self._written):
             # No all-gather comes between their copies and those that read them.
-            parts.tier.uplink.hold_up_device()
+            parts.tier.h2d.hold_up_device()
         if parts.parameter_tier.files is not None:
             parts.parameter_tier.files.end_step()
 

@@ -11,7 +11,7 @@ import torch
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.memory import GatheredMemory
 from ..comm.transport import Handle
-from ..disguise import look_only
+from ..guard import look_only
 from ..optimizer.replicas import checksum
 from .collectives import Gather
 
@@ -210,7 +210,7 @@ class Unit:
         if keeps:
             for bucket, memory in self.memories.items():
                 memory.stay()
-                memory.hang_all(bucket.parameters, bucket.places)
+                memory.set_all_data(bucket.parameters, bucket.views)
         else:
             self.let_go()
 
@@ -243,19 +243,19 @@ class Unit:
             torch.autograd.graph.increment_version(slot.parameter)
         self.forget_edits()
 
-    def take_in(self, slot: ParameterSlot, *, written: bool) -> None:
+    def store(self, slot: ParameterSlot, *, written: bool) -> None:
         """Stores this rank's part of a whole value that a script put into a parameter of a sharded unit, if `written`."""
         bucket = slot.bucket
         if written:
-            bucket.memory.take_in(slot.place, slot.interval, slot.parameter.detach())
+            bucket.memory.store(slot.view, slot.interval, slot.parameter.detach())
             # The master follows what no optimizer step has written.
             slot.version = -1
-        self.hang(slot)
+        self.set_data(slot)
         self._versions = list(map(_VERSION, self._parameters))
 
-    def hang(self, slot: ParameterSlot) -> None:
+    def set_data(self, slot: ParameterSlot) -> None:
         """Points a parameter at its data in this state."""
-        slot.bucket.memory.hang(slot.parameter, slot.place)
+        slot.bucket.memory.set_data(slot.parameter, slot.view)
 
     def _leave(self, expected: UnitState) -> None:
         if self.state is not expected:
@@ -265,7 +265,7 @@ class Unit:
 
     def _hang_parameters(self) -> None:
         for bucket, memory in self.memories.items():
-            memory.hang_all(bucket.parameters, bucket.places)
+            memory.set_all_data(bucket.parameters, bucket.views)
         for follow in self.followers:
             follow()
 
@@ -287,7 +287,7 @@ class Unit:
             if unchanged and all(bucket.holds_all for bucket in self.buckets):
                 return
             for slot, version in zip(self.slots, self._versions):
-                held = slot.bucket.memory.is_view(slot.parameter, slot.place)
+                held = slot.bucket.memory.is_view(slot.parameter, slot.view)
                 if slot.parameter._version != version or not held:
                     raise _lost_edit(slot.name)
 

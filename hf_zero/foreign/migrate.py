@@ -10,7 +10,7 @@ import yaml
 
 from ..config.checks import ConfigError, cut, parse, read_yaml, shown
 from ..config.zero import ZeroConfig
-from .settings import OF_ACCELERATE, OF_FSDP, OF_JSON, Fate, Rule, Table, Verdict, unneeded, unsupported
+from .settings import OF_ACCELERATE, OF_FSDP, OF_JSON, Fate, Rule, Table, Translation, unneeded, unsupported
 
 _MOST_BYTES = 64 * 2**10
 _MARKS_OF_ACCELERATE = {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "machine_rank"}
@@ -91,30 +91,30 @@ def migrate(source: str | Path | Mapping[Any, Any]) -> Migration:
     base = {"stage": _own_stage(settings, origin)}
     lists: dict[Fate, list[MigratedKey]] = {fate: [] for fate in Fate}
     waiting = []
-    for path, value, verdict in _keys(settings, origin.table):
-        if verdict.fate is Fate.MAPPED:
-            waiting.append((path, value, verdict))
+    for path, value, translation in _keys(settings, origin.table):
+        if translation.fate is Fate.MAPPED:
+            waiting.append((path, value, translation))
         else:
-            lists[verdict.fate].append(MigratedKey(key=path, value=value, said=verdict.said))
+            lists[translation.fate].append(MigratedKey(key=path, value=value, said=translation.said))
     chosen: dict[str, Any] = {}
     refused: dict[int, str] = {}
     # What goes together only with another key is tried again when that has come; stages come first.
     waiting.sort(key=lambda found: "stage" not in found[2].settings)
     while waiting:
         left = []
-        for path, value, verdict in waiting:
-            hindrance = _hindrance(base, chosen, verdict)
+        for path, value, translation in waiting:
+            hindrance = _hindrance(base, chosen, translation)
             if hindrance is None:
-                chosen |= verdict.settings
-                lists[Fate.MAPPED].append(MigratedKey(key=path, value=value, said=verdict.said))
+                chosen |= translation.settings
+                lists[Fate.MAPPED].append(MigratedKey(key=path, value=value, said=translation.said))
             else:
-                refused[id(verdict)] = hindrance
-                left.append((path, value, verdict))
+                refused[id(translation)] = hindrance
+                left.append((path, value, translation))
         if len(left) == len(waiting):
             break
         waiting = left
-    for path, value, verdict in waiting:
-        lists[Fate.NOT_SUPPORTED].append(MigratedKey(key=path, value=value, said=refused[id(verdict)]))
+    for path, value, translation in waiting:
+        lists[Fate.NOT_SUPPORTED].append(MigratedKey(key=path, value=value, said=refused[id(translation)]))
     text = _as_yaml(base | chosen)
     return Migration(
         source=origin.name,
@@ -164,7 +164,7 @@ def _own_stage(settings: Mapping[Any, Any], origin: Source) -> int:
     return FSDP.stage if isinstance(section, Mapping) and section else origin.stage
 
 
-def _keys(settings: Mapping[Any, Any], table: Table, prefix: str = "") -> Iterator[tuple[str, Any, Verdict]]:
+def _keys(settings: Mapping[Any, Any], table: Table, prefix: str = "") -> Iterator[tuple[str, Any, Translation]]:
     """Yields each key once: dotted path, value, and its own translation."""
     for key, value in settings.items():
         path = f"{prefix}{key}"
@@ -184,13 +184,13 @@ def _keys(settings: Mapping[Any, Any], table: Table, prefix: str = "") -> Iterat
             yield path, value, unsupported("unknown: no key of this kind of config has this name")
 
 
-def _hindrance(base: Mapping[str, Any], chosen: Mapping[str, Any], verdict: Verdict) -> str | None:
+def _hindrance(base: Mapping[str, Any], chosen: Mapping[str, Any], translation: Translation) -> str | None:
     """Says why settings contradict the chosen ones; None if they agree."""
-    for name, value in verdict.settings.items():
+    for name, value in translation.settings.items():
         if name in chosen and chosen[name] != value:
             return f"`{name}` is {shown(chosen[name])} by another key; it has one value here"
     try:
-        _read_back(_as_yaml({**base, **chosen, **verdict.settings}))
+        _read_back(_as_yaml({**base, **chosen, **translation.settings}))
     except (ConfigError, UnicodeError, yaml.YAMLError) as error:
         return str(error).removeprefix("hf_zero config: ")
     return None

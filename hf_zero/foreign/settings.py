@@ -17,7 +17,7 @@ class Fate(str, Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Translation:
     """The translation of a key with its value.
 
     Attributes:
@@ -30,7 +30,7 @@ class Verdict:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-Rule: TypeAlias = Callable[[Any, Mapping[Any, Any]], Verdict]
+Rule: TypeAlias = Callable[[Any, Mapping[Any, Any]], Translation]
 """Is given a key's value and the section that the key is in."""
 
 Table: TypeAlias = Mapping[str, Rule]
@@ -44,17 +44,17 @@ def is_off(value: Any) -> bool:
     return value is None or value is False or value in ("auto", "none", "no", "false", "False", "NO", "None", "", [], 0)
 
 
-def mapped(settings: Mapping[str, Any], note: str = "") -> Verdict:
+def mapped(settings: Mapping[str, Any], note: str = "") -> Translation:
     said = ", ".join(f"{name}: {value}" for name, value in settings.items())
-    return Verdict(Fate.MAPPED, said + (f"; {note}" if note else ""), settings)
+    return Translation(Fate.MAPPED, said + (f"; {note}" if note else ""), settings)
 
 
-def unneeded(why: str) -> Verdict:
-    return Verdict(Fate.NOT_NEEDED, why)
+def unneeded(why: str) -> Translation:
+    return Translation(Fate.NOT_NEEDED, why)
 
 
-def unsupported(instead: str) -> Verdict:
-    return Verdict(Fate.NOT_SUPPORTED, instead)
+def unsupported(instead: str) -> Translation:
+    return Translation(Fate.NOT_SUPPORTED, instead)
 
 
 def never(why: str) -> Rule:
@@ -70,7 +70,7 @@ def instead(what: str) -> Rule:
 def same(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
     """A setting here with the same meaning, which takes the value."""
 
-    def rule(value: Any, section: Mapping[Any, Any]) -> Verdict:
+    def rule(value: Any, section: Mapping[Any, Any]) -> Translation:
         if value is None or value == "auto":
             return unneeded(f"`{name}` is left to its default")
         return mapped({name: convert(value)})
@@ -86,7 +86,7 @@ def one_of(values: Mapping[Any, Mapping[str, Any]], otherwise: str, off: str = "
         off: why a value that is off needs nothing.
     """
 
-    def rule(value: Any, section: Mapping[Any, Any]) -> Verdict:
+    def rule(value: Any, section: Mapping[Any, Any]) -> Translation:
         known = value.upper() if isinstance(value, str) else value
         for each, settings in values.items():
             if type(each) is type(known) and each == known:
@@ -126,7 +126,7 @@ def said_by(argument: str) -> Rule:
 def tier(name: str) -> Rule:
     """Translates a place: none, cpu, or nvme with the folder beside it."""
 
-    def rule(value: Any, section: Mapping[Any, Any]) -> Verdict:
+    def rule(value: Any, section: Mapping[Any, Any]) -> Translation:
         if is_off(value):
             return unneeded("off, or left to its default")
         if value not in ("cpu", "nvme"):
@@ -144,14 +144,14 @@ _FOLDERS = {
 }
 
 
-def group(value: Any, section: Mapping[Any, Any]) -> Verdict:
+def group(value: Any, section: Mapping[Any, Any]) -> Translation:
     """`mics_shard_size`, where -1 is off."""
     if is_off(value) or value == -1:
         return unneeded("off, or left to its default")
     return mapped({"comm.shard_group_size": whole(value)})
 
 
-def secondary(value: Any, section: Mapping[Any, Any]) -> Verdict:
+def secondary(value: Any, section: Mapping[Any, Any]) -> Translation:
     """`zero_hpz_partition_size`, where 1 is off."""
     if is_off(value) or value == 1:
         return unneeded("off, or left to its default")
@@ -315,7 +315,7 @@ _STRATEGIES: dict[Any, dict[str, Any]] = {
 _HYBRID = "set `comm.shard_group_size` to the number of ranks on a node: groups of so many share one copy of the state"
 
 
-def strategy(value: Any, section: Mapping[Any, Any]) -> Verdict:
+def strategy(value: Any, section: Mapping[Any, Any]) -> Translation:
     """`sharding_strategy`, by name or number."""
     if value in ("HYBRID_SHARD", 4):
         return mapped(_GATHERED, _HYBRID)
@@ -324,7 +324,7 @@ def strategy(value: Any, section: Mapping[Any, Any]) -> Verdict:
     return one_of(_STRATEGIES, "`stage` takes 0, 1, 2 or 3")(value, section)
 
 
-def resharding(value: Any, section: Mapping[Any, Any]) -> Verdict:
+def resharding(value: Any, section: Mapping[Any, Any]) -> Translation:
     """`reshard_after_forward`: a switch for FSDP2; FSDP1 has the names of strategies there, and accelerate writes text."""
     if isinstance(value, str) and value.upper() in (*_STRATEGIES, "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
         return strategy(value.upper(), section)
@@ -337,7 +337,7 @@ def resharding(value: Any, section: Mapping[Any, Any]) -> Verdict:
     return unsupported("`reshard_after_forward` takes true or false")
 
 
-def layers(value: Any, section: Mapping[Any, Any]) -> Verdict:
+def layers(value: Any, section: Mapping[Any, Any]) -> Translation:
     """Class names, as a list or as text with commas."""
     if value is None or value in ("", []):
         return unneeded("left to `unit_modules: auto`, which finds the layers")
@@ -385,7 +385,7 @@ _OF_LAUNCHER = (
 )
 
 
-def kind(value: Any, section: Mapping[Any, Any]) -> Verdict:
+def kind(value: Any, section: Mapping[Any, Any]) -> Translation:
     """`distributed_type`."""
     if value in ("FSDP", "DEEPSPEED"):
         return unneeded("say MULTI_GPU in accelerate's config: hf_zero comes with the script, or by `-m hf_zero.run`")

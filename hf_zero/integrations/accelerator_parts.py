@@ -254,7 +254,7 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
 def _folder_to_fill(
     accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
 ) -> Iterator[tuple[Path, Path]]:
-    engine.world.meet("accelerator.save_state", engine.config.comm.limit_s)
+    engine.world.barrier("accelerator.save_state", engine.config.comm.limit_s)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming
     if is_automatic:

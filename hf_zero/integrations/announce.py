@@ -21,7 +21,7 @@ from ..buckets.memory import GatheredMemory
 from ..checkpoint.files import in_one_line
 from ..comm.arrivals import CommunicationError, RankProcesses
 from ..comm.groups import keeps_launch_order
-from ..comm.watch import LastWords
+from ..comm.watch import ErrorHook
 from ..config import ConfigError, ZeroConfig
 from ..device import in_units
 from ..engine.engine import ZeroEngine
@@ -79,7 +79,7 @@ def end_cleanly(accelerator: Accelerator) -> None:
         processes = RankProcesses()
         processes.register()
         atexit.register(_leave, weakref.ref(accelerator), processes)
-        LastWords.installed().follow(accelerator)
+        ErrorHook.installed().follow(accelerator)
 
 
 def _leave(reference: weakref.ref, processes: RankProcesses) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..comm.watch import LastWords
+from ..comm.watch import ErrorHook
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut
 from ..config.zero import differences
@@ -44,7 +44,7 @@ class ZeroArguments(_ArgumentsBase):
         if self.zero is None:
             super().__post_init__()
             return
-        LastWords.installed()
+        ErrorHook.installed()
         config = ZeroConfig.of(self.zero, "--zero")
         self._refuse_other_engines(config)
         super().__post_init__()

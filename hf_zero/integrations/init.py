@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, core_model_loading
 
 from ..buckets.precision import mark_loaded, wanted_dtype
 from ..checkpoint.pieces import mapped_tensors
-from ..comm.watch import LastWords
+from ..comm.watch import ErrorHook
 from ..config import ZeroConfig
 from ..engine.assemble import FILES_ATTRIBUTE
 from .saved_weights import weight_files
@@ -35,7 +35,7 @@ def init(plugin: Any = None) -> Iterator[None]:
         plugin: the ZeroPlugin that will train the model, or what one can be made from. Below stage 3, where every rank
             holds the whole model, nothing is changed.
     """
-    LastWords.installed()
+    ErrorHook.installed()
     config = ZeroConfig.of(getattr(plugin, "config", plugin))
     if not config.may_shard_parameters:
         yield

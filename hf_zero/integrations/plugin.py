@@ -12,10 +12,10 @@ from accelerate.state import AcceleratorState, is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buckets.precision import check_cast_owner
-from ..comm.watch import LastWords
+from ..comm.watch import ErrorHook
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
-from ..disguise import mix_in
+from ..guard import mix_in
 from .accelerator import ZeroAcceleratorMixin
 from .accelerator_parts import mesh_of_batches
 from .announce import end_cleanly
@@ -85,7 +85,7 @@ class ZeroPlugin(ParallelismConfig):
     _watch: StepWatch | None = None
 
     def __init__(self, config: ConfigLike = None, *, tp_size: int = 1, **settings: "Unpack[ZeroSettings]"):
-        LastWords.installed()
+        ErrorHook.installed()
         if config is not None and settings:
             raise ConfigError(
                 f"hf_zero: ZeroPlugin got a config ({shown(config)}) and the settings {cut(', '.join(settings))}; give one "

@@ -155,7 +155,7 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
 def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
     disk = disk_with(asked, trainer.args.process_index, exchange_between_ranks)
     with _checking(trainer) as show:
-        mine = checkpoint_faults(asked, ZERO_FOLDER, rank=disk.place, world_size=len(disk.ranks), on_progress=show)
+        mine = checkpoint_faults(asked, ZERO_FOLDER, rank=disk.index, world_size=len(disk.ranks), on_progress=show)
     # The manifest's faults first: where files are cut off, the Trainer's own faults follow from that.
     mine = checkpoints_inside(asked) or mine or resume_faults(asked)
     # Agreement before raise: each rank has read a part of the files, and a rank that raised alone would leave the

@@ -43,7 +43,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 REPLACED_CLASSES: Mapping[str, str] = {
-    "disguise": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for saving, "
+    "guard": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for saving, "
     "resuming and preparing. GradScalers that a script or accelerate holds already. Parameters whose values are not there, or on "
     "their way: reads raise or wait, and no operation can pass. Gradients in an optimizer's groups, whose norm a script may "
     "take for that of the whole; "

@@ -23,10 +23,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..checkpoint.files import CheckpointError, in_one_line
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import is_foreign
-from ..disguise import mix_in
 from ..engine.engine import ZeroEngine
 from ..engine.sharded_model import computing_in
 from ..extras import extra
+from ..guard import mix_in
 from ..hooks import engine_attached_to
 from .environment import find_in_callers
 from .file_weights import load_weights_into

@@ -256,9 +256,9 @@ def _say_and_end(error: BaseException) -> None:
     """Shows an error as Python does, from the script's first line on, and ends with status 1."""
     if isinstance(error, ConfigError):
         # Here, not above: it imports torch, and the script has its own time for that.
-        from ..comm.watch import LastWords
+        from ..comm.watch import ErrorHook
 
-        LastWords.installed()
+        ErrorHook.installed()
     trace = _of_the_script(error.__traceback__)
     # What runs at the exit of a process finds out by these that it failed.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace

@@ -210,7 +210,7 @@ def find_good(
     passed: list[Candidate] = []
     names = {path.name for theirs in exchange(list(newest_first(output_dir))) for path in theirs}
     for path in sorted((output_dir / name for name in names), key=step_of, reverse=True):
-        mine = checkpoint_faults(path, folder, rank=disk.place, world_size=len(disk.ranks), on_progress=on_progress)
+        mine = checkpoint_faults(path, folder, rank=disk.index, world_size=len(disk.ranks), on_progress=on_progress)
         reports = exchange(mine or further_faults(path))
         faults = tuple(dict.fromkeys(fault for report in reports for fault in report))
         if not faults:

@@ -187,13 +187,13 @@ class _Moved:
     def start_fetch(self, device: torch.device, queue: SideQueue) -> None:
         """Begins to bring the bytes up, if they are not there."""
         if self._fetched is None and self._at_hand() is None:
-            self._fetched = self._bring(device, queue)
+            self._fetched = self._fetch(device, queue)
 
     def storage(self, device: torch.device, queue: SideQueue) -> torch.UntypedStorage:
         """The bytes on the device, which later calls find there as long as somebody holds them."""
         held = self._at_hand()
         if held is None:
-            (held, mark), self._fetched = self._fetched or self._bring(device, queue), None
+            (held, mark), self._fetched = self._fetched or self._fetch(device, queue), None
             mark.hold_up_device()
             self._in_use = ref(held)
         return held
@@ -205,7 +205,7 @@ class _Moved:
             self._fetched[1].hold_up_device()
             self._fetched = None
 
-    def _bring(self, device: torch.device, queue: SideQueue) -> tuple[torch.UntypedStorage, Mark]:
+    def _fetch(self, device: torch.device, queue: SideQueue) -> tuple[torch.UntypedStorage, Mark]:
         there = torch.empty_like(self._values, device=device, pin_memory=False)
         with queue.aside():
             there.copy_(self._values, non_blocking=True)

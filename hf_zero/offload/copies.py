@@ -16,7 +16,7 @@ _LEAST_WIDENED_NUMEL = 4096
 """Below it, values are widened by way of a copy."""
 
 
-class Downlink:
+class DeviceToHost:
     """Into memory that is the gradients' own, or which the host copies to at once."""
 
     def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
@@ -44,7 +44,7 @@ class Downlink:
         return 0
 
 
-class _StreamDownlink(Downlink):
+class _StreamDeviceToHost(DeviceToHost):
     """From an accelerator into pinned host memory, on a stream of its own: backward's kernels do not wait for the bus.
 
     What is wider there travels as it is here: torch would widen it first, and send twice the bytes.
@@ -161,9 +161,9 @@ def widen_in_place(target: torch.Tensor, dtype: torch.dtype) -> None:
         start += part
 
 
-def downlink(device: torch.device, cores: HostCores) -> Downlink:
+def d2h(device: torch.device, cores: HostCores) -> DeviceToHost:
     """The way from `device` into host memory, where `cores` are at work."""
-    return Downlink() if device.type == "cpu" else _StreamDownlink(device, cores)
+    return DeviceToHost() if device.type == "cpu" else _StreamDeviceToHost(device, cores)
 
 
 # ---- The way of stepped masters back to the parameters ----
@@ -172,7 +172,7 @@ PART_BYTES = 16 * 2**20
 """Of a pinned buffer, of which there are two. A power of two, which torch's pinned memory does not round up."""
 
 
-class Uplink:
+class HostToDevice:
     """From memory that is the parameters' own, or on its way to nowhere else."""
 
     def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -193,7 +193,7 @@ class Uplink:
         """Returns when they have: their sources may be written then."""
 
 
-class RoundedUplink(Uplink):
+class RoundedHostToDevice(HostToDevice):
     """From host memory to an accelerator, in the digits of the target: 2 bytes an element for 16-bit parameters.
 
     torch would send the source's 4 and round there. Two pinned buffers take turns, so that one is filled while the other is on
@@ -241,6 +241,6 @@ class RoundedUplink(Uplink):
         self._sent[turn] = queue_end(self._device)
 
 
-def uplink(device: torch.device) -> Uplink:
+def h2d(device: torch.device) -> HostToDevice:
     """The way from host memory to `device`."""
-    return Uplink() if device.type == "cpu" else RoundedUplink(device)
+    return HostToDevice() if device.type == "cpu" else RoundedHostToDevice(device)

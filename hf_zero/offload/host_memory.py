@@ -158,7 +158,7 @@ class HostCores:
 
     [Note: whose threads step]
     A step beside training runs in a thread of hf_zero's own, which `enter`s once, for good. A step that the script's
-    thread takes (`optimizer.step()`) borrows that thread: `take` before, `give_back` behind, and nothing is left of it.
+    thread takes (`optimizer.step()`) borrows that thread: `take` before, `release` behind, and nothing is left of it.
 
     Either one has helpers, which torch's OpenMP makes when a loop first wants them, with the number and the cores that the
     asking thread has then. Launchers leave a rank beside an accelerator one thread, so that its first helpers are made within
@@ -176,9 +176,9 @@ class HostCores:
         torch.set_num_threads(self.threads)
 
     def take(self) -> None:
-        """Sets them until `give_back`. A second call changes nothing."""
+        """Sets them until `release`. A second call changes nothing."""
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Undoes `take`, in the same thread; without `take`, nothing."""
 
     def near(self) -> AbstractContextManager[None]:
@@ -201,7 +201,7 @@ class ShareOfCores(HostCores):
             self._threads_before = torch.get_num_threads()
             self.enter()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
@@ -229,8 +229,8 @@ class NodeCores(ShareOfCores):
             self._numbers_before = os.sched_getaffinity(0)
         super().take()
 
-    def give_back(self) -> None:
-        super().give_back()
+    def release(self) -> None:
+        super().release()
         if self._numbers_before is not None:
             os.sched_setaffinity(0, self._numbers_before)
             self._numbers_before = None

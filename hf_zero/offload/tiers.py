@@ -17,7 +17,7 @@ import torch
 
 from ..config import ConfigError
 from ..device import PinnedPool, allocate, pin, unpin
-from .copies import Downlink, Uplink, downlink, uplink
+from .copies import DeviceToHost, HostToDevice, d2h, h2d
 from .files import Kind, StoredShard, Window
 from .host_memory import HostCores
 
@@ -248,8 +248,8 @@ class Tier:
         scratch_name: of the memory of `scratch`.
         device: of the parameters.
         cores: of the host, for steps in this memory; None where they are the script's own.
-        uplink: copies masters here to parameters on the device.
-        downlink: copies gradients from the device here.
+        h2d: copies masters here to parameters on the device.
+        d2h: copies gradients from the device here.
         files: for state; None if all state is in memory.
     """
 
@@ -260,8 +260,8 @@ class Tier:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.uplink = Uplink()
-        self.downlink = Downlink()
+        self.h2d = HostToDevice()
+        self.d2h = DeviceToHost()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocates a flat tensor of `numel` elements in this tier."""
@@ -294,8 +294,8 @@ class HostTier(Tier):
     def __init__(self, device: torch.device, cores: HostCores):
         self.device = device
         self.cores = cores
-        self.uplink = uplink(device)
-        self.downlink = downlink(device, cores)
+        self.h2d = h2d(device)
+        self.d2h = d2h(device, cores)
         self._scratches = PinnedPool(device)
         self._pinned: list[torch.Tensor] = []
         # The callback keeps the mappings alive until they have been unpinned: pages may not go back before.

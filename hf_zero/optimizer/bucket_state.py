@@ -100,16 +100,16 @@ class MasterPlace:
     def move_in(self) -> None:
         """Stores the master of a bucket that has just been built."""
 
-    def bring(self, regions: Regions) -> None:
+    def fetch(self, regions: Regions) -> None:
         """Fetches the master, and copies a script's edits into it."""
 
-    def put_away(self) -> None:
+    def store(self) -> None:
         """Writes the parameters from the master, and stores the master, behind a step.
 
         Parameters of a master in memory follow behind the whole step. Stepped rows still have their gradients.
         """
 
-    def at_hand(self) -> AbstractContextManager[None]:
+    def fetched_master(self) -> AbstractContextManager[None]:
         """Opens a context in which the master may be read and written."""
         return nullcontext()
 
@@ -133,7 +133,7 @@ class MasterPlace:
         # By `data`, which has a version of its own: rows once made as views of this memory count its edits as their own.
         return self._spare.data.copy_(self._bucket.master)
 
-    def take_over_aside(self) -> None:
+    def commit_aside(self) -> None:
         """Makes the last copy of `begin_aside` the master."""
         stepped, self._spare = self._spare, self._bucket.master
         if stepped is not None:
@@ -172,7 +172,7 @@ class StatePlace:
     def lend(self, states: States, regions: Regions) -> None:
         """Puts values into `states` in place of placeholders."""
 
-    def take_back(self, states: States, regions: Regions) -> None:
+    def store(self, states: States, regions: Regions) -> None:
         """Stores the values of `states`, and leaves placeholders there."""
 
     def values(self, row: Row, name: str, value: Any) -> Any:
@@ -202,12 +202,12 @@ class StatePlace:
 
     def end_aside(self, states: States, regions: Regions) -> None:
         """Stores the stepped copies in `states`, and leaves the entries for `optimizer.state` there."""
-        self.take_back(states, regions)
+        self.store(states, regions)
 
     def exchange_aside(self) -> None:
         """Swaps stored state and copy, once, before the rows' entries follow."""
 
-    def take_over_aside(self, row: Row, old: dict[str, Any]) -> None:
+    def commit_aside(self, row: Row, old: dict[str, Any]) -> None:
         """Keeps the old tensors of a row for the next copy. `old`: the row's former entries."""
         if not self.is_away:
             self._spare |= {(row, name): value for name, value in old.items() if is_elementwise(value, row)}
@@ -273,12 +273,12 @@ class BucketState:
         """Fetches everything for a step. `buffer`: with the file's contents."""
         regions = self.regions_in(buffer)
         self.state.lend(self.registered(), regions)
-        self.master.bring(regions)
+        self.master.fetch(regions)
 
-    def take_back(self, buffer: torch.Tensor | None) -> None:
+    def store(self, buffer: torch.Tensor | None) -> None:
         """Stores everything behind a step. `buffer` then has the new contents of the file."""
-        self.master.put_away()
-        self.state.take_back(self.registered(), self.regions_in(buffer))
+        self.master.store()
+        self.state.store(self.registered(), self.regions_in(buffer))
 
     def regions_in(self, buffer: torch.Tensor | None) -> Regions:
         """Returns the views of a buffer with the file's contents."""

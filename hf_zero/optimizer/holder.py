@@ -71,7 +71,7 @@ class LentStep(BucketStep):
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
         self._states[bucket].lend(None)
         super().step(bucket, rows)
-        self._states[bucket].take_back(None)
+        self._states[bucket].store(None)
 
 
 class BucketSteps:
@@ -91,7 +91,7 @@ class BucketSteps:
         window: moves state in files; None without files.
         transport: of the ranks that step together.
         step: of one bucket.
-        take_over: called before the first; returns the buckets that were stepped early.
+        commit: called before the first; returns the buckets that were stepped early.
         stepped: called with each bucket behind its step, also without one.
         wanted: whether to step in parts; else the optimizer's own call steps.
 
@@ -107,7 +107,7 @@ class BucketSteps:
         transport: Transport,
         step: BucketStep,
         *,
-        take_over: Callable[[torch.optim.Optimizer], Collection[Bucket]] = _none_ahead,
+        commit: Callable[[torch.optim.Optimizer], Collection[Bucket]] = _none_ahead,
         stepped: Callable[[Bucket], None] = _untold,
         wanted: Callable[[], bool] = _always,
     ):
@@ -117,7 +117,7 @@ class BucketSteps:
         self._states = states
         self._window = window
         self._step = step
-        self._take_over = take_over
+        self._commit = commit
         self._transport = transport
         self._gradients: dict[Row, torch.Tensor] = {}
         self._broken: OffloadError | None = None
@@ -133,7 +133,7 @@ class BucketSteps:
         self._hook.remove()
         self._hook = self._register()
 
-    def give_back_gradients(self) -> None:
+    def restore_gradients(self) -> None:
         """Restores the gradients of the stepped rows."""
         for row, gradient in self._gradients.items():
             row.tensor.grad = gradient
@@ -158,7 +158,7 @@ class BucketSteps:
         self.refuse_broken()
         rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._states}
         try:
-            done = self._take_over(self.optimizer)
+            done = self._commit(self.optimizer)
             left = {bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done}
             for bucket in rows_of:
                 if bucket not in left:
@@ -183,7 +183,7 @@ class BucketSteps:
                     state.lend(buffer)
                 self._step.step(bucket, rows_of[bucket])
                 if state is not None:
-                    state.take_back(buffer)
+                    state.store(buffer)
                 self._stepped(bucket)
 
     def _walk(
@@ -239,7 +239,7 @@ class StepTiming:
     def landed(self, bucket: Bucket, arrival: Arrival) -> None:
         """Notes, in the last backward before a step, that a bucket's rows have their gradients, or will on `arrival`."""
 
-    def take_over(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
+    def commit(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
         """Uses the early steps, before any bucket is stepped; returns their buckets.
 
         Raises:
@@ -387,14 +387,16 @@ class StateHolder:
             self._add(assigned.step, in_memory(assigned.states, step=assigned.step))
         left = states.keys() - {bucket for assigned in by_others for bucket in assigned.states}
         own = {b: state for b, state in states.items() if b in left and (state.is_away or self.timing.takes(b))}
-        step, take_over = BucketStep(optimizer), self.timing.take_over
+        step, commit = BucketStep(optimizer), self.timing.commit
         if self._files is not None:
-            self._add(step, BucketSteps(optimizer, own, self._files.window, self._transport, step, take_over=take_over))
+            self._add(step, BucketSteps(optimizer, own, self._files.window, self._transport, step, commit=commit))
         elif own:
-            self._add(step, in_memory(own, step=step, take_over=take_over))
-        at_hand = {bucket: states[bucket] for bucket in buckets if bucket.tier.is_apart and bucket in left - own.keys()}
-        if at_hand:
-            self._add(step, in_memory(at_hand, step=step, wanted=sends_early))
+            self._add(step, in_memory(own, step=step, commit=commit))
+        in_host_memory = {
+            bucket: states[bucket] for bucket in buckets if bucket.tier.is_apart and bucket in left - own.keys()
+        }
+        if in_host_memory:
+            self._add(step, in_memory(in_host_memory, step=step, wanted=sends_early))
         self._lent_bytes = max(self._lent_bytes, *(state.state.lent_bytes for state in own.values()), 0)
         for bucket in buckets:
             if self._states[bucket].state.is_away:
@@ -415,16 +417,16 @@ class StateHolder:
             # Called twice for a class of optimizer whose step calls its parent's.
             self._files.end_step()
         for steps in self._steps:
-            steps.give_back_gradients()
+            steps.restore_gradients()
 
     def write_back(self, buckets: Sequence[Bucket]) -> None:
         """Copies stepped masters into the parameters."""
         for bucket in self.choice.unwritten(buckets):
             bucket.write_back()
 
-    def at_hand(self, bucket: Bucket) -> AbstractContextManager[None]:
+    def fetched_master(self, bucket: Bucket) -> AbstractContextManager[None]:
         """Opens a context in which the bucket's master may be read and written."""
-        return self._states[bucket].master.at_hand()
+        return self._states[bucket].master.fetched_master()
 
     def values(self, row: Row, name: str, value: Any) -> Any:
         """Returns a row's `name` of `optimizer.state` with its values, perhaps as a copy."""

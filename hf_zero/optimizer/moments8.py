@@ -174,7 +174,7 @@ class StateInBlocks(StatePlace):
     def lend(self, states: States, regions: Regions) -> None:
         self._lent = self._moments.unpack(states, self.packed)
 
-    def take_back(self, states: States, regions: Regions) -> None:
+    def store(self, states: States, regions: Regions) -> None:
         self._moments.pack(states, self._lent, self.blocks())
         self._lent = {}
 

@@ -51,14 +51,14 @@ class RoundedMaster(MasterPlace):
         self._absent = torch.full((), float("nan"), dtype=bucket.precision.master, device=bucket.device)
 
     def move_in(self) -> None:
-        self._bucket.put_away(self._absent)
+        self._bucket.store(self._absent)
 
-    def bring(self, regions: Regions) -> None:
+    def fetch(self, regions: Regions) -> None:
         master = self._bucket.tier.scratch(self._bucket.layout.shard_numel, self._bucket.precision.master)
-        self._bucket.bring(master.copy_(self._bucket.own))
+        self._bucket.fetch(master.copy_(self._bucket.own))
 
     @torch.no_grad()
-    def put_away(self) -> None:
+    def store(self) -> None:
         register = {} if self._optimizer is None else self._optimizer.state
         for row in self._bucket.rows:
             if row.tensor.grad is not None:
@@ -66,19 +66,19 @@ class RoundedMaster(MasterPlace):
                 round_row(row, self._bucket.master, self._bucket.own, count=state.get(STEP, 0))
                 # Behind the rounding, whose bits the old count chooses: a resumed run draws the same.
                 state[STEP] = state.get(STEP, 0) + 1
-        self._bucket.put_away(self._absent)
+        self._bucket.store(self._absent)
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
+    def fetched_master(self) -> Iterator[None]:
         if not self._bucket.is_away:
             yield
             return
         # Edits go to the parameter itself, from which the next step begins.
-        self._bucket.bring(self._bucket.own.to(self._bucket.precision.master))
+        self._bucket.fetch(self._bucket.own.to(self._bucket.precision.master))
         try:
             yield
         finally:
-            self._bucket.put_away(self._absent)
+            self._bucket.store(self._absent)
 
     def put(self, row: Row, values: torch.Tensor) -> None:
         # A former run's master in a checkpoint is not needed: its rounded values were loaded as the parameters.
@@ -128,29 +128,29 @@ class MasterInFile(MasterPlace):
 
     def move_in(self) -> None:
         self._shard.write_part(MASTER, Interval(0, self._bucket.layout.shard_numel), self._bucket.master)
-        self._bucket.put_away(self._absent)
+        self._bucket.store(self._absent)
 
-    def bring(self, regions: Regions) -> None:
-        self._bucket.bring(regions[MASTER])
+    def fetch(self, regions: Regions) -> None:
+        self._bucket.fetch(regions[MASTER])
         # Behind the fetch, before the step: a script's edit of the parameter must be in the master that is stepped.
         self._bucket.follow_edits()
 
-    def put_away(self) -> None:
+    def store(self) -> None:
         # Before the master is stored: the parameters are written from the values in memory.
         self._bucket.write_back()
-        self._bucket.put_away(self._absent)
+        self._bucket.store(self._absent)
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
+    def fetched_master(self) -> Iterator[None]:
         if not self._bucket.is_away:
             yield
             return
         buffer = allocate(self._shard.region_bytes(MASTER), torch.uint8, _HOST)
-        self._bucket.bring(self._shard.read_region(MASTER, buffer))
+        self._bucket.fetch(self._shard.read_region(MASTER, buffer))
         try:
             yield
         finally:
-            self._bucket.put_away(self._absent)
+            self._bucket.store(self._absent)
             self._shard.write_region(MASTER, buffer)
             self._shard.written_bytes += buffer.nbytes
 
@@ -167,7 +167,7 @@ class MasterInFile(MasterPlace):
         # The buffer goes to the file's other side, and the sides change places.
         return regions[MASTER]
 
-    def take_over_aside(self) -> None:
+    def commit_aside(self) -> None:
         """Does nothing: the file's sides have changed places."""
 
     @property
@@ -195,7 +195,7 @@ class StateInFile(StatePlace):
     def lend(self, states: States, regions: Regions) -> None:
         self._exchange(states, regions, lambda view: view)
 
-    def take_back(self, states: States, regions: Regions) -> None:
+    def store(self, states: States, regions: Regions) -> None:
         self._exchange(states, regions, lambda view: self._placeholders.of(view.shape, view.dtype))
 
     def values(self, row: Row, name: str, value: Any) -> Any:
@@ -251,7 +251,7 @@ class MomentsInFile(StatePlace):
     def lend(self, states: States, regions: Regions) -> None:
         self._lent = self._moments.unpack(states, self._blocks_in(regions))
 
-    def take_back(self, states: States, regions: Regions) -> None:
+    def store(self, states: States, regions: Regions) -> None:
         self._moments.pack(states, self._lent, self._blocks_in(regions))
         self._lent = {}
 

@@ -14,7 +14,7 @@ from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.sharded import ShardedGradient
 from ..comm.groups import Groups
 from ..config import ZeroConfig
-from ..disguise import look_only
+from ..guard import look_only
 from ..hooks import WeakHook, engine_attached_to
 from ..layout.slots import Interval
 from .holder import StateHolder

@@ -173,7 +173,7 @@ def _placed(value: Any, kind: str, row: Row) -> Any:
 def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
     """Gathers the reduced gradient in the parameter's shape; None if no rank has any."""
     # First: a rank that comes alone gets an error that names the call, in place of a gather without an end.
-    slot.bucket.group.transport.meet("full_grad", timeout_s)
+    slot.bucket.group.transport.barrier("full_grad", timeout_s)
     row = slot.row
     if row is None or not row.has_gradient:
         return _gather(slot, None)
@@ -188,7 +188,7 @@ def full_state(
 ) -> dict[str, torch.Tensor | object]:
     """Gathers the optimizer's state by name, whole if it has one value an element. `holder`: of the state."""
     transport = slot.bucket.group.transport
-    transport.meet("full_state", timeout_s)
+    transport.barrier("full_state", timeout_s)
     row = slot.row
     mine: dict[str, Any] = {}
     # By name: whether it has one value an element, as the ranks with a row of the parameter see it.

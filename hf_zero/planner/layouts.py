@@ -91,12 +91,12 @@ class Layout:
 
 def ranks_without_a_group(world_size: int, ranks_a_node: int, config: ZeroConfig, backend: str) -> Groups:
     """Rank 0's groups of a run with so many ranks, which need not exist."""
-    everyone = RankGroup(ranks=tuple(range(world_size)), place=0)
-    alone = RankGroup(ranks=(0,), place=0)
+    everyone = RankGroup(ranks=tuple(range(world_size)), index=0)
+    alone = RankGroup(ranks=(0,), index=0)
     wanted = config.comm.shard_group_size
     size = 1 if config.stage == 0 else wanted if isinstance(wanted, int) else world_size
-    shard = RankGroup(ranks=tuple(range(size)), place=0)
-    replicate = RankGroup(ranks=tuple(range(0, world_size, size)), place=0)
+    shard = RankGroup(ranks=tuple(range(size)), index=0)
+    replicate = RankGroup(ranks=tuple(range(0, world_size, size)), index=0)
     return Groups(
         backend="local" if world_size == 1 else backend,
         world=everyone,

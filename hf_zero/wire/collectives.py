@@ -73,7 +73,7 @@ def all_gather_blocks(
     device = flat.device
     codes = torch.empty(format.code_bytes(flat.numel()), dtype=torch.uint8, device=device)
     scales = torch.empty(format.blocks(flat.numel()), dtype=torch.float32, device=device)
-    own_codes, own_scales = (part.view(group.size, -1)[group.place] for part in (codes, scales))
+    own_codes, own_scales = (part.view(group.size, -1)[group.index] for part in (codes, scales))
     quantise(own, own_codes, own_scales, format, residual)
     handles = [
         transport.start_all_gather(codes, own_codes, label, group),

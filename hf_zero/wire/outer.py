@@ -43,7 +43,7 @@ class Anchor:
         self._at_hand = at_hand
         self._among = among
         numel = -(-bucket.master.numel() // among.size)
-        start, stop = (min(bucket.master.numel(), place * numel) for place in (among.place, among.place + 1))
+        start, stop = (min(bucket.master.numel(), place * numel) for place in (among.index, among.index + 1))
         self.own = Interval(start, stop)
         self.values = nn.Parameter(torch.zeros(numel, dtype=bucket.master.dtype, device=bucket.master.device))
         is_nesterov = outer.momentum > 0
@@ -75,7 +75,7 @@ class Anchor:
         # The mean of all groups' models, before the anchor moves towards it.
         models.finish()
         self._move(mean.div_(among.size))
-        own = flat.chunk(among.size)[among.place].copy_(self.values.data)
+        own = flat.chunk(among.size)[among.index].copy_(self.values.data)
         anchors = transport.start_all_gather(flat, own, bucket.label("all-gather models"), among=among)
         yield
         anchors.finish()
@@ -134,7 +134,7 @@ class SyncedEvery(OuterSteps):
         self._transport = transport
         self._sync_every = comm.sync_every
         self._has_momentum = comm.outer.momentum > 0
-        self.replica = among.place
+        self.replica = among.index
         self._anchors = {bucket: Anchor(bucket, among, comm.outer, at_hand) for bucket in buckets}
 
     def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:

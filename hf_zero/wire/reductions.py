@@ -153,7 +153,7 @@ class BetweenGroups(Route):
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         transport, format, group = bucket.group.transport, self._format, bucket.group.groups.replicate
-        part = out.view(group.size, -1)[group.place]
+        part = out.view(group.size, -1)[group.index]
         scattered, gathered = (bucket.label(f"{verb} shards of gradients") for verb in ("reduce-scatter", "all-gather"))
         finish = self._order.begin(
             lambda: self._within.start(bucket, flat, out),
@@ -175,12 +175,12 @@ def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder) -> Ro
 
     def of_group(kind: str, groups: Groups) -> bool:
         replicate = groups.replicate
-        return kind.startswith(BETWEEN) and int(kind.removeprefix(BETWEEN)) % replicate.size == replicate.place
+        return kind.startswith(BETWEEN) and int(kind.removeprefix(BETWEEN)) % replicate.size == replicate.index
 
     def part_of_shard(bucket: Bucket) -> Interval:
         replicate = bucket.group.groups.replicate
         numel = bucket.own_interval.numel // replicate.size
-        return Interval(0, numel).shift(bucket.own_interval.start + replicate.place * numel)
+        return Interval(0, numel).shift(bucket.own_interval.start + replicate.index * numel)
 
     whole = Residuals(lambda own: f"{RESIDUAL}{own.rank}", lambda bucket: Interval(0, bucket.layout.numel), of_rank)
     within = Route(format, whole)
@@ -189,7 +189,7 @@ def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder) -> Ro
     return BetweenGroups(
         format,
         within=within,
-        between=Residuals(lambda own: f"{BETWEEN}{own.replicate.place}", lambda bucket: bucket.own_interval, of_group),
+        between=Residuals(lambda own: f"{BETWEEN}{own.replicate.index}", lambda bucket: bucket.own_interval, of_group),
         of_sums=Residuals(lambda own: OF_SUMS, part_of_shard, lambda kind, own: kind == OF_SUMS),
         order=order,
     )

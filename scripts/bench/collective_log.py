@@ -21,7 +21,7 @@ from harness import Clocks, on_ranks, print_table, read_options
 from hf_zero import engine_of
 from hf_zero.comm.diagnosis import ScriptCall
 from hf_zero.comm.ledger import Label, Ledger
-from hf_zero.comm.whereabouts import script_frame
+from hf_zero.comm.rank_state import script_frame
 
 MOST_SHARE = 0.005
 LOOKS_A_SECOND = 2

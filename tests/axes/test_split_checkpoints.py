@@ -75,7 +75,7 @@ def save(rank: int, world_size: int, job: SplitJob, checkpoint: Path, resumed: P
             if rank == 0:
                 # A mixture's files have a tensor for each expert.
                 model.save_pretrained(checkpoint)
-    engine.world.meet("the model is saved", 60)
+    engine.world.barrier("the model is saved", 60)
     seal_state(engine, checkpoint, manifest)
     kept = moments(engine, model)
     engine.close()

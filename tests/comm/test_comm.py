@@ -32,8 +32,8 @@ from hf_zero.comm.arrivals import CommunicationError, RankProcess
 from hf_zero.comm.groups import Groups, urgent_options
 from hf_zero.comm.ledger import Label, Ledger
 from hf_zero.comm.transport import Handle, StepsInOrder
-from hf_zero.comm.transports import CollectiveTransport, Meetings, PointToPointTransport, StoreExchange
-from hf_zero.comm.watchdog import Lookout
+from hf_zero.comm.transports import CollectiveTransport, PointToPointTransport, StoreBarrier, StoreExchange
+from hf_zero.comm.watchdog import Watchdog
 from hf_zero.config import CommConfig
 from hf_zero.device import SideQueue, queue_end
 from hf_zero.engine.engine import ZeroEngine
@@ -392,20 +392,20 @@ def test_a_meeting_without_a_store_is_an_error_that_says_so(rank, world_size):
         store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
     groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
     with mock.patch("hf_zero.comm.watchdog._get_default_store", lambda: store):
-        lookout = Lookout(rank, world_size, "test")
-    meetings = Meetings(groups.world, lookout, "test")
-    meetings.meet("the first meeting", 20)
+        watchdog = Watchdog(rank, world_size, "test")
+    barrier = StoreBarrier(groups.world, watchdog, "test")
+    barrier.wait("the first meeting", 20)
     dist.barrier()
     if rank == 0:
-        del store, meetings, lookout
+        del store, barrier, watchdog
         gc.collect()
     dist.barrier()
     if rank == 1:
         with pytest.raises(
             CommunicationError, match=r"the second meeting; the process that keeps the ranks' store has ended"
         ):
-            meetings.meet("the second meeting", 20)
-        assert lookout.leave(patience_s=20) == []
+            barrier.wait("the second meeting", 20)
+        assert watchdog.leave(patience_s=20) == []
 
 
 def all_collectives(link: CollectiveTransport) -> Iterator[Callable[[], object]]:

@@ -26,12 +26,12 @@ from training import gpt2, gpt2_batch
 
 import hf_zero
 from hf_zero import ZeroEngine, engine_of
-from hf_zero.comm.diagnosis import Absence, DeviceQueue, Verdict, is_to_end, others_are_behind
+from hf_zero.comm.diagnosis import DeviceQueue, RankReport, StragglerReport, is_to_end, others_are_behind
 from hf_zero.comm.ledger import Label, Ledger
+from hf_zero.comm.rank_state import RankState, script_frame
 from hf_zero.comm.transport import Handle
 from hf_zero.comm.watch import SAVE, CollectiveLog, ScriptCollective, Wait, Watch
-from hf_zero.comm.watchdog import LateWatch
-from hf_zero.comm.whereabouts import Whereabouts, script_frame
+from hf_zero.comm.watchdog import StragglerWatch
 from hf_zero.optimizer.replicas import ReplicasDivergedError, checksum
 
 pytestmark = pytest.mark.timeout(120)
@@ -132,8 +132,8 @@ def test_the_launcher_is_told_by_the_late_rank_too(runs):
 
 def where(
     waits_in: object = None, torch_call: str | None = None, seconds: float = 100.0, place: str = "evaluate, step 812"
-) -> Whereabouts:
-    return Whereabouts(
+) -> RankState:
+    return RankState(
         waits_in=None if waits_in is None else str(waits_in),
         kind=getattr(waits_in, "kind", None),
         seconds=seconds,
@@ -146,11 +146,11 @@ def where(
     )
 
 
-def verdict(what: object, others: dict[int, Whereabouts | None], silence: str | None = None) -> Verdict:
+def report(what: object, others: dict[int, RankState | None], silence: str | None = None) -> StragglerReport:
     wait = Wait(what)
     wait.since_s -= 120
-    absences = {
-        rank: Absence(
+    rank_reports = {
+        rank: RankReport(
             rank=rank,
             process=None,
             has_ended=False,
@@ -162,11 +162,11 @@ def verdict(what: object, others: dict[int, Whereabouts | None], silence: str | 
         )
         for rank, each in others.items()
     }
-    return Verdict(
+    return StragglerReport(
         rank=0,
         wait=wait,
         line="",
-        absences=absences,
+        rank_reports=rank_reports,
         silence=silence,
         place="training step, step 812",
         recent=["a line"],
@@ -198,11 +198,11 @@ def verdict(what: object, others: dict[int, Whereabouts | None], silence: str | 
     ],
 )
 def test_a_wait_is_ended_for_a_late_rank_and_not_for_a_slow_link(what, others, ends):
-    assert is_to_end(verdict(what, others)) == ends
+    assert is_to_end(report(what, others)) == ends
 
 
 def test_a_wait_is_ended_where_the_store_is_silent():
-    assert is_to_end(verdict(GATHER, {}, silence="the store has not answered"))
+    assert is_to_end(report(GATHER, {}, silence="the store has not answered"))
 
 
 def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monkeypatch):
@@ -210,19 +210,19 @@ def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monk
     monkeypatch.setattr("hf_zero.comm.watchdog.break_all_groups", lambda: None)
     errors = queue.Queue()
 
-    class Lookout:
+    class Watchdog:
         script_wait, ended, log, begun = None, None, CollectiveLog(), Counter()
         longest = Wait(GATHER)
         kind_of = Watch().kind_of
 
-        def judge_late(self, wait: Wait) -> Verdict:
-            return verdict(GATHER, {1: where()})
+        def diagnose(self, wait: Wait) -> StragglerReport:
+            return report(GATHER, {1: where()})
 
-        def sentence(self, told: Verdict) -> None:
+        def end_stragglers(self, told: StragglerReport) -> None:
             errors.put((self.longest.end, self.ended))
 
-    lookout = Lookout()
-    watch = LateWatch(lookout, limit_s=0.1)
+    watchdog = Watchdog()
+    watch = StragglerWatch(watchdog, limit_s=0.1)
     error, ended = errors.get(timeout=30)
     watch.close(within_s=10)
     assert "failed for want of rank 1" in str(error) and ended == str(error)
@@ -230,7 +230,7 @@ def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monk
 
 def test_one_line_says_which_ranks_wait_where():
     told = str(
-        verdict(
+        report(
             REDUCE,
             {
                 1: where(REDUCE, place="training step, step 812"),
@@ -264,9 +264,9 @@ def test_the_last_collective_of_a_queue_is_a_wait_once_it_was_started_long_ago()
 @pytest.mark.parametrize(("theirs", "is_behind"), [(40, True), (41, False), (42, False)])
 def test_of_a_queue_a_rank_is_late_that_has_not_started_as_many(theirs, is_behind):
     other = replace(where(), begun={GATHER.kind: theirs})
-    assert others_are_behind(verdict(GATHER, {1: other}), {GATHER.kind: 41}, GATHER.kind) == is_behind
+    assert others_are_behind(report(GATHER, {1: other}), {GATHER.kind: 41}, GATHER.kind) == is_behind
     # One that says nothing may have come to its end.
-    assert not others_are_behind(verdict(GATHER, {1: None}), {GATHER.kind: 41}, GATHER.kind)
+    assert not others_are_behind(report(GATHER, {1: None}), {GATHER.kind: 41}, GATHER.kind)
 
 
 @pytest.mark.parametrize(("theirs", "ends"), [(0, True), (1, False)])
@@ -275,20 +275,20 @@ def test_in_a_save_a_rank_is_late_that_has_not_begun_it_and_not_one_that_writes_
     monkeypatch.setattr("hf_zero.comm.watchdog.break_all_groups", broken.set)
     asked = queue.Queue()
 
-    class Lookout(Watch):
+    class Watchdog(Watch):
         script_wait = None
 
-        def judge_late(self, wait: Wait) -> Verdict:
+        def diagnose(self, wait: Wait) -> StragglerReport:
             asked.put(wait)
-            return verdict(wait.what, {1: replace(where(), begun={SAVE: theirs})})
+            return report(wait.what, {1: replace(where(), begun={SAVE: theirs})})
 
-        def sentence(self, told: Verdict) -> None:
+        def end_stragglers(self, told: StragglerReport) -> None:
             assert told.culprits == [1]
 
-    lookout = Lookout()
-    with lookout.saving(), lookout.saving(), lookout.inside("exchange of a few values") as wait:
-        watch = LateWatch(lookout, limit_s=0.1)
-        assert asked.get(timeout=30) is wait and lookout.begun[SAVE] == 1
+    watchdog = Watchdog()
+    with watchdog.saving(), watchdog.saving(), watchdog.inside("exchange of a few values") as wait:
+        watch = StragglerWatch(watchdog, limit_s=0.1)
+        assert asked.get(timeout=30) is wait and watchdog.begun[SAVE] == 1
         assert broken.wait(30 if ends else 2) == ends and (wait.end is not None) == ends
         watch.close(within_s=10)
 
@@ -307,7 +307,7 @@ def test_the_main_threads_frames_are_read_without_pythons_collector(monkeypatch)
 
 
 OF_A_LIBRARY = """
-from hf_zero.comm.whereabouts import script_line
+from hf_zero.comm.rank_state import script_line
 def run_backward():
     return script_line()[0]
 """

@@ -38,8 +38,8 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 import hf_zero
 from hf_zero.buckets import memory
 from hf_zero.device import Reservation, ResizedReservation
-from hf_zero.disguise import mix_in
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.guard import mix_in
 from hf_zero.hooks import engine_attached_to
 
 pytestmark = pytest.mark.timeout(120)

@@ -32,7 +32,7 @@ from training import bert, bert_batch, gpt2, gpt2_batch
 from transformers import Trainer
 
 from hf_zero import ConfigError, ZeroPlugin, engine_of
-from hf_zero.disguise import mix_in
+from hf_zero.guard import mix_in
 from hf_zero.integrations.environment import _processes_on
 
 pytestmark = pytest.mark.timeout(180)
@@ -630,9 +630,7 @@ def test_an_optimizer_around_another_and_one_of_two_models_are_refused(fresh_sta
         accelerator.prepare(first, SlowWeights(torch.optim.SGD(first.parameters(), lr=0.1)))
     accelerator.free_memory()
     both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"2 parameters that are not in the model.*from this model alone"
-    ):
+    with pytest.raises(ValueError, match=r"2 parameters that are not in the model.*from this model alone"):
         accelerator.prepare(first, second, both)
 
 

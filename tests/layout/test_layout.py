@@ -198,8 +198,8 @@ HOST, DEVICE = torch.device("cpu"), torch.device("meta")
 
 
 def groups(ranks: int, nodes: int = 1) -> Groups:
-    everyone = RankGroup(ranks=tuple(range(ranks)), place=0)
-    alone = RankGroup(ranks=(0,), place=0)
+    everyone = RankGroup(ranks=tuple(range(ranks)), index=0)
+    alone = RankGroup(ranks=(0,), index=0)
     made = Groups(backend="fake", world=everyone, shard=everyone, replicate=alone, gather=everyone)
     return replace(made, nodes=tuple(rank * nodes // ranks for rank in range(ranks)))
 
@@ -267,7 +267,7 @@ def test_buffers_taken_in_the_order_of_buckets_are_at_most_as_large_as_planned(s
     pool, in_use = BufferPool(buckets, limit, DEVICE), []
     for each in buckets:
         while pool.exhausted_for(each):
-            pool.give_back(*in_use.pop(0))
+            pool.release(*in_use.pop(0))
         in_use.append((each, pool.take(each)))
     assert pool.most_bytes <= 4 * pool_numel(layouts, limit)
 

@@ -112,11 +112,11 @@ def test_ranks_share_the_cores(monkeypatch, tmp_path):
 
 def test_a_borrowed_thread_is_given_back_as_it_was():
     own, cores = torch.get_num_threads(), ShareOfCores(torch.get_num_threads() + 3)
-    cores.give_back()
+    cores.release()
     cores.take()
     cores.take()
     assert torch.get_num_threads() == own + 3
-    cores.give_back()
+    cores.release()
     assert torch.get_num_threads() == own
 
 

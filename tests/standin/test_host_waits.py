@@ -252,7 +252,7 @@ def trained(compiled, settings: dict, *, looks: bool = False) -> tuple[list[torc
         optimizer.step()
         optimizer.zero_grad()
     # One more shard a bucket at most.
-    assert engine.tier.downlink.sum_bytes <= sum(4 * bucket.layout.shard_numel for bucket in engine.buckets)
+    assert engine.tier.d2h.sum_bytes <= sum(4 * bucket.layout.shard_numel for bucket in engine.buckets)
     with engine.gathered():
         found += [parameter.detach().cpu() for parameter in model.parameters()]
     return found, waits.found

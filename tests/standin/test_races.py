@@ -28,7 +28,7 @@ from hf_zero.checkpoint.pieces import LivePieces
 from hf_zero.device import SideQueue, pinned, queue_end, side_queue
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import plan_state
-from hf_zero.offload.copies import RoundedUplink
+from hf_zero.offload.copies import RoundedHostToDevice
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 
@@ -346,7 +346,7 @@ def ways_up(rank: int, world_size: int, library: Path, folder: str, name: str) -
             train(placed(SETTINGS[name], folder), WAYS["gpt2"], Path(folder))
     entries = [entry for entry in map(Entry._make, trace) if entry.actor.startswith("stream")]
     [computes] = {entry.actor for entry in entries if entry.name == "aten::addmm"}
-    lines, first = inspect.getsourcelines(RoundedUplink)
+    lines, first = inspect.getsourcelines(RoundedHostToDevice)
     ups = {f"copies.py:{first + number}" for number in range(len(lines))}
     found = []
     for each in entries:

@@ -6,7 +6,7 @@ FLOOR = {
     "layout": 0,
     "device": 0,
     "hooks": 0,
-    "disguise": 0,
+    "guard": 0,
     "arithmetic": 1,
     "forecast": 1,
     "comm": 2,

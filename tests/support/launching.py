@@ -30,7 +30,7 @@ def own_port() -> int:
     return 29510 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
-_meetings = itertools.count()
+_barrier = itertools.count()
 
 
 def port_to_meet_on() -> int:
@@ -39,7 +39,7 @@ def port_to_meet_on() -> int:
     Not one that the system chooses: it gives those to any connection. Each process of pytest's has its own hundreds.
     """
     first = 10_000 + 500 * (own_port() - 29_510) % 15_000
-    for turn in _meetings:
+    for turn in _barrier:
         with socket.socket() as tried:
             # As the ranks' store does: what a former one has left behind is not in its way.
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -107,7 +107,7 @@ def mix_in(instance: Any, mixin: type) -> None:
         instance.__class__ = _mixed(mixin, kind)
 
 
-class Disguised(_TensorBase):
+class Guarded(_TensorBase):
     """The base of the mixins of guards."""
 
     __slots__ = ()
@@ -115,7 +115,7 @@ class Disguised(_TensorBase):
     _own_class: ClassVar[type]
 
 
-class Disguise:
+class Guard:
     """Puts a mixin into the class of parameters or other tensors, and takes it out again.
 
     Args:
@@ -125,25 +125,25 @@ class Disguise:
         classes: of guarded parameters.
     """
 
-    def __init__(self, mixin: type[Disguised]):
+    def __init__(self, mixin: type[Guarded]):
         self._mixin = mixin
         self._made: dict[type, type] = {}
         self.classes: set[type] = set()
 
-    def put_on(self, parameters: Iterable[torch.Tensor]) -> None:
+    def guard(self, parameters: Iterable[torch.Tensor]) -> None:
         """Guards these parameters. Each layer of stage 3 comes here twice in a step."""
         for parameter in parameters:
             kind: Any = type(parameter)
             if kind not in self.classes:
                 parameter.__class__ = self._made.get(kind) or self._make(kind)
 
-    def take_off(self, parameters: Iterable[torch.Tensor]) -> None:
+    def unguard(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             kind: Any = type(parameter)
             if kind in self.classes:
                 parameter.__class__ = kind._own_class
 
-    def all_wear_it(self, parameters: Iterable[torch.Tensor]) -> bool:
+    def are_guarded(self, parameters: Iterable[torch.Tensor]) -> bool:
         return self.classes.issuperset(map(type, parameters))
 
     def _make(self, kind: type) -> type:

@@ -21,7 +21,7 @@ _INNERMOST = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whereabouts:
+class RankState:
     """A rank's answer about itself.
 
     Attributes:
