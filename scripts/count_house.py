@@ -72,8 +72,8 @@ LAST = {
     "private names of others": 87,
     "scripts: lines": 8095,
     "scripts: files": 35,
-    "tests: lines": 43_131,
-    "tests: files": 210,
+    "tests: lines": 41_451,
+    "tests: files": 144,
 }
 """What each row was when it was counted last. Lower a number when a row has fallen; raise one only with a reason."""
 

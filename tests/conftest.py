@@ -39,7 +39,7 @@ import cpu_times  # noqa: E402
 import rank_server  # noqa: E402
 import ranks  # noqa: E402
 import shared_ranks  # noqa: E402
-import small_units  # noqa: E402, F401
+import training  # noqa: E402, F401
 
 from hf_zero.extras import EXTRAS, is_installed  # noqa: E402
 
@@ -54,7 +54,6 @@ ranks.PRELOADED_MODULES += [
     "hypothesis",
     "trainer_job",
     "accelerate_job",
-    "small_units",
     "split_runs",
     "warm_start",
 ]

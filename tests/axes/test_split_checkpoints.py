@@ -9,8 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from cells import slow
-from ranks import run_ranks
-from shared_ranks import four_ranks
+from shared_ranks import four_ranks, run_on_ranks
 from split_runs import LENGTH, VOCABULARY, SplitJob, batches, load, local_of, save_models, whole_of
 from trainer_job import as_launched, history
 from transformers import LlamaForCausalLM, MixtralForCausalLM, Trainer
@@ -116,7 +115,7 @@ def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path
         arguments = {"job": job, "checkpoint": checkpoint, "resumed": resumed}
         if world_size == 4:
             return four_ranks.run(save, **arguments)
-        return run_ranks(save, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
+        return run_on_ranks(save, world_size=world_size, **arguments)
 
     first = tmp_path / start
     [saved, *_] = run(start, first, None)
@@ -133,6 +132,9 @@ def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path
     model = make.from_pretrained(tmp_path / "whole")
     for name, parameter in model.named_parameters():
         assert np.array_equal(parameter.detach().numpy(), saved[name]), name
+
+
+# ---- plan and reports ----
 
 
 def reports(rank: int, world_size: int, folder: Path, tp: int, ep: int) -> dict:
@@ -238,7 +240,7 @@ def compares(rank: int, world_size: int, folder: Path) -> list:
 
 @pytest.mark.slow
 def test_parity_is_with_the_models_own_split_and_a_plain_all_reduce(folder):
-    everyone = run_ranks(compares, world_size=4, time_limit_s=100, keyword_arguments={"folder": folder})
+    everyone = run_on_ranks(compares, world_size=4, folder=folder)
     for good, bad, unchanged, kind in everyone:
         assert good.passed and good.world_size == 4 and good.steps == 3 and len(good.gradients) == 21, str(good)
         assert not bad.passed and bad.norm > 1e-4 > 100 * good.norm, str(bad)
@@ -250,6 +252,9 @@ def folder_name(tmp_path_factory):
     folder_name = tmp_path_factory.mktemp("models")
     save_models(folder_name)
     return str(folder_name)
+
+
+# ---- accelerate and Trainer ----
 
 
 def texts(count: int = 48) -> list[dict[str, torch.Tensor]]:
@@ -296,17 +301,14 @@ def accelerated(
 )
 def test_accelerate_trains_saves_and_resumes(folder_name, tmp_path, kind, sizes, copies):
     def run(world_size: int, sizes: tuple, saved: str | None = None, resumed: str | None = None) -> dict:
-        return run_ranks(
+        return run_on_ranks(
             accelerated,
             world_size=world_size,
-            time_limit_s=120,
-            keyword_arguments={
-                "folder": folder_name,
-                "kind": kind,
-                "sizes": sizes,
-                "saved": None if saved is None else tmp_path / saved,
-                "resumed": None if resumed is None else tmp_path / resumed,
-            },
+            folder=folder_name,
+            kind=kind,
+            sizes=sizes,
+            saved=None if saved is None else tmp_path / saved,
+            resumed=None if resumed is None else tmp_path / resumed,
         )[0]
 
     split, plain = run(4, sizes, saved="split"), run(copies, (1, 1), saved="plain")
@@ -353,8 +355,16 @@ def trained(rank: int, world_size: int, folder: str, kind: str, sizes: tuple, ou
 def test_trainer_trains_saves_and_resumes(folder_name, tmp_path, kind, sizes, copies, is_resumed):
     def run(world_size: int, sizes: tuple, name: str, resume: str | None = None) -> dict:
         output = str(tmp_path / name)
-        arguments = {"folder": folder_name, "kind": kind, "sizes": sizes, "output": output, "resume": resume}
-        return run_ranks(trained, world_size=world_size, time_limit_s=200, keyword_arguments=arguments)[0]
+        return run_on_ranks(
+            trained,
+            world_size=world_size,
+            time_limit_s=200,
+            folder=folder_name,
+            kind=kind,
+            sizes=sizes,
+            output=output,
+            resume=resume,
+        )[0]
 
     split, plain = run(4, sizes, "split"), run(copies, (1, 1), "plain")
     assert split["losses"] == pytest.approx(plain["losses"], rel=1e-5)
@@ -376,4 +386,4 @@ def refused(rank: int, world_size: int) -> str:
 
 
 def test_a_tp_size_that_does_not_divide_the_ranks_is_refused():
-    assert "tp_size is 3, which does not divide the 2 ranks" in run_ranks(refused, world_size=2, time_limit_s=60)[0]
+    assert "tp_size is 3, which does not divide the 2 ranks" in run_on_ranks(refused)[0]

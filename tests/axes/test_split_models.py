@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from cells import slow
-from ranks import run_ranks
 from safetensors.torch import save_file
-from shared_ranks import four_ranks
+from shared_ranks import four_ranks, run_on_ranks
 from split_runs import KINDS, SplitJob, batches, load, save_models, train_each, whole_of
 from transformers import MixtralForCausalLM, core_model_loading
 
@@ -36,11 +35,8 @@ def folder(tmp_path_factory):
 def both(job: SplitJob, variants: list[dict]) -> tuple[list, list]:
     """What each of four ranks has, and one process with a whole model."""
     split = four_ranks.run(train_each, job=job, variants=variants)
-    [alone] = run_ranks(
-        train_each,
-        world_size=1,
-        time_limit_s=200,
-        keyword_arguments={"job": job, "variants": [{"tp": 1, "ep": 1, "settings": {"stage": 0}}]},
+    [alone] = run_on_ranks(
+        train_each, world_size=1, time_limit_s=200, job=job, variants=[{"tp": 1, "ep": 1, "settings": {"stage": 0}}]
     )
     return split, alone
 
@@ -223,6 +219,9 @@ def experts_folder(tmp_path_factory) -> Path:
     return experts_folder
 
 
+# ---- files with a tensor for each expert ----
+
+
 def resumes(rank: int, world_size: int, folder: Path, ep: int) -> dict[str, np.ndarray]:
     model = load(SplitJob(folder=str(folder), kind="mixtral", tp=2, ep=ep))
     engine = ZeroEngine(model, [torch.optim.AdamW(model.parameters())], {"stage": 2})
@@ -238,8 +237,7 @@ def test_files_with_a_tensor_an_expert_are_read_into_a_split_model(experts_folde
         experts_folder / "checkpoint/model.safetensors"
     )
     expected = dict(MixtralForCausalLM.from_pretrained(experts_folder / "checkpoint").named_parameters())
-    arguments = {"folder": experts_folder, "ep": ep}
-    for whole in run_ranks(resumes, world_size=4, time_limit_s=60, keyword_arguments=arguments):
+    for whole in run_on_ranks(resumes, world_size=4, folder=experts_folder, ep=ep):
         assert whole.keys() == expected.keys()
         assert all(np.array_equal(value, expected[name].detach().numpy()) for name, value in whole.items())
 
@@ -266,6 +264,8 @@ def test_tensors_that_are_computed_and_not_cut_are_refused_by_name(experts_folde
             saved_weights.blocks_in_files(model, shapes, then="")
 
 
+# ---- experts over more ranks than compute a batch together ----
+
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
 
 
@@ -286,12 +286,7 @@ def test_tiers_accumulation_and_checks_leave_the_run_as_it_is(folder, tmp_path, 
     near = [{"stage": stage, "comm": {"gradients": "int8", "weights": "int8"}} for stage in (2, 3)]
     near.append({"stage": 2, "moments": "8bit"})
     everyone = four_ranks.run(train_each, job=job, variants=[{"settings": settings} for settings in [*same, *near]])
-    [alone] = run_ranks(
-        train_each,
-        world_size=1,
-        time_limit_s=100,
-        keyword_arguments={"job": job, "variants": [{"tp": 1, "ep": 1, "settings": {"stage": 0}}]},
-    )
+    [alone] = run_on_ranks(train_each, world_size=1, job=job, variants=[{"tp": 1, "ep": 1, "settings": {"stage": 0}}])
     for outcomes in everyone:
         for settings, outcome in zip([*same, *near], outcomes):
             tolerance = 1e-5 if settings in same else 2e-2

@@ -12,10 +12,9 @@ import pytest
 import standin_device
 import torch
 from cells import short_of
-from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
-from shared_ranks import on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from standin_runs import EXACT, INEXACT, prepared, steps
 from trainer_job import as_launched, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
@@ -34,10 +33,6 @@ from hf_zero.optimizer.loss_scale import GradScaler
 pytestmark = pytest.mark.timeout(150)
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 AUTO_CLASSES = {"bert": AutoModelForSequenceClassification, "gpt2": AutoModelForCausalLM}
-
-
-def run_both(target, world_size: int = 2, **arguments) -> list:
-    return run_ranks(target, world_size=world_size, time_limit_s=100, keyword_arguments=arguments)
 
 
 class Snapshots:
@@ -93,9 +88,9 @@ def contents(checkpoint: Path) -> dict[str, bytes]:
 )
 def test_what_is_written_behind_training_is_what_was_there_at_the_save(stage, tmp_path):
     at_once, copying, tight = (tmp_path / name for name in ("at once", "copying", "tight"))
-    run_both(saves, output_dir=str(at_once), settings=f"stage={stage},checkpoint.async_save=false")
-    by_copying = run_both(saves, output_dir=str(copying), settings=f"stage={stage}")
-    limited = run_both(saves, output_dir=str(tight), settings=f"stage={stage}", free=2 * 8192)
+    run_on_ranks(saves, output_dir=str(at_once), settings=f"stage={stage},checkpoint.async_save=false")
+    by_copying = run_on_ranks(saves, output_dir=str(copying), settings=f"stage={stage}")
+    limited = run_on_ranks(saves, output_dir=str(tight), settings=f"stage={stage}", free=2 * 8192)
     assert all(copied > 0 and written == 0 for copied, written in by_copying[:1])
     assert all(copied <= 2 * 8192 and written > 0 for copied, written in limited[:1])
     for folder in (copying, tight):
@@ -118,7 +113,7 @@ def leaves_its_folder(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_script_may_go_to_another_folder_while_a_save_is_under_way(tmp_path):
-    run_both(leaves_its_folder, world_size=1, folder=str(tmp_path))
+    run_on_ranks(leaves_its_folder, world_size=1, folder=str(tmp_path))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
     assert checkpoint_faults(tmp_path / "run" / "checkpoint-2", "zero") == []
 
@@ -150,7 +145,7 @@ def is_interrupted(rank: int, world_size: int, output_dir: str) -> None:
 
 
 def test_an_interrupted_run_ends_soon_without_the_save_under_way(tmp_path):
-    run_both(is_interrupted, output_dir=str(tmp_path))
+    run_on_ranks(is_interrupted, output_dir=str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
     assert checkpoint_faults(tmp_path / "checkpoint-2", "zero") == []
 
@@ -208,7 +203,7 @@ def saves_as_transformers_does(rank: int, world_size: int, output_dir: str, sett
     ),
 )
 def test_every_rank_writes_its_part_of_the_files_that_transformers_would_write(settings, model, tmp_path):
-    gathered = run_both(saves_as_transformers_does, output_dir=str(tmp_path), settings=settings, model=model)
+    gathered = run_on_ranks(saves_as_transformers_does, output_dir=str(tmp_path), settings=settings, model=model)
     assert gathered == [[0, 0], [0, 0]]
     loaded = AUTO_CLASSES[model].from_pretrained(tmp_path / "checkpoint-4")
     assert not any(parameter.isnan().any() for parameter in loaded.parameters())
@@ -234,7 +229,7 @@ def edits_while_saving(rank: int, world_size: int, output_dir: str) -> str:
 
 
 def test_an_edit_while_a_save_is_under_way_is_an_error_and_no_checkpoint(tmp_path):
-    said = run_both(edits_while_saving, output_dir=str(tmp_path))
+    said = run_on_ranks(edits_while_saving, output_dir=str(tmp_path))
     assert all("was edited between a save and the next optimizer step" in each for each in said)
     assert list(tmp_path.iterdir()) == []
 
@@ -270,6 +265,8 @@ def test_a_file_laid_out_and_filled_by_pieces_is_what_safetensors_reads(tmp_path
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
     assert all(begins[name] % tensor.itemsize == 0 for name, tensor in tensors.items())
 
+
+# ---- copies from an accelerator ----
 
 PART_BYTES = 8192
 SAVED = {
@@ -379,7 +376,6 @@ def saves_at_once(rank: int, world_size: int, library: Path, folder: str) -> tup
 
 @standin_device.needs_compiler
 def test_a_save_pins_two_buffers_whatever_the_model_and_waits_for_their_copies_alone(library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path)}
-    [(waits, pinned, state)] = run_ranks(saves_at_once, world_size=1, time_limit_s=60, keyword_arguments=arguments)
+    [(waits, pinned, state)] = run_on_ranks(saves_at_once, world_size=1, library=library, folder=str(tmp_path))
     assert waits == {SIDE}
     assert pinned == BUFFERS * PART_BYTES < state / 5

@@ -17,12 +17,11 @@ from accelerate_job import make_accelerator
 from cells import examples, short_of, short_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 from safetensors.torch import save_file
-from saved_engines import save_engine
+from shared_ranks import run_on_ranks
 from torch import nn
 from trainer_job import as_launched
-from training import adamw_in_two_groups, gpt2, gpt2_batch
+from training import adamw_in_two_groups, gpt2, gpt2_batch, save_engine
 
 from hf_zero import engine_of, gathered
 from hf_zero.checkpoint import files
@@ -151,7 +150,7 @@ def fails_on_one_rank(rank: int, world_size: int, folder: str) -> str:
 
 def test_a_fault_on_one_rank_is_every_ranks(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    messages = run_ranks(fails_on_one_rank, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
+    messages = run_on_ranks(fails_on_one_rank, folder=str(tmp_path))
     for message in messages:
         assert message.startswith("hf_zero: rank 1 could not write to") and "Not a directory" in message
     assert not (tmp_path / ZERO_FOLDER / "manifest.json").exists()
@@ -190,11 +189,9 @@ def loaded_state(rank: int, world_size: int, folder: str, stage: int, bf16: bool
 def test_state_is_the_same_at_another_world_size_and_stage(tmp_path, wrote, reads, bf16):
     arguments = {"folder": str(tmp_path), "bf16": bf16}
     world, stage = wrote
-    saved = run_ranks(saved_state, world_size=world, time_limit_s=60, keyword_arguments={**arguments, "stage": stage})
+    saved = run_on_ranks(saved_state, world_size=world, **arguments, stage=stage)
     world, stage = reads
-    for loaded in run_ranks(
-        loaded_state, world_size=world, time_limit_s=60, keyword_arguments={**arguments, "stage": stage}
-    ):
+    for loaded in run_on_ranks(loaded_state, world_size=world, **arguments, stage=stage):
         assert loaded == saved[0]
 
 
@@ -267,11 +264,7 @@ def test_a_flipped_bit_in_any_chunk_of_a_file_is_found_by_the_rank_that_looks_th
     )
 
 
-@given(
-    cut=st.integers(0, 4000),
-    readers=st.integers(1, 5),
-    small=st.lists(st.integers(0, 3000), max_size=3),
-)
+@given(cut=st.integers(0, 4000), readers=st.integers(1, 5), small=st.lists(st.integers(0, 3000), max_size=3))
 def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_known(
     tmp_path_factory, cut, readers, small
 ):
@@ -324,6 +317,8 @@ def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_kno
                 # Two chunks at each of four edges, and the header's.
                 assert 512 * len(mine) <= loads + 512 * 8 + header_bytes
 
+
+# ---- on other numbers of ranks ----
 
 GLOBAL_BATCH = 12
 BEFORE, AFTER = range(3), range(3, 8)
@@ -401,7 +396,7 @@ def loads(rank: int, world_size: int, folder: str) -> list[list[float]]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> tuple[Path, list[float]]:
     folder = tmp_path_factory.mktemp("saved")
-    losses = run_ranks(saves, world_size=4, time_limit_s=110, keyword_arguments={"folder": str(folder)})
+    losses = run_on_ranks(saves, world_size=4, folder=str(folder))
     assert losses[0] == losses[3] and len(losses[0]) == len(AFTER)
     return folder, losses[0]
 
@@ -410,11 +405,14 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, list[float]]:
 @pytest.mark.parametrize("world_size", short_of([1, 2, 3, 4], [3]))
 def test_a_state_of_4_ranks_at_stage_3_is_the_same_at_every_stage(world_size, uninterrupted):
     folder, expected = uninterrupted
-    for losses in run_ranks(loads, world_size=world_size, time_limit_s=110, keyword_arguments={"folder": str(folder)}):
+    for losses in run_on_ranks(loads, world_size=world_size, folder=str(folder)):
         for stage, after in enumerate(losses):
             assert np.allclose(after, expected, rtol=1e-5, atol=0), f"stage {stage}"
         if world_size == 4:
             assert losses[3] == expected
+
+
+# ---- state unlike torch's own ----
 
 
 class Named(torch.optim.Optimizer):
@@ -525,8 +523,8 @@ def counts(rank: int, world_size: int, folder: str) -> float:
 
 def test_a_counter_with_a_dimension_is_no_state_of_the_whole_parameter(tmp_path):
     arguments = {"folder": str(tmp_path)}
-    assert run_ranks(counts, world_size=1, time_limit_s=50, keyword_arguments=arguments) == [1]
-    assert run_ranks(counts, world_size=2, time_limit_s=50, keyword_arguments=arguments) == [2, 2]
+    assert run_on_ranks(counts, world_size=1, **arguments) == [1]
+    assert run_on_ranks(counts, **arguments) == [2, 2]
 
 
 # Names

@@ -27,7 +27,8 @@ import numpy as np
 import pytest
 import torch
 from cells import short_of
-from ranks import PRELOADED_MODULES, joined_process_group, run_ranks
+from ranks import PRELOADED_MODULES, joined_process_group
+from shared_ranks import run_on_ranks
 from trainer_job import as_launched, history, make_trainer
 from transformers import Trainer, TrainerCallback
 
@@ -55,10 +56,6 @@ pytestmark = pytest.mark.timeout(180)
 SAVING = {"max_steps": 10, "save_strategy": "steps", "save_steps": 2}
 KILLS = 3
 SLOW_KILLS = 200
-
-
-def on_ranks(target: Callable, world_size: int = 2, **arguments) -> list:
-    return run_ranks(target, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
 
 def alone(value: object) -> list:
@@ -236,7 +233,7 @@ class Undisturbed:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Undisturbed:
     folder = tmp_path_factory.mktemp("undisturbed")
-    outcomes = on_ranks(watched_run, output_dir=str(folder / "run"), notes=str(folder / "notes"), stage=3)
+    outcomes = run_on_ranks(watched_run, output_dir=str(folder / "run"), notes=str(folder / "notes"), stage=3)
     assert len(outcomes[0]["losses"]) == 10 and outcomes[0]["start"] == 0
     return Undisturbed(folder / "run", outcomes)
 
@@ -282,7 +279,7 @@ def kill_then_resume(
             assert checkpoint_faults(path, "zero") == [], f"{context}: {path.name} is not good"
         newest = int(found[0].name.removeprefix("checkpoint-")) if found else 0
         assert newest >= committed, f"{context}: checkpoint-{committed} was saved, and the newest is {newest}"
-    outcomes = on_ranks(watched_run, output_dir=str(run), notes=str(notes), stage=rng.randrange(4))
+    outcomes = run_on_ranks(watched_run, output_dir=str(run), notes=str(notes), stage=rng.randrange(4))
     for outcome in outcomes:
         assert outcome["start"] == newest, context
         assert undisturbed.same(outcome), f"{context}: another run than the undisturbed one"
@@ -502,7 +499,7 @@ def test_a_refused_save_is_every_ranks_error_and_harms_nothing(
     refusal, stage, guilty, says, async_save, undisturbed, tmp_path
 ):
     case = {"stage": stage, "refusal": refusal, "guilty": guilty, "async_save": async_save}
-    outcomes = on_ranks(saves_on_a_bad_disk, folder=str(tmp_path), **case)
+    outcomes = run_on_ranks(saves_on_a_bad_disk, folder=str(tmp_path), **case)
     refused = {outcome["stop"]["refused"] for outcome in outcomes}
     assert len(refused) == 1, refused
     assert re.search(rf"hf_zero: .*{says}.*training state is unharmed", refused.pop())
@@ -550,7 +547,7 @@ def best_after_a_failed_save(rank: int, world_size: int, output_dir: str) -> str
 
 
 def test_the_best_checkpoint_is_never_one_whose_save_failed(tmp_path):
-    [best] = on_ranks(best_after_a_failed_save, world_size=1, output_dir=str(tmp_path))
+    [best] = run_on_ranks(best_after_a_failed_save, world_size=1, output_dir=str(tmp_path))
     assert best == str(tmp_path / "checkpoint-2") and checkpoint_faults(Path(best), "zero") == []
     # At the end stock Trainer, with a limit of 1, takes all away but what it believes to be the best.
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
@@ -746,9 +743,9 @@ def test_resume_true_passes_over_what_is_not_good_and_says_why(undisturbed, tmp_
     flip_a_bit(tmp_path / "checkpoint-150" / ROWS, 12345)
     for name in ("checkpoint-200", ".tmp-checkpoint-300", ".old-checkpoint-100"):
         (tmp_path / name).mkdir()
-    for outcome in on_ranks(train_from, output_dir=str(tmp_path), resume=True, door="flag 1"):
+    for outcome in run_on_ranks(train_from, output_dir=str(tmp_path), resume=True, door="flag 1"):
         assert outcome["start"] == 8 and undisturbed.same(outcome)
-    said = on_ranks(train_from, output_dir=str(tmp_path), resume="last-good", door="flag 3")[0]["said"][0]
+    said = run_on_ranks(train_from, output_dir=str(tmp_path), resume="last-good", door="flag 3")[0]["said"][0]
     assert f"resuming from {tmp_path}/checkpoint-100. Passed over: checkpoint-200: it holds no model weights" in said
     assert f"checkpoint-150: {ROWS} has other contents than were written" in said
     left = {path.name for path in tmp_path.iterdir()}
@@ -759,28 +756,28 @@ def test_without_a_good_checkpoint_true_raises_with_each_fault_and_last_good_sta
     shutil.copytree(undisturbed.folder / "checkpoint-8", tmp_path / "checkpoint-8")
     (tmp_path / "checkpoint-8" / "config.json").unlink()
     (tmp_path / "checkpoint-9").mkdir()
-    for outcome in on_ranks(train_from, output_dir=str(tmp_path), resume=True):
+    for outcome in run_on_ranks(train_from, output_dir=str(tmp_path), resume=True):
         assert outcome["refused"].startswith("No valid checkpoint found in output directory")
         assert "checkpoint-9: it holds no model weights, trainer_state.json is missing" in outcome["refused"]
         assert "checkpoint-8: config.json is missing" in outcome["refused"]
-    afresh = on_ranks(train_from, output_dir=str(tmp_path), resume="last-good")
+    afresh = run_on_ranks(train_from, output_dir=str(tmp_path), resume="last-good")
     assert "checkpoint-8: config.json is missing); starting afresh." in afresh[0]["said"][0]
     for outcome in afresh:
         assert outcome["start"] == 0 and undisturbed.same(outcome)
 
 
 def test_a_folder_without_checkpoints_is_said_to_hold_none(tmp_path):
-    [refused] = on_ranks(train_from, world_size=1, output_dir=str(tmp_path), resume=True)
+    [refused] = run_on_ranks(train_from, world_size=1, output_dir=str(tmp_path), resume=True)
     assert refused["refused"] == f"No valid checkpoint found in output directory ({tmp_path})"
-    [afresh] = on_ranks(train_from, world_size=1, output_dir=str(tmp_path), resume="last-good", max_steps=2)
+    [afresh] = run_on_ranks(train_from, world_size=1, output_dir=str(tmp_path), resume="last-good", max_steps=2)
     assert afresh["said"] == [f"hf_zero: no good checkpoint in {tmp_path} (it holds none); starting afresh."]
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_the_model_alone_is_good_and_starts_the_optimizer_afresh(tmp_path):
-    on_ranks(train_from, output_dir=str(tmp_path), resume=None, door="flag 3", save_only_model=True, max_steps=4)
+    run_on_ranks(train_from, output_dir=str(tmp_path), resume=None, door="flag 3", save_only_model=True, max_steps=4)
     assert checkpoint_faults(tmp_path / "checkpoint-4", "zero") == []
-    for outcome in on_ranks(train_from, output_dir=str(tmp_path), resume=True, door="flag 2"):
+    for outcome in run_on_ranks(train_from, output_dir=str(tmp_path), resume=True, door="flag 2"):
         assert outcome["start"] == 4
         assert (
             f"hf_zero: {tmp_path}/checkpoint-4 holds no optimizer state; the optimizer starts afresh."
@@ -801,12 +798,12 @@ def goes_on(rank: int, world_size: int, folder: str, doors: list[str]) -> list[d
 
 @pytest.mark.parametrize("world_size", short_of([1, 2], [2]))
 def test_a_plain_trainers_checkpoint_goes_on_at_every_stage_as_ddp_does(world_size, tmp_path):
-    whole = on_ranks(train_from, output_dir=str(tmp_path), resume=None, door="ddp", max_steps=6)[0]
+    whole = run_on_ranks(train_from, output_dir=str(tmp_path), resume=None, door="ddp", max_steps=6)[0]
     assert (tmp_path / "checkpoint-4" / "optimizer.pt").is_file() and not (tmp_path / "checkpoint-4" / "zero").exists()
     # Two ranks go on as the run that was not broken off; one takes other batches than they did, and plain Trainer tells which.
     # (On two without GPUs not every Trainer can read its own optimizer.pt: transformers 5.17 would have it on `cpu:0`.)
     doors = [*(["ddp"] if world_size == 1 else []), *(f"flag {stage}" for stage in range(4))]
-    for outcomes in on_ranks(goes_on, world_size, folder=str(tmp_path), doors=doors):
+    for outcomes in run_on_ranks(goes_on, world_size, folder=str(tmp_path), doors=doors):
         plain = outcomes.pop(0) if world_size == 1 else whole
         assert len(plain["losses"]) == 6
         for stage, outcome in enumerate(outcomes):
@@ -850,7 +847,7 @@ def test_rotation_never_takes_the_last_good_one(undisturbed, tmp_path):
     flip_a_bit(tmp_path / "checkpoint-30" / ROWS, 12345)
     os.utime(tmp_path / "checkpoint-30", (2**32, 2**32))
     # The save at step 10 fails, so that the former one has to stay.
-    seen = on_ranks(rotates, world_size=1, output_dir=str(tmp_path))[0]
+    seen = run_on_ranks(rotates, world_size=1, output_dir=str(tmp_path))[0]
     assert seen == [["checkpoint-8"], ["checkpoint-12"], ["checkpoint-14"]]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-14"]
 

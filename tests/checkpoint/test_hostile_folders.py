@@ -17,7 +17,7 @@ import pytest
 import torch
 from cells import slow
 from hostile_folders import MANIFEST, by_command, cast, commands, make_card, resign, with_header
-from ranks import run_ranks
+from shared_ranks import run_on_ranks
 from trainer_job import as_launched, make_trainer
 from training import gpt2
 
@@ -362,8 +362,7 @@ def trained(tmp_path_factory) -> Path:
     """Runs of two ranks in both layouts: `hf/checkpoint-2`, `hf/checkpoint-4`, and the same below `sharded`."""
     folder = tmp_path_factory.mktemp("trained")
     for layout in ("hf", "sharded"):
-        arguments = {"folder": str(folder), "layout": layout}
-        run_ranks(saves, world_size=2, time_limit_s=150, keyword_arguments=arguments)
+        run_on_ranks(saves, folder=str(folder), layout=layout)
     return folder
 
 
@@ -829,8 +828,7 @@ def test_a_disk_that_fails_at_one_checkpoint_does_not_keep_a_resume_from_an_earl
 @pytest.mark.parametrize(("layout", "count"), [slow("hf", 10), slow("sharded", 10), ("sharded", 4)])
 def test_harmed_checkpoints_are_one_clear_fault_by_every_door(layout, count, trained, tmp_path):
     base = str(trained / layout / "checkpoint-4")
-    arguments = {"base": base, "work": str(tmp_path), "seeds": range(count), "resume_every": 5}
-    [wrong] = run_ranks(fuzz, world_size=1, time_limit_s=150, keyword_arguments=arguments)
+    [wrong] = run_on_ranks(fuzz, world_size=1, base=base, work=str(tmp_path), seeds=range(count), resume_every=5)
     assert not wrong, "\n".join(wrong)
 
 
@@ -839,6 +837,7 @@ def test_harmed_checkpoints_are_one_clear_fault_by_every_door(layout, count, tra
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 def test_125_harmed_checkpoints_of_a_layout_are_one_clear_fault_by_every_door(layout, trained, tmp_path):
     base = str(trained / layout / "checkpoint-4")
-    arguments = {"base": base, "work": str(tmp_path), "seeds": range(1000, 1125), "resume_every": 1}
-    [wrong] = run_ranks(fuzz, world_size=1, time_limit_s=7000, keyword_arguments=arguments)
+    [wrong] = run_on_ranks(
+        fuzz, world_size=1, time_limit_s=7000, base=base, work=str(tmp_path), seeds=range(1000, 1125), resume_every=1
+    )
     assert not wrong, "\n".join(wrong)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_alone, run_ranks
+from shared_ranks import run_on_ranks
 from trainer_job import as_launched, make_trainer
 from transformers import TrainerCallback
 
@@ -164,7 +165,7 @@ def test_a_second_run_on_an_output_dir_is_refused_and_the_first_one_goes_on(tmp_
         deadline_s = time.monotonic() + 100
         while len(list(tmp_path.glob("begun-*"))) < 2 and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        refusals = run_ranks(is_refused, world_size=2, time_limit_s=120, keyword_arguments=arguments)
+        refusals = run_on_ranks(is_refused, **arguments)
     finally:
         (tmp_path / "go on").touch()
         first.join()

@@ -19,7 +19,7 @@ from cells import short_rows
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from trainer_job import as_launched, make_trainer
 from training import adamw_in_two_groups, bert, gpt2, gpt2_batch
 from transformers import Trainer, TrainerState
@@ -43,7 +43,7 @@ def saves(rank: int, world_size: int, folder: str) -> None:
 def trained(tmp_path_factory) -> Path:
     """A run's output_dir with `checkpoint-2` of two ranks."""
     folder = tmp_path_factory.mktemp("trained")
-    run_ranks(saves, world_size=2, time_limit_s=100, keyword_arguments={"folder": str(folder)})
+    run_on_ranks(saves, folder=str(folder))
     return folder
 
 
@@ -70,8 +70,8 @@ def _with_hidden_size(config, hidden: int):
 
 def refusal(tmp_path: Path, **case: object) -> str:
     """All ranks' one message."""
-    arguments = {"stage": 2, "folder": str(tmp_path), "resume": None, "model": "bert", "hidden": 24, **case}
-    said = set(run_ranks(refuses, world_size=2, time_limit_s=100, keyword_arguments=arguments))
+    plain = {"stage": 2, "resume": None, "model": "bert", "hidden": 24}
+    said = set(run_on_ranks(refuses, folder=str(tmp_path), **(plain | case)))
     assert len(said) == 1, said
     return said.pop()
 
@@ -106,7 +106,7 @@ def on_a_read_only_disk(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_an_output_dir_that_cannot_be_written_to_is_said_before_the_first_step(tmp_path):
-    [said] = run_ranks(on_a_read_only_disk, world_size=1, time_limit_s=100, keyword_arguments={"folder": str(tmp_path)})
+    [said] = run_on_ranks(on_a_read_only_disk, world_size=1, folder=str(tmp_path))
     assert said.startswith(f"hf_zero: rank 0 could not write to {tmp_path}: OSError: [Errno 30] Read-only file system")
     assert "Nothing was trained. Make the folder writable" in said and "save_strategy='no'" in said
 
@@ -122,7 +122,7 @@ def loads_the_parent(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_load_state_of_a_parent_folder_names_the_state_inside(trained):
-    [said] = run_ranks(loads_the_parent, world_size=1, time_limit_s=100, keyword_arguments={"folder": str(trained)})
+    [said] = run_on_ranks(loads_the_parent, world_size=1, folder=str(trained))
     assert f"checkpoint-2 is inside: load_state('{trained}/checkpoint-2')." in said
 
 
@@ -137,6 +137,8 @@ def test_a_trainers_state_without_the_batch_size_that_it_calculates_with_is_a_fa
     path.write_text(json.dumps(content))
     assert state_faults(tmp_path) == ["trainer_state.json lacks train_batch_size, which every Trainer writes"]
 
+
+# ---- on other numbers of ranks ----
 
 AUTO = "flag stage=2,checkpoint.resume=auto"
 
@@ -164,8 +166,7 @@ def train(rank: int, world_size: int, output_dir: str, resume: object = None, do
 
 
 def run(world_size: int, output_dir: Path, **arguments) -> list[dict]:
-    keywords = {"output_dir": str(output_dir), **arguments}
-    return run_ranks(train, world_size=world_size, time_limit_s=250, keyword_arguments=keywords)
+    return run_on_ranks(train, world_size=world_size, time_limit_s=250, output_dir=str(output_dir), **arguments)
 
 
 def rows_by_step(outcomes: list[dict]) -> dict[int, list[tuple[int, ...]]]:
@@ -230,7 +231,7 @@ def refused(rank: int, world_size: int, output_dir: str) -> str:
 def test_auto_does_not_begin_again_beside_checkpoints_that_are_all_damaged(begun, tmp_path):
     shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    said = run_ranks(refused, world_size=2, time_limit_s=100, keyword_arguments={"output_dir": str(tmp_path)})
+    said = run_on_ranks(refused, output_dir=str(tmp_path))
     assert all("trainer_state.json is missing" in each and "mend or move them" in each for each in said)
 
 
@@ -246,7 +247,7 @@ def begins_again(rank: int, world_size: int, output_dir: str) -> list[str]:
 
 
 def test_a_restart_that_begins_again_beside_checkpoints_says_what_to_set(begun):
-    [said] = run_ranks(begins_again, world_size=1, time_limit_s=100, keyword_arguments={"output_dir": str(begun)})
+    [said] = run_on_ranks(begins_again, world_size=1, output_dir=str(begun))
     assert len(said) == 1 and "restarted this run (2 times)" in said[0] and "`checkpoint.resume: auto`" in said[0]
 
 
@@ -273,7 +274,9 @@ def test_a_step_keeps_its_rows_wherever_they_can_be_shared(rows, accumulation, r
 # ---- accelerate ----
 
 
-def saves_and_goes_on(rank: int, world_size: int, folder: str) -> list[object]:
+@on_ranks(2)
+def test_a_loop_finds_the_last_good_state_on_all_ranks_and_saves_under_a_number_of_its_own(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
     accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2), project_config=naming)
@@ -305,27 +308,20 @@ def saves_and_goes_on(rank: int, world_size: int, folder: str) -> list[object]:
     accelerator.wait_for_everyone()
     with pytest.raises(ValueError, match=r"no state in .* is good: checkpoint_1: .*rank-00001.*mend or move"):
         last_good_state(accelerator)
-    return seen
-
-
-def test_a_loop_finds_the_last_good_state_on_all_ranks_and_saves_under_a_number_of_its_own(tmp_path):
-    arguments = {"folder": str(tmp_path)}
-    for seen in run_ranks(saves_and_goes_on, world_size=2, time_limit_s=100, keyword_arguments=arguments):
-        assert seen == [None, "checkpoint_0", True, "checkpoint_2"]
+    assert seen == [None, "checkpoint_0", True, "checkpoint_2"]
 
 
 @pytest.mark.parametrize(
     ("changes", "is_trap"),
-    [
-        ({}, True),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
-    ],
+    [({}, True), ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False), ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False)],
 )
 def test_workers_that_would_meet_in_the_store_of_earlier_ones_are_told_what_to_set(changes, is_trap):
     environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
     trap = trap_of_agents_store(environment | changes)
     assert (trap is not None and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in trap) == is_trap
+
+
+# ---- what a run says of its saves ----
 
 
 class Terminal(io.StringIO):
@@ -362,7 +358,7 @@ def test_a_resume_names_folder_step_and_who_saved_it(tmp_path):
         ("flag 3", ours, f"{ours}/checkpoint-2", more),
         ("flag 1", ours, "last-good", {"max_steps": 6}),
     ]
-    first, other = run_ranks(said_by, world_size=2, time_limit_s=100, keyword_arguments={"jobs": jobs})
+    first, other = run_on_ranks(said_by, jobs=jobs)
     assert [lines_with("resumed", said) for said in first] == [
         [],
         [
@@ -378,7 +374,7 @@ def test_a_resume_names_folder_step_and_who_saved_it(tmp_path):
         ("flag 0", plain, f"{plain}/checkpoint-2", more),
         ("flag 3", ours, f"{ours}/checkpoint-2", more),
     ]
-    [[_, of_plain, of_two]] = run_ranks(said_by, world_size=1, time_limit_s=100, keyword_arguments={"jobs": jobs})
+    [[_, of_plain, of_two]] = run_on_ranks(said_by, world_size=1, jobs=jobs)
     assert "checkpoint-2 at step 2, saved by plain Trainer; going on with 1 rank at stage 0." in of_plain
     assert "checkpoint-2 at step 2, saved by 2 ranks at stage 2; going on with 1 rank at stage 3." in of_two
 
@@ -390,7 +386,7 @@ def test_a_resume_names_folder_step_and_who_saved_it(tmp_path):
 )
 def test_a_save_that_training_waits_for_shows_a_bar_on_the_main_ranks_terminal(config, tmp_path):
     jobs = [(f"flag {config}", str(tmp_path), None, {}), (f"flag {config}", str(tmp_path), True, {"max_steps": 4})]
-    first, other = run_ranks(said_by, world_size=2, time_limit_s=100, keyword_arguments={"jobs": jobs})
+    first, other = run_on_ranks(said_by, jobs=jobs)
     assert lines_with("hf_zero: writing checkpoint-2", first[0])
     assert lines_with("hf_zero: reading optimizer state", first[1])
     assert not any(lines_with("hf_zero: writing", said) + lines_with("hf_zero: reading", said) for said in other)
@@ -400,10 +396,9 @@ def test_a_save_that_training_waits_for_shows_a_bar_on_the_main_ranks_terminal(c
 @pytest.mark.timeout(120)
 def test_without_a_terminal_or_with_bars_turned_off_saves_are_quiet(tmp_path):
     jobs = [("flag 2", str(tmp_path), None, {}), ("flag 2", str(tmp_path), True, {"max_steps": 4})]
-    arguments = {"jobs": jobs, "is_terminal": False}
-    [said] = run_ranks(said_by, world_size=1, time_limit_s=100, keyword_arguments=arguments)
+    [said] = run_on_ranks(said_by, world_size=1, jobs=jobs, is_terminal=False)
     jobs = [("flag 2", str(tmp_path / "off"), None, {"disable_tqdm": True})]
-    [off] = run_ranks(said_by, world_size=1, time_limit_s=100, keyword_arguments={"jobs": jobs})
+    [off] = run_on_ranks(said_by, world_size=1, jobs=jobs)
     assert not [line for text in (*said, *off) for line in lines_with("hf_zero: writing", text)]
     assert not [line for text in said for line in lines_with("hf_zero: reading", text)]
 
@@ -416,7 +411,7 @@ def logged_by(rank: int, world_size: int, folder: str) -> list[dict]:
 
 
 def test_the_log_has_a_saves_stall_once_and_nothing_of_what_one_rank_does_not_send(tmp_path):
-    [entries] = run_ranks(logged_by, world_size=1, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
+    [entries] = run_on_ranks(logged_by, world_size=1, folder=str(tmp_path))
     # A save comes behind the entry of its step.
     assert [entry["step"] for entry in entries if "zero/save_stall_s" in entry] == [3, 5]
     figures = {name for entry in entries for name in entry if name.startswith("zero/")}
@@ -443,7 +438,7 @@ def saved_and_loaded(rank: int, world_size: int, folder: str) -> str:
 
 def test_a_loops_state_is_saved_and_loaded_with_bars_and_says_what_is_resumed(tmp_path):
     folder = str(tmp_path / "state")
-    first, other = run_ranks(saved_and_loaded, world_size=2, time_limit_s=60, keyword_arguments={"folder": folder})
+    first, other = run_on_ranks(saved_and_loaded, folder=folder)
     assert lines_with("hf_zero: writing optimizer state", first)
     assert lines_with("hf_zero: reading optimizer state", first)
     [line] = lines_with("resumed", first)

@@ -14,16 +14,9 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import clean_state_dict_for_safetensors
 from accelerate_job import make_accelerator
 from launching import launch, launch_forked
-from peft import (
-    LoraConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    get_peft_model,
-    get_peft_model_state_dict,
-)
+from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, load_model, save_file, save_model
-from shared_ranks import on_ranks
-from told import tell, wait_until_told
+from shared_ranks import on_ranks, tell, wait_until_told
 from torch import nn
 from trainer_job import as_launched, make_trainer
 from training import bert, bert_batch, gpt2, gpt2_batch
@@ -306,6 +299,8 @@ def test_inside_gathered_one_rank_may_save_by_itself(rank, world_size, tmp_path)
     assert_equal(type(model).from_pretrained(folder).state_dict(), state)
 
 
+# ---- inside saves that all ranks are in ----
+
 SHARDED = "flag stage=3"
 
 
@@ -348,7 +343,7 @@ class WithRoom:
         pytest.param([with_trained_tokens, with_prompt, with_prompt_encoder], id="others", marks=pytest.mark.slow),
     ],
 )
-@on_ranks(2, time_limit_s=150)
+@on_ranks(2)
 def test_a_trainers_checkpoint_of_an_adapter_is_ddps_at_stage_3(rank, world_size, tmp_path, adapts):
     folder = str(tmp_path)
     as_launched(rank, world_size)
@@ -391,7 +386,7 @@ class SavesByItself(Trainer):
             save_file(self.model.classifier.state_dict(), Path(output_dir) / "classifier.safetensors")
 
 
-@on_ranks(2, time_limit_s=150)
+@on_ranks(2)
 def test_a_trainer_that_saves_parts_of_its_model_by_itself_finds_their_values(rank, world_size, tmp_path):
     folder = str(tmp_path)
     as_launched(rank, world_size)

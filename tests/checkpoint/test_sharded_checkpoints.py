@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from cells import short_of, slow
 from peft import LoraConfig, PeftModel, get_peft_model
-from ranks import run_ranks
 from safetensors.torch import load_file
+from shared_ranks import on_ranks, run_on_ranks
 from trainer_job import as_launched, history, make_trainer
 from training import gpt2, gpt2_batch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, Trainer
@@ -32,10 +32,6 @@ from hf_zero.integrations.verify import checkpoint_faults
 pytestmark = pytest.mark.timeout(180)
 SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "logging_steps": 1}
 SHARDED = "checkpoint.layout=sharded"
-
-
-def on_ranks(target, world_size: int = 2, **arguments) -> list:
-    return run_ranks(target, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
 
 def hf_zero(*arguments: object) -> str:
@@ -85,7 +81,7 @@ def run_of(tmp_path_factory) -> Callable[[str], tuple[Path, list[dict]]]:
     @cache
     def outcomes(settings: str) -> tuple[Path, list[dict]]:
         folder = tmp_path_factory.mktemp("run")
-        return folder, on_ranks(trains, output_dir=str(folder), settings=f"{settings},{SHARDED}")
+        return folder, run_on_ranks(trains, output_dir=str(folder), settings=f"{settings},{SHARDED}")
 
     return outcomes
 
@@ -122,13 +118,13 @@ def test_a_sharded_checkpoint_goes_on_bit_for_bit_and_becomes_a_model_folder(set
         assert_same(with_masters, whole[0]["state"])
 
     same = {"output_dir": str(tmp_path / "again"), "settings": f"{settings},{SHARDED}", "resume": str(checkpoint)}
-    for outcome in on_ranks(trains, seed=77, **same):
+    for outcome in run_on_ranks(trains, seed=77, **same):
         assert outcome["error"] == "" and outcome["losses"] == whole[0]["losses"]
         assert_same(outcome["state"], whole[0]["state"])
     if "bfloat16" in settings:
         elsewhere += ",param_dtype=bfloat16"
     other = {"output_dir": str(tmp_path / "other"), "settings": elsewhere, "resume": str(checkpoint)}
-    for outcome in on_ranks(trains, seed=77, **other):
+    for outcome in run_on_ranks(trains, seed=77, **other):
         assert outcome["error"] == "" and outcome["losses"] == pytest.approx(whole[0]["losses"], rel=1e-5)
 
 
@@ -140,7 +136,7 @@ def test_another_world_size_reads_a_sharded_checkpoint(settings, elsewhere, run_
     folder, _ = run_of(settings)
     shutil.copytree(folder, tmp_path / "run")
     state = load_consolidated(folder / "checkpoint-8", tmp_path / "model")
-    for outcome in on_ranks(trains, 3, output_dir=str(tmp_path / "run"), settings=elsewhere, resume=True):
+    for outcome in run_on_ranks(trains, 3, output_dir=str(tmp_path / "run"), settings=elsewhere, resume=True):
         # Stock Trainer takes one step more when it resumes from the last checkpoint of all, at a learning rate of zero.
         assert outcome["error"] == "" and len(outcome["losses"]) >= 8
         assert_same(outcome["state"], state)
@@ -154,7 +150,7 @@ def load_consolidated(checkpoint: Path, out: Path, *parts: object) -> dict[str, 
 @pytest.mark.slow
 def test_hosts_with_disks_of_their_own_keep_their_ranks_parts(tmp_path):
     run, settings = tmp_path / "run", f"stage=3,{SHARDED}"
-    whole = on_ranks(trains, output_dir=str(run), settings=settings, own_disks=True, save_total_limit=1)
+    whole = run_on_ranks(trains, output_dir=str(run), settings=settings, own_disks=True, save_total_limit=1)
     hosts = [run / "host0" / "checkpoint-8", run / "host1" / "checkpoint-8"]
     for number, host in enumerate(hosts):
         assert [path.name for path in host.parent.iterdir()] == ["checkpoint-8"]
@@ -172,15 +168,15 @@ def test_hosts_with_disks_of_their_own_keep_their_ranks_parts(tmp_path):
     shutil.copytree(hosts[0], run / "host0" / "checkpoint-9")
     (run / "host1" / "checkpoint-9" / "zero" / "rank-00001-of-00002.safetensors").write_bytes(b"cut")
     arguments = {"output_dir": str(run), "settings": settings, "own_disks": True, "save_strategy": "no"}
-    for outcome in on_ranks(trains, resume=True, seed=77, **arguments):
+    for outcome in run_on_ranks(trains, resume=True, seed=77, **arguments):
         assert outcome["error"] == ""
         assert_same(outcome["state"], whole[0]["state"])
-    [alone] = on_ranks(trains, 1, output_dir=str(run / "host0"), settings=settings, resume=str(hosts[0]))
+    [alone] = run_on_ranks(trains, 1, output_dir=str(run / "host0"), settings=settings, resume=str(hosts[0]))
     assert "has no rank-00001-of-00002.safetensors" in alone["error"] and "several hosts" in alone["error"]
 
 
 def test_one_weights_file_on_several_disks_is_refused_with_the_way_out(tmp_path):
-    for outcome in on_ranks(trains, output_dir=str(tmp_path), settings="stage=2", own_disks=True):
+    for outcome in run_on_ranks(trains, output_dir=str(tmp_path), settings="stage=2", own_disks=True):
         assert "of 2 see the same output_dir" in outcome["error"] and "checkpoint.layout: sharded" in outcome["error"]
     assert not list(tmp_path.rglob("checkpoint-*"))
 
@@ -189,7 +185,7 @@ def test_one_weights_file_on_several_disks_is_refused_with_the_way_out(tmp_path)
 @pytest.mark.parametrize("world_size", short_of([1, 2], [2]))
 def test_every_so_many_steps_a_whole_checkpoint_is_written_and_kept(world_size, tmp_path):
     every = {"save_steps": 2, "max_steps": 10, "save_total_limit": 1}
-    on_ranks(trains, world_size, output_dir=str(tmp_path), settings="stage=2,checkpoint.full_every=4", **every)
+    run_on_ranks(trains, world_size, output_dir=str(tmp_path), settings="stage=2,checkpoint.full_every=4", **every)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-4", "checkpoint-8"]
     for name in ("checkpoint-4", "checkpoint-8"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
@@ -223,7 +219,7 @@ def best_of(rank: int, world_size: int, output_dir: str, settings: str, **overri
     [slow(f"stage=2,{SHARDED}", True), (f"stage=3,{SHARDED}", False), slow("stage=3", True)],
 )
 def test_the_best_model_is_loaded_at_the_end(settings, save_only_model, tmp_path):
-    outcomes = on_ranks(best_of, output_dir=str(tmp_path), settings=settings, save_only_model=save_only_model)
+    outcomes = run_on_ranks(best_of, output_dir=str(tmp_path), settings=settings, save_only_model=save_only_model)
     best = load_consolidated(tmp_path / "checkpoint-2", tmp_path / "model")
     for outcome in outcomes:
         assert outcome["error"] == "" and outcome["best"] == str(tmp_path / "checkpoint-2")
@@ -241,7 +237,7 @@ def with_adapters(model: PreTrainedModel) -> PeftModel:
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_adapters_are_saved_without_their_base_and_refuse_another(stage, tmp_path):
     adapters = {"settings": f"stage={stage}", "model": "gpt2", "adapt": with_adapters}
-    whole = on_ranks(trains, output_dir=str(tmp_path / "run"), **adapters)
+    whole = run_on_ranks(trains, output_dir=str(tmp_path / "run"), **adapters)
     checkpoint = tmp_path / "run" / "checkpoint-4"
     saved = in_numpy(load_file(tmp_path / "run" / "checkpoint-8" / "adapter_model.safetensors"))
     assert saved and all("lora" in name for name in saved) and not (checkpoint / "model.safetensors").exists()
@@ -249,9 +245,9 @@ def test_adapters_are_saved_without_their_base_and_refuse_another(stage, tmp_pat
     assert_same(trained, saved)
     assert len(Manifest.read(checkpoint / "zero").base) == 16 and "adapters" in hf_zero("inspect", checkpoint)
     arguments = {"output_dir": str(tmp_path / "again"), "resume": str(checkpoint), **adapters}
-    for outcome in on_ranks(trains, **arguments):
+    for outcome in run_on_ranks(trains, **arguments):
         assert (outcome["error"], outcome["losses"]) == ("", whole[0]["losses"])
-    for outcome in on_ranks(trains, seed=5, **arguments):
+    for outcome in run_on_ranks(trains, seed=5, **arguments):
         assert "were trained on another base model" in outcome["error"]
 
 
@@ -266,13 +262,13 @@ def with_two_adapters(model: PreTrainedModel) -> PeftModel:
 @pytest.mark.parametrize("settings", short_of(["stage=2", "stage=3", f"stage=3,{SHARDED}"], ["stage=3"]))
 def test_each_of_several_adapters_is_in_its_own_folder_and_goes_on(settings, tmp_path):
     run = {"settings": settings, "model": "gpt2", "adapt": with_two_adapters, "save_steps": 2, "max_steps": 4}
-    whole = on_ranks(trains, output_dir=str(tmp_path / "run"), **run)
+    whole = run_on_ranks(trains, output_dir=str(tmp_path / "run"), **run)
     for adapter, folder in (("default", "checkpoint-4"), ("second", "checkpoint-4/second")):
         saved = in_numpy(load_file(tmp_path / "run" / folder / "adapter_model.safetensors"))
         held = {name: value for name, value in whole[0]["state"].items() if f".{adapter}." in name}
         assert_same({name.replace(f".{adapter}", ""): value for name, value in held.items()}, saved)
     resume = str(tmp_path / "run" / "checkpoint-2")
-    for outcome in on_ranks(trains, output_dir=str(tmp_path / "again"), resume=resume, **run):
+    for outcome in run_on_ranks(trains, output_dir=str(tmp_path / "again"), resume=resume, **run):
         assert (outcome["error"], outcome["losses"]) == ("", whole[0]["losses"])
 
 
@@ -289,7 +285,7 @@ def looks_at_disks(rank: int, world_size: int, folder: str) -> tuple[Disk, Disk,
 
 
 def test_ranks_find_out_who_shares_their_disk(tmp_path):
-    for rank, (shared, own, found) in enumerate(on_ranks(looks_at_disks, 3, folder=str(tmp_path))):
+    for rank, (shared, own, found) in enumerate(run_on_ranks(looks_at_disks, 3, folder=str(tmp_path))):
         assert shared == Disk.shared(rank, 3) and shared.is_of_all and shared.leads == (rank == 0)
         assert own == found == Disk(ranks=(0, 2) if rank != 1 else (1,), rank=rank, world_size=3)
         assert own.leads == (rank in (0, 1)) and own.place == (1 if rank == 2 else 0)
@@ -322,7 +318,7 @@ def buffers_go_on(rank: int, world_size: int, folder: str, layout: str) -> list[
 
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 def test_buffers_of_unsigned_integers_are_saved_and_go_on(layout, tmp_path):
-    found = on_ranks(buffers_go_on, folder=str(tmp_path), layout=layout)
+    found = run_on_ranks(buffers_go_on, folder=str(tmp_path), layout=layout)
     assert found == [[[1000, 1001, 1002]] * 3] * 2
 
 
@@ -342,8 +338,11 @@ def saves_a_wide_complex(rank: int, world_size: int, folder: str, layout: str) -
 
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 def test_a_buffer_of_a_dtype_that_no_file_has_is_named(layout, tmp_path):
-    [said] = on_ranks(saves_a_wide_complex, world_size=1, folder=str(tmp_path), layout=layout)
+    [said] = run_on_ranks(saves_a_wide_complex, world_size=1, folder=str(tmp_path), layout=layout)
     assert "wide has dtype torch.complex128, which cannot be saved; those that can are F64" in said
+
+
+# ---- `accelerator.save_state` ----
 
 
 def saves_and_fails(rank: int, world_size: int, folder: str) -> str:
@@ -387,9 +386,7 @@ def saves_and_fails(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_a_save_that_fails_leaves_the_state_that_was_there(tmp_path):
-    for said in run_ranks(
-        saves_and_fails, world_size=2, time_limit_s=100, keyword_arguments={"folder": str(tmp_path / "state")}
-    ):
+    for said in run_on_ranks(saves_and_fails, folder=str(tmp_path / "state")):
         assert "rank" in said and "could not" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state"]
     assert (tmp_path / "state" / "notes.txt").read_text() == "mine"
@@ -410,7 +407,7 @@ def test_a_link_to_a_folder_on_another_disk_stays_one(tmp_path):
     there = tmp_path / "disk" / "here"
     there.mkdir(parents=True)
     (tmp_path / "state").symlink_to(there)
-    run_ranks(saves_twice, world_size=1, time_limit_s=60, keyword_arguments={"folder": str(tmp_path / "state")})
+    run_on_ranks(saves_twice, world_size=1, folder=str(tmp_path / "state"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "state"] and (tmp_path / "state").is_symlink()
     assert list(there.parent.iterdir()) == [there] and checkpoint_faults(there, "zero") == []
 
@@ -435,11 +432,13 @@ def names_no_folder(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_state_without_a_folder_is_refused_in_words(tmp_path):
-    run_ranks(names_no_folder, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
+    run_on_ranks(names_no_folder, folder=str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file0", "file1"]
 
 
-def saves_by_number(rank: int, world_size: int, folder: str) -> list[list[str]]:
+@on_ranks(2)
+def test_accelerates_own_names_and_limit_are_kept(rank, world_size, tmp_path):
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=1), project_config=naming)
@@ -455,14 +454,9 @@ def saves_by_number(rank: int, world_size: int, folder: str) -> list[list[str]]:
     naming.iteration = 3
     with pytest.raises(ValueError, match=r"checkpoint_3 is there already\. Set .*iteration"):
         accelerator.save_state()
-    return seen
-
-
-def test_accelerates_own_names_and_limit_are_kept(tmp_path):
-    for seen in run_ranks(saves_by_number, world_size=2, time_limit_s=100, keyword_arguments={"folder": str(tmp_path)}):
-        assert seen == [
-            ["checkpoint_0"],
-            ["checkpoint_0", "checkpoint_1"],
-            ["checkpoint_1", "checkpoint_2"],
-            ["checkpoint_2", "checkpoint_3"],
-        ]
+    assert seen == [
+        ["checkpoint_0"],
+        ["checkpoint_0", "checkpoint_1"],
+        ["checkpoint_1", "checkpoint_2"],
+        ["checkpoint_2", "checkpoint_3"],
+    ]

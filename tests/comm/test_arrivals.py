@@ -14,10 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fault_runs import why_no_namespaces
-from faulty_ranks import Namespaces
-from ranks import run_ranks
-from shared_ranks import on_ranks
+from faulty_ranks import Namespaces, why_no_namespaces
+from shared_ranks import on_ranks, run_on_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_zero.comm import arrivals
@@ -27,10 +25,6 @@ from hf_zero.comm.groups import Groups, with_time_limits
 from hf_zero.config import CommConfig
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def on_two_ranks(target, **arguments) -> list:
-    return run_ranks(target, world_size=2, time_limit_s=60, keyword_arguments=arguments)
 
 
 def refusal(timeout_s: float = 1800.0) -> tuple[CommunicationError, float]:
@@ -120,7 +114,7 @@ def is_slow_in_training(rank: int, world_size: int) -> float:
 
 
 def test_the_limit_of_making_a_group_is_not_that_of_its_collectives():
-    assert on_two_ranks(is_slow_in_training) == [2.0, 2.0]
+    assert run_on_ranks(is_slow_in_training) == [2.0, 2.0]
 
 
 def waits_for_a_late_one(rank: int, world_size: int) -> bool:
@@ -136,7 +130,7 @@ def waits_for_a_late_one(rank: int, world_size: int) -> bool:
 
 @pytest.mark.slow
 def test_the_limit_of_a_groups_collectives_is_the_configs():
-    assert on_two_ranks(waits_for_a_late_one) == [True, True]
+    assert run_on_ranks(waits_for_a_late_one) == [True, True]
 
 
 RANK_OF_A_HOST = """
@@ -186,17 +180,15 @@ def test_ranks_connect_between_hosts_whose_names_stand_for_the_loopback(master, 
         networks.remove()
 
 
-def interfaces_asked_for(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_host_interface_is_the_one_that_reaches_the_first_rank(rank, world_size):
     """Of hosts with a loopback, a bridge of containers and two cards; gloo is what NCCL's default group would be."""
     stats = dict.fromkeys(["lo", "docker0", "eth0", "ib0"], SimpleNamespace(isup=True))
     addresses = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
     cards = {name: [SimpleNamespace(family=socket.AF_INET, address=each)] for name, each in addresses.items()}
     os.environ.pop("GLOO_SOCKET_IFNAME")
     to_master = {"10.0.0.9": "10.0.0.1", "10.1.0.9": "10.1.0.1", "own name": "127.0.1.1"}
-    of = mock.patch.multiple(
-        own_groups,
-        _address_of=lambda host, is_route=False: to_master.get(host, "127.0.1.1"),
-    )
+    of = mock.patch.multiple(own_groups, _address_of=lambda host, is_route=False: to_master.get(host, "127.0.1.1"))
     with of, mock.patch("psutil.net_if_stats", lambda: stats), mock.patch("psutil.net_if_addrs", lambda: cards):
         for more, wanted in (
             ({"MASTER_ADDR": "10.0.0.9"}, "eth0"),
@@ -217,10 +209,6 @@ def interfaces_asked_for(rank: int, world_size: int) -> None:
             assert interface is None
 
 
-def test_the_host_interface_is_the_one_that_reaches_the_first_rank():
-    on_two_ranks(interfaces_asked_for)
-
-
 def limits(rank: int, world_size: int) -> list[tuple[float, float]]:
     settings = (CommConfig(), CommConfig(timeout_s=30.0), CommConfig(timeout_s=90.0, late_s=80.0), CommConfig(late_s=0))
     made = [Groups.create(stage=2, device_type="cpu", comm=comm) for comm in settings]
@@ -228,8 +216,8 @@ def limits(rank: int, world_size: int) -> list[tuple[float, float]]:
 
 
 def test_ranks_are_waited_for_as_long_as_the_process_group_says_unless_a_setting_does():
-    # `run_ranks` gives its limit to the process group.
-    for found in run_ranks(limits, world_size=2, time_limit_s=50):
+    # The ranks give their limit to the process group.
+    for found in run_on_ranks(limits, time_limit_s=50):
         assert found == [(50, 50), (30, 30), (90, 80), (50, 0)]
     assert limits(0, 1) == [(1800, 120), (30, 30), (90, 80), (1800, 0)]
     on_gpus = with_time_limits(CommConfig(), "cuda"), with_time_limits(CommConfig(late_s=80.0), "cuda")

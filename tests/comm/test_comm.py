@@ -20,8 +20,8 @@ from cells import short_of, slow
 from harness import tcp_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankFailedError, run_ranks
-from shared_ranks import on_ranks
+from ranks import RankFailedError
+from shared_ranks import on_ranks, run_on_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
 
@@ -156,8 +156,9 @@ def bytes_of_steps(rank: int, world_size: int, settings: dict, accumulation: int
 def test_bytes_at_the_socket_are_what_the_formula_says(settings, accumulation, copies, world_size):
     """`copies` x (W-1)/W x parameter bytes: 2 for one reduction and one gather, A + 1 when every micro-batch is reduced, 3 where
     layers are gathered for forward and for backward."""
-    arguments = {"settings": settings, "accumulation": accumulation, "steps": 3}
-    for counted in run_ranks(bytes_of_steps, world_size=world_size, time_limit_s=90, keyword_arguments=arguments):
+    for counted in run_on_ranks(
+        bytes_of_steps, world_size=world_size, settings=settings, accumulation=accumulation, steps=3
+    ):
         formula = copies * (world_size - 1) / world_size * counted["parameters"]
         print(f"{settings} W={world_size} A={accumulation}: socket / formula = {counted['socket'] / formula:.4f}")
         assert counted["socket"] <= 1.02 * formula
@@ -182,8 +183,7 @@ def bytes_with_and_without(rank: int, world_size: int, stage: int, comm: dict) -
 @pytest.mark.short_cells("2, int4 and int8")
 def test_blocks_take_a_quarter_at_the_socket(stage, comm, share):
     """1 byte in place of 4, and 4 bytes of scale for 256 elements: 0.254; half a byte and as much: 0.129."""
-    arguments = {"stage": stage, "comm": comm}
-    by_rank = run_ranks(bytes_with_and_without, world_size=2, time_limit_s=90, keyword_arguments=arguments)
+    by_rank = run_on_ranks(bytes_with_and_without, stage=stage, comm=comm)
     for exact, quantised in by_rank:
         print(f"stage {stage}, {comm}: {quantised['socket'] / exact['socket']:.4f} of the bytes of fp32")
         assert quantised["socket"] <= share * exact["socket"]
@@ -207,25 +207,8 @@ def one_rank_stays_away(rank: int, world_size: int) -> None:
 def test_a_peer_that_does_not_come_is_an_error_with_a_name_not_a_hang():
     begin = time.monotonic()
     with pytest.raises(RankFailedError, match="rank 0 was told"):
-        run_ranks(one_rank_stays_away, world_size=2, time_limit_s=90)
+        run_on_ranks(one_rank_stays_away)
     assert time.monotonic() - begin < 90
-
-
-def differs(rank: int, world_size: int, how: str) -> str:
-    torch.manual_seed(0)
-    model = gpt2()
-    settings = {"stage": 2}
-    if how == "shape" and rank == 1:
-        model.resize_token_embeddings(300, mean_resizing=False)
-    if how == "frozen" and rank == 1:
-        model.transformer.wpe.weight.requires_grad_(False)
-    if how == "config" and rank == 1:
-        settings = {"stage": 1}
-    kind = torch.optim.SGD if how == "optimizer" and rank == 1 else torch.optim.AdamW
-    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with pytest.raises(ValueError, match="do not train the same thing") as error:
-        ZeroEngine(model, [optimizer], settings)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -240,9 +223,23 @@ def differs(rank: int, world_size: int, how: str) -> str:
         ("optimizer", "optimizer 0: AdamW over groups"),
     ],
 )
-def test_ranks_that_differ_are_told_at_the_start(how, says):
-    for message in run_ranks(differs, world_size=2, time_limit_s=60, keyword_arguments={"how": how}):
-        assert says in message
+@on_ranks(2)
+def test_ranks_that_differ_are_told_at_the_start(rank, world_size, how, says):
+    torch.manual_seed(0)
+    model = gpt2()
+    settings = {"stage": 2}
+    if how == "shape" and rank == 1:
+        model.resize_token_embeddings(300, mean_resizing=False)
+    if how == "frozen" and rank == 1:
+        model.transformer.wpe.weight.requires_grad_(False)
+    if how == "config" and rank == 1:
+        settings = {"stage": 1}
+    kind = torch.optim.SGD if how == "optimizer" and rank == 1 else torch.optim.AdamW
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(ValueError, match="do not train the same thing") as error:
+        ZeroEngine(model, [optimizer], settings)
+    message = str(error.value)
+    assert says in message
 
 
 def seeded_apart(rank: int, world_size: int, stage: int) -> np.ndarray:
@@ -254,7 +251,7 @@ def seeded_apart(rank: int, world_size: int, stage: int) -> np.ndarray:
 
 @pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
 def test_every_rank_starts_from_rank_0s_parameters(stage):
-    first, second = run_ranks(seeded_apart, world_size=2, time_limit_s=60, keyword_arguments={"stage": stage})
+    first, second = run_on_ranks(seeded_apart, stage=stage)
     assert np.array_equal(first, second)
     torch.manual_seed(0)
     assert np.array_equal(first, torch.cat([p.detach().flatten() for p in gpt2().parameters()]).numpy())
@@ -470,10 +467,13 @@ def strangers_value(rank: int, world_size: int, path: str) -> None:
 
 def test_a_value_that_a_stranger_puts_into_the_launchers_store_is_never_unpickled(tmp_path):
     path = str(tmp_path / "planted")
-    run_ranks(strangers_value, world_size=2, time_limit_s=60, keyword_arguments={"path": path})
+    run_on_ranks(strangers_value, path=path)
     assert not Path(path).exists()
     pickle.loads(pickle.dumps(Planted(path)))
     assert Path(path).exists()
+
+
+# ---- collectives of several steps ----
 
 
 def log_of(step_counts: list[int], needed_after: list[list[int]]) -> list[tuple[str, int, int]]:
@@ -561,6 +561,8 @@ def test_later_steps_wait_in_a_queue_of_their_own_and_only_the_result_is_a_wait_
     assert waits["step 0"] == 0.0 < waits["step 1"]
     assert all(row.under_way_seconds > 0 for row in ledger.rows())
 
+
+# ---- work that succeeds on all ranks or raises on all ----
 
 RANKS = 3
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import slow
-from ranks import run_ranks
 from safetensors import safe_open
-from shared_ranks import on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from training import Job, gpt2, gpt2_batch, train
 from wire_runs import go_on, resume, save, start
 
@@ -65,9 +64,7 @@ def with_one_group_and_several(
     ids=["2x2", "2x2-others", "2x3"],
 )
 def test_several_shard_groups_have_the_losses_of_one(world_size, size, variants):
-    by_rank = run_ranks(
-        with_one_group_and_several, world_size=world_size, time_limit_s=150, keyword_arguments={"variants": variants}
-    )
+    by_rank = run_on_ranks(with_one_group_and_several, world_size=world_size, variants=variants)
     for outcomes in zip(*by_rank):
         settings = outcomes[0][0]
         assert len({digest for *_, digest in outcomes}) == 1, settings
@@ -98,17 +95,13 @@ def counts(rank: int, world_size: int, stage: int, comm: dict) -> tuple[dict[str
 
 @pytest.mark.parametrize(
     ("stage", "world_size", "size"),
-    [
-        pytest.param(2, 4, 2, marks=pytest.mark.slow),
-        (3, 4, 2),
-        pytest.param(3, 6, 3, marks=pytest.mark.slow),
-    ],
+    [pytest.param(2, 4, 2, marks=pytest.mark.slow), (3, 4, 2), pytest.param(3, 6, 3, marks=pytest.mark.slow)],
     ids=["2, 2x2", "3, 2x2", "3, 2x3"],
 )
 def test_bytes_between_nodes_are_what_the_formula_says(stage, world_size, size):
     groups, title = world_size // size, f"stage {stage}, {world_size // size} nodes of {size}"
     arguments = {"stage": stage, "comm": hybrid(size)}
-    for sent, numel in run_ranks(counts, world_size=world_size, time_limit_s=60, keyword_arguments=arguments):
+    for sent, numel in run_on_ranks(counts, world_size=world_size, **arguments):
         # R groups of S: a rank sends 2 (R-1)/R of its shard, an S-th of the elements, to other groups; else to S - 1 peers.
         formula = 4 * 2 * (groups - 1) * numel // groups // size
         between = sum(each for _, each in sent.values())
@@ -121,7 +114,7 @@ def test_bytes_between_nodes_are_what_the_formula_says(stage, world_size, size):
         assert sent["all-gather parameters"][1] == 0
         assert between <= formula + 1000
     arguments = {"stage": stage, "comm": {"node_size": size}}
-    for sent, numel in run_ranks(counts, world_size=world_size, time_limit_s=60, keyword_arguments=arguments):
+    for sent, numel in run_on_ranks(counts, world_size=world_size, **arguments):
         # One group: of W - 1 peers W - S are elsewhere.
         peers, elsewhere = world_size - 1, world_size - size
         print(f"{title}, one group: {sum(each for _, each in sent.values())} bytes between nodes a step and rank")
@@ -133,7 +126,7 @@ def test_bytes_between_nodes_are_what_the_formula_says(stage, world_size, size):
 
 
 @pytest.mark.slow
-@on_ranks(4, time_limit_s=150)
+@on_ranks(4)
 def test_checkpoints_of_several_shard_groups(rank, world_size, tmp_path):
     root = str(tmp_path)
     for stage in (2, 3):
@@ -175,7 +168,7 @@ def finds_its_place(rank: int, world_size: int) -> None:
 
 
 def test_groups_and_nodes():
-    run_ranks(finds_its_place, world_size=4, time_limit_s=60)
+    run_on_ranks(finds_its_place, world_size=4)
     with pytest.raises(ConfigError, match=r"`comm.shard_group_size: 2` is of stages 1 to 3"):
         ZeroConfig.of("stage=0,comm.shard_group_size=2")
     with pytest.raises(ConfigError, match=r"`comm.shard_group_size` is 1; allowed: auto, a whole number from 2"):
@@ -233,10 +226,7 @@ def steps_with_secondary_shards(rank: int, world_size: int, size: int, wires: li
     ids=["2x2", "2x2-int8", "2x3"],
 )
 def test_secondary_shards_keep_the_backwards_gathers_inside_the_node(world_size, size, wires):
-    arguments = {"size": size, "wires": wires}
-    by_rank = run_ranks(
-        steps_with_secondary_shards, world_size=world_size, time_limit_s=150, keyword_arguments=arguments
-    )
+    by_rank = run_on_ranks(steps_with_secondary_shards, world_size=world_size, size=size, wires=wires)
     for step, moved in enumerate(zip(*by_rank)):
         assert len(set(moved)) == 1
         forward, backward, inside = moved[0]
@@ -250,7 +240,7 @@ def test_secondary_shards_keep_the_backwards_gathers_inside_the_node(world_size,
 def test_secondary_shards_without_a_node_to_keep_them_in_are_refused():
     with pytest.raises(ConfigError, match=r"`comm.secondary_shard: node` is for the backward's gathers of stage 3"):
         ZeroConfig.of("stage=2,comm.secondary_shard=node")
-    run_ranks(refuses_one_node, world_size=2, time_limit_s=60)
+    run_on_ranks(refuses_one_node)
 
 
 def refuses_one_node(rank: int, world_size: int) -> None:
@@ -290,8 +280,7 @@ def in_blocks(rank: int, world_size: int, size: int, gradients: str) -> list[tup
     ids=["2x2", "2x2-int4", "3x2"],
 )
 def test_quantised_shard_groups_stay_alike_and_near_exact_ones(world_size, size, gradients):
-    arguments = {"size": size, "gradients": gradients}
-    by_rank = run_ranks(in_blocks, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
+    by_rank = run_on_ranks(in_blocks, world_size=world_size, size=size, gradients=gradients)
     for outcomes in zip(*by_rank):
         assert len({digest for *_, digest in outcomes}) == 1, outcomes[0][0]
         for settings, loss_error, _ in outcomes:
@@ -300,8 +289,7 @@ def test_quantised_shard_groups_stay_alike_and_near_exact_ones(world_size, size,
 
 @pytest.mark.parametrize(("gradients", "bits"), [("int8", 8), pytest.param("int4", 4, marks=pytest.mark.slow)])
 def test_quantised_bytes_between_nodes_are_what_the_formula_says(gradients, bits):
-    arguments = {"stage": 2, "comm": hybrid(2, gradients=gradients)}
-    for sent, numel in run_ranks(counts, world_size=4, time_limit_s=60, keyword_arguments=arguments):
+    for sent, numel in run_on_ranks(counts, world_size=4, stage=2, comm=hybrid(2, gradients=gradients)):
         # Codes and a float32 scale for each 256. Two groups of two: half of the bucket inside, then twice half of the shard.
         nbytes = numel * bits // 8 + 4 * numel // 256
         assert sent["reduce-scatter gradients"] == (nbytes // 2, 0)
@@ -349,13 +337,11 @@ def summed(by_rank: list) -> dict[str, np.ndarray]:
 )
 def test_quantised_checkpoints_of_several_shard_groups(tmp_path, stage, others):
     arguments = {"folder": str(tmp_path), "stage": stage}
-    run_ranks(quantised_saves_and_resumes, world_size=4, time_limit_s=150, keyword_arguments=arguments)
+    run_on_ranks(quantised_saves_and_resumes, world_size=4, **arguments)
     sums = []
     for world_size, size in [(4, 2), *others]:
         arguments = {"folder": str(tmp_path), "size": size}
-        sums.append(
-            summed(run_ranks(residual_rows, world_size=world_size, time_limit_s=60, keyword_arguments=arguments))
-        )
+        sums.append(summed(run_on_ranks(residual_rows, world_size=world_size, **arguments)))
     first = sums[0]
     assert any(values.any() for values in first.values())
     for (_, size), other in zip(others, sums[1:]):

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_matrix import FAULTS, ONLY_BELOW_3, WITHIN_S, print_table, run_cells
-from fault_runs import outcomes
+from faulty_ranks import outcomes
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks

@@ -15,7 +15,7 @@ from cells import short_of
 from host_calls import count_calls as count_calls_of_engines
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from trainer_job import as_launched
@@ -164,6 +164,8 @@ def test_on_the_host_a_wait_is_wall_time_and_known_at_once():
     assert 0.05 <= row_of(ledger, GATHER).wait_seconds <= time.perf_counter() - began_s
 
 
+# ---- torch.profiler ----
+
 EVERYTHING = {"record_shapes": True, "with_stack": True, "profile_memory": True}
 
 
@@ -194,9 +196,7 @@ def profiled_steps(
 
 
 def check_profiles(**arguments) -> None:
-    for names, profiled, plain in run_ranks(
-        profiled_steps, world_size=2, time_limit_s=120, keyword_arguments=arguments
-    ):
+    for names, profiled, plain in run_on_ranks(profiled_steps, **arguments):
         assert profiled == plain
         ours = [name for name in names if name.startswith("hf_zero: ")]
         assert any("start" in name for name in ours) and any("wait for" in name for name in ours), ours
@@ -214,8 +214,11 @@ def test_profiles_with_stacks_and_shapes_end_without_a_crash(stage):
     check_profiles(settings={"stage": stage, "bucket_bytes": 8192}, options=EVERYTHING, profiles=1)
 
 
-def profiled_by_accelerate(rank: int, world_size: int, door: str, folder: str) -> list[str]:
-    """Names in the traces that `accelerator.profile` writes: one of a schedule's windows, one of a whole block."""
+@pytest.mark.parametrize("stage", short_of([1, 2], [2]))
+@on_ranks(2)
+def test_accelerator_profile_writes_its_traces(rank, world_size, stage, tmp_path):
+    door = f"plugin {stage}"
+    folder = str(tmp_path)
     as_launched(rank, world_size)
     accelerator = make_accelerator(door, cpu=True)
     torch.manual_seed(0)
@@ -233,14 +236,11 @@ def profiled_by_accelerate(rank: int, world_size: int, door: str, folder: str) -
                 profiler.step()
     trace = json.loads(Path(folder, "0", f"profile_{rank}.json").read_text())
     accelerator.free_memory()
-    return sorted({event.get("name", "") for event in trace["traceEvents"]})
+    names = sorted({event.get("name", "") for event in trace["traceEvents"]})
+    assert any(name.startswith("hf_zero: start all-gather parameters") for name in names)
 
 
-@pytest.mark.parametrize("stage", short_of([1, 2], [2]))
-def test_accelerator_profile_writes_its_traces(stage, tmp_path):
-    arguments = {"door": f"plugin {stage}", "folder": str(tmp_path)}
-    for names in run_ranks(profiled_by_accelerate, world_size=2, time_limit_s=60, keyword_arguments=arguments):
-        assert any(name.startswith("hf_zero: start all-gather parameters") for name in names)
+# ---- what a steady step asks of the host ----
 
 
 class Layer(nn.Module):
@@ -279,8 +279,10 @@ def count_calls(counts: Counter, holder: type, name: str) -> None:
     setattr(holder, name, classmethod(counted) if isinstance(own, classmethod) else counted)
 
 
-def calls_of_steady_steps(rank: int, world_size: int, stage: int, steps: int) -> dict[str, int]:
-    """Of what is slow, in steps with clipping."""
+@pytest.mark.parametrize("stage", short_of([0, 1, 2, 3], [3]))
+@on_ranks(2)
+def test_a_steady_step_walks_over_no_modules_reads_no_sharded_parameter_and_agrees_twice(rank, world_size, stage):
+    steps = 4
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -300,16 +302,10 @@ def calls_of_steady_steps(rank: int, world_size: int, stage: int, steps: int) ->
         count_calls(counts, holder, name)
     for _ in range(steps):
         step()
-    return {name: counts[name] for _, name in watched}
-
-
-@pytest.mark.parametrize("stage", short_of([0, 1, 2, 3], [3]))
-def test_a_steady_step_walks_over_no_modules_reads_no_sharded_parameter_and_agrees_twice(stage):
-    arguments = {"stage": stage, "steps": 4}
-    for counts in run_ranks(calls_of_steady_steps, world_size=2, time_limit_s=60, keyword_arguments=arguments):
-        # On used parameters and, where gradients are sharded, on their norm.
-        agreements = 4 if stage == 0 else 8
-        assert counts == {"__torch_function__": 0, "named_modules": 0, "_start": agreements}
+    counts = {name: counts[name] for _, name in watched}
+    # On used parameters and, where gradients are sharded, on their norm.
+    agreements = 4 if stage == 0 else 8
+    assert counts == {"__torch_function__": 0, "named_modules": 0, "_start": agreements}
 
 
 MOST_CALLS = {"hf_zero0": 680, "hf_zero1": 860, "hf_zero2": 880, "hf_zero3": 1950}
@@ -318,8 +314,7 @@ MOST_CALLS = {"hf_zero0": 680, "hf_zero1": 860, "hf_zero2": 880, "hf_zero3": 195
 
 @pytest.mark.slow
 def test_a_step_calls_no_more_functions_than_it_did():
-    arguments = {"engine_names": ["ddp", "fsdp2", *MOST_CALLS], "n_layer": 2, "steps": 2}
-    found = run_ranks(count_calls_of_engines, world_size=2, time_limit_s=100, keyword_arguments=arguments)[0]
+    found = run_on_ranks(count_calls_of_engines, engine_names=["ddp", "fsdp2", *MOST_CALLS], n_layer=2, steps=2)[0]
     for name, most in MOST_CALLS.items():
         assert found[name].package <= most, f"{name}: {found[name].functions}"
     for name in ("hf_zero1", "hf_zero2"):
@@ -338,7 +333,7 @@ def policies_of_receiving_threads(rank: int, world_size: int) -> list[int]:
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="threads are scheduled in batch on Linux only")
 def test_the_threads_that_receive_for_an_engine_take_no_busy_core_and_the_scripts_own_are_left_alone():
-    policies = run_ranks(policies_of_receiving_threads, world_size=2, time_limit_s=60)
+    policies = run_on_ranks(policies_of_receiving_threads)
     if not any(policies):
         pytest.skip("this release of gloo does not name its threads")
     for script, *ours in policies:
@@ -358,8 +353,9 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("on purpose")
 
 
-def gradients_behind_one_that_failed(rank: int, world_size: int, stage: int) -> list[list[float]]:
-    """Whole gradients of a backward that came after one that failed, and the same without it."""
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [2]))
+@on_ranks(2)
+def test_small_gradients_of_a_backward_that_failed_are_forgotten(rank, world_size, stage):
     found = []
     for fails in (True, False):
         torch.manual_seed(0)
@@ -371,16 +367,8 @@ def gradients_behind_one_that_failed(rank: int, world_size: int, stage: int) -> 
                 model.layers[1](Failing.apply(model.layers[2](inputs))).sum().backward()
         model(inputs).backward()
         found.append(torch.cat([engine.full_grad(p).flatten() for p in model.parameters()]).tolist())
-    return found
-
-
-@pytest.mark.parametrize("stage", short_of([0, 1, 2], [2]))
-def test_small_gradients_of_a_backward_that_failed_are_forgotten(stage):
-    arguments = {"stage": stage}
-    for after, plain in run_ranks(
-        gradients_behind_one_that_failed, world_size=2, time_limit_s=60, keyword_arguments=arguments
-    ):
-        assert after == plain
+    after, plain = found
+    assert after == plain
 
 
 @given(

@@ -14,7 +14,7 @@ import torch
 from cells import examples, slow
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from shared_ranks import run_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -166,32 +166,6 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(4, WIDTH)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-@examples(25)
-@given(name=st.sampled_from(sorted(OPTIMIZERS)), stage=st.integers(0, 3), plan=STEPS)
-def test_whatever_comes_between_backward_and_step_the_bits_are_the_same(name, stage, plan):
-    expected, _ = course(0, IN_TIME, name, stage, plan)
-    found, engine = course(0, EARLY, name, stage, plan)
-    assert same(found, expected)
-    early = engine.memory_report().early
-    assert early.buckets == early.all_buckets == len(engine.buckets)
-    if any(end == "step" for _, end, _ in plan):
-        assert early.kept + early.forgotten > 0
-    if all(between == "clip" for between, _, _ in plan):
-        assert early.kept == 0
-    if all((between, end, backwards) == ("nothing", "step", "one") for between, end, backwards in plan):
-        assert early.forgotten == 0
-    engine.close()
-
-
-@pytest.mark.parametrize(("world_size", "count"), [(2, 2), slow(2, 4), slow(3, 3)], ids=["2", "2-more", "3"])
-def test_ranks_forget_and_keep_together_bit_for_bit(world_size, count):
-    for found in run_ranks(random_courses, world_size=world_size, time_limit_s=150, keyword_arguments={"count": count}):
-        assert len(found) == count
-        for what, is_same, kept, forgotten in found:
-            assert is_same, what
-            assert kept > 0 < forgotten, what
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -391,6 +365,9 @@ def test_a_run_that_clips_every_step_stops_stepping_early_and_begins_again_when_
     assert early.kept == buckets * (9 + 60 - 30 - 20 + 1)
 
 
+# ---- state in files ----
+
+
 def in_time(path: object) -> dict:
     return {"optimizer": "nvme", "nvme_path": str(path)}
 
@@ -412,20 +389,29 @@ def backward(model: nn.Module) -> None:
 
 
 PLACES = ({}, {"params": "nvme"}, {"optimizer": "cpu", "params": "nvme"}, {"ratio": 0.5})
+"""Of state in files; None is host memory."""
 
 
-@examples(20)
-@given(name=st.sampled_from(sorted(OPTIMIZERS)), stage=st.integers(0, 3), place=st.sampled_from(PLACES), plan=STEPS)
-def test_whatever_comes_between_backward_and_step_of_files_the_bits_are_the_same(name, stage, place, plan):
-    stage = 3 if "params" in place else stage
+@examples(45)
+@given(
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    stage=st.integers(0, 3),
+    place=st.sampled_from((*PLACES, *[None] * 4)),
+    plan=STEPS,
+)
+def test_whatever_comes_between_backward_and_step_the_bits_are_the_same(name, stage, place, plan):
+    more = place or {}
+    stage = 3 if "params" in more else stage
     with tempfile.TemporaryDirectory() as path:
         # Parameters in files come in other buckets, and so in another order; rows that are whole parameters add gradients in
         # another order, too.
-        expected, other = course(0, (in_time(path) if "params" in place else IN_TIME) | place, name, stage, plan)
-        found, engine = course(0, early(path) | place, name, stage, plan)
+        expected, other = course(0, (in_time(path) if "params" in more else IN_TIME) | more, name, stage, plan)
+        found, engine = course(0, EARLY if place is None else early(path) | more, name, stage, plan)
         assert same(found, expected)
         report = engine.memory_report().early
-        assert report.buckets == report.all_buckets or "ratio" in place
+        assert report.buckets == report.all_buckets == len(engine.buckets) or "ratio" in more
+        if place is None and any(end == "step" for _, end, _ in plan):
+            assert report.kept + report.forgotten > 0
         if all(between == "clip" for between, _, _ in plan):
             assert report.kept == 0
         if all((between, end, backwards) == ("nothing", "step", "one") for between, end, backwards in plan):
@@ -434,11 +420,15 @@ def test_whatever_comes_between_backward_and_step_of_files_the_bits_are_the_same
         other.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_forget_and_keep_files_together_bit_for_bit(world_size, tmp_path):
-    arguments = {"count": 2 if world_size == 2 else 3, "early": early(tmp_path)}
-    for found in run_ranks(random_courses, world_size=world_size, time_limit_s=150, keyword_arguments=arguments):
+@pytest.mark.parametrize(
+    ("world_size", "count", "in_files"),
+    [(2, 2, False), slow(2, 4, False), slow(3, 3, False), slow(2, 2, True), slow(3, 3, True)],
+    ids=["2", "2-more", "3", "2-files", "3-files"],
+)
+def test_ranks_forget_and_keep_together_bit_for_bit(world_size, count, in_files, tmp_path):
+    where = {"early": early(tmp_path)} if in_files else {}
+    for found in run_on_ranks(random_courses, world_size=world_size, count=count, **where):
+        assert len(found) == count
         for what, is_same, kept, forgotten in found:
             assert is_same, what
             assert kept > 0 < forgotten, what
@@ -508,12 +498,7 @@ def with_a_disk_that_fails_behind_one_rank(rank: int, world_size: int, path: str
 
 
 def test_a_disk_that_fails_during_backward_ends_the_step_on_all_ranks_with_its_reason(tmp_path):
-    found = run_ranks(
-        with_a_disk_that_fails_behind_one_rank,
-        world_size=2,
-        time_limit_s=60,
-        keyword_arguments={"path": str(tmp_path)},
-    )
+    found = run_on_ranks(with_a_disk_that_fails_behind_one_rank, path=str(tmp_path))
     assert all(is_whole for _, is_whole in found)
     (here, later_here), (there, later_there) = (said for said, _ in found)
     assert "on rank 1: hf_zero: the disk of one rank is broken" in here

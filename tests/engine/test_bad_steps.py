@@ -93,7 +93,7 @@ def test_a_skipped_step_leaves_the_run_as_without_its_batch(world_size, clips, v
 
 
 @pytest.mark.slow
-@on_ranks(2, time_limit_s=120)
+@on_ranks(2)
 def test_steps_in_files_early_steps_and_accumulated_ones_are_skipped_too(rank, world_size, tmp_path):
     folder = str(tmp_path)
     files = {"optimizer": "nvme", "nvme_path": folder, "speculate_bytes": "1GiB"}

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 from cells import slow
-from saved_engines import save_engine
 from shared_ranks import on_ranks, on_shared_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import save_engine
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks import engine_attached_to

@@ -10,8 +10,8 @@ from accelerate.utils import GradScalerKwargs
 from cells import examples, short_of
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 from scaled_runs import OVERFLOWS, SCALE, muon_and_adamw, train
+from shared_ranks import on_ranks, run_on_ranks
 from small_kernel_steps import Small, small
 from torch import nn
 from trainer_job import as_launched, make_trainer
@@ -206,6 +206,8 @@ def test_the_largest_gradient_of_all_ranks_is_nan_where_one_rank_has_nan():
     assert Agreement(ranks).agree_largest(torch.tensor(float("nan"), dtype=torch.float64)).isnan()
 
 
+# ---- scaled losses ----
+
 STAGES = [{"stage": stage, "bucket_bytes": "20KiB"} for stage in (0, 1, 2, 3)]
 EARLY = {**STAGES[2], "offload": {"optimizer": "cpu", "speculate_bytes": "1GiB"}}
 SOME = [({}, STAGES[::3]), ({"max_norm": 1e3}, [EARLY])]
@@ -228,12 +230,13 @@ def follow_ddp(rank: int, world_size: int, cells: list[tuple[dict, list[dict]]])
 
 @pytest.mark.parametrize("cells", short_of([SOME, EVERY], [SOME]), ids=["some", "every"])
 def test_autocast_in_fp16_is_ddps_bit_for_bit_with_overflows_on_either_rank(cells):
-    first, second = run_ranks(follow_ddp, world_size=2, time_limit_s=170, keyword_arguments={"cells": cells})
+    first, second = run_on_ranks(follow_ddp, cells=cells)
     assert first == second
 
 
-def in_float16(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """float16 parameters through fp32 masters: one trajectory for all stages; its losses and those of fp32."""
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks()
+def test_float16_parameters_train_through_fp32_masters(rank, world_size):
     config = {"param_dtype": "float16", "grad_accumulation": "local", "bucket_bytes": "20KiB"}
     runs = [
         train(rank, {**config, **more}, autocast=False, max_norm=1e3)
@@ -242,13 +245,8 @@ def in_float16(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     assert all(run.equals(runs[0]) for run in runs[1:])
     assert sum(runs[0].skipped) == len([r for r in OVERFLOWS.values() if r < world_size])
     exact = train(rank, STAGES[2], autocast=False)
-    return runs[0].losses, exact.losses
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_float16_parameters_train_through_fp32_masters(world_size):
-    for losses, exact in run_ranks(in_float16, world_size=world_size, time_limit_s=170):
-        assert losses == pytest.approx(exact, rel=5e-3)
+    losses, exact = runs[0].losses, exact.losses
+    assert losses == pytest.approx(exact, rel=5e-3)
 
 
 def through_accelerate(rank: int, world_size: int, folder: str, config: dict, mixed_precision: str) -> list[float]:
@@ -298,15 +296,17 @@ def through_accelerate(rank: int, world_size: int, folder: str, config: dict, mi
 @pytest.mark.slow
 def test_accelerate_skips_step_and_scheduler_and_saves_the_scale(tmp_path):
     fp16 = {"folder": str(tmp_path / "autocast"), "config": STAGES[3], "mixed_precision": "fp16"}
-    expected = run_ranks(plain_losses, world_size=2, time_limit_s=60)
-    assert run_ranks(through_accelerate, world_size=2, time_limit_s=100, keyword_arguments=fp16) == expected
-    ours = {
-        "folder": str(tmp_path / "float16"),
-        "config": {"stage": 2, "param_dtype": "float16"},
-        "mixed_precision": "no",
-    }
+    expected = run_on_ranks(plain_losses)
+    assert run_on_ranks(through_accelerate, **fp16) == expected
     for losses, near in zip(
-        run_ranks(through_accelerate, world_size=2, time_limit_s=100, keyword_arguments=ours), expected, strict=True
+        run_on_ranks(
+            through_accelerate,
+            folder=str(tmp_path / "float16"),
+            config={"stage": 2, "param_dtype": "float16"},
+            mixed_precision="no",
+        ),
+        expected,
+        strict=True,
     ):
         assert losses == pytest.approx(near, rel=5e-3)
 
@@ -333,8 +333,7 @@ def with_trainer(rank: int, world_size: int, door: str, folder: str, resume: str
 @pytest.mark.slow
 def test_trainer_in_fp16_goes_on_with_its_scale(tmp_path):
     def run(door: str, **more) -> tuple:
-        arguments = {"door": door, "folder": str(tmp_path / door), **more}
-        return run_ranks(with_trainer, world_size=2, time_limit_s=80, keyword_arguments=arguments)[0]
+        return run_on_ranks(with_trainer, door=door, folder=str(tmp_path / door), **more)[0]
 
     losses, rates, scale = run("flag 2")
     # Two scales overflow; the scheduler has made six steps of eight.
@@ -489,5 +488,5 @@ def scaled_in_groups(rank: int, world_size: int, cells: list[tuple]) -> tuple[li
     "cells", [[(3, {"param_dtype": "float16"}, False)], [(2, {}, True)]], ids=["stage 3", "stage 2"]
 )
 def test_shard_groups_skip_together_and_stay_alike(cells):
-    first, *others = run_ranks(scaled_in_groups, world_size=4, time_limit_s=170, keyword_arguments={"cells": cells})
+    first, *others = run_on_ranks(scaled_in_groups, world_size=4, cells=cells)
     assert all(other == first for other in others)

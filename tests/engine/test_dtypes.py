@@ -6,17 +6,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bf16_runs import backward, built
 from cells import short_of, slow
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 from ranks import run_ranks
-from saved_engines import save_engine
-from shared_ranks import on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import Job, Outcome, adamw_in_two_groups, gpt2, of_one_seed, steps, train
+from training import (
+    Job,
+    Outcome,
+    adamw_in_two_groups,
+    backward_on_device,
+    built_in_bf16,
+    gpt2,
+    of_one_seed,
+    save_engine,
+    steps,
+    train,
+)
 
 from hf_zero import GradScaler, arithmetic
 from hf_zero.config import ConfigError
@@ -114,8 +123,8 @@ def all_combinations(rank: int, world_size: int, share: int) -> int:
     return count
 
 
-def replicated(rank: int, world_size: int) -> list[float]:
-    """Whole gradients that travel in bfloat16 and are added up in fp32: the parameter's largest distance from fp32's own."""
+@on_ranks(2)
+def test_whole_gradients_may_travel_in_another_dtype(rank, world_size):
     found = []
     for reduce_dtype in ("auto", "bfloat16"):
         torch.manual_seed(0)
@@ -130,17 +139,13 @@ def replicated(rank: int, world_size: int) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         found.append(model.weight.detach().clone())
-    return [((found[0] - found[1]).abs().max() / found[0].abs().max()).item()]
-
-
-def test_whole_gradients_may_travel_in_another_dtype():
-    for [error] in run_ranks(replicated, world_size=2, time_limit_s=60):
-        assert 0 < error < 2**-6
+    [error] = [((found[0] - found[1]).abs().max() / found[0].abs().max()).item()]
+    assert 0 < error < 2**-6
 
 
 @pytest.mark.parametrize("share", short_of([5, 3, 1], [5]))
 def test_the_table_of_dtypes_is_what_a_step_holds(share):
-    found = run_ranks(all_combinations, world_size=2, time_limit_s=110, keyword_arguments={"share": share})
+    found = run_on_ranks(all_combinations, share=share)
     assert found == [110, 110]
 
 
@@ -224,6 +229,8 @@ def test_param_dtype_leaves_what_a_model_keeps_in_float32(rank, world_size):
     assert seen == KEPT[BF16]
 
 
+# ---- bfloat16 without masters ----
+
 BY_CHANCE = {"param_dtype": "bfloat16", "rounding": "stochastic", "grad_accumulation": "local"}
 NEAREST = {"param_dtype": "bfloat16", "grad_accumulation": "local"}
 LAYOUTS = [{"stage": 0}, {"stage": 1}, {"stage": 2, "bucket_bytes": "7KiB"}, {"stage": 3, "bucket_bytes": "20KiB"}]
@@ -269,7 +276,7 @@ def test_edits_at_stage_3_go_into_the_next_step(rank, world_size):
         assert torch.equal(model.transformer.wpe.weight, torch.full_like(model.transformer.wpe.weight, 0.25))
 
 
-@on_ranks(2, time_limit_s=120)
+@on_ranks(2)
 def test_a_run_goes_on_bit_for_bit_at_another_stage(rank, world_size, tmp_path):
     folder = str(tmp_path)
     model, optimizer, engine = prepared({**BY_CHANCE, "stage": 2, "bucket_bytes": "20KiB"})
@@ -354,15 +361,17 @@ def test_what_it_does_not_fit_is_refused():
         prepared({"stage": 2, "rounding": "stochastic", "offload": {"optimizer": "cpu"}})
 
 
+# ---- gradients that wait for kernels in bfloat16 ----
+
 MAX_NORM = 1.0
 
 
 def state_after(stage: int, *, accumulation: int = 1, clips: bool = True, looks: bool = False, **settings) -> list:
     """Losses, norms, masters and moments of a few steps."""
-    model, optimizer, engine = built(stage, **settings)
+    model, optimizer, engine = built_in_bf16(stage, **settings)
     found = []
     for step in range(3):
-        found += [backward(model, 10 * step + micro) for micro in range(accumulation)]
+        found += [backward_on_device(model, 10 * step + micro) for micro in range(accumulation)]
         if clips:
             found.append(engine.clip_grad_norm_(MAX_NORM))
         if looks:
@@ -409,10 +418,10 @@ def test_a_look_at_a_clipped_gradient_changes_no_bit_and_is_float32():
 @pytest.mark.parametrize("moments", ["32bit", "8bit"])
 def test_a_setting_that_no_kernel_has_a_form_for_gets_float32_gradients(moments):
     def steps(**settings) -> list:
-        model, optimizer, engine = built(2, moments=moments, **settings)
+        model, optimizer, engine = built_in_bf16(2, moments=moments, **settings)
         optimizer.param_groups[0]["maximize"] = True
         for step in range(2):
-            backward(model, step)
+            backward_on_device(model, step)
             optimizer.step()
             optimizer.zero_grad()
         return state_of(engine)
@@ -423,12 +432,12 @@ def test_a_setting_that_no_kernel_has_a_form_for_gets_float32_gradients(moments)
 @pytest.mark.extra("kernels")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_gpu_with_a_master_holds_16_bytes_a_parameter(stage):
-    model, optimizer, engine = built(stage, bucket_bytes="1MiB")
+    model, optimizer, engine = built_in_bf16(stage, bucket_bytes="1MiB")
     numel = sum(parameter.numel() for parameter in model.parameters())
-    backward(model, 0)
+    backward_on_device(model, 0)
     optimizer.step()
     optimizer.zero_grad()
-    backward(model, 1)
+    backward_on_device(model, 1)
     held = {row.kind: row.bytes / numel for row in engine.memory_report().rows}
     expected = {"parameters": 2, "fp32 master": 4, "optimizer state": 8, "gradients": 2, "gradient buffers": 0}
     # Padding is 1.3 % of so small a model.
@@ -451,7 +460,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.extra("kernels")
 def test_one_gpu_neither_multiplies_gradients_nor_casts_them():
-    model, _, engine = built(2)
+    model, _, engine = built_in_bf16(2)
     operations = Operations()
     for name in ("put", "start", "finish", "finish_all"):
         method = getattr(engine._step.store, name)
@@ -461,7 +470,7 @@ def test_one_gpu_neither_multiplies_gradients_nor_casts_them():
                 return _method(*args)
 
         setattr(engine._step.store, name, noted)
-    backward(model, 0)
+    backward_on_device(model, 0)
     large = [slot for bucket in engine.buckets for slot in bucket.slots if not slot.is_small]
     assert operations.names.count("copy_") == len(large)
     assert operations.names.count("_foreach_copy_") == len(engine.buckets)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cells import slow
-from ranks import run_ranks
-from shared_ranks import shared_ranks
+from shared_ranks import on_shared_ranks, run_on_ranks, shared_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -77,7 +76,7 @@ def outcomes(job: Job, variants: list[dict], world_size: int = 2):
     if world_size == 2:
         by_rank = shared_ranks.run(compare_with_ddp, **arguments)
     else:
-        by_rank = run_ranks(compare_with_ddp, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
+        by_rank = run_on_ranks(compare_with_ddp, world_size=world_size, **arguments)
     for variant in range(len(variants)):
         first = by_rank[0][variant][1].tensors
         for pairs in by_rank[1:]:
@@ -507,11 +506,7 @@ EXACT = [
     (
         "undefined, odd ranks",
         undefined("odd ranks", 1, False),
-        [
-            *UNDEFINED,
-            {**UNDEFINED[2], "offload": {"optimizer": "cpu"}},
-            {**UNDEFINED[3], "offload": IN_HOST_MEMORY},
-        ],
+        [*UNDEFINED, {**UNDEFINED[2], "offload": {"optimizer": "cpu"}}, {**UNDEFINED[3], "offload": IN_HOST_MEMORY}],
     ),
     ("undefined, odd forwards", undefined("odd forwards", 2, None), LOCALLY),
     ("undefined, recomputed", undefined("always", 2, True), LOCALLY),
@@ -635,8 +630,8 @@ def test_losses_and_norms_are_close_to_ddps(job, variants, world_size):
 # ---- what DDP refuses, or has no counterpart for ----
 
 
-def of_found_unused_parameters(rank: int, world_size: int) -> list[list[torch.Tensor]]:
-    """Parameters after two steps under DDP and at each stage, where parameters without gradients are not stepped."""
+@on_shared_ranks
+def test_where_unused_parameters_are_found_an_undefined_gradient_is_none(rank, world_size):
     found = []
     for settings in (None, *UNDEFINED):
         torch.manual_seed(0)
@@ -653,13 +648,9 @@ def of_found_unused_parameters(rank: int, world_size: int) -> list[list[torch.Te
         if settings is not None:
             engine.close()
         found.append([parameter.detach().clone() for parameter in model.parameters()])
-    return found
-
-
-def test_where_unused_parameters_are_found_an_undefined_gradient_is_none():
-    for expected, *found in shared_ranks.run(of_found_unused_parameters):
-        for stage, parameters in enumerate(found):
-            assert all(map(torch.equal, parameters, expected)), f"stage {stage}"
+    expected, *found = found
+    for stage, parameters in enumerate(found):
+        assert all(map(torch.equal, parameters, expected)), f"stage {stage}"
 
 
 class TwiceCheckpointed(nn.Module):
@@ -697,7 +688,7 @@ def checkpointed_and_plain(rank: int, world_size: int) -> list[list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def twice_checkpointed() -> list[list[list[Outcome]]]:
-    return run_ranks(checkpointed_and_plain, world_size=2, time_limit_s=150)
+    return run_on_ranks(checkpointed_and_plain)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -759,7 +750,7 @@ def bf16_engines_and_reference(rank: int, world_size: int) -> tuple[list[list[fl
 
 @pytest.fixture(scope="module")
 def in_bf16() -> list[tuple[list[list[float]], list[float]]]:
-    return run_ranks(bf16_engines_and_reference, world_size=2, time_limit_s=150)
+    return run_on_ranks(bf16_engines_and_reference)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -833,8 +824,9 @@ def gathered_bytes(
     ids=["some", None],
 )
 def test_no_more_than_two_layers_are_whole_at_a_time(names):
-    arguments = {"jobs": {name: FAMILIES[name] for name in names}, "variants": [{"stage": 3, "prefetch_units": 1}]}
-    found, _ = run_ranks(gathered_bytes, world_size=2, time_limit_s=100, keyword_arguments=arguments)
+    found, _ = run_on_ranks(
+        gathered_bytes, jobs={name: FAMILIES[name] for name in names}, variants=[{"stage": 3, "prefetch_units": 1}]
+    )
     for name, [(peak, (root, *layers), left)] in found.items():
         assert peak <= root + sum(sorted(layers)[-2:]) < root + sum(layers), name
         assert left == 0, name
@@ -842,8 +834,7 @@ def test_no_more_than_two_layers_are_whole_at_a_time(names):
 
 def test_two_groups_of_layers_are_whole_at_a_time_and_none_after_an_evaluation():
     variants = [{"stage": 3, "unit_bytes": 0}, IN_PAIRS, {"stage": 3, "unit_bytes": "1MiB"}]
-    arguments = {"jobs": {"t5": WIDE_T5}, "variants": variants}
-    for found in run_ranks(gathered_bytes, world_size=2, time_limit_s=60, keyword_arguments=arguments):
+    for found in run_on_ranks(gathered_bytes, jobs={"t5": WIDE_T5}, variants=variants):
         for peak, (root, *layers), left in found["t5"]:
             assert peak <= root + sum(sorted(layers)[-2:])
             assert left == 0
@@ -918,8 +909,7 @@ def refusal_of_unit_modules(rank: int, world_size: int, names: list[str]) -> str
 
 
 def test_unknown_unit_module_is_refused_by_naming_the_known_ones():
-    arguments = {"names": ["T5Blok"]}
-    for message in run_ranks(refusal_of_unit_modules, world_size=2, time_limit_s=60, keyword_arguments=arguments):
+    for message in run_on_ranks(refusal_of_unit_modules, names=["T5Blok"]):
         assert "`unit_modules` is ['T5Blok']" in message
         assert "T5Block, " in message and "T5Stack" in message
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from fault_runs import outcomes, why_no_namespaces
+from faulty_ranks import outcomes, why_no_namespaces
 from launching import launch
 
 SECONDS = 20.0

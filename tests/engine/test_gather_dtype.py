@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from cells import slow
-from ranks import run_alone, run_ranks
+from ranks import run_alone
 from safetensors.torch import load_file
-from shared_ranks import on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from trainer_job import as_launched, make_trainer
 from training import (
@@ -68,8 +68,7 @@ JOBS = {
 @pytest.mark.short_cells("gpt2")
 def test_training_is_bitwise_that_of_bf16_parameters_with_a_master(name):
     job, others = JOBS[name]
-    arguments = {"job": job, "variants": [GATHERED, *others]}
-    for pairs in run_ranks(compare_with_ddp, world_size=2, time_limit_s=100, keyword_arguments=arguments):
+    for pairs in run_on_ranks(compare_with_ddp, job=job, variants=[GATHERED, *others]):
         as_in_copies(pairs)
 
 
@@ -95,8 +94,9 @@ PLACES = {
 def test_no_place_changes_a_digit(tmp_path):
     places = json.loads(json.dumps(PLACES))
     places["all in files"]["offload"]["nvme_path"] = str(tmp_path)
-    arguments = {"job": GPT2, "variants": [GATHERED, *(GATHERED | more for more in places.values())]}
-    pairs = run_ranks(compare_with_ddp, world_size=2, time_limit_s=150, keyword_arguments=arguments)[0]
+    pairs = run_on_ranks(
+        compare_with_ddp, job=GPT2, variants=[GATHERED, *(GATHERED | more for more in places.values())]
+    )[0]
     for name, (_, outcome) in zip(places, pairs[1:], strict=True):
         assert outcome.equals(pairs[0][1]), name
         assert outcome.norms == pairs[0][1].norms, name
@@ -123,10 +123,7 @@ class Strict(Wavy):
 @pytest.mark.parametrize("make_model", [Unruly, Wavy, slow(Strict)], ids=lambda model: model.__name__)
 def test_odd_models_train_as_under_autocast(make_model):
     job = replace(GPT2, make_model=make_model, find_unused=True)
-    arguments = {"job": job, "variants": [GATHERED, AUTOCAST]}
-    (ddp, gathered), (_, autocast) = run_ranks(
-        compare_with_ddp, world_size=2, time_limit_s=100, keyword_arguments=arguments
-    )[0]
+    (ddp, gathered), (_, autocast) = run_on_ranks(compare_with_ddp, job=job, variants=[GATHERED, AUTOCAST])[0]
     assert gathered.loss_error(ddp) < 1e-2
     assert gathered.losses != autocast.losses
 
@@ -145,10 +142,7 @@ def dtypes_in_a_forward(rank: int, world_size: int, make_model: type) -> dict[st
 
 
 def test_batch_norms_and_what_transformers_keeps_in_float32_stay_float32():
-    unruly, strict = (
-        run_ranks(dtypes_in_a_forward, world_size=2, time_limit_s=60, keyword_arguments={"make_model": make})[0]
-        for make in (Unruly, Strict)
-    )
+    unruly, strict = (run_on_ranks(dtypes_in_a_forward, make_model=make)[0] for make in (Unruly, Strict))
     assert unruly["norm"] == "float32"
     assert {dtype for name, dtype in unruly.items() if name != "norm"} == {"bfloat16"}
     assert strict == {"embed": "float32", "norm": "bfloat16", "groups": "bfloat16", "head": "bfloat16"}
@@ -195,7 +189,7 @@ def bytes_of_a_step(rank: int, world_size: int, settings: dict) -> dict[str, int
 
 def test_no_cast_weights_live_between_forward_and_backward_and_half_the_bytes_travel():
     autocast, gathered = (
-        run_ranks(bytes_of_a_step, world_size=2, time_limit_s=60, keyword_arguments={"settings": settings})[0]
+        run_on_ranks(bytes_of_a_step, settings=settings)[0]
         # Elements a bucket are the same.
         for settings in (AUTOCAST | {"bucket_bytes": "40KiB"}, GATHERED)
     )
@@ -207,7 +201,10 @@ def test_no_cast_weights_live_between_forward_and_backward_and_half_the_bytes_tr
     assert gathered["parameters"] == autocast["parameters"]
 
 
-def looked_at(rank: int, world_size: int, settings: dict) -> dict[str, bool]:
+@pytest.mark.parametrize("more", [{}, slow(PLACES["parameters on the host"])], ids=["device", "host"])
+@on_ranks(2)
+def test_outside_of_passes_parameters_are_float32_to_the_last_digit(rank, world_size, more):
+    settings = GATHERED | more
     torch.manual_seed(0)
     model = gpt2()
     loaded = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -244,13 +241,7 @@ def looked_at(rank: int, world_size: int, settings: dict) -> dict[str, bool]:
     trained = model.state_dict()
     engine.close()
     found["handed back"] = all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
-    return found
-
-
-@pytest.mark.parametrize("more", [{}, slow(PLACES["parameters on the host"])], ids=["device", "host"])
-def test_outside_of_passes_parameters_are_float32_to_the_last_digit(more):
-    for found in run_ranks(looked_at, world_size=2, time_limit_s=60, keyword_arguments={"settings": GATHERED | more}):
-        assert all(found.values()), found
+    assert all(found.values()), found
 
 
 def with_frozen_base(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, object]:
@@ -278,10 +269,7 @@ def with_frozen_base(rank: int, world_size: int, dtype: torch.dtype) -> dict[str
 
 
 def test_a_frozen_base_is_gathered_in_bf16_and_kept_as_it_was_loaded():
-    wide, narrow = (
-        run_ranks(with_frozen_base, world_size=2, time_limit_s=60, keyword_arguments={"dtype": dtype})[0]
-        for dtype in (torch.float32, torch.bfloat16)
-    )
+    wide, narrow = (run_on_ranks(with_frozen_base, dtype=dtype)[0] for dtype in (torch.float32, torch.bfloat16))
     assert wide["kept"] and narrow["kept"]
     # No difference to forward and backward.
     assert wide["losses"] == narrow["losses"]
@@ -305,8 +293,7 @@ def through_trainer(
 
 
 def in_trainer(folder: str, zero: str, **more: object) -> dict[str, object]:
-    arguments = {"folder": folder, "zero": zero, **more}
-    return run_ranks(through_trainer, world_size=2, time_limit_s=100, keyword_arguments=arguments)[0]
+    return run_on_ranks(through_trainer, folder=folder, zero=zero, **more)[0]
 
 
 @pytest.mark.slow
@@ -316,10 +303,7 @@ def test_trainers_checkpoints_go_both_ways_between_autocast_and_gathered_bf16(tm
     whole = in_trainer(new, "3", bf16_full_eval=True)
     assert (autocast["row"].parameter, autocast["row"].reduce) == ("float32", "float32")
     row = whole["row"]
-    assert (row.parameter, row.gradient, row.reduce, row.step, row.master) == (
-        *["bfloat16"] * 3,
-        *["float32"] * 2,
-    )
+    assert (row.parameter, row.gradient, row.reduce, row.step, row.master) == (*["bfloat16"] * 3, *["float32"] * 2)
     assert whole["losses"] == pytest.approx(autocast["losses"], rel=5e-3)
     for folder in (f"{new}/checkpoint-3", f"{new}/model", f"{old}/checkpoint-3"):
         weights = load_file(f"{folder}/model.safetensors")
@@ -370,8 +354,7 @@ def test_accelerates_bf16_gathers_bf16_and_goes_with_param_dtype_bfloat16(tmp_pa
     found = {}
     for name, settings in runs.items():
         more = {"param_dtype": "bfloat16"} if name != "gathered" else {}
-        arguments = {"settings": settings | more, "folder": str(tmp_path / name)}
-        found[name] = run_ranks(through_accelerate, world_size=2, time_limit_s=60, keyword_arguments=arguments)[0]
+        found[name] = run_on_ranks(through_accelerate, settings=settings | more, folder=str(tmp_path / name))[0]
         assert found[name]["losses"] == found["gathered"]["losses"], name
         assert found[name]["again"] == found[name]["losses"][2:3], name
         assert found[name]["parameter"] == "bfloat16"
@@ -382,6 +365,8 @@ def test_accelerates_bf16_gathers_bf16_and_goes_with_param_dtype_bfloat16(tmp_pa
 
 GATHERED_SMALL = {"stage": 3, "gather_dtype": "bfloat16", "bucket_bytes": "20KiB"}
 CLIPPED = Job(autocast=True, steps=4, max_norm=1.0)
+# ---- beside what else gathers parameters ----
+
 NEAR = {"comm": {"secondary_shard": "node", "node_size": 2}}
 
 
@@ -413,7 +398,7 @@ READS = {
     [(2, {}), pytest.param(4, {}, marks=pytest.mark.slow), pytest.param(4, NEAR, marks=pytest.mark.slow)],
     ids=["2 ranks", "4 ranks", "4 ranks with secondary shards"],
 )
-@on_ranks(time_limit_s=150)
+@on_ranks()
 def test_whole_parameters_read_inside_a_forward_leave_it_in_bf16(rank, world_size, more):
     job = replace(CLIPPED, steps=2, settings={**GATHERED_SMALL, **more})
     plain = train(rank, world_size, job)
@@ -427,7 +412,7 @@ def test_whole_parameters_read_inside_a_forward_leave_it_in_bf16(rank, world_siz
 
 
 @pytest.mark.slow
-@on_ranks(4, time_limit_s=150)
+@on_ranks(4)
 def test_secondary_shards_of_bf16_gathers_train_to_the_same_bits(rank, world_size):
     job = replace(CLIPPED, steps=3, accumulation=2)
     plain, near = (train(rank, world_size, replace(job, settings={**GATHERED_SMALL, **more})) for more in ({}, NEAR))

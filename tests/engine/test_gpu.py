@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved_engines import save_engine
 from torch import nn
-from training import adamw_in_two_groups, fused_adamw, gpt2, gpt2_batch
+from training import adamw_in_two_groups, fused_adamw, gpt2, gpt2_batch, save_engine
 
 from hf_zero.arithmetic import has_triton
 from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic

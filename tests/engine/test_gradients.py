@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import short_of, slow
-from ranks import run_ranks
-from shared_ranks import on_ranks, on_shared_ranks, shared_ranks
+from shared_ranks import on_ranks, on_shared_ranks, run_on_ranks, shared_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -27,10 +26,6 @@ from hf_zero.integrations.announce import state_plan
 from hf_zero.layout import slots
 
 pytestmark = pytest.mark.timeout(180)
-
-
-def run_on_ranks(target, **arguments):
-    return shared_ranks.run(target, **arguments)
 
 
 def built(stage: int, make=gpt2, optimizer=torch.optim.SGD, **settings):
@@ -169,7 +164,7 @@ def never_reduced(rank: int, world_size: int, settings: dict) -> str:
 
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2, "grad_accumulation": "local"}], ids=str)
 def test_step_on_unreduced_gradients_is_refused(settings):
-    assert "outside no_sync" in run_on_ranks(never_reduced, settings=settings)[0]
+    assert "outside no_sync" in shared_ranks.run(never_reduced, settings=settings)[0]
 
 
 @pytest.mark.parametrize("stage", short_of([1, 2, 3], [2, 3]))
@@ -241,7 +236,7 @@ def poisoned(rank: int, world_size: int, stage: int, clip: bool) -> str:
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
 def test_a_nan_on_one_rank_stops_all_ranks_before_the_step(stage, clip):
-    messages = run_on_ranks(poisoned, stage=stage, clip=clip)
+    messages = shared_ranks.run(poisoned, stage=stage, clip=clip)
     assert messages[0] == messages[1]
     assert "the gradient norm is nan" in messages[0] and "`nonfinite: ignore`" in messages[0]
 
@@ -302,7 +297,7 @@ def full_state(rank: int, world_size: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
 def test_full_state_of_a_parameter(stage):
-    run_on_ranks(full_state, stage=stage)
+    shared_ranks.run(full_state, stage=stage)
 
 
 @on_ranks(2)
@@ -448,6 +443,8 @@ def test_state_dict_of_a_sharded_optimizer_fits_its_own_shard_only(rank, world_s
 
 
 WIDTH = 6
+# ---- zeroed gradients ----
+
 # At one rank, state in host memory has the gradients in shards, as several ranks have them.
 SHARDED = {"stage": 2, "offload": {"optimizer": "cpu"}}
 ZEROED = [
@@ -518,8 +515,7 @@ def compare(rank: int, world_size: int, settings_a_way: int) -> dict[str, float]
 
 @pytest.mark.parametrize("settings_a_way", short_of([1, len(ZEROED)], [1]))
 def test_unused_and_frozen_parameters_are_stepped_as_under_ddp_whether_gradients_are_zeroed_or_none(settings_a_way):
-    arguments = {"settings_a_way": settings_a_way}
-    errors = run_ranks(compare, world_size=2, time_limit_s=150, keyword_arguments=arguments)[0]
+    errors = run_on_ranks(compare, settings_a_way=settings_a_way)[0]
     assert len(errors) == len(WAYS) * settings_a_way
     assert not {name: error for name, error in errors.items() if not error <= 1e-6}
 
@@ -662,6 +658,8 @@ LATE = {
     "stage 2, int8": {"stage": 2, "comm": {"gradients": "int8"}},
     "stage 3": {"stage": 3},
 }
+# ---- gradients that come after their bucket was sent ----
+
 ROUNDED = {"stage 0, bf16 in transit": 5e-3, "stage 2, int8": 1e-2}
 
 
@@ -741,16 +739,12 @@ def with_and_without(rank: int, world_size: int, loops: list[Loop]) -> list[floa
 
 @pytest.mark.parametrize(
     ("world_size", "names"),
-    [
-        slow(1, [name for name in LATE if name not in ROUNDED]),
-        (2, list(LATE)[1::2]),
-        slow(2, list(LATE)[::2]),
-    ],
+    [slow(1, [name for name in LATE if name not in ROUNDED]), (2, list(LATE)[1::2]), slow(2, list(LATE)[::2])],
     ids=["1", "2", "2-others"],
 )
 def test_a_layer_used_again_under_reentrant_checkpointing_has_the_sum_of_its_gradients(world_size, names):
     loops = [Loop(settings=LATE[name]) for name in names]
-    errors = run_ranks(with_and_without, world_size=world_size, time_limit_s=150, keyword_arguments={"loops": loops})[0]
+    errors = run_on_ranks(with_and_without, world_size=world_size, loops=loops)[0]
     wrong = {name: error for name, error in zip(names, errors) if not error <= ROUNDED.get(name, 1e-6)}
     assert not wrong
 
@@ -762,7 +756,7 @@ def test_it_has_so_beside_ranks_that_use_less_and_layers_that_are_frozen():
         for stage in (0, 1, 2, 3)
         for frozen in (True, False)
     ]
-    errors = run_ranks(with_and_without, world_size=2, time_limit_s=150, keyword_arguments={"loops": loops})[0]
+    errors = run_on_ranks(with_and_without, loops=loops)[0]
     assert max(errors) <= 1e-6, errors
 
 
@@ -847,7 +841,7 @@ def past_an_unused_layer(rank: int, world_size: int, kind: type[nn.Module]) -> t
 
 @pytest.mark.parametrize("kind", [Passed, Registered])
 def test_an_unused_parameter_does_not_hold_up_the_buckets_behind_it(kind):
-    results = run_ranks(past_an_unused_layer, world_size=2, time_limit_s=60, keyword_arguments={"kind": kind})
+    results = run_on_ranks(past_an_unused_layer, kind=kind)
     for most, planned, twice in results:
         assert most <= planned
         assert twice == 0

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from cells import short_of
-from ranks import RankFailedError, run_ranks
+from ranks import RankFailedError
+from shared_ranks import run_on_ranks
 from training import fused_adamw, gpt2, gpt2_batch
 from transformers import (
     AutoConfig,
@@ -29,10 +30,6 @@ from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)
 STAGE_3 = {"stage": 3, "bucket_bytes": "20KiB"}
-
-
-def on_ranks(target, world_size: int = 2, **arguments):
-    return run_ranks(target, world_size=world_size, time_limit_s=90, keyword_arguments=arguments)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +73,8 @@ def trained(rank: int, world_size: int, folder: str, dtype: torch.dtype, with_in
 @pytest.mark.parametrize("dtype", short_of([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_trains_as_after_an_ordinary_load(folder, dtype):
     arguments = {"folder": folder, "dtype": dtype}
-    ordinary = on_ranks(trained, **arguments, with_init=False)
-    found = on_ranks(trained, **arguments, with_init=True)
+    ordinary = run_on_ranks(trained, **arguments, with_init=False)
+    found = run_on_ranks(trained, **arguments, with_init=True)
     for here, there in zip(found, ordinary):
         assert here["losses"] == there["losses"]
         assert here["dtypes"] == there["dtypes"] == {str(dtype)}
@@ -104,7 +101,7 @@ def with_a_new_head(rank: int, world_size: int, folder: str) -> dict:
 
 
 def test_a_new_head_is_rank_0s_and_the_rest_the_files(bert_folder):
-    first, second = on_ranks(with_a_new_head, folder=bert_folder)
+    first, second = run_on_ranks(with_a_new_head, folder=bert_folder)
     assert not np.array_equal(first["before"], second["before"])
     assert np.array_equal(first["head"], first["before"])
     assert np.array_equal(second["head"], first["before"])
@@ -141,7 +138,7 @@ def growth(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> dict:
 def test_memory_grows_by_the_shard_and_no_more_than_a_unit(tmp_path, dtype):
     sizes = {"vocab_size": 20_000, "n_embd": 512, "n_layer": 12, "n_head": 8, "n_positions": 128}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(tmp_path)
-    for seen in on_ranks(growth, folder=str(tmp_path), dtype=dtype):
+    for seen in run_on_ranks(growth, folder=str(tmp_path), dtype=dtype):
         print(f"{dtype}: grown {seen['grown']:.1f} MiB, shard {seen['held']:.1f}, largest unit {seen['unit']:.1f}")
         assert seen["grown"] <= 1.05 * (seen["held"] + seen["unit"])
 
@@ -170,7 +167,7 @@ def test_ranks_that_read_other_files_are_told_at_the_start(folder, tmp_path):
     with pytest.raises(
         RankFailedError, match=r"the ranks do not train the same thing. files of the weights: model.saf"
     ):
-        on_ranks(other_files, folders=[folder, str(tmp_path)])
+        run_on_ranks(other_files, folders=[folder, str(tmp_path)])
 
 
 def test_below_stage_3_nothing_is_changed(folder):

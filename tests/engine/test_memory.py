@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 from cells import short_of, slow
 from gradient_bytes import Measured, measure, over_plan
-from ranks import run_alone, run_ranks
+from ranks import run_alone
 from resident import resident_bytes, resident_in
-from shared_ranks import on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import Job, gpt2_batch, train
 
 from hf_zero import device
-from hf_zero import device as devices
 from hf_zero.device import allocate, pin, reserve, unpin
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
@@ -162,11 +161,8 @@ def assert_within_formula(held: dict, stage: int, world_size: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.short_cells("2-2", "3-2")
 def test_state_bytes_a_rank(stage, world_size):
-    if world_size == 1:
-        results = [held_after_backward(stage)]
-    else:
-        results = run_ranks(held_on_rank, world_size=world_size, time_limit_s=90, keyword_arguments={"stage": stage})
-    for held in results:
+    alone = [held_after_backward(stage)] if world_size == 1 else []
+    for held in alone or run_on_ranks(held_on_rank, world_size=world_size, stage=stage):
         assert_within_formula(held, stage, world_size)
         assert held["rows"].get("gathered parameters, at most", 0) <= held["gathered bound"]
 
@@ -198,21 +194,18 @@ LARGE = [pytest.mark.slow, pytest.mark.timeout(320)]
 
 @pytest.mark.parametrize(
     ("make", "world_size"),
-    [
-        pytest.param(gpt2_of_four_layers, 4, marks=LARGE),
-        pytest.param(gpt2_as_published, 2, marks=LARGE),
-    ],
+    [pytest.param(gpt2_of_four_layers, 4, marks=LARGE), pytest.param(gpt2_as_published, 2, marks=LARGE)],
 )
 def test_gpt2s_state_at_stage_3(make, world_size):
-    arguments = {"stage": 3, "make": make, "bucket_bytes": "auto"}
-    for held in run_ranks(held_on_rank, world_size=world_size, time_limit_s=300, keyword_arguments=arguments):
+    for held in run_on_ranks(
+        held_on_rank, world_size=world_size, time_limit_s=300, stage=3, make=make, bucket_bytes="auto"
+    ):
         assert_within_formula(held, 3, world_size)
         assert held["rows"]["gathered parameters, at most"] <= held["gathered bound"]
 
 
 def test_parameters_kept_whole_are_listed_apart():
-    arguments = {"stage": 3, "persist_below_numel": 1000}
-    for held in run_ranks(held_on_rank, world_size=2, time_limit_s=60, keyword_arguments=arguments):
+    for held in run_on_ranks(held_on_rank, stage=3, persist_below_numel=1000):
         assert held["rows"]["parameters kept whole"] == held["small"]
 
 
@@ -292,6 +285,8 @@ def test_plan_and_report_come_to_the_memory_that_is_held_with_state_elsewhere(wh
     run_alone(plan_report_and_what_is_held, time_limit_s=100, keyword_arguments=arguments)
 
 
+# ---- pages that are given back ----
+
 NUMEL = int(9.5 * (2 << 20) // 4)
 QUARTER = NUMEL // 4
 
@@ -321,13 +316,16 @@ def is_left_out_of_forks(tensor: torch.Tensor) -> bool:
 @pytest.mark.parametrize("nbytes", [100, 5 << 20])
 def test_pinned_pages_are_left_out_of_forks_until_they_are_unpinned(nbytes, monkeypatch):
     driver = SimpleNamespace(cudaHostRegister=lambda *where: 0, cudaHostUnregister=lambda where: 0)
-    monkeypatch.setattr(devices, "_runtime", lambda device: driver)
-    monkeypatch.setattr(devices, "current", lambda device: nullcontext())
+    monkeypatch.setattr(device, "_runtime", lambda device: driver)
+    monkeypatch.setattr(device, "current", lambda device: nullcontext())
     memory, accelerator = allocate(nbytes, torch.uint8, torch.device("cpu")), torch.device("cuda", 0)
     assert not is_left_out_of_forks(memory)
     assert pin(memory, accelerator) and is_left_out_of_forks(memory)
     unpin(memory, accelerator)
     assert not is_left_out_of_forks(memory)
+
+
+# ---- engines that nobody holds ----
 
 
 def train_and_drop(stage: int) -> list[weakref.ref]:
@@ -339,8 +337,13 @@ def train_and_drop(stage: int) -> list[weakref.ref]:
     return [weakref.ref(engine), weakref.ref(model), weakref.ref(optimizer)]
 
 
-def what_is_left(rank: int, world_size: int) -> dict[int, tuple[int, int]]:
-    """Of each stage, objects that are still there, and threads of ours."""
+def _threads() -> int:
+    return sum(thread.name.startswith("hf_zero") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_an_engine_that_was_not_closed_is_freed_with_its_model(rank, world_size):
     left = {}
     for stage in range(4):
         references = train_and_drop(stage)
@@ -349,18 +352,10 @@ def what_is_left(rank: int, world_size: int) -> dict[int, tuple[int, int]]:
         while _threads() and time.monotonic() < until_s:
             time.sleep(0.05)
         left[stage] = sum(reference() is not None for reference in references), _threads()
-    return left
+    assert left == {stage: (0, 0) for stage in range(4)}
 
 
-def _threads() -> int:
-    return sum(thread.name.startswith("hf_zero") for thread in threading.enumerate())
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_engine_that_was_not_closed_is_freed_with_its_model(world_size):
-    for left in run_ranks(what_is_left, world_size=world_size, time_limit_s=60):
-        assert left == {stage: (0, 0) for stage in range(4)}
-
+# ---- memory that holds anything ----
 
 IN_BLOCKS = {"weights": "int8", "gradients": "int8"}
 CASES = [
@@ -409,6 +404,8 @@ def test_what_memory_held_before_reaches_no_loss(rank, world_size, cells):
             anything = train(rank, world_size, job)
         assert anything.equals(defined) and anything.norms == defined.norms, (stage, settings, anything.losses)
 
+
+# ---- gradient buffers between steps ----
 
 LARGE_BYTES = 4 << 20
 MICRO_BATCHES = 2
@@ -459,11 +456,14 @@ def train_at_stage_1(rank: int, world_size: int, *, dtype: torch.dtype) -> dict:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_gradient_buffers_of_stage_1_are_not_in_memory_between_steps(dtype):
-    for found in run_ranks(train_at_stage_1, world_size=2, time_limit_s=50, keyword_arguments={"dtype": dtype}):
+    for found in run_on_ranks(train_at_stage_1, dtype=dtype):
         assert found["losses"] == found["expected"]
         filled, released = found["held"][::2], found["held"][1::2]
         assert all(resident >= LARGE_BYTES * dtype.itemsize // 4 for resident, _ in filled)
         assert all(resident == kept for resident, kept in released), found["held"]
+
+
+# ---- gradients of models too large for this machine ----
 
 
 def measured(shape: str, dtype: str, ranks: int, stage: int, **more) -> Measured:

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from cells import short_of, slow
-from ranks import run_ranks
-from saved_engines import save_engine
-from shared_ranks import on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
-from training import Job, Unruly, adamw_in_two_groups, gpt2_batch, of_one_seed, steps, train
+from training import Job, Unruly, adamw_in_two_groups, gpt2_batch, of_one_seed, save_engine, steps, train
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_zero import ZeroConfig
@@ -237,16 +235,11 @@ def on_all_layouts(rank: int, world_size: int, more: dict, make_optimizer: Calla
 
 
 @pytest.mark.parametrize(
-    "place",
-    [
-        "by chance",
-        *(slow(place) for place in ("kernels with masters", "device", "host", "partly host")),
-    ],
+    "place", ["by chance", *(slow(place) for place in ("kernels with masters", "device", "host", "partly host"))]
 )
 def test_blocks_are_the_same_on_every_layout(place):
     alone = on_all_layouts(0, 1, PLACES[place])
-    more = {"more": PLACES[place]}
-    assert run_ranks(on_all_layouts, world_size=2, time_limit_s=120, keyword_arguments=more) == [alone, alone]
+    assert run_on_ranks(on_all_layouts, more=PLACES[place]) == [alone, alone]
     assert alone[-1] < alone[0]
 
 
@@ -284,16 +277,14 @@ def wherever_and_whenever(rank: int, world_size: int, path: str, dtype: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "bfloat16"), slow(2, "float32")])
 def test_blocks_are_the_same_wherever_they_are_and_whenever_they_are_stepped(world_size, dtype, tmp_path):
-    arguments = {"path": str(tmp_path), "dtype": dtype}
-    found = run_ranks(wherever_and_whenever, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
+    found = run_on_ranks(wherever_and_whenever, world_size=world_size, path=str(tmp_path), dtype=dtype)
     assert found == [[]] * world_size
 
 
 @pytest.mark.slow
 def test_matrices_that_are_not_cut_have_the_same_blocks_too():
     alone = on_all_layouts(0, 1, {}, muon)
-    arguments = {"more": {}, "make_optimizer": muon}
-    assert run_ranks(on_all_layouts, world_size=2, time_limit_s=120, keyword_arguments=arguments) == [alone, alone]
+    assert run_on_ranks(on_all_layouts, more={}, make_optimizer=muon) == [alone, alone]
 
 
 LAYOUTS = [{"stage": 3}, {"stage": 2, "bucket_bytes": "60KiB"}, {"stage": 1}, {"stage": 0}]
@@ -358,9 +349,8 @@ def resumed_on_another_world_size(rank: int, world_size: int, folder: str) -> No
 )
 def test_a_run_goes_on_bit_for_bit_and_its_moments_at_any_world_size(tmp_path, kernels, layouts):
     folder = {"folder": str(tmp_path)}
-    arguments = {**folder, "kernels": kernels, "layouts": layouts}
-    run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments=arguments)
-    run_ranks(resumed_on_another_world_size, world_size=3, time_limit_s=60, keyword_arguments=folder)
+    run_on_ranks(goes_on, **folder, kernels=kernels, layouts=layouts)
+    run_on_ranks(resumed_on_another_world_size, world_size=3, **folder)
     resumed_on_another_world_size(0, 1, **folder)
 
 
@@ -543,6 +533,8 @@ def test_another_number_of_bits_is_refused():
     assert ZeroConfig.from_flag("stage=1,moments=8bit").moments == "8bit"
 
 
+# ---- in files ----
+
 HOST = {"optimizer": "cpu"}
 
 
@@ -564,7 +556,7 @@ def trained(settings: dict, count: int = 4) -> tuple[list[float], dict, dict, Ze
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-@on_ranks(time_limit_s=120)
+@on_ranks()
 def test_the_digits_are_those_of_moments_in_host_memory(rank, world_size, tmp_path):
     """At each stage, with masters in the files and without, in their time and early, the same digits."""
     path = str(tmp_path)

@@ -10,8 +10,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate_job import make_accelerator
 from cells import short_of
-from ranks import run_ranks
-from shared_ranks import on_ranks, on_shared_ranks
+from shared_ranks import on_ranks, on_shared_ranks, run_on_ranks
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
@@ -314,7 +313,7 @@ def local_sgd(rank: int, world_size: int) -> str:
 
 
 def test_local_sgd_is_refused_and_names_the_setting_that_does_the_like():
-    for message in run_ranks(local_sgd, world_size=2, time_limit_s=60):
+    for message in run_on_ranks(local_sgd):
         assert "local_sgd_steps=8" in message and "comm.sync_every: 8" in message
 
 

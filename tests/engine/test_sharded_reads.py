@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
-from ranks import run_ranks
 from safetensors.torch import load_file
-from shared_ranks import on_ranks, shared_ranks
-from stage3_runs import FAR_AHEAD, KEPT, SHARDED, Run, assert_equal, assert_same, run_on_ranks, same_as_ddp
+from shared_ranks import on_ranks, run_on_ranks, shared_ranks
+from stage3_runs import FAR_AHEAD, KEPT, SHARDED, Run, assert_equal, assert_same, same_as_ddp
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -281,7 +280,10 @@ def test_torch_func_gives_the_values_of_a_plain_model_or_is_refused_by_name(rank
 # ---- evaluation in 16 bits ----
 
 
-@on_ranks(2, time_limit_s=110)
+# ---- what scripts do with a model besides training it ----
+
+
+@on_ranks(2)
 def test_a_trainer_evaluates_in_bfloat16_as_under_ddp_and_its_model_stays_as_it_was(rank, world_size, tmp_path):
     folder = str(tmp_path)
     as_launched(rank, world_size)
@@ -337,7 +339,7 @@ def follows(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_reference_model_that_a_callback_syncs_is_ddps(tmp_path):
-    run_ranks(follows, world_size=2, time_limit_s=110, keyword_arguments={"folder": str(tmp_path)})
+    run_on_ranks(follows, folder=str(tmp_path))
 
 
 # ---- adapters merged ----

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from cells import slow
-from shared_ranks import on_ranks, on_shared_ranks, shared_ranks
+from shared_ranks import on_ranks, on_shared_ranks, run_on_ranks, shared_ranks
 from stage3_runs import (
     FAR_AHEAD,
     KEPT,
@@ -26,7 +26,6 @@ from stage3_runs import (
     assert_equal,
     assert_same,
     no_unit_is_whole,
-    run_on_ranks,
     same_as_ddp,
 )
 from torch import nn
@@ -469,9 +468,7 @@ EDITED_BELOW_3 = [(settings, torch.bfloat16, PARTS[settings["stage"] % 2]) for s
 
 
 @pytest.fixture(
-    scope="module",
-    params=[EDITED, slow(list(itertools.product([SHARDED], DTYPES, PARTS)))],
-    ids=["some", "every"],
+    scope="module", params=[EDITED, slow(list(itertools.product([SHARDED], DTYPES, PARTS)))], ids=["some", "every"]
 )
 def after_edits(request) -> dict[Callable, list[str]]:
     """Edit → what each rank found."""
@@ -725,13 +722,7 @@ def wandering(run: Run) -> None:
 
 @pytest.mark.slow
 def test_layers_that_change_their_order_between_steps_train_as_under_ddp():
-    shared_ranks.run(
-        same_as_ddp,
-        script=wandering,
-        variants=EVERY,
-        make=Wandering,
-        find_unused=True,
-    )
+    shared_ranks.run(same_as_ddp, script=wandering, variants=EVERY, make=Wandering, find_unused=True)
 
 
 @on_ranks(2)

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from cells import slow
-from ranks import run_ranks
-from shared_ranks import on_ranks, shared_ranks
+from shared_ranks import on_ranks, run_on_ranks, shared_ranks, tell, wait_until_told
 from stage3_runs import (
     KEPT,
     NOT_AHEAD,
@@ -23,10 +22,8 @@ from stage3_runs import (
     assert_equal,
     assert_same,
     no_unit_is_whole,
-    run_on_ranks,
     same_as_ddp,
 )
-from told import tell, wait_until_told
 from torch import nn
 from training import VOCABULARY, Answer, gpt2
 
@@ -364,7 +361,7 @@ def visits_apart(rank: int, world_size: int, make: Callable[[], nn.Module]) -> s
 
 @pytest.mark.parametrize("make", [OnlyRank0Visits, OneRoundForEach])
 def test_a_layer_that_one_rank_visits_alone_is_an_error_that_names_the_all_gather_and_the_remedy(make):
-    messages = run_ranks(visits_apart, world_size=2, time_limit_s=90, keyword_arguments={"make": make})
+    messages = run_on_ranks(visits_apart, make=make)
     assert any(re.search(r"all-gather parameters of bucket \d+ failed", message) for message in messages)
     for message in messages:
         assert "persist_below_numel" in message and "unit_modules" in message and "is_main_process" not in message
@@ -397,7 +394,8 @@ def test_looking_on_one_rank_alone_is_an_error_in_time(way, alone):
     assert way in message and "call it on every rank" in message and "comm.late_s" in message
 
 
-def looks_apart(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_ranks_that_look_in_different_ways_are_told_both(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CommConfig, "meeting_timeout_s", 3.0)
         run = Run(rank, gpt2, SHARDED)
@@ -407,12 +405,8 @@ def looks_apart(rank: int, world_size: int) -> str:
         else:
             with hf_zero.gathered(run.model):
                 pass
-    return str(error.value)
-
-
-def test_ranks_that_look_in_different_ways_are_told_both():
-    for message in run_on_ranks(looks_apart):
-        assert "state_dict() of GPT2LMHeadModel" in message and "hf_zero.gathered" in message
+    message = str(error.value)
+    assert "state_dict() of GPT2LMHeadModel" in message and "hf_zero.gathered" in message
 
 
 @on_ranks(2)

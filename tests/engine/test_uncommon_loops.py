@@ -358,6 +358,8 @@ def test_a_frozen_parameter_of_another_dtype_is_named_by_it_at_stage_3(dtype):
 
 
 CLAMPED, LIMIT, STEPS = 16, 0.2, 4
+# ---- weights that scripts edit in place ----
+
 STAGE_3 = {"stage": 3, "unit_bytes": 0}
 HOST = {"optimizer": "cpu"}
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from cells import short_of, short_rows, slow
 from plain_lion import Lion
-from ranks import run_ranks
-from saved_engines import save_engine
+from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training import VOCABULARY, Job, Outcome, fused_adamw, gpt2, gpt2_batch, train
+from training import VOCABULARY, Job, Outcome, fused_adamw, gpt2, gpt2_batch, save_engine, train
 from transformers.optimization import Adafactor
 
 from hf_zero.checkpoint.files import CheckpointError
@@ -232,27 +231,24 @@ OTHERS = [name for name in OPTIMIZERS if name not in (*EVERYWHERE, *ASKING)]
     ids=["muon", "others at stage 3", "asking", "everywhere", "others"],
 )
 def test_trajectories_are_ddps_bit_for_bit_at_two_ranks(names, variants):
-    arguments = {"names": names, "variants": variants}
-    for found in run_ranks(in_pairs, world_size=2, time_limit_s=120, keyword_arguments=arguments):
+    for found in run_on_ranks(in_pairs, names=names, variants=variants):
         assert_equal(found)
 
 
 def test_their_state_may_lie_in_files(tmp_path):
     files = {**STAGES[2], "offload": {"optimizer": "nvme", "nvme_path": str(tmp_path)}}
-    arguments = {"names": ["muon and adamw", "adafactor of torch"], "variants": [files], "steps": 3}
-    for found in run_ranks(in_pairs, world_size=2, time_limit_s=100, keyword_arguments=arguments):
+    for found in run_on_ranks(in_pairs, names=["muon and adamw", "adafactor of torch"], variants=[files], steps=3):
         assert_equal(found)
 
 
 HOST = {"offload": {"optimizer": "cpu"}}
 
 
-def elsewhere(rank: int, world_size: int, stages: list[int]) -> dict[str, float]:
-    """Masters in host memory, in bf16, a clip that bites and accumulation: each as at stage 1 on the device.
-
-    Returns:
-        the largest relative difference to DDP's losses, by optimizer.
-    """
+@pytest.mark.parametrize(
+    ("world_size", "stages"), [(1, [3]), slow(1, [1, 2]), slow(3, [1, 2, 3])], ids=["1", "1-others", "3"]
+)
+@on_ranks()
+def test_other_worlds_host_memory_and_bf16_follow(rank, world_size, stages):
     errors = {}
     for name in ("muon and adamw", "adafactor of torch"):
         job = Job(make_model=gpt2, make_optimizer=OPTIMIZERS[name], steps=3, accumulation=2, max_norm=0.5)
@@ -263,18 +259,9 @@ def elsewhere(rank: int, world_size: int, stages: list[int]) -> dict[str, float]
                 moved = train(rank, world_size, replace(job, settings={**STAGES[stage], **HOST, **local}))
                 assert moved.equals(here), f"{name}, stage {stage}, {more}: {moved.loss_error(here)}"
         errors[name] = here.loss_error(train(rank, world_size, job)) if world_size > 1 else 0.0
-    return errors
-
-
-@pytest.mark.parametrize(
-    ("world_size", "stages"), [(1, [3]), slow(1, [1, 2]), slow(3, [1, 2, 3])], ids=["1", "1-others", "3"]
-)
-def test_other_worlds_host_memory_and_bf16_follow(world_size, stages):
-    arguments = {"stages": stages}
-    for errors in run_ranks(elsewhere, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
-        # Three ranks' gradients are added in another order than DDP's, and Muon multiplies matrices in bf16.
-        assert errors.pop("muon and adamw") < 1e-3
-        assert max(errors.values()) < 1e-5
+    # Three ranks' gradients are added in another order than DDP's, and Muon multiplies matrices in bf16.
+    assert errors.pop("muon and adamw") < 1e-3
+    assert max(errors.values()) < 1e-5
 
 
 def whole_states(model: nn.Module, engine: ZeroEngine) -> dict[str, dict]:
@@ -342,10 +329,9 @@ WHERE = [(2, 3, HOST), (3, 3, {}), (1, 0, {})]
 @pytest.mark.parametrize("places", short_of([WHERE[:2], WHERE], [WHERE[:2]]), ids=["some", "every"])
 def test_their_state_goes_on_at_other_world_sizes_stages_and_tiers(places, tmp_path):
     arguments = {"folder": str(tmp_path)}
-    expected = run_ranks(saves, world_size=2, time_limit_s=100, keyword_arguments=arguments)
+    expected = run_on_ranks(saves, **arguments)
     for world_size, stage, more in places:
-        where = {**arguments, "stage": stage, "more": more}
-        after = run_ranks(loads, world_size=world_size, time_limit_s=100, keyword_arguments=where)
+        after = run_on_ranks(loads, world_size=world_size, **arguments, stage=stage, more=more)
         assert world_size != 2 or after == expected
     assert checkpoint_faults(tmp_path / "adafactor of torch", ZERO_FOLDER) == []
 
@@ -462,6 +448,8 @@ def test_rows_are_whole_matrices_and_the_plan_states_the_padding(capsys):
     assert "padding (parameters are not cut)" in " ".join(capsys.readouterr().err.split())
 
 
+# ---- rows that are written outside of a step ----
+
 SMALL_BUCKETS = {"bucket_bytes": "20KiB"}
 
 
@@ -546,9 +534,7 @@ def test_schedule_free_optimizers_evaluate_and_save_the_same_weights_on_every_ra
     # Stage 0 sums gradients in bfloat16, the others in float32.
     in_bf16 = [{"stage": stage, "param_dtype": "bfloat16"} for stage in (1, 2, 3)]
     variants = [None, *exact, *in_bf16]
-    of_ranks = run_ranks(
-        schedule_free, world_size=world_size, time_limit_s=150, keyword_arguments={"variants": variants}
-    )
+    of_ranks = run_on_ranks(schedule_free, world_size=world_size, variants=variants)
     for rank, found in enumerate(of_ranks):
         (reference, weights), rounded = found[0], found[-len(in_bf16)]
         for settings, (seen, got) in zip(variants[1:], found[1:]):
@@ -570,8 +556,10 @@ def clamp_rows(optimizer: torch.optim.Optimizer) -> None:
                 p.clamp_(-0.01, 0.01)
 
 
-def writes_between_steps(rank: int, world_size: int, settings: dict) -> dict[str, str]:
-    """What is said after a write in the optimizer's groups, by what comes next; and checks of what is no fault."""
+@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}, {"stage": 3, "param_dtype": "bfloat16"}], ids=str)
+@pytest.mark.short_cells("{'stage': 1}", "{'stage': 3, 'param_dtype': 'bfloat16'}")
+@on_ranks(2)
+def test_a_write_that_other_ranks_have_not_seen_is_refused_until_it_is_sent(rank, world_size, settings):
     torch.manual_seed(0)
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -607,26 +595,20 @@ def writes_between_steps(rank: int, world_size: int, settings: dict) -> dict[str
         torch.distributed.broadcast(of_rank_0, src=0)
         assert torch.equal(value, of_rank_0)
         assert value.abs().max() <= 0.0065
-    return said
-
-
-@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}, {"stage": 3, "param_dtype": "bfloat16"}], ids=str)
-@pytest.mark.short_cells("{'stage': 1}", "{'stage': 3, 'param_dtype': 'bfloat16'}")
-def test_a_write_that_other_ranks_have_not_seen_is_refused_until_it_is_sent(settings):
-    for said in run_ranks(
-        writes_between_steps, world_size=2, time_limit_s=100, keyword_arguments={"settings": settings}
-    ):
-        assert said
-        for name, message in said.items():
-            assert name in message
-            assert "written to since the last optimizer.step()" in message
-            assert "engine_of(model).synchronise()" in message
+    assert said
+    for name, message in said.items():
+        assert name in message
+        assert "written to since the last optimizer.step()" in message
+        assert "engine_of(model).synchronise()" in message
 
 
 def test_an_optimizer_that_writes_in_eval_is_refused_where_its_state_is_away(tmp_path):
     model, offload = nn.Linear(8, 8), {"optimizer": "nvme", "nvme_path": str(tmp_path)}
     with pytest.raises(ValueError, match=r"ScheduleFreeSGD writes to the parameters in its train\(\)"):
         ZeroEngine(model, [ScheduleFreeSGD(model.parameters())], {"stage": 2, "offload": offload})
+
+
+# ---- vocabularies that grow and shrink ----
 
 
 def trained_across_a_resize(rank: int, world_size: int, settings: dict | None, vocabulary: int) -> dict:
@@ -664,15 +646,14 @@ LARGER, SMALLER = VOCABULARY + 30, VOCABULARY - 11
 
 
 @pytest.mark.parametrize(
-    ("stage", "vocabulary"),
-    short_rows(itertools.product((1, 2, 3), (LARGER, SMALLER)), [(1, LARGER), (3, SMALLER)]),
+    ("stage", "vocabulary"), short_rows(itertools.product((1, 2, 3), (LARGER, SMALLER)), [(1, LARGER), (3, SMALLER)])
 )
 @pytest.mark.short_cells("3-200")
 def test_training_goes_on_as_under_ddp(stage, vocabulary):
     arguments = {"settings": None, "vocabulary": vocabulary}
-    expected = run_ranks(trained_across_a_resize, world_size=2, time_limit_s=60, keyword_arguments=arguments)
+    expected = run_on_ranks(trained_across_a_resize, **arguments)
     arguments["settings"] = {"stage": stage, "bucket_bytes": "20KiB"}
-    found = run_ranks(trained_across_a_resize, world_size=2, time_limit_s=60, keyword_arguments=arguments)
+    found = run_on_ranks(trained_across_a_resize, **arguments)
     for here, there in zip(found, expected):
         assert here["losses"] == there["losses"]
         assert here["tensors"]["transformer.wte.weight"].shape[0] == vocabulary

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from shared_ranks import run_on_ranks
 from split_runs import KINDS, SplitJob, load, moments_of, save_models
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -99,7 +99,7 @@ def sharded(tmp_path_factory) -> SimpleNamespace:
     """Folders of one run, and the values that it had."""
     folder = tmp_path_factory.mktemp("fsdp")
     save_models(folder)
-    [saved, *_] = run_ranks(writes_fsdp, world_size=4, time_limit_s=120, keyword_arguments={"folder": folder})
+    [saved, *_] = run_on_ranks(writes_fsdp, world_size=4, folder=folder)
     return SimpleNamespace(folder=folder, saved=saved)
 
 
@@ -152,8 +152,7 @@ def resumes(rank: int, world_size: int, folder: Path, tp: int, name: str, stage:
     ],
 )
 def test_fsdp_beside_tensor_parallelism_is_resumed_bit_for_bit(sharded, name, world_size, tp, stage):
-    arguments = {"folder": sharded.folder, "tp": tp, "name": name, "stage": stage}
-    everyone = run_ranks(resumes, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
+    everyone = run_on_ranks(resumes, world_size=world_size, folder=sharded.folder, tp=tp, name=name, stage=stage)
     assert everyone[0].keys() == sharded.saved.keys()
     for kept in everyone:
         assert kept.keys() >= {key for key in sharded.saved if key.startswith("exp_avg")}

@@ -21,8 +21,8 @@ from hostile_folders import make_card
 from hub_server import CLIENT_SETTINGS, TOKEN, USER, Fault, HubServer, talk_to
 from huggingface_hub import HfApi, constants
 from launching import run_forked
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from shared_ranks import run_on_ranks
 from trainer_job import as_launched, make_trainer, run
 from training import bert
 from transformers import AutoModelForSequenceClassification
@@ -64,8 +64,7 @@ def trained(tmp_path_factory):
     def outcome(stage: int) -> tuple[Path, dict]:
         if stage not in known:
             folder = tmp_path_factory.mktemp(f"stage{stage}")
-            arguments = {"door": f"flag {stage}", "model": "bert", "output_dir": str(folder), **SAVING}
-            first = run_ranks(run, world_size=2, time_limit_s=100, keyword_arguments=arguments)[0]
+            first = run_on_ranks(run, door=f"flag {stage}", model="bert", output_dir=str(folder), **SAVING)[0]
             known[stage] = folder / "checkpoint-4", first["state"]
         return known[stage]
 
@@ -575,7 +574,7 @@ def trains_and_pushes(rank: int, world_size: int, url: str, door: str, output_di
 
 
 def push_from_ranks(world_size: int, **arguments: object) -> list[dict]:
-    return run_ranks(trains_and_pushes, world_size=world_size, time_limit_s=100, keyword_arguments=arguments)
+    return run_on_ranks(trains_and_pushes, world_size=world_size, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -637,7 +636,7 @@ def test_a_checkpoint_goes_along_where_the_strategy_says_so_and_can_be_resumed_f
     assert weight_faults(down / "last-checkpoint") == []
     arguments = {"door": "flag 2", "model": "bert", "output_dir": str(tmp_path / "again"), **SAVING, "max_steps": 6}
     arguments["resume"] = str(down / "last-checkpoint")
-    outcome = run_ranks(run, world_size=2, time_limit_s=100, keyword_arguments=arguments)[0]
+    outcome = run_on_ranks(run, **arguments)[0]
     assert len(outcome["losses"]) == 6
 
 
@@ -659,8 +658,7 @@ def begins(rank: int, world_size: int, url: str, output_dir: str, **overrides: o
     ids=["name", "owner", "token"],
 )
 def test_trainer_says_in_one_line_why_it_could_not_push_before_it_trains(overrides, said, server, tmp_path):
-    arguments = {"url": server.url, "output_dir": str(tmp_path / "model"), **overrides}
-    [line] = run_ranks(begins, world_size=1, time_limit_s=60, keyword_arguments=arguments)
+    [line] = run_on_ranks(begins, world_size=1, url=server.url, output_dir=str(tmp_path / "model"), **overrides)
     assert line.startswith("hf_zero: ") and said in line and "\n" not in line
     assert overrides["hub_token"] not in line
 

@@ -22,9 +22,8 @@ from accelerate.utils import (
 )
 from accelerate_job import Texts, make_accelerator, run
 from cells import short_of
-from ranks import run_ranks
 from safetensors.torch import load_file
-from shared_ranks import on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 from trainer_job import as_launched, make_trainer
@@ -41,10 +40,6 @@ pytestmark = pytest.mark.timeout(180)
 def launched(rank: int, world_size: int, forecasts: bool = False, **arguments) -> dict:
     as_launched(rank, world_size, forecasts=forecasts)
     return run(rank, world_size, **{"steps": 4, **arguments})
-
-
-def run_on_ranks(target, world_size: int = 2, **arguments):
-    return run_ranks(target, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
 
 @pytest.fixture(scope="module")
@@ -483,6 +478,9 @@ def test_the_plan_tells_the_rows_of_a_step(ranks, accumulation, says):
     assert run_on_ranks(planned_rows, world_size=ranks, accumulation=accumulation)[0] == [says]
 
 
+# ---- an Accelerator's other methods ----
+
+
 def prepared(accelerator: Accelerator, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -785,8 +783,9 @@ def test_behind_a_reset_of_accelerates_state_its_own_explanation_comes(fresh_sta
             call()
 
 
-def steps_one_more(rank: int, world_size: int, stage: int) -> list[str]:
-    """What steps of optimizers that were built after prepare are told."""
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_an_optimizer_that_was_built_after_prepare_is_named(rank, world_size, stage):
     as_launched(rank, world_size)
     accelerator = Accelerator(parallelism_config=ZeroPlugin(stage), cpu=True)
     model, first = prepared(accelerator, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
@@ -804,12 +803,6 @@ def steps_one_more(rank: int, world_size: int, stage: int) -> list[str]:
     with pytest.raises(RuntimeError, match="is sharded over the ranks") as error:
         first.step()
     assert "was not prepared" not in str(error.value)
-    return said
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_that_was_built_after_prepare_is_named(stage):
-    for said in run_on_ranks(steps_one_more, stage=stage):
-        for name, told in zip(("AdamW", "SGD", "Adafactor", "AdamW"), said, strict=True):
-            assert f"this {name} was not prepared" in told and "accelerator.prepare(model, optimizer)" in told
-            assert len(told.split()) <= 35
+    for name, told in zip(("AdamW", "SGD", "Adafactor", "AdamW"), said, strict=True):
+        assert f"this {name} was not prepared" in told and "accelerator.prepare(model, optimizer)" in told
+        assert len(told.split()) <= 35

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate_job import Texts
-from ranks import run_ranks
+from shared_ranks import run_on_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from training import LENGTH, gpt2
@@ -191,6 +191,9 @@ def test_a_size_has_the_unit_that_leaves_it_digits(nbytes, said):
     assert in_units(nbytes) == said
 
 
+# ---- activations and the peak ----
+
+
 class Stream(IterableDataset):
     """Rows that have no numbers."""
 
@@ -263,7 +266,7 @@ def starts(rank: int, world_size: int) -> dict[str, str]:
 
 
 def test_the_peak_is_forecast_where_the_data_tells_a_micro_batch():
-    here, other = run_ranks(starts, world_size=2, time_limit_s=120)
+    here, other = run_on_ranks(starts)
     assert not any(other.values())
     assert f"activations (first rows, 2 x {LENGTH})" in here["rows"] and "peak of a step, to 15%" in here["rows"]
     rows = {name: value[:2] for name, value in default_collate([Texts(2)[0], Texts(2)[1]]).items()}

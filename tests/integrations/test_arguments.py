@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from launching import run_forked
-from ranks import run_ranks
+from shared_ranks import run_on_ranks
 from trainer_job import MODELS, as_launched, history, make_trainer
 from transformers import (
     HfArgumentParser,
@@ -165,8 +165,7 @@ def trained(rank: int, world_size: int, stage: str | None, folder: str) -> list[
 def test_seq2seq_arguments_with_the_flag_train_like_ddp(tmp_path):
     runs = {}
     for stage in (None, "2", "3"):
-        keywords = {"stage": stage, "folder": str(tmp_path)}
-        runs[stage] = run_ranks(trained, world_size=2, time_limit_s=120, keyword_arguments=keywords)
+        runs[stage] = run_on_ranks(trained, stage=stage, folder=str(tmp_path))
     assert np.isfinite(runs[None][0]).all() and runs["2"] == runs["3"] == runs[None]
 
 
@@ -210,9 +209,7 @@ def test_a_mistaken_setting_of_a_run_is_told_to_the_launcher(tmp_path, monkeypat
 
 @pytest.mark.parametrize(("said", "is_resumed"), [("True", True), ("true", True), ("False", False)])
 def test_a_command_lines_true_resumes_from_the_newest_checkpoint(said, is_resumed, tmp_path):
-    ranks = run_ranks(
-        resumes_as_said, world_size=1, time_limit_s=60, keyword_arguments={"said": said, "folder": tmp_path}
-    )
+    ranks = run_on_ranks(resumes_as_said, world_size=1, said=said, folder=tmp_path)
     assert ranks == [2 if is_resumed else 0]
 
 

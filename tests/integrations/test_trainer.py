@@ -15,9 +15,8 @@ import pytest
 import torch
 from accelerate_job import TextsModel
 from cells import short_of, short_rows, slow
-from ranks import run_ranks
 from safetensors.torch import load_file
-from shared_ranks import on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from torch.nn.parallel import DistributedDataParallel
 from trainer_job import MODELS, as_launched, history, make_trainer
 from trainer_job import run as run_trainer
@@ -41,10 +40,6 @@ pytestmark = pytest.mark.timeout(180)
 FIGURES = {"zero/peak_mib", "zero/samples_per_s"}
 FIGURES_OF_A_REPORT = {f"zero/{name}" for name in ("sent_mib", "wait_s", "steps_per_s")}
 """What a log of two ranks has that plain Trainer's has not."""
-
-
-def run_on_ranks(target, world_size: int = 2, **arguments):
-    return run_ranks(target, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
 
 def run(rank: int, world_size: int, door: str, model: str, output_dir: str, **overrides) -> dict:
@@ -333,13 +328,6 @@ def test_evaluate_before_train_and_train_twice(stage, tmp_path):
     assert first == second and np.isfinite(first).all()
 
 
-def generated_at_each(rank: int, world_size: int, stages: list[int | None], output_dir: str) -> list[tuple]:
-    from trainer_job import as_launched
-
-    as_launched(rank, world_size)
-    return [generated(stage, output_dir) for stage in stages]
-
-
 def generated(stage: int | None, output_dir: str) -> tuple[list, float]:
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
@@ -366,9 +354,15 @@ def generated(stage: int | None, output_dir: str) -> tuple[list, float]:
     return predicted.predictions.tolist(), predicted.metrics["test_loss"]
 
 
-def test_predict_with_generate_has_ddps_tokens_at_stage_3(tmp_path):
-    for expected, found in run_on_ranks(generated_at_each, stages=[None, 3], output_dir=str(tmp_path)):
-        assert found == expected
+@on_ranks(2)
+def test_predict_with_generate_has_ddps_tokens_at_stage_3(rank, world_size, tmp_path):
+    stages = [None, 3]
+    output_dir = str(tmp_path)
+    from trainer_job import as_launched
+
+    as_launched(rank, world_size)
+    expected, found = [generated(stage, output_dir) for stage in stages]
+    assert found == expected
 
 
 class ReadsParametersEachStep(TrainerCallback):
@@ -491,6 +485,9 @@ def test_the_plan_tells_the_rows_of_a_step(door, tmp_path):
 
 
 SAVING_TWICE = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+
+# ---- subclasses and callbacks ----
 
 
 class AddsToSaves(Trainer):

@@ -12,7 +12,6 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
-from ranks import run_ranks
 from shared_ranks import on_ranks
 from trainer_job import as_launched, make_trainer
 from training import gpt2, gpt2_batch
@@ -26,10 +25,6 @@ from hf_zero.integrations.environment import watch_for_the_variable
 pytestmark = pytest.mark.timeout(180)
 
 SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
-
-
-def run_on_ranks(target, world_size: int = 2, **arguments):
-    return run_ranks(target, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
 
 @pytest.fixture(autouse=True)

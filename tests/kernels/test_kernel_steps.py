@@ -22,11 +22,10 @@ from hypothesis import strategies as st
 from launching import run_forked
 from plain_lion import Lion, PlainLion
 from ranks import run_ranks
-from saved_engines import save_engine
 from shared_ranks import on_ranks
 from small_kernel_steps import Small, small
 from torch import nn
-from training import Job, Unruly, compare_with_ddp, fused_adamw, gpt2, gpt2_batch, steps, train
+from training import Job, Unruly, compare_with_ddp, fused_adamw, gpt2, gpt2_batch, save_engine, steps, train
 
 from hf_zero import ConfigError, arithmetic
 from hf_zero.arithmetic import uses_kernels
@@ -192,7 +191,7 @@ EVERY_READER = (("never", 1), ("always", 3), ("always", 2))
     ],
     ids=["some", "every"],
 )
-@on_ranks(2, time_limit_s=120)
+@on_ranks(2)
 def test_checkpoints_go_from_each_to_each(rank, world_size, cells, tmp_path):
     """A checkpoint of either way of stepping is gone on with by either, at another stage."""
     folder = str(tmp_path)
@@ -401,7 +400,7 @@ def test_autograd_sees_that_a_step_has_written_parameters():
         stale.backward()
 
 
-@on_ranks(2, time_limit_s=120)
+@on_ranks(2)
 def test_tiers_and_rounding_by_chance_go_together_with_kernels(rank, world_size):
     """What another tier steps is torch's; with a ratio, the rest is a kernel's."""
     job = Job(steps=2)

@@ -149,6 +149,8 @@ def test_missing_and_doubled_elements_are_refused(saved, fault):
         pieces_for(Interval(2, 10), [(Interval(*interval), None) for interval in saved])
 
 
+# ---- boxes ----
+
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
 
 
@@ -192,6 +194,8 @@ def test_packed_projections_are_cut_one_by_one():
     assert box.ranges[0] == (Interval(0, 2), Interval(4, 6))
     assert list(box.runs(Interval(4, 10))) == [(Interval(4, 6), 4), (Interval(6, 10), 12)]
 
+
+# ---- sizes of buckets, and how many buffers live at a time ----
 
 MIB = 2**20
 HOST, DEVICE = torch.device("cpu"), torch.device("meta")
@@ -243,9 +247,7 @@ def test_no_other_number_of_buckets_costs_less(total, ranks, nodes):
 
 
 some_buckets = given(
-    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
-    bucket=st.integers(50, 3000),
-    limit=st.integers(1, 4),
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=40), bucket=st.integers(50, 3000), limit=st.integers(1, 4)
 )
 
 

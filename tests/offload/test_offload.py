@@ -22,7 +22,7 @@ from cells import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import ROOT, SUPPORT, run_forked
-from ranks import run_ranks
+from shared_ranks import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from trainer_job import run
@@ -241,8 +241,7 @@ def both_ways(rank: int, world_size: int, settings: dict, writes: str) -> tuple[
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_bucket_is_sent_while_others_are_stepped(stage):
-    arguments = {"settings": {"stage": stage, **CPU}, "writes": ""}
-    for plain, found in run_ranks(both_ways, world_size=2, time_limit_s=100, keyword_arguments=arguments):
+    for plain, found in run_on_ranks(both_ways, settings={"stage": stage, **CPU}, writes=""):
         assert [index for index, _ in found.steps] == [index for index, _ in found.gathers] == found.buckets
         assert all(sent < stepped for (_, sent), (_, stepped) in zip(found.gathers, found.steps[1:]))
         assert found.losses == plain.losses
@@ -250,12 +249,13 @@ def test_a_bucket_is_sent_while_others_are_stepped(stage):
 
 @pytest.mark.parametrize("writes", ["class", "hook behind", "hook ahead"])
 def test_a_bucket_that_may_be_written_behind_its_step_is_sent_behind_the_whole_step(writes):
-    arguments = {"settings": {"stage": 2, **CPU}, "writes": writes}
-    for plain, found in run_ranks(both_ways, world_size=2, time_limit_s=100, keyword_arguments=arguments):
+    for plain, found in run_on_ranks(both_ways, settings={"stage": 2, **CPU}, writes=writes):
         assert [index for index, _ in found.gathers] == found.buckets
         assert not found.steps
         assert found.losses == plain.losses
 
+
+# ---- whole runs ----
 
 JOB = SUPPORT / "offload_job.py"
 
@@ -280,10 +280,7 @@ def measured(*offloads: dict, frozen: int = 0) -> list[dict[str, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "early",
-    [
-        pytest.param({}, id="in time"),
-        pytest.param({"speculate_bytes": "1GiB"}, id="early", marks=pytest.mark.slow),
-    ],
+    [pytest.param({}, id="in time"), pytest.param({"speculate_bytes": "1GiB"}, id="early", marks=pytest.mark.slow)],
 )
 def test_memory_grows_by_weights_gradients_and_the_window(early, tmp_path):
     plain, moved = measured({}, nvme(tmp_path) | early)
@@ -381,8 +378,7 @@ def resumed_everywhere(rank: int, world_size: int, path: str, stage: int, **more
     [(1, 3, {}), pytest.param(2, 3, {"param_dtype": "bfloat16"}, marks=pytest.mark.slow), (2, 1, {})],
 )
 def test_checkpoints_go_from_each_kind_of_offload_to_each_other(world_size, stage, more, tmp_path):
-    arguments = {"path": str(tmp_path), "stage": stage, **more}
-    for found in run_ranks(resumed_everywhere, world_size=world_size, time_limit_s=150, keyword_arguments=arguments):
+    for found in run_on_ranks(resumed_everywhere, world_size=world_size, path=str(tmp_path), stage=stage, **more):
         assert len(found) == (16 if stage == 3 else 9)
         for source, target, losses, expected in found:
             assert losses == expected, f"from {source} to {target}"
@@ -405,9 +401,7 @@ def test_trainer_offloads_by_its_flag_and_by_a_file_and_resumes_from_one_kind_to
     jobs = [{"door": door, "output_dir": str(tmp_path / name)} for name, door in doors.items()]
     for resumed in jobs[2:]:
         resumed |= {"resume": resume, "seed": 77}
-    expected, moved, in_files, by_file = run_ranks(
-        runs_in_turn, world_size=2, time_limit_s=150, keyword_arguments={"jobs": jobs}
-    )[0]
+    expected, moved, in_files, by_file = run_on_ranks(runs_in_turn, jobs=jobs)[0]
     assert moved["losses"] == expected["losses"]
     assert moved["state"] == in_files["state"] == by_file["state"] == expected["state"]
     assert not list((tmp_path / "disk").glob("hf_zero-run-*"))
@@ -425,7 +419,7 @@ def test_trainer_trains_one_rank_by_each_file_that_moves_parameters_as_it_does_w
         arguments = {"door": door, "model": "gpt2", "output_dir": str(tmp_path / kind)}
         arguments |= {"max_steps": 4, "optim": "adamw_torch_fused"}
         # In a process of its own, which meets on no port, and leaves no environment of a rank's to later tests.
-        [outcomes[kind]] = run_ranks(run, world_size=1, time_limit_s=120, keyword_arguments=arguments)
+        [outcomes[kind]] = run_on_ranks(run, world_size=1, **arguments)
     assert outcomes["moved"]["losses"] == outcomes["plain"]["losses"]
     assert outcomes["moved"]["state"] == outcomes["plain"]["state"]
 
@@ -484,6 +478,9 @@ def test_a_killed_run_leaves_files_that_the_next_one_removes_and_its_checkpoint_
     assert resumed == {step: expected[step] for step in resumed}
     assert losses_in(lines) == {step: expected[step] for step in losses_in(lines)}
     assert not list(disk.glob("hf_zero-run-*"))
+
+
+# ---- the folder of a run's files ----
 
 
 def test_a_folder_is_removed_from_wherever_the_script_is(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from cells import short_of, slow
-from ranks import run_ranks
+from shared_ranks import run_on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -163,8 +163,7 @@ def equal(ours: object, theirs: object) -> bool:
 @pytest.mark.parametrize("more", [{}, slow({"param_dtype": "bfloat16"}, id="bf16")], ids=["fp32", None])
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_script_sees_what_it_sees_without_offload(world_size, more, tmp_path):
-    arguments = {"path": str(tmp_path), "more": more}
-    for found in run_ranks(scripts, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
+    for found in run_on_ranks(scripts, world_size=world_size, path=str(tmp_path), more=more):
         assert found == [(pair, []) for pair in PAIRS]
     assert not list(tmp_path.glob("hf_zero-run-*"))
 
@@ -317,6 +316,8 @@ def test_a_write_behind_the_step_that_fails_is_told_at_the_next_forward(monkeypa
         for _ in range(2):
             step(model, optimizer)
 
+
+# ---- activations ----
 
 MOVED = {"activations": "cpu"}
 

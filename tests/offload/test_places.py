@@ -206,7 +206,7 @@ LONG = [
     [pytest.param(*cell, id=f"{name}-{cell[0]}") for name, *cell in SHORT]
     + [pytest.param(*cell, id=f"{name}-{cell[0]}-long", marks=pytest.mark.slow) for name, *cell in LONG],
 )
-@on_ranks(time_limit_s=170)
+@on_ranks()
 def test_no_digit_depends_on_where_what_is(rank, world_size, cases, tmp_path):
     for case in cases:
         settings = {"stage": case.stage, **SMALL_BUCKETS, **case.settings}
@@ -225,7 +225,7 @@ def with_path(place: dict, path: object) -> dict:
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-@on_ranks(time_limit_s=170)
+@on_ranks()
 def test_losses_are_scaled_and_steps_skipped_the_same_with_parameters_elsewhere(rank, world_size, tmp_path):
     for more, autocast in (({}, True), (FLOAT16, False), ({**FLOAT16, "comm": IN_BLOCKS}, False)):
         how = {"autocast": autocast, "max_norm": 1e3, "steps": 7}

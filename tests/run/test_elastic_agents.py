@@ -60,6 +60,8 @@ def test_one_of_three_nodes_is_lost_and_the_others_go_on_as_by_hand(killed, tmp_
 
 
 SCRIPT = ROOT / "scripts" / "finetune_accelerate.py"
+# ---- the plain loop's recipe ----
+
 WITHOUT_DROPOUT = "hidden_dropout_prob=0,attention_probs_dropout_prob=0"
 SIZE = f"hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,{WITHOUT_DROPOUT}"
 
@@ -121,6 +123,8 @@ def test_the_plain_recipe_goes_on_from_two_ranks_to_one_and_back_with_the_same_r
 
 
 RAY_SCRIPT = Path(__file__).resolve().parents[2] / "configs" / "launch" / "ray_train.py"
+# ---- Ray ----
+
 MANIFEST = "zero/manifest.json"
 SECONDS = 400
 STEPS = 80

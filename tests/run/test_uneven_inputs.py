@@ -1,7 +1,6 @@
 """Ranks with different numbers of batches or tokens: trained as under DDP's Join, by the mean over all tokens."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from cells import slow
-from ranks import run_alone, run_ranks
+from ranks import run_alone
+from shared_ranks import run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader
@@ -18,10 +18,6 @@ from training import VOCABULARY, gpt2
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_zero import ZeroPlugin, ZeroTrainingArguments, engine_of
-
-
-def on_ranks(target: Callable, world_size: int = 2, **arguments) -> list:
-    return run_ranks(target, world_size=world_size, time_limit_s=90, keyword_arguments=arguments)
 
 
 def rows(count: int) -> list[dict[str, torch.Tensor]]:
@@ -69,10 +65,10 @@ def train(
 )
 def test_ranks_that_run_out_follow_the_others_as_under_ddps_join(world_size, count, stages):
     # One epoch: a rank that has run out under DDP leaves its own optimizer's state behind.
-    stock = on_ranks(train, world_size, zero=None, count=count, max_norm=0.0, epochs=1)
+    stock = run_on_ranks(train, world_size, zero=None, count=count, max_norm=0.0, epochs=1)
     assert len({len(told["losses"]) for told in stock}) == 2, "uneven"
     for zero in stages:
-        ours = on_ranks(train, world_size, zero=zero, count=count, max_norm=0.0, epochs=1)
+        ours = run_on_ranks(train, world_size, zero=zero, count=count, max_norm=0.0, epochs=1)
         tolerance = 0.0 if world_size == 2 else 1e-6
         for told, theirs in zip(ours, stock):
             assert told["losses"] == pytest.approx(theirs["losses"], rel=tolerance, abs=0.0)
@@ -83,7 +79,9 @@ def test_ranks_that_run_out_follow_the_others_as_under_ddps_join(world_size, cou
 
 @pytest.mark.slow
 def test_it_goes_on_for_epochs_with_dropout_and_a_clip():
-    ours = [on_ranks(train, zero=zero, max_norm=0.1, epochs=3, dropout=0.1, plain_backward=True) for zero in (0, 2, 3)]
+    ours = [
+        run_on_ranks(train, zero=zero, max_norm=0.1, epochs=3, dropout=0.1, plain_backward=True) for zero in (0, 2, 3)
+    ]
     assert [len(told["losses"]) for told in ours[0]] == [9, 6]
     for each in ours[1:]:
         for told, first in zip(each, ours[0]):
@@ -116,7 +114,7 @@ def scheduled(rank: int, world_size: int) -> dict:
 
 
 def test_micro_batches_and_schedulers_are_followed():
-    first, second = on_ranks(scheduled)
+    first, second = run_on_ranks(scheduled)
     assert first == second
 
 
@@ -159,9 +157,11 @@ def refused(rank: int, world_size: int, what: str) -> str:
     ],
 )
 def test_what_cannot_be_joined_is_refused_by_name(what, said):
-    told = on_ranks(refused, what=what)
+    told = run_on_ranks(refused, what=what)
     assert any(re.search(said, each) for each in told), told
 
+
+# ---- the mean over tokens ----
 
 ROWS = 12
 LENGTHS = 10
@@ -236,8 +236,9 @@ def whole(tmp_path_factory) -> list[dict[str, list[float]]]:
     [(2, "1", 3), (2, "2", 1), (3, "2", 2), (2, "stage=3", 3), (2, "stage=2,grad_accumulation=local", 2)],
 )
 def test_gradients_are_those_of_one_process_with_the_whole_batch(tmp_path, whole, world_size, zero, micro_batches):
-    told = {"folder": str(tmp_path), "zero": zero, "micro_batches": micro_batches}
-    everyones = run_ranks(on_a_rank, world_size=world_size, time_limit_s=90, keyword_arguments=told)
+    everyones = run_on_ranks(
+        on_a_rank, world_size=world_size, folder=str(tmp_path), zero=zero, micro_batches=micro_batches
+    )
     for ours, theirs in zip(everyones[0], whole, strict=True):
         assert ours.keys() == theirs.keys()
         for name, gradient in ours.items():

@@ -148,6 +148,9 @@ def test_the_command_starts_the_ranks_by_itself(tmp_path, ranks):
     assert json.loads(path.read_text())
 
 
+# ---- what a run enters, and leaves again ----
+
+
 def entered() -> tuple:
     hooks = getattr(torch_optimizer, "_global_optimizer_pre_hooks")  # noqa: B009
     return (

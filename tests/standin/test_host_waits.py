@@ -12,8 +12,7 @@ import pytest
 import standin_device
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from shared_ranks import on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from standin_runs import FILES, HOST, MAX_NORM, own_device, prepared
 from torch import nn
 from training import fused_adamw, gpt2, gpt2_batch
@@ -128,14 +127,14 @@ FIRST_STEPS = 4
 @pytest.fixture(scope="module")
 def counted(library, tmp_path_factory) -> list[dict[str, list[StepCounts]]]:
     """Of each rank, by settings."""
-    arguments = {
-        "library": library,
-        "folder": str(tmp_path_factory.mktemp("counted")),
-        "settings": SETTINGS,
-        "n_steps": FIRST_STEPS + 3,
-        "n_asked": 1,
-    }
-    return run_ranks(counted_steps, world_size=2, time_limit_s=100, keyword_arguments=arguments)
+    return run_on_ranks(
+        counted_steps,
+        library=library,
+        folder=str(tmp_path_factory.mktemp("counted")),
+        settings=SETTINGS,
+        n_steps=FIRST_STEPS + 3,
+        n_asked=1,
+    )
 
 
 @standin_device.needs_compiler
@@ -204,6 +203,8 @@ def test_an_edit_that_nothing_counts_is_refused_before_the_step_or_at_the_next_e
                 optimizer.step() if trains else model(batch)
 
 
+# ---- sums over micro-batches in host memory ----
+
 MICRO_BATCHES = 3
 PLAIN = {"stage": 2, "grad_accumulation": "sharded"}
 OFFLOADED = {
@@ -268,7 +269,7 @@ CELLS = [
 @standin_device.needs_compiler
 @pytest.mark.short_cells("2")
 @pytest.mark.parametrize(("world_size", "names", "looks"), CELLS)
-@on_ranks(time_limit_s=150)
+@on_ranks()
 def test_backward_waits_for_no_copy_of_a_micro_batch_and_the_sums_are_those_of_the_device(
     rank, world_size, names, looks, library, tmp_path
 ):

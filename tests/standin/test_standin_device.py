@@ -12,15 +12,12 @@ import pytest
 import standin_device
 import torch
 import torch.distributed as dist
-from bf16_runs import backward, built
 from cells import short_of, slow
-from ranks import run_ranks
-from saved_engines import save_engine
-from shared_ranks import on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from standin_runs import EXACT, HOST, INEXACT, own_device, prepared, steps
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import bert, bert_batch, fused_adamw, gpt2, gpt2_batch
+from training import backward_on_device, bert, bert_batch, built_in_bf16, fused_adamw, gpt2, gpt2_batch, save_engine
 
 import hf_zero
 from hf_zero.checkpoint.commit import Background
@@ -88,19 +85,10 @@ class Cells:
 
 
 CELLS = [
-    pytest.param(
-        1,
-        Cells(exact=ON_ONE_RANK, inexact=["8-bit moments"], scaled=SCALED[3:4], saved=SAVED[:1]),
-        id="1",
-    ),
+    pytest.param(1, Cells(exact=ON_ONE_RANK, inexact=["8-bit moments"], scaled=SCALED[3:4], saved=SAVED[:1]), id="1"),
     pytest.param(
         2,
-        Cells(
-            exact=ON_TWO_RANKS,
-            inexact=["blocks on the wire"],
-            scaled=["half of it"],
-            saved=["early steps"],
-        ),
+        Cells(exact=ON_TWO_RANKS, inexact=["blocks on the wire"], scaled=["half of it"], saved=["early steps"]),
         id="2",
     ),
     pytest.param(1, Cells(), id="1-all", marks=pytest.mark.slow),
@@ -171,7 +159,7 @@ def _refusal(module: ModuleType) -> str:
     return str(refused.value).splitlines()[0]
 
 
-@on_ranks(1, time_limit_s=120)
+@on_ranks(1)
 def test_each_thread_begins_on_the_first_of_the_devices(rank, world_size, library):
     compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)
     second = torch.device(standin_device.NAME, 1)
@@ -190,12 +178,12 @@ def test_each_thread_begins_on_the_first_of_the_devices(rank, world_size, librar
 
 
 def test_the_stand_in_shows_what_would_go_wrong_on_a_gpu(library):
-    run_ranks(misbehaves, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
+    run_on_ranks(misbehaves, world_size=1, library=library)
 
 
 @pytest.mark.extra("early")
 @pytest.mark.extra("kernels")
-@on_ranks(1, time_limit_s=120)
+@on_ranks(1)
 def test_threads_pins_events_and_launches_go_by_the_engines_device(rank, world_size, library):
     from hf_zero.early.steps_beside import StepThread
     from hf_zero.kernels.base import Kernel
@@ -225,11 +213,11 @@ def held_through_a_step(rank: int, world_size: int, library: Path, folder: str, 
     """Bytes a parameter that the device holds more after backward than before the forward, and behind the step."""
     compiled = standin_device.register(library)
     with standin_device.process_group(rank, world_size, folder):
-        model, optimizer, engine = built(stage, device=standin_device.NAME, bucket_bytes="1MiB")
+        model, optimizer, engine = built_in_bf16(stage, device=standin_device.NAME, bucket_bytes="1MiB")
         numel = sum(parameter.numel() for parameter in model.parameters())
         for step in range(3):
             before = compiled.held()
-            loss = backward(model, step)
+            loss = backward_on_device(model, step)
             del loss
             after = compiled.held()
             optimizer.step()
@@ -240,8 +228,9 @@ def held_through_a_step(rank: int, world_size: int, library: Path, folder: str, 
 
 @pytest.mark.parametrize("stage", [slow(1), 2])
 def test_gradients_of_an_accelerator_are_gone_before_the_next_forward(stage, library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path), "stage": stage}
-    [(gradients, left)] = run_ranks(held_through_a_step, world_size=1, time_limit_s=100, keyword_arguments=arguments)
+    [(gradients, left)] = run_on_ranks(
+        held_through_a_step, world_size=1, library=library, folder=str(tmp_path), stage=stage
+    )
     # The device gives out whole pages.
     assert 2 <= gradients < 2.4
     assert left == 0
@@ -272,10 +261,10 @@ def bytes_of_a_step(rank: int, world_size: int, library: Path, folder: str, sett
     """Copied in a backward and a step, for each element of the rank's shards: down and up."""
     standin_device.register(library)
     with standin_device.process_group(rank, world_size, folder):
-        model, optimizer, engine = built(device=standin_device.NAME, bucket_bytes="100KiB", **settings)
+        model, optimizer, engine = built_in_bf16(device=standin_device.NAME, bucket_bytes="100KiB", **settings)
         # The first two steps look at the parameters besides.
         for seed in range(2):
-            backward(model, seed)
+            backward_on_device(model, seed)
             optimizer.step()
             optimizer.zero_grad()
         copied = CopiedBytes()
@@ -300,12 +289,15 @@ OFFLOADED = {
 @pytest.mark.parametrize("way", short_of(OFFLOADED, ["early", "stage 3"]))
 def test_offload_moves_2_bytes_down_and_2_up_for_a_16_bit_parameter(way, library, tmp_path):
     """On one rank, since the stand-in's collectives go through the host, too."""
-    arguments = {"library": library, "folder": str(tmp_path), "settings": OFFLOADED[way]}
-    [(down, up)] = run_ranks(bytes_of_a_step, world_size=1, time_limit_s=100, keyword_arguments=arguments)
+    [(down, up)] = run_on_ranks(
+        bytes_of_a_step, world_size=1, library=library, folder=str(tmp_path), settings=OFFLOADED[way]
+    )
     # Scalars of the step, too.
     assert 2 <= down < 2.01
     assert 2 <= up < 2.01
 
+
+# ---- `nonfinite: skip` ----
 
 SETTINGS = [{"stage": 1}, {"stage": 2, "offload": HOST}, {"stage": 3}]
 
@@ -342,8 +334,14 @@ def test_what_is_left_out_leaves_no_trace(rank, world_size, cells, library, tmp_
 HOST_STATE = {"optimizer": "cpu", "speculate_bytes": 0}
 
 
-def pinned_bytes(rank: int, world_size: int, library: Path, folder: str) -> list[tuple[str, int, int, int]]:
-    """For each way to train: its name, what is pinned after some steps, what masters and gradients take, and sums at most."""
+# ---- pinned memory ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [slow(1), 2])
+@on_ranks()
+def test_pinned_memory_is_that_of_masters_and_gradients(rank, world_size, library, tmp_path):
+    folder = str(tmp_path)
     compiled = standin_device.register(library)
     found = []
     with standin_device.process_group(rank, world_size, folder):
@@ -369,18 +367,10 @@ def pinned_bytes(rank: int, world_size: int, library: Path, folder: str) -> list
                 found.append((name, compiled.pinned() - before, shards * (4 + 4), shards * dtype.itemsize))
                 engine.close()
                 del engine, optimizer, model
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [slow(1), 2])
-def test_pinned_memory_is_that_of_masters_and_gradients(world_size, library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path)}
-    for found in run_ranks(pinned_bytes, world_size=world_size, time_limit_s=100, keyword_arguments=arguments):
-        for name, there, needed, sums in found:
-            # Numbers that the host reads are pinned too.
-            passing = 2 * PART_BYTES if "bfloat16" in name else 0
-            assert needed <= there - passing <= needed + sums + PAGE_BYTES, name
+    for name, there, needed, sums in found:
+        # Numbers that the host reads are pinned too.
+        passing = 2 * PART_BYTES if "bfloat16" in name else 0
+        assert needed <= there - passing <= needed + sums + PAGE_BYTES, name
 
 
 @on_ranks(1)
@@ -402,6 +392,9 @@ def test_pinned_memory_is_given_back_or_out_again_when_its_last_view_has_gone(ra
     assert pool.take(5000).data_ptr() == address and compiled.pinned() == 15_000
     del third, other, pool
     assert compiled.pinned() == 0
+
+
+# ---- models that come from the host ----
 
 
 def with_adapters() -> nn.Module:
@@ -505,8 +498,15 @@ FROM_FILES = [{"persist_below_numel": 100}, {}]
 )
 def test_a_model_in_host_memory_is_trained_on_the_device_at_stage_3(world_size, names, from_files, library, tmp_path):
     bert().save_pretrained(tmp_path / "saved")
-    arguments = {"library": library, "folder": str(tmp_path), "names": names, "from_files": from_files}
-    run_ranks(from_host_memory, world_size=world_size, time_limit_s=200, keyword_arguments=arguments)
+    run_on_ranks(
+        from_host_memory,
+        world_size=world_size,
+        time_limit_s=200,
+        library=library,
+        folder=str(tmp_path),
+        names=names,
+        from_files=from_files,
+    )
 
 
 @pytest.mark.parametrize("on_device", [True, False], ids=["device", "host"])
@@ -527,6 +527,9 @@ def test_buffers_of_all_dtypes_become_rank_0s(rank, world_size, on_device, libra
             for name, buffer in model.named_buffers():
                 assert buffer.device == device and torch.equal(buffer.cpu(), expected[name]), (stage, name)
             assert all(now is was for now, was in zip(model.buffers(), held))
+
+
+# ---- ranks that run layers in different orders ----
 
 
 class Twins(nn.Module):

@@ -11,6 +11,7 @@ import standin_device
 import trainer_job
 from accelerate.state import AcceleratorState
 from ranks import run_ranks
+from shared_ranks import run_on_ranks
 from torch import nn
 
 pytestmark = [pytest.mark.timeout(600), standin_device.needs_compiler]
@@ -96,10 +97,7 @@ def trained_by_the_gpu_script(rank: int, world_size: int, library: Path, folder:
     with standin_device.process_group(rank, world_size, folder, standin_device.KNOWN_BACKEND):
         trainer_job.as_launched(rank, world_size)
         compiled.keep_to(rank)
-        with (
-            mock.patch.object(gpus.dist, "destroy_process_group"),
-            mock.patch.object(gpus, "ways", lambda *_: ways),
-        ):
+        with mock.patch.object(gpus.dist, "destroy_process_group"), mock.patch.object(gpus, "ways", lambda *_: ways):
             status = gpus.main(["--device", standin_device.KNOWN_NAME, "--models", "bert-tiny", *arguments])
     assert compiled.hazards() == compiled.crossings() == []
     return status
@@ -108,8 +106,14 @@ def trained_by_the_gpu_script(rank: int, world_size: int, library: Path, folder:
 def ways_of_the_gpu_script(library: Path, folder: Path, world_size: int, *chosen: str) -> list[dict]:
     arguments = ["--steps", "1", "--rounds", "1", "--json", str(folder / "gpus.json"), "--nvme-path", str(folder)]
     ways = ["--ways", *chosen] if chosen else []
-    given = {"library": library, "folder": str(folder), "arguments": [*arguments, *ways]}
-    statuses = run_ranks(trained_by_the_gpu_script, world_size=world_size, time_limit_s=400, keyword_arguments=given)
+    statuses = run_on_ranks(
+        trained_by_the_gpu_script,
+        world_size=world_size,
+        time_limit_s=400,
+        library=library,
+        folder=str(folder),
+        arguments=[*arguments, *ways],
+    )
     found = json.loads((folder / "gpus.json").read_text())["ways"]
     assert statuses == [0] * world_size, found
     return found
@@ -179,8 +183,9 @@ def test_a_resumed_run_goes_on(stage, library, tmp_path):
     resumed = trainer(
         f"flag {stage}", "bert", tmp_path / "run", **saving, resume=str(tmp_path / "run" / f"checkpoint-{STEPS // 2}")
     )
-    arguments = {"library": library, "folder": str(tmp_path), "jobs": [whole, resumed]}
-    for first, second in run_ranks(on_devices, world_size=2, time_limit_s=300, keyword_arguments=arguments):
+    for first, second in run_on_ranks(
+        on_devices, time_limit_s=300, library=library, folder=str(tmp_path), jobs=[whole, resumed]
+    ):
         assert second["losses"] == first["losses"]
         assert second["state"] == first["state"]
 
@@ -190,6 +195,7 @@ def test_a_state_of_accelerate_goes_on(library, tmp_path):
     common = {"door": "plugin 3", "steps": STEPS}
     saving = ("accelerate", common | {"save_to": str(tmp_path / "state")})
     loading = ("accelerate", common | {"load_from": str(tmp_path / "state")})
-    arguments = {"library": library, "folder": str(tmp_path), "jobs": [saving, loading]}
-    for whole, rest in run_ranks(on_devices, world_size=2, time_limit_s=300, keyword_arguments=arguments):
+    for whole, rest in run_on_ranks(
+        on_devices, time_limit_s=300, library=library, folder=str(tmp_path), jobs=[saving, loading]
+    ):
         assert rest["losses"] == whole["losses"][STEPS // 2 :]

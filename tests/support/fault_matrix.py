@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_runs import outcomes, why_no_namespaces
+from faulty_ranks import outcomes, why_no_namespaces
 from rich.console import Console
 from rich.table import Table
 

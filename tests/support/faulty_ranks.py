@@ -1,4 +1,4 @@
-"""Runs in which one rank stops, ends, or calls something alone, and how the others end; see fault_runs.py.
+"""Runs in which one rank stops, ends, or calls something alone, and how the others end.
 
 All runs go on at once. Their ranks are forked from one process, which has imported what they need, and end as scripts do: by
 Python's own end, with its hooks.
@@ -9,6 +9,7 @@ import faulthandler
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,15 +17,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-import small_units  # noqa: F401
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from launching import port_to_meet_on
+from ranks import run_alone
 from torch import nn
 from training import gpt2, gpt2_batch
 from transformers import Trainer, TrainerCallback
@@ -454,3 +456,20 @@ def become(rank: int, started: Started) -> NoReturn:
         code = 1
     ctypes.pythonapi.Py_Exit(code)
     raise AssertionError("Python has ended")
+
+
+def outcomes(runs: list[dict], folder: Path) -> list[list[dict]]:
+    """How the ranks of each run ended, the runs side by side."""
+    return run_alone(run_all, time_limit_s=280, keyword_arguments={"folder": folder, "runs": runs})
+
+
+@cache
+def why_no_namespaces() -> str | None:
+    """Why no network namespace can be made here."""
+    if shutil.which("ip") is None:
+        return "there is no `ip` (iproute2)"
+    made = subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], capture_output=True, text=True)
+    if made.returncode:
+        return f"network namespaces cannot be made: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", f"try{os.getpid()}"], check=False)
+    return None

@@ -74,11 +74,7 @@ def launch(
 
 
 def launch_forked(
-    script: Path,
-    *arguments: object,
-    config: Path = CPU2,
-    flags: Sequence[object] = (),
-    time_limit_s: float = SECONDS,
+    script: Path, *arguments: object, config: Path = CPU2, flags: Sequence[object] = (), time_limit_s: float = SECONDS
 ) -> subprocess.CompletedProcess:
     """The same without the launcher: in its environment, and without the time that new interpreters take to import torch.
 

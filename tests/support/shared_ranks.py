@@ -1,4 +1,4 @@
-"""Tests whose body every rank runs, in ranks of its own or in ranks that had other jobs before.
+"""Tests whose body every rank runs, in ranks of its own or in ranks that had other jobs before, and how these ranks wait.
 
 Most of what a small job costs is its ranks' start and their first step.
 """
@@ -8,15 +8,20 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from ranks import LiveRanks, live_ranks, run_ranks
+from torch.distributed.distributed_c10d import _get_default_store
 
 TIME_LIMIT_S = 150.0
 JOBS = 25
 """After which the ranks are started anew."""
+_LONGEST_WAIT_S = 100.0
+RUN_LIMIT_S = 170.0
+"""Within the time that most tests have, so that the ranks say where they were."""
 
 
 class Runner:
@@ -68,7 +73,14 @@ shared_ranks = SharedRanks(2)
 four_ranks = SharedRanks(4, call_limit_s=2 * TIME_LIMIT_S)
 
 
-def on_ranks(world_size: int | None = None, *, time_limit_s: float = 100.0) -> Callable[..., Any]:
+def run_on_ranks(
+    target: Callable[..., Any], world_size: int = 2, *, time_limit_s: float = RUN_LIMIT_S, **arguments: Any
+) -> list[Any]:
+    """Runs `target(rank, world_size, …)` in fresh ranks, and returns what each has returned."""
+    return run_ranks(target, world_size=world_size, time_limit_s=time_limit_s, keyword_arguments=arguments)
+
+
+def on_ranks(world_size: int | None = None, *, time_limit_s: float = RUN_LIMIT_S) -> Callable[..., Any]:
     """Makes a test of a body `(rank, world_size, …)` that each of some fresh ranks runs.
 
     Args:
@@ -77,7 +89,7 @@ def on_ranks(world_size: int | None = None, *, time_limit_s: float = 100.0) -> C
 
     def start(body: Callable[..., None], arguments: dict[str, Any]) -> None:
         count = world_size or arguments.pop("world_size")
-        run_ranks(_run_body, world_size=count, time_limit_s=time_limit_s, keyword_arguments={"test": body, **arguments})
+        run_on_ranks(_run_body, world_size=count, time_limit_s=time_limit_s, test=body, **arguments)
 
     return functools.partial(_as_test, start=start, given=("rank",) if world_size is None else ("rank", "world_size"))
 
@@ -104,3 +116,17 @@ def _as_test(
 
 def _run_body(rank: int, world_size: int, *, test: Callable[..., None], **arguments: Any) -> None:
     test.__wrapped__(rank, world_size, **arguments)
+
+
+def tell(what: str) -> None:
+    """Says so to the ranks that wait for it."""
+    _get_default_store().set(f"told {what}", "yes")
+
+
+def wait_until_told(*what: str) -> None:
+    """Returns once each of these has been told, by whichever rank."""
+    store, deadline_s = _get_default_store(), time.monotonic() + _LONGEST_WAIT_S
+    # Looked for in turns: a call that waits would hold up other threads' calls of the store.
+    while not store.check([f"told {each}" for each in what]):
+        assert time.monotonic() < deadline_s, f"nobody told {what}"
+        time.sleep(0.02)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import fused_adamw, gpt2_batch
@@ -17,10 +16,6 @@ NOT_AHEAD = {**SHARDED, "prefetch_units": 0}
 FAR_AHEAD = {**SHARDED, "prefetch_units": 3}
 WIDTH = 64
 """Of the layers below: what is dropped of a layer must fill whole pages, or it could still be read."""
-
-
-def run_on_ranks(target, world_size: int = 2, **arguments) -> list:
-    return run_ranks(target, world_size=world_size, time_limit_s=90, keyword_arguments=arguments)
 
 
 class Run:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,8 +19,13 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from hf_zero.buckets.precision import SMALLEST_UNIT_BYTES
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.state_io import ZERO_FOLDER, seal_state, write_state
+
+# Each layer is a unit, however small: the models here would be one unit each. Tests of `unit_bytes` set it.
+SMALLEST_UNIT_BYTES.update(cpu=0, accelerator=0)
 
 VOCABULARY = 211
 LENGTH = 16
@@ -267,3 +273,27 @@ def compare_with_ddp(rank: int, world_size: int, job: Job, variants: list[dict])
 def of_one_seed(_generator: torch.Generator, size: int) -> dict[str, torch.Tensor]:
     """The same batch on every rank, so that the mean over ranks is what one rank has."""
     return gpt2_batch(torch.Generator().manual_seed(5), size)
+
+
+def save_engine(engine: ZeroEngine, root: str | Path) -> None:
+    """Writes an engine's state as a checkpoint of its own."""
+    seal_state(engine, Path(root), write_state(engine, Path(root) / ZERO_FOLDER))
+
+
+def built_in_bf16(
+    stage: int, *, device: str = "cpu", make_optimizer=fused_adamw, **settings
+) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
+    """GPT-2 in bfloat16, whose masters are stepped by kernels."""
+    torch.manual_seed(0)
+    model = gpt2().to(torch.bfloat16).to(device)
+    optimizer = make_optimizer(model)
+    wanted = {"stage": stage, "bucket_bytes": "20KiB", "kernels": "always", **settings}
+    return model, optimizer, ZeroEngine(model, [optimizer], wanted)
+
+
+def backward_on_device(model: nn.Module, seed: int) -> torch.Tensor:
+    batch = gpt2_batch(torch.Generator().manual_seed(seed), 2)
+    device = next(model.parameters()).device
+    loss = model(**{name: values.to(device) for name, values in batch.items()}).loss
+    loss.backward()
+    return loss.detach()
