@@ -134,7 +134,7 @@ def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
     return is_there and parameter.dtype == place.dtype
 
 
-def _whereabouts(tensors: Sequence[torch.Tensor]) -> tuple[list[int], set[torch.dtype]]:
+def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[list[int], set[torch.dtype]]:
     # Each step asks this of every parameter: in loops of C.
     return list(map(torch.Tensor.data_ptr, tensors)), set(map(_DTYPE, tensors))
 
@@ -149,7 +149,7 @@ class UnshardedMemory(ParameterMemory):
         self._own = self.flat[shard.start : shard.stop]
         # Of the places that were asked for last: `flat` stays where it is.
         self._asked: Sequence[torch.Tensor] = ()
-        self._whereabouts = _whereabouts(())
+        self._addresses = _addresses(())
 
     @property
     def own(self) -> torch.Tensor:
@@ -174,8 +174,8 @@ class UnshardedMemory(ParameterMemory):
 
     def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
         if places is not self._asked:
-            self._asked, self._whereabouts = places, _whereabouts(places)
-        return _whereabouts(parameters) == self._whereabouts
+            self._asked, self._addresses = places, _addresses(places)
+        return _addresses(parameters) == self._addresses
 
 
 class GatheredMemory(ParameterMemory):
@@ -368,7 +368,7 @@ class GatheredMemory(ParameterMemory):
             return True
         if self.is_shown_exactly:
             places = list(map(self._shown_at, places))
-        return self.is_readable and _whereabouts(parameters) == _whereabouts(places)
+        return self.is_readable and _addresses(parameters) == _addresses(places)
 
     def _shown_at(self, place: torch.Tensor) -> torch.Tensor:
         """The elements of `shown` that are at `place` in `flat`."""

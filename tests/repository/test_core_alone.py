@@ -18,8 +18,8 @@ SHORT = (
     "tests/offload/test_offload.py::test_rows_are_masters_in_memory_of_their_own",
     "tests/offload/test_nvme.py::test_between_steps_state_is_in_files_and_nowhere_else",
     "tests/checkpoint/test_checkpoint.py::test_state_is_the_same_at_another_world_size_and_stage",
-    "tests/integrations/trainer/test_trainer.py::test_resumed_run_continues_bit_for_bit",
-    "tests/integrations/accelerate/test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
+    "tests/integrations/test_trainer.py::test_resumed_run_continues_bit_for_bit",
+    "tests/integrations/test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
 )
 
 # transformers looks for a package `kernels`, and would import the benchmark of that name, which is of an extra.
