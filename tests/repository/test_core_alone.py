@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Stages, places of state, checkpoints and doors: the whole of the core's tests takes minutes.
 SHORT = (
-    "tests/engine/test_equivalence.py::test_bitwise_at_two_ranks[plain-gpt2]",
+    "tests/engine/test_equivalence.py::test_bits_are_ddps[plain-gpt2]",
     "tests/offload/test_offload.py::test_rows_are_masters_in_memory_of_their_own",
     "tests/offload/test_nvme.py::test_between_steps_state_is_in_files_and_nowhere_else",
     "tests/checkpoint/test_checkpoint.py::test_state_is_the_same_at_another_world_size_and_stage",
