@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 
 import torch
@@ -175,6 +176,8 @@ class StoredShard:
         self._sums: dict[int, int] = {}
         self._is_compared: set[int] = set()
         self.read_bytes = self.written_bytes = 0
+        # An early step reads in a thread while a script's edit writes: half of both would look like a broken disk.
+        self._whole = Lock()
         self.file = AlignedFile(path, self.nbytes)
 
     @property
@@ -290,16 +293,18 @@ class StoredShard:
 
     def _read(self, buffer: torch.Tensor, offset: int) -> None:
         """Reads whole chunks, and compares them."""
-        self.file.read(buffer, offset)
-        for begin, end in self._chunks(offset, offset + buffer.nbytes):
-            self._compare(buffer[begin - offset : end - offset], begin)
+        with self._whole:
+            self.file.read(buffer, offset)
+            for begin, end in self._chunks(offset, offset + buffer.nbytes):
+                self._compare(buffer[begin - offset : end - offset], begin)
 
     def _write(self, buffer: torch.Tensor, offset: int) -> None:
-        for begin, end in self._chunks(offset, offset + buffer.nbytes):
-            # Before the write: what the disk then does to the bytes must show.
-            self._sums[begin] = _sum_of(buffer[begin - offset : end - offset])
-            self._is_compared.discard(begin)
-        self.file.write(buffer, offset)
+        with self._whole:
+            for begin, end in self._chunks(offset, offset + buffer.nbytes):
+                # Before the write: what the disk then does to the bytes must show.
+                self._sums[begin] = _sum_of(buffer[begin - offset : end - offset])
+                self._is_compared.discard(begin)
+            self.file.write(buffer, offset)
 
     def _compare(self, chunk: torch.Tensor, begin: int) -> None:
         """Raises `OffloadError` for a chunk that differs from its write. A chunk that was never written has no checksum."""

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -420,6 +421,31 @@ def host_bytes(nbytes: int) -> torch.Tensor:
     return allocate(nbytes, torch.uint8, torch.device("cpu"))
 
 
+def test_a_read_in_a_thread_finds_all_of_a_write_or_nothing(tmp_path, monkeypatch):
+    shard = StoredShard(tmp_path / "x.state", (Kind("a", torch.float32, 1000),))
+    new, read = host_bytes(shard.nbytes).fill_(1), host_bytes(shard.nbytes)
+    shard.write(host_bytes(shard.nbytes).zero_())
+    stock, half_way, goes_on = shard.file.write, threading.Event(), threading.Event()
+
+    def slow_write(*arguments) -> None:
+        half_way.set()
+        assert goes_on.wait(30)
+        stock(*arguments)
+
+    monkeypatch.setattr(shard.file, "write", slow_write)
+    with ThreadPoolExecutor(2) as threads:
+        written = threads.submit(shard.write, new)
+        assert half_way.wait(30)
+        # As an early step's, while the script edits the parameters.
+        found = threads.submit(shard.read, read)
+        with pytest.raises(TimeoutError):
+            found.result(0.3)
+        goes_on.set()
+        written.result(30)
+        found.result(30)
+    assert torch.equal(read, new)
+
+
 def test_each_read_of_what_is_changed_in_a_file_is_refused_and_no_other(tmp_path):
     numel = 600_000
     shard = StoredShard(tmp_path / "x.state", (Kind("a", torch.float32, 10), Kind("b", torch.float32, numel)))
@@ -486,6 +512,7 @@ def test_two_runs_on_one_path_do_not_meet(tmp_path):
 
 HOLD = """
 import sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from hf_zero.offload.tiers import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
