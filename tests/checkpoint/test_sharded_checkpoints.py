@@ -288,7 +288,7 @@ def test_ranks_find_out_who_shares_their_disk(tmp_path):
     for rank, (shared, own, found) in enumerate(run_on_ranks(looks_at_disks, 3, folder=str(tmp_path))):
         assert shared == Disk.shared(rank, 3) and shared.is_of_all and shared.leads == (rank == 0)
         assert own == found == Disk(ranks=(0, 2) if rank != 1 else (1,), rank=rank, world_size=3)
-        assert own.leads == (rank in (0, 1)) and own.place == (1 if rank == 2 else 0)
+        assert own.leads == (rank in (0, 1)) and own.index == (1 if rank == 2 else 0)
     assert not list((tmp_path / "new" / "shared").iterdir())
 
 

@@ -26,6 +26,7 @@ from hf_zero.checkpoint.commit import Background
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.pieces import LivePieces
 from hf_zero.device import SideQueue, pinned, queue_end, side_queue
+from hf_zero.engine.collectives import Gather
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import plan_state
 from hf_zero.offload.copies import RoundedHostToDevice
@@ -346,13 +347,18 @@ def ways_up(rank: int, world_size: int, library: Path, folder: str, name: str) -
             train(placed(SETTINGS[name], folder), WAYS["gpt2"], Path(folder))
     entries = [entry for entry in map(Entry._make, trace) if entry.actor.startswith("stream")]
     [computes] = {entry.actor for entry in entries if entry.name == "aten::addmm"}
-    lines, first = inspect.getsourcelines(RoundedHostToDevice)
-    ups = {f"copies.py:{first + number}" for number in range(len(lines))}
+
+    def is_in(kind: type, each: Entry) -> bool:
+        lines, first = inspect.getsourcelines(kind)
+        file = Path(inspect.getfile(kind)).name
+        numbers = map(int, re.findall(rf"{re.escape(file)}:(\d+)", each.where))
+        return any(first <= number < first + len(lines) for number in numbers)
+
     found = []
     for each in entries:
-        if each.kind == "do" and not ups.isdisjoint(re.findall(r"copies\.py:\d+", each.where)):
+        if each.kind == "do" and is_in(RoundedHostToDevice, each):
             found.append(("a copy", each.actor))
-        elif each.kind == "give" and "wire.py" in each.where:
+        elif each.kind == "give" and is_in(Gather, each):
             found.append(("a gather", each.actor))
     return computes, found
 
