@@ -198,7 +198,9 @@ class Row:
 def rows_with_gradient(row_of: Mapping[nn.Parameter, Row], parameters: Iterable[nn.Parameter]) -> list[Row]:
     """Returns this rank's rows of some parameters, those with a gradient for the next step."""
     with look_only():
-        rows = [row for row in map(row_of.get, parameters) if row is not None and row.has_gradient]
+        owned = [(row, row.tensor, row.slot.parameter) for row in map(row_of.get, parameters) if row is not None]
+        # As `has_gradient` does: each parameter comes here in each step.
+        rows = [row for row, tensor, p in owned if tensor.grad is not None and (tensor is p or p.grad is not None)]
     for bucket in {row.slot.bucket for row in rows}:
         bucket.await_gradient()
     return rows
@@ -434,10 +436,12 @@ class Bucket:
             # Before the step: else it starts from the master as it was, and undoes the script's edit.
             self.follow_edits()
             for row in self.rows:
-                if not row.has_gradient:
+                tensor, parameter = row.tensor, row.slot.parameter
+                # As `has_gradient` does: each parameter comes here in each step.
+                if tensor.grad is None or (tensor is not parameter and parameter.grad is None):
                     # An optimizer skips rows without a gradient, but steps zeroed ones (weight decay, momentum), as
                     # under DDP.
-                    row.tensor.grad = torch.zeros_like(row.tensor) if row.is_zeroed else None
+                    tensor.grad = torch.zeros_like(tensor) if row.is_zeroed else None
 
     def await_gradient(self) -> None:
         """Waits until the rows have their reduced gradient. Call before reading or writing gradient values."""

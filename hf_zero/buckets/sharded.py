@@ -297,20 +297,21 @@ def take_coefficient(row: nn.Parameter) -> Coefficient | None:
     return coefficient
 
 
-def widen(row: nn.Parameter) -> None:
-    """Converts the gradient of a row's tensor to the tensor's dtype, with the coefficient multiplied in."""
-    gradient = row.grad
-    # Each step asks this of every row. Of a clipped gradient, the question would multiply it.
-    if gradient is None or (type(gradient) is torch.Tensor and gradient.dtype == row.dtype):
-        return
-    with torch._C.DisableTorchFunctionSubclass():
-        if gradient.dtype == row.dtype:
-            return
-    coefficient = take_coefficient(row)
-    with torch.no_grad():
-        row.grad = gradient.to(row.dtype)
-        if coefficient is not None:
-            row.grad.mul_(coefficient.value)
+def widen(*rows: nn.Parameter) -> None:
+    """Converts the gradients of rows' tensors to the tensors' dtypes, with the coefficients multiplied in."""
+    for row in rows:
+        gradient = row.grad
+        # Each step asks this of every row. Of a clipped gradient, the question would multiply it.
+        if gradient is None or (type(gradient) is torch.Tensor and gradient.dtype == row.dtype):
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            if gradient.dtype == row.dtype:
+                continue
+        coefficient = take_coefficient(row)
+        with torch.no_grad():
+            row.grad = gradient.to(row.dtype)
+            if coefficient is not None:
+                row.grad.mul_(coefficient.value)
 
 
 # ---- Parameters while their values are sharded: shape, dtype and gradient can be read, values cannot ----

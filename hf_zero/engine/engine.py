@@ -146,8 +146,7 @@ class ZeroEngine:
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
         rows = rows_with_gradient(self._parts.row_of, self._parts.slot_of if parameters is None else parameters)
-        for row in rows:
-            widen(row.tensor)
+        widen(*[row.tensor for row in rows])
         trained = [row.tensor for row in rows if row.tensor.grad is not None]
         if trained:
             nn.utils.clip_grad_value_(trained, clip_value)

@@ -631,7 +631,7 @@ class ShardedGradients(GradientStore):
 
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
         """Where the reduced shard (shard_numel,) lands, of the dtype in which sums arrive."""
-        precision, is_held = bucket.precision, any(row.tensor.grad is not None for row in bucket.rows)
+        precision, is_held = bucket.precision, any([row.tensor.grad is not None for row in bucket.rows])
         own, fits = bucket.own_interval, precision.reduced == precision.reduce
         if fits and bucket not in self._lent:
             # In place: no rank needs the other parts of the sum.

@@ -47,8 +47,7 @@ class BucketStep:
 
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
         """Takes one step. `rows`: those of the bucket with a gradient."""
-        for row in rows:
-            widen(row.tensor)
+        widen(*[row.tensor for row in rows])
         groups = self._optimizer.param_groups
         mine = {id(row.tensor) for row in rows}
         self._optimizer.param_groups = [group_with(groups[bucket.key.group], lambda tensor: id(tensor) in mine)]
@@ -294,8 +293,7 @@ class StepChoice:
         """Multiplies the rows' gradients by `coefficient`, a scalar, at once or at their next read; None leaves them."""
         if coefficient is None:
             return
-        for row in rows:
-            widen(row.tensor)
+        widen(*[row.tensor for row in rows])
         gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
         devices = {gradient.device for gradient in gradients}
         for device in devices:
