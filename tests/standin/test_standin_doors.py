@@ -122,7 +122,7 @@ def ways_of_the_gpu_script(library: Path, folder: Path, world_size: int, *chosen
 @pytest.mark.slow
 def test_the_script_for_several_gpus_runs_on_devices(library, tmp_path):
     ways = ways_of_the_gpu_script(library, tmp_path, 2, "stage 3")
-    assert [way["way"] for way in ways] == ["FSDP2", "stage 3"]
+    assert [way["way"] for way in ways] == ["FSDP2", "FSDP2, again", "stage 3"]
     assert all(way["peak_mib"] > 0 for way in ways)
 
 
@@ -130,7 +130,8 @@ def test_the_script_for_several_gpus_runs_on_devices(library, tmp_path):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_gpu_script_runs_every_way_on_devices(world_size, library, tmp_path):
     ways = ways_of_the_gpu_script(library, tmp_path, world_size)
-    assert len(ways) == {1: 12, 2: 14}[world_size]
+    # The first way, against which the losses of the others are held, runs twice.
+    assert len(ways) == {1: 13, 2: 15}[world_size]
 
 
 @pytest.mark.slow
