@@ -56,15 +56,15 @@ AIMS = {
 }
 
 LAST = {
-    "files of a step, stage 2": 41,
-    "classes of a step, stage 2": 61,
-    "files of a layer's forward, stage 3": 18,
-    "classes of a layer's forward, stage 3": 30,
+    "files of a step, stage 2": 25,
+    "classes of a step, stage 2": 46,
+    "files of a layer's forward, stage 3": 16,
+    "classes of a layer's forward, stage 3": 26,
     "files of a save by Trainer": 46,
-    "files of a resume by Trainer": 86,
-    "core: lines": 33_858,
-    "core: files": 122,
-    "extras: lines": 13_139,
+    "files of a resume by Trainer": 82,
+    "core: lines": 33_801,
+    "core: files": 119,
+    "extras: lines": 13_059,
     "extras: files": 47,
     "levels of folders": 2,
     "interfaces (ABC, Protocol)": 10,
@@ -72,8 +72,8 @@ LAST = {
     "private names of others": 87,
     "scripts: lines": 8095,
     "scripts: files": 35,
-    "tests: lines": 41_451,
-    "tests: files": 144,
+    "tests: lines": 41_686,
+    "tests: files": 145,
 }
 """What each row was when it was counted last. Lower a number when a row has fallen; raise one only with a reason."""
 
