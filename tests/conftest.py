@@ -129,8 +129,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:] = [item for item in items if all(is_installed(mark.args[0]) for mark in item.iter_markers("extra"))]
     cells.mark_slow(items, are_all=not any("::" in argument for argument in config.args))
+    items[:] = [item for item in items if all(is_installed(mark.args[0]) for mark in item.iter_markers("extra"))]
     is_short = config.getoption("markexpr") == "not slow"
     order = LONGEST_FIRST if is_short else dict.fromkeys((*LONGEST_FIRST_WITH_SLOW, *LONGEST_FIRST))
     places = {name: place for place, name in enumerate(order)}

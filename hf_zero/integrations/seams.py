@@ -161,7 +161,7 @@ SEAMS = (
         names=("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
         where=("planner/trace",),
         why="The copy of a model that is traced runs no hooks of the script.",
-        test="test_announce.py::test_the_peak_is_forecast_where_the_data_tells_a_micro_batch",
+        test="test_activations_at_start.py::test_the_peak_is_forecast_where_the_data_tells_a_micro_batch",
     ),
     Seam(
         owner="torch.nn:Module",

@@ -159,6 +159,7 @@ def reports(rank: int, world_size: int, folder: Path, tp: int, ep: int) -> dict:
     return found | {"local": sum(values.size for values in local_of(model).values())}
 
 
+@pytest.mark.extra("planner")
 def test_plan_and_reports_tell_the_local_part_over_the_copies(folder):
     everyone = four_ranks.run(reports, folder=folder, tp=2, ep=1)
     plan = plan_of(folder, "--tp-size", 2)
@@ -186,6 +187,7 @@ def plan_of(folder: Path, *options: object) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.extra("planner")
 @pytest.mark.parametrize("sizes", [(1, 2), slow((1, 4)), slow((2, 4))])
 def test_a_plan_tells_the_state_of_experts_over_the_ranks_that_have_the_same(folder, sizes):
     tp, ep = sizes
@@ -197,6 +199,7 @@ def test_a_plan_tells_the_state_of_experts_over_the_ranks_that_have_the_same(fol
     assert most <= planned["optimizer state"] <= 1.03 * most
 
 
+@pytest.mark.extra("planner")
 def test_a_split_that_cannot_be_planned_is_refused_by_name(folder):
     def said(*words: object) -> str:
         done = CliRunner().invoke(app, ["plan", *map(str, words)])

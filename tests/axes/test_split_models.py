@@ -103,6 +103,7 @@ def test_bf16_parameters_with_masters_follow_one_process(folder, changes):
             assert_close(outcome, alone, tolerance=1e-2)
 
 
+@pytest.mark.extra("wire")
 def test_values_that_all_ranks_of_a_copy_have_stay_alike_through_a_quantised_wire(folder):
     # They would not, if blocks had elements of theirs and of parameters that are split.
     job = SplitJob(folder=folder, steps=2)
