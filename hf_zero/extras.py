@@ -33,13 +33,13 @@ EXTRAS = {
             "bucket_steps:KernelSteps",
             "statistics:NormByKernels",
             "statistics:launch_fault",
-            "stochastic:stochastic_triton",
+            "base:stochastic_triton",
         ),
     ),
     "early": Extra(
         what="Steps of offloaded state that are taken while backward goes on.",
         switch="`offload.speculate_bytes`",
-        factories=("timing:Early",),
+        factories=("steps:Early",),
     ),
     "wire": Extra(
         what="Gradients and parameters in int8 or int4 blocks, and outer steps between groups of ranks.",
@@ -84,7 +84,7 @@ EXTRAS = {
         what="Checkpoints and settings of DeepSpeed, FSDP and accelerate.",
         switch="a checkpoint of DeepSpeed or FSDP, `hf-zero convert` or `hf-zero migrate`",
         factories=(
-            "find:open_foreign",
+            "convert:open_foreign",
             "states:WeightShards",
             "convert:open_saved_by_others",
             "convert:load_foreign_weights",

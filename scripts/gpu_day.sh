@@ -34,11 +34,11 @@ part() {
 if $is_small; then
     part training 200 python scripts/bench/gpus.py --device cpu --models bert-tiny --steps 1 --rounds 1 \
         --json "$results/gpus-$commit-cpu.json"
-    part kernels 100 python scripts/bench/kernels.py --device cpu --numel 65536 --rounds 1 --json "$results/kernels-$commit.json"
+    part kernels 100 python scripts/bench/fused_kernels.py --device cpu --numel 65536 --rounds 1 --json "$results/kernels-$commit.json"
 else
     part tests 170 python -m pytest -q -m gpu tests/engine/test_gpu.py tests/kernels/test_kernels.py
     part training 200 python scripts/bench/gpus.py --minutes 3 --json "$results/gpus-$commit-1.json"
-    part kernels 70 python scripts/bench/kernels.py --json "$results/kernels-$commit.json"
+    part kernels 70 python scripts/bench/fused_kernels.py --json "$results/kernels-$commit.json"
     part offload 90 python scripts/bench/offload.py --minutes 1.2 --nvme-path outputs/nvme --json "$results/offload-$commit.json"
 fi
 echo "== summary of commit $commit"

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,6 @@ from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, resh
 from .mesh import Mesh
 from .nonfinite import NonFiniteCheck
 from .norm import GradientNorm, choose_norm
-from .outer import OuterSteps, choose_outer
 from .parameter_gather import ParameterGather
 from .parameter_places import ExactWeights, ParameterPlaces
 from .schedule import Unsharding
@@ -136,6 +136,7 @@ class Parts:
         model_buffers: None where each rank keeps its own, or there are none.
         activations: None where they stay on the device.
         replicas: None unless `check_replicas_every` is set.
+        outer: `SyncedEvery` of the extra `wire`; None where all ranks take each step together.
     """
 
     config: ZeroConfig
@@ -151,7 +152,7 @@ class Parts:
     slot_of: dict[nn.Parameter, ParameterSlot]
     row_of: dict[nn.Parameter, Row]
     sharded: ShardedModel
-    outer: OuterSteps
+    outer: Any
     model_buffers: ModelBuffers | None
     parameter_gather: ParameterGather
     exact: ExactWeights
@@ -267,7 +268,9 @@ def _assemble(
         slot_of={slot.parameter: slot for bucket in buckets for slot in bucket.slots},
         row_of=row_of,
         sharded=ShardedModel(model, schedule, transport, holder, config, device=device),
-        outer=choose_outer(transport, all_groups.outer, config.comm, buckets, holder.fetched_master),
+        outer=None
+        if all_groups.outer is None
+        else extra("wire", "SyncedEvery")(transport, all_groups.outer, config.comm, buckets, holder.fetched_master),
         model_buffers=ModelBuffers(model, mesh.dp.transport, device) if is_shared and has_buffers(model) else None,
         parameter_gather=ParameterGather(model, unsharded, wire.gather),
         exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),

@@ -176,7 +176,7 @@ class ZeroEngine:
         self._step.row_writes.send("the model")
         # A gather that is under way would be sent again from rows that are about to change.
         self.finish_parameters()
-        if self.groups.outer is None:
+        if self._parts.outer is None:
             return
         # Gathered layers are of the model before the outer step.
         self.sharded.schedule.reshard_all()
@@ -223,7 +223,7 @@ class ZeroEngine:
                 for bucket in {parts.slot_of[p].bucket for p in parameters if p in parts.slot_of}:
                     with parts.holder.fetched_master(bucket):
                         bucket.follow_values()
-        if writeback:
+        if writeback and parts.outer is not None:
             parts.outer.start_from_masters()
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:

@@ -10,9 +10,9 @@ from torch import nn
 from ..arithmetic import uses_kernels
 from ..buckets.precision import is_loaded, resolve_precision, wanted_dtype
 from ..comm.all_or_none import all_or_none
-from ..comm.groups import Groups
+from ..comm.groups import Groups, RankGroup
 from ..comm.transport import Transport
-from ..config import AUTO, OffloadConfig, ZeroConfig
+from ..config import AUTO, OffloadConfig, OuterConfig, ZeroConfig
 from ..device import free_bytes
 from ..extras import extra
 from ..offload.files import free_disk_bytes
@@ -25,7 +25,6 @@ from ..optimizer.places import Places
 from ..optimizer.state_kinds import tier_bytes_needed
 from .mesh import Mesh
 from .nonfinite import NonFiniteCheck
-from .outer import anchor_numel
 
 _ROOM_TO_KEEP_WHOLE = 4
 """`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
@@ -152,6 +151,11 @@ def _copy_bytes(offload: OffloadConfig, moved: int) -> int:
     """Counts bytes of second copies of `moved` bytes of state."""
     asked = offload.speculate_bytes if isinstance(offload.speculate_bytes, int) else 0
     return min(asked, moved)
+
+
+def anchor_numel(shard_numel: int, among: RankGroup, outer: OuterConfig) -> int:
+    """Counts elements of an outer step's anchor and momentum on each of the ranks `among`, which hold the same shard."""
+    return -(-shard_numel // among.size) * (2 if outer.momentum else 1)
 
 
 def _anchor_bytes(config: ZeroConfig, trained: Iterable[nn.Parameter], groups: Groups) -> int:

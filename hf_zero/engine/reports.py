@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,6 @@ from ..optimizer.holder import StateHolder
 from ..optimizer.sharded_optimizer import ShardedOptimizer
 from ..optimizer.state_kinds import state_kinds
 from ..optimizer.state_rows import state_of
-from .outer import OuterSteps
 from .report_tables import IN_FILES, MemoryReport, MemoryRow, TrafficReport, render
 from .sharded_model import ShardedModel
 
@@ -34,7 +34,7 @@ class Places:
     parameters: ParameterTier
     holder: StateHolder
     activations: ActivationsInHostMemory | None
-    outer: OuterSteps
+    outer: Any
 
     def traffic(self) -> TrafficReport | None:
         """Counts the traffic of files, if there are files."""
@@ -74,7 +74,7 @@ def report_memory(
             *_parameter_rows(model, buckets, trained, sharded, places.parameters.name),
             *_gradient_rows(buckets, _kept_bytes(trained, sharded), gradient_bytes),
             *_state_rows(buckets, trained, optimizers, places.holder),
-            *(row for row in _in_memory("outer steps", buckets, places.outer.held_bytes) if row.bytes),
+            *([] if places.outer is None else _in_memory("outer steps", buckets, places.outer.held_bytes)),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
             *([MemoryRow(kind="activations, at most", bytes=moved, ddp_bytes=0, where="host memory")] if moved else []),
         ),

@@ -126,13 +126,19 @@ class EngineState:
         """Whether this rank is the first of its copy of the model that has its part of a parameter."""
         return self._parts.copies is None or self._parts.copies.is_first_with(name)
 
+    @property
+    def _replica(self) -> int:
+        """Number of the model, among several that only outer steps bring together."""
+        return 0 if self._parts.outer is None else self._parts.outer.replica
+
     # ---- masters and optimizer state ----
 
     def rows(self) -> Iterator[StateRow]:
         """This rank's masters and optimizer state, row by row."""
         parts = self._parts
-        yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.holder, parts.outer.replica)
-        yield from parts.outer.rows()
+        yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.holder, self._replica)
+        if parts.outer is not None:
+            yield from parts.outer.rows()
 
     def residual_rows(self) -> Iterator[StateRow]:
         """Copies this rank's quantisation residuals as rows of whole parameters."""
@@ -164,9 +170,10 @@ class EngineState:
         parts = self._parts
         self.follow_edits()
         parts.wire.reduction.fill(parts.buckets, read, kinds_of)
-        rows, replica = list(parts.row_of.values()), parts.outer.replica
-        fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.holder, replica)
-        parts.outer.fill(read, kinds_of)
+        rows = list(parts.row_of.values())
+        fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.holder, self._replica)
+        if parts.outer is not None:
+            parts.outer.fill(read, kinds_of)
         self._row_writes.follow(parts.buckets)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -254,7 +261,8 @@ class EngineState:
     def share_weights(self) -> None:
         """Sends the loaded parts to ranks that hold parameters whole. Collective."""
         parts = self._parts
-        parts.outer.start_from_masters()
+        if parts.outer is not None:
+            parts.outer.start_from_masters()
         self._share(parts.buckets)
         self._row_writes.follow(parts.buckets)
         parts.parameter_gather.finish_all()

@@ -555,7 +555,7 @@ class TrainingStep:
         parts.holder.write_back(left)
         if parts.tier.cores is not None:
             parts.tier.cores.release()
-        if parts.mesh.dp.all_groups.outer is not None:
+        if parts.outer is not None:
             parts.outer.after_step(buckets)
         for bucket in buckets:
             if not bucket.rows_are_parameters:

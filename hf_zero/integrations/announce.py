@@ -25,7 +25,7 @@ from ..comm.watch import ErrorHook
 from ..config import ConfigError, ZeroConfig
 from ..device import in_units
 from ..engine.engine import ZeroEngine
-from ..engine.outer import anchor_numel
+from ..engine.holders import anchor_numel
 from ..engine.report_tables import IN_FILES, render
 from ..extras import extra
 from ..forecast import FORECAST_ERROR, AtStart, BucketCost, DdpState, Forecast, StatePlan, plan_ddp, plan_states

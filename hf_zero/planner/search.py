@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import ZeroConfig
-from ..forecast import CLOSE, DDP, FITS, TOO_LARGE, Forecast, PlanError, Room, size
+from ..forecast import CLOSE, FITS, TOO_LARGE, Forecast, PlanError, Room, size
 from ..layout.slots import GRAD_BUFFERS
 
 # ---- What accelerators, links and disks do in a second, for the forecast of a step's time ----
@@ -324,11 +324,6 @@ class Candidate:
     @property
     def name(self) -> str:
         return self.forecast.name
-
-    @property
-    def is_exactly_stage_0(self) -> bool:
-        """DDP, or stage 0 by this engine, which shards nothing either."""
-        return self.name == DDP or self.forecast.settings.get("stage") == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ gone, a - mean(m), is then the gradient of one step of SGD with Nesterov's momen
 rate 1 and no momentum it is local SGD (Stich 2019, arXiv 1805.09767). Optimizer state stays each group's own.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -17,9 +18,9 @@ from ..comm.groups import RankGroup
 from ..comm.transport import Transport
 from ..config import CommConfig, OuterConfig
 from ..device import allocate
-from ..engine.outer import AtHand, OuterSteps
 from ..layout.slots import Interval
 
+AtHand = Callable[[Bucket], AbstractContextManager[None]]
 _MOMENTUM = "momentum_buffer"
 _KIND = f"{OUTER}{_MOMENTUM}"
 _PARTS = 3
@@ -117,7 +118,7 @@ class Anchor:
                 yield row.slot.name, in_parameter, common.shift(-self.own.start)
 
 
-class SyncedEvery(OuterSteps):
+class SyncedEvery:
     """An outer step after each `sync_every` steps of an optimizer.
 
     Every rank has the anchor and the momentum of 1/R of its shard, where R groups hold the same shard: the sum of the models
@@ -138,11 +139,13 @@ class SyncedEvery(OuterSteps):
         self._anchors = {bucket: Anchor(bucket, among, comm.outer, at_hand) for bucket in buckets}
 
     def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """Follows a step of all `buckets` of an optimizer; returns the buckets that an outer step changed."""
         for bucket in buckets:
             self._anchors[bucket].steps += 1
         return self._step([bucket for bucket in buckets if self._anchors[bucket].steps == self._sync_every])
 
     def finish(self) -> list[Bucket]:
+        """Takes the outer steps that local steps wait for, before their time; returns the buckets changed. Collective."""
         return self._step([bucket for bucket, anchor in self._anchors.items() if anchor.steps])
 
     def _step(self, buckets: list[Bucket]) -> list[Bucket]:
@@ -155,13 +158,16 @@ class SyncedEvery(OuterSteps):
         return buckets
 
     def start_from_masters(self) -> None:
+        """Makes replaced masters, equal in all groups, the common model."""
         for anchor in self._anchors.values():
             anchor.start_from_master()
 
     def held_bytes(self, bucket: Bucket) -> int:
+        """Counts bytes of the bucket's anchor and momentum, which lie where its master does."""
         return self._anchors[bucket].nbytes
 
     def rows(self) -> Iterator[StateRow]:
+        """Yields this rank's part of the momentum."""
         for anchor in self._anchors.values():
             momentum = anchor.momentum
             if momentum is None:
@@ -171,6 +177,7 @@ class SyncedEvery(OuterSteps):
                 yield StateRow(kind=_KIND, name=name, interval=in_parameter, own_shape=None, tensor=values)
 
     def fill(self, read: Read, kinds_of: KindsOf) -> None:
+        """Replaces the momentum by a checkpoint's; the arguments are `fill_rows`'s."""
         self.start_from_masters()
         for anchor in self._anchors.values() if self._has_momentum else ():
             anchor.drop_momentum()

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.config import OffloadConfig, ZeroConfig
-from hf_zero.early import steps_beside
-from hf_zero.early.timing import Trust
+from hf_zero.early import steps as early_steps
+from hf_zero.early.steps import Trust
 from hf_zero.engine import holders
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
@@ -174,8 +174,8 @@ def test_a_bucket_is_stepped_while_backward_goes_on(stage, monkeypatch):
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"], stage)
     one_step(model, optimizer)
     stepped, waited = threading.Event(), []
-    stock = steps_beside.Double.step
-    monkeypatch.setattr(steps_beside.Double, "step", lambda *args: (stock(*args), stepped.set())[0])
+    stock = early_steps.Double.step
+    monkeypatch.setattr(early_steps.Double, "step", lambda *args: (stock(*args), stepped.set())[0])
     model[0][0].weight.register_hook(lambda _: waited.append(stepped.wait(20)))
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.ones(4, WIDTH)).square().sum().backward()
@@ -190,7 +190,7 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
     def fail(*_):
         raise MemoryError("no room for copies")
 
-    monkeypatch.setattr(steps_beside.Double, "step", fail)
+    monkeypatch.setattr(early_steps.Double, "step", fail)
     before = {(row.kind, row.name): row.tensor.clone() for row in engine.state.rows()}
     model(torch.ones(4, WIDTH)).square().sum().backward()
     with pytest.raises(MemoryError, match="no room for copies"):
@@ -205,8 +205,8 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
 def test_early_steps_have_their_own_number_of_threads(monkeypatch):
     own = torch.get_num_threads()
     seen = set()
-    stock = steps_beside.Double.step
-    monkeypatch.setattr(steps_beside.Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
+    stock = early_steps.Double.step
+    monkeypatch.setattr(early_steps.Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
     monkeypatch.setattr(shards, "choose_host_cores", lambda _: ShareOfCores(own + 2))
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"])
     for _ in range(3):

@@ -1074,36 +1074,32 @@ def test_training_goes_on_after_an_exception_in_a_forward(variants):
     shared_ranks.run(same_as_ddp, script=fails_in_forward, variants=variants, make=gpt2)
 
 
-def recovers_or_says_so(rank: int, settings: dict) -> None:
-    run, smooth = Run(rank, gpt2, settings), Run(rank, gpt2, settings)
-    smooth.step()
-    run.step()
-    batch = run.batch()
-    # Before any gradient has been sent: the next step goes on as if nothing had been.
-    with pytest.raises(LookupError, match="in backward"):
-        Explodes.apply(run.model(**batch).loss).backward()
-    smooth.batch()
-    for each in (run, smooth):
-        each.step()
-        each.step()
-    assert_same(run, smooth)
-    assert no_unit_is_whole(run.engine)
-    # After some have been sent, the ranks may differ: the next forward says so.
-    handle = run.model.transformer.h[0].register_forward_hook(lambda _module, _args, out: Explodes.apply(out))
-    with pytest.raises(LookupError, match="in backward"):
-        run.model(**batch).loss.backward()
-    handle.remove()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="resume it from a checkpoint"):
-            run.model(**batch)
-    run.engine.close()
-    assert_equal(run.model.state_dict(), smooth.state())
-
-
 @on_ranks(2)
 def test_an_exception_in_a_backward_is_recovered_from_or_named(rank, world_size):
     for settings in (SHARDED, KEPT):
-        recovers_or_says_so(rank, settings)
+        run, smooth = Run(rank, gpt2, settings), Run(rank, gpt2, settings)
+        smooth.step()
+        run.step()
+        batch = run.batch()
+        # Before any gradient has been sent: the next step goes on as if nothing had been.
+        with pytest.raises(LookupError, match="in backward"):
+            Explodes.apply(run.model(**batch).loss).backward()
+        smooth.batch()
+        for each in (run, smooth):
+            each.step()
+            each.step()
+        assert_same(run, smooth)
+        assert no_unit_is_whole(run.engine)
+        # After some have been sent, the ranks may differ: the next forward says so.
+        handle = run.model.transformer.h[0].register_forward_hook(lambda _module, _args, out: Explodes.apply(out))
+        with pytest.raises(LookupError, match="in backward"):
+            run.model(**batch).loss.backward()
+        handle.remove()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="resume it from a checkpoint"):
+                run.model(**batch)
+        run.engine.close()
+        assert_equal(run.model.state_dict(), smooth.state())
 
 
 # ---- accumulation, compilation ----

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 
 from hf_zero import gathered
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.foreign.convert import load_foreign_weights, open_saved_by_others
-from hf_zero.foreign.find import open_foreign
+from hf_zero.foreign.convert import load_foreign_weights, open_foreign, open_saved_by_others
 from hf_zero.foreign.pickles import load_deepspeed_file
 from hf_zero.integrations.state_io import load_state
 from hf_zero.layout.slots import Interval

@@ -26,8 +26,8 @@ from typer.testing import CliRunner
 from hf_zero import ZeroTrainingArguments, engine_of
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.cli.app import app
+from hf_zero.foreign.convert import open_foreign
 from hf_zero.foreign.dcp import DcpFolder
-from hf_zero.foreign.find import open_foreign
 from hf_zero.foreign.states import Chunk
 from hf_zero.layout.boxes import Box
 from hf_zero.layout.slots import Interval

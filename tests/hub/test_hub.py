@@ -29,8 +29,7 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.hub import push as hub
-from hf_zero.hub.card import TEMPLATE
-from hf_zero.hub.push import Destination, push_folder
+from hf_zero.hub.push import TEMPLATE, Destination, push_folder
 from hf_zero.integrations.reasons import HubError
 from hf_zero.integrations.verify import checkpoint_faults
 from hf_zero.integrations.weights import weight_faults
@@ -508,7 +507,7 @@ def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):
 
 def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(trained(3)[0], tmp_path / "bare"))
-    monkeypatch.setattr("hf_zero.hub.card.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_zero.hub.push.find_spec", lambda name: None)
     assert make_card(folder)
     card = (folder / "README.md").read_text()
     assert "matplotlib was not installed" in card and "loss.png" not in card and not (folder / "loss.png").exists()

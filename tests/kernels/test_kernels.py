@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
+import fused_kernels as bench
 import kernel_compile
 import kernel_interpreted
-import kernels as bench
 import pytest
 import torch
 from hypothesis import given, settings

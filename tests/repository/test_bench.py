@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"
 import axes
 import bf16_ways
 import first_step
+import fused_kernels
 import gpus
 import harness
 import host_time
-import kernels
 import offload
 import ranks
 import step
@@ -329,9 +329,9 @@ def test_losses_on_gpus_may_be_off_as_far_as_the_reference_is_from_itself(off, s
 
 
 def test_kernels_on_gpus_are_measured_at_a_size_that_fits():
-    assert kernels.fitting_numel(80 << 30) == 1 << 28
+    assert fused_kernels.fitting_numel(80 << 30) == 1 << 28
     for free in (8 << 30, 1 << 30):
-        assert free / 4 < kernels.fitting_numel(free) * kernels._BYTES_AN_ELEMENT <= free / 2
+        assert free / 4 < fused_kernels.fitting_numel(free) * fused_kernels._BYTES_AN_ELEMENT <= free / 2
 
 
 def test_training_on_gpus_is_compared_way_by_way(tmp_path):

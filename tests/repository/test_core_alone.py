@@ -22,8 +22,7 @@ SHORT = (
     "tests/integrations/test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
 )
 
-# transformers looks for a package `kernels`, and would import the benchmark of that name, which is of an extra.
-LEFT_OUT = shutil.ignore_patterns("__pycache__", "results", "kernels.py")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "results")
 
 ASKS = """
 import hf_zero
@@ -62,9 +61,8 @@ def run(core: Path, *words: str) -> subprocess.CompletedProcess:
     )
 
 
-def pass_in(core: Path, *words: str) -> None:
-    ran = run(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words)
-    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]
+def run_tests(core: Path, *words: str) -> subprocess.CompletedProcess:
+    return run(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *words)
 
 
 def test_every_extra_gives_what_the_core_asks_of_it():
@@ -83,11 +81,13 @@ def test_an_extra_whose_folder_is_missing_is_one_short_error(core):
 
 
 def test_the_core_trains_offloads_saves_and_resumes_alone(core):
-    pass_in(core, "-m", "not slow", *SHORT)
+    ran = run_tests(core, *SHORT)
+    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_tests_of_the_core_pass_without_the_extras(core):
     # Those of documents, recipes and benchmarks are about the whole repository.
-    pass_in(core, "-m", "not slow", "--ignore", "tests/repository", "tests")
+    ran = run_tests(core, "-n", "3", "--dist", "loadfile", "--ignore", "tests/repository", "tests")
+    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]

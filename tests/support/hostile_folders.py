@@ -68,7 +68,7 @@ def by_command(*words: object) -> tuple[int, str]:
 
 def make_card(folder: Path) -> bool:
     """Writes a folder's card as a push does; whether it did."""
-    from hf_zero.hub.card import write_card
+    from hf_zero.hub.push import write_card
 
     return write_card(folder, card_facts(folder), name=folder.resolve().name)
 

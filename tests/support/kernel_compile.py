@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from hf_zero import arithmetic
-from hf_zero.kernels import statistics, steps, stochastic
+from hf_zero.kernels import base, statistics, steps
 from hf_zero.kernels.base import Kernel
 from hf_zero.wire import quantise
 from hf_zero.wire.quantise import INT4, INT8, BlockFormat, Code
@@ -231,11 +231,11 @@ CASES |= {
 
 
 CASES["stochastic rounding"] = Case(
-    kernel=stochastic._round,
+    kernel=base._round,
     types={"source": "*fp32", "out": "*bf16", "numel": "i64", "seed": "i64", "offset": "i64"},
     constants={
         "LANES": arithmetic.LANES,
-        "REGIONS": stochastic._REGIONS_A_PROGRAM,
+        "REGIONS": base._REGIONS_A_PROGRAM,
         "QUIET_NAN": arithmetic.QUIET_NAN,
     },
     # Random numbers are made one a thread and handed over to the threads that read four elements.

@@ -20,7 +20,7 @@ from triton_interpreter import interpret
 
 from hf_zero import arithmetic
 from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
-from hf_zero.kernels import statistics, stochastic
+from hf_zero.kernels import base, statistics
 from hf_zero.kernels.steps import AdamW, adamw_in_blocks_reference, adamw_in_blocks_triton
 from hf_zero.layout.slots import blocks
 from hf_zero.wire import quantise
@@ -348,8 +348,8 @@ def stochastic_rounding_is_the_references_bit_for_bit_at_every_block_size():
             source = guard.of(with_strangers(normal(numel, 6)))
             out, wide = (guard.of(torch.zeros(numel, dtype=torch.bfloat16)) for _ in range(2))
             expected = torch.zeros(numel, dtype=torch.bfloat16)
-            stochastic.stochastic_triton(source, out, seed, offset)
-            stochastic.stochastic_triton(source, wide, seed, offset, regions_a_program=16)
+            base.stochastic_triton(source, out, seed, offset)
+            base.stochastic_triton(source, wide, seed, offset, regions_a_program=16)
             arithmetic.stochastic_reference(source, expected, seed, offset)
             guard.check()
             assert same_bits(out, expected) and same_bits(wide, expected), (numel, seed, offset)

@@ -23,8 +23,8 @@ from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.nonfinite import NonFiniteGradientError
 from hf_zero.integrations.announce import state_plan
-from hf_zero.wire.collectives import all_gather_blocks, reduce_scatter_blocks
 from hf_zero.wire.quantise import INT4, INT8, BlockFormat, round_to_blocks
+from hf_zero.wire.reductions import all_gather_blocks, reduce_scatter_blocks
 
 pytestmark = pytest.mark.timeout(180)
 

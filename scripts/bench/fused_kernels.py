@@ -1,7 +1,7 @@
 """What the kernels reach of a copy's bandwidth, beside torch's own optimizers, in one command.
 
-    python scripts/bench/kernels.py                      # on a GPU, 2^28 elements or what its free memory holds
-    python scripts/bench/kernels.py --device cpu --numel 4194304
+    python scripts/bench/fused_kernels.py                      # on a GPU, 2^28 elements or what its free memory holds
+    python scripts/bench/fused_kernels.py --device cpu --numel 4194304
 
 Each round measures a copy and then every kernel once, so that a clock that drifts moves all of them; a figure is the median
 over the rounds of its bytes a second divided by that round's copy's. Bytes are those that the operation cannot avoid.
