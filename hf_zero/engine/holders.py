@@ -14,7 +14,7 @@ from ..comm.groups import Groups, RankGroup
 from ..comm.transport import Transport
 from ..config import AUTO, OffloadConfig, OuterConfig, ZeroConfig
 from ..device import free_bytes
-from ..extras import extra
+from ..extras import extra, is_installed
 from ..offload.files import free_disk_bytes
 from ..offload.host_memory import available_host_bytes, disk_fault, host_memory_fault, ranks_on_this_host
 from ..offload.shards import ParameterTier
@@ -85,7 +85,7 @@ def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhe
     """Returns the bytes for copies of early steps on this rank, in host memory, or on disk beside files."""
     if isinstance(config.speculate_bytes, int):
         return config.speculate_bytes
-    if device.type == "cpu":
+    if device.type == "cpu" or not is_installed("early"):
         # On the host, a step during backward would take the cores that backward runs on.
         return 0
     if config.optimizer == "cpu" and config.params == "nvme":

@@ -386,6 +386,7 @@ class SavesByItself(Trainer):
             save_file(self.model.classifier.state_dict(), Path(output_dir) / "classifier.safetensors")
 
 
+@pytest.mark.extra("wire")
 @on_ranks(2)
 def test_a_trainer_that_saves_parts_of_its_model_by_itself_finds_their_values(rank, world_size, tmp_path):
     folder = str(tmp_path)
@@ -475,6 +476,7 @@ def test_savers_of_a_plain_loop_find_the_values_of_an_adapters_modules(rank, wor
     assert all(torch.equal(now[name], expected[name]) for name in expected)
 
 
+@pytest.mark.extra("wire")
 @pytest.mark.parametrize(
     "door", ["plugin stage=2,comm.weights=int8", "plugin stage=1,comm.sync_every=2,comm.shard_group_size=1"]
 )

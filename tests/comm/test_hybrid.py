@@ -287,6 +287,7 @@ def test_quantised_shard_groups_stay_alike_and_near_exact_ones(world_size, size,
             assert 0 < loss_error <= 3e-3, settings
 
 
+@pytest.mark.extra("wire")
 @pytest.mark.parametrize(("gradients", "bits"), [("int8", 8), pytest.param("int4", 4, marks=pytest.mark.slow)])
 def test_quantised_bytes_between_nodes_are_what_the_formula_says(gradients, bits):
     for sent, numel in run_on_ranks(counts, world_size=4, stage=2, comm=hybrid(2, gradients=gradients)):

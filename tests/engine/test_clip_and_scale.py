@@ -44,6 +44,7 @@ def clipped(engine: ZeroEngine) -> list[bool]:
     return [isinstance(g, ClippedGradient) and g.coefficient is not None for g in gradients(engine)]
 
 
+@pytest.mark.extra("kernels")
 @pytest.mark.parametrize("setting", WITH_ROWS)
 def test_a_clip_that_only_kernels_read_makes_no_pass_over_the_gradients(setting):
     model, optimizer, engine = small(SIZES, **WITH_ROWS[setting])
@@ -56,6 +57,7 @@ def test_a_clip_that_only_kernels_read_makes_no_pass_over_the_gradients(setting)
     assert all(torch.equal(g, b) for g, b in zip(held, before))
 
 
+@pytest.mark.extra("kernels")
 def test_gradients_of_parameters_and_those_that_torch_steps_are_clipped_at_once():
     whole = {"stage": 0}
     for more in (whole, {"stage": 2, "param_dtype": "bfloat16", "kernels": "never"}):
@@ -85,6 +87,7 @@ READERS = {
 }
 
 
+@pytest.mark.extra("kernels")
 @pytest.mark.parametrize("reader", READERS)
 def test_whoever_reads_a_row_finds_it_clipped_once(reader):
     model, _, engine = small(**WITH_ROWS["masters"])
@@ -162,6 +165,7 @@ ACTS = {
 }
 
 
+@pytest.mark.extra("kernels")
 @given(acts=st.lists(st.sampled_from(sorted(ACTS)), min_size=1, max_size=8), setting=st.sampled_from(sorted(WITH_ROWS)))
 @examples(60)
 def test_any_order_comes_to_the_bits_of_clipping_at_once(acts, setting):
@@ -180,6 +184,7 @@ def test_any_order_comes_to_the_bits_of_clipping_at_once(acts, setting):
         assert torch.equal(later, once)
 
 
+@pytest.mark.extra("kernels")
 def test_hooks_before_the_step_see_clipped_gradients():
     model, optimizer, engine = small(**WITH_ROWS["masters"])
     seen = []
@@ -191,6 +196,7 @@ def test_hooks_before_the_step_see_clipped_gradients():
     assert seen[0].sqrt() == pytest.approx(0.5, rel=1e-5)
 
 
+@pytest.mark.extra("kernels")
 def test_a_scaler_unscales_what_has_been_clipped():
     model, optimizer, engine = small(**WITH_ROWS["masters"])
     scaler = GradScaler("cpu", init_scale=2.0**10)
@@ -228,6 +234,7 @@ def follow_ddp(rank: int, world_size: int, cells: list[tuple[dict, list[dict]]])
     return run.scales
 
 
+@pytest.mark.extra("early")
 @pytest.mark.parametrize("cells", short_of([SOME, EVERY], [SOME]), ids=["some", "every"])
 def test_autocast_in_fp16_is_ddps_bit_for_bit_with_overflows_on_either_rank(cells):
     first, second = run_on_ranks(follow_ddp, cells=cells)

@@ -513,6 +513,7 @@ def compare(rank: int, world_size: int, settings_a_way: int) -> dict[str, float]
     return errors
 
 
+@pytest.mark.extra("early")
 @pytest.mark.parametrize("settings_a_way", short_of([1, len(ZEROED)], [1]))
 def test_unused_and_frozen_parameters_are_stepped_as_under_ddp_whether_gradients_are_zeroed_or_none(settings_a_way):
     errors = run_on_ranks(compare, settings_a_way=settings_a_way)[0]
@@ -737,6 +738,7 @@ def with_and_without(rank: int, world_size: int, loops: list[Loop]) -> list[floa
     return found
 
 
+@pytest.mark.extra("wire")
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [slow(1, [name for name in LATE if name not in ROUNDED]), (2, list(LATE)[1::2]), slow(2, list(LATE)[::2])],

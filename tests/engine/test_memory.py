@@ -392,6 +392,7 @@ SOME = list(zip([CASES[1], *CASES[3:5]], (3, 1, 2), strict=True))
 EVERY = [(settings, stage) for settings in CASES for stage in range(4) if stage or "comm" not in settings]
 
 
+@pytest.mark.extra("wire")
 @pytest.mark.parametrize(
     ("world_size", "cells"), [(2, SOME), slow(2, EVERY), slow(3, EVERY)], ids=["2", "2-every", "3-every"]
 )
@@ -471,6 +472,7 @@ def measured(shape: str, dtype: str, ranks: int, stage: int, **more) -> Measured
     return run_alone(measure, time_limit_s=250, keyword_arguments=arguments)
 
 
+@pytest.mark.extra("kernels")
 @pytest.mark.parametrize(
     ("stage", "bucket_bytes", "more"),
     [(2, "25MiB", {"layers": 16}), slow(2, "25MiB", {}), slow(3, "auto", {})],
@@ -500,6 +502,7 @@ def test_live_gradients_are_within_the_plan(shape, ranks, dtype, stage):
     assert found.planned_bytes <= 1.05 * found.live_bytes, "the plan is far from what lives"
 
 
+@pytest.mark.extra("kernels")
 def test_an_accelerator_gathers_and_reduces_a_layer_at_a_time():
     found = measured("gpt2-xl", "bfloat16", 8, 3, layers=6)
     # Of each layer and of what is behind them matrices and the rest, which are in two groups; of the root its embeddings.

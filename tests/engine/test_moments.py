@@ -555,6 +555,7 @@ def trained(settings: dict, count: int = 4) -> tuple[list[float], dict, dict, Ze
     return losses, weights, states, engine
 
 
+@pytest.mark.extra("early")
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @on_ranks()
 def test_the_digits_are_those_of_moments_in_host_memory(rank, world_size, tmp_path):
@@ -619,6 +620,7 @@ def test_the_forecast_of_the_disk_is_a_quarter_too(monkeypatch, tmp_path):
         prepared(on(files(tmp_path), moments="32bit"))
 
 
+@pytest.mark.extra("early")
 def test_a_checkpoint_goes_on_from_files_and_into_them(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

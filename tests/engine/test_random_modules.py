@@ -429,6 +429,7 @@ def check(world_size: int, seeds: list[int], dtype: torch.dtype, time_limit_s: f
     assert not wrong, "\n".join(map(str, wrong))
 
 
+@pytest.mark.extra("early")
 @pytest.mark.short_cells("2")
 @pytest.mark.parametrize("world_size", [slow(1), 2, 3, slow(4)])
 def test_a_few_random_modules_train_as_under_ddp(world_size):

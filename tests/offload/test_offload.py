@@ -389,6 +389,7 @@ def runs_in_turn(rank: int, world_size: int, jobs: list[dict]) -> list[dict]:
     return [run(rank, world_size, model="gpt2", max_steps=4, **saving, **job) for job in jobs]
 
 
+@pytest.mark.extra("early")
 def test_trainer_offloads_by_its_flag_and_by_a_file_and_resumes_from_one_kind_to_another(tmp_path):
     (tmp_path / "disk").mkdir()
     resume = str(tmp_path / "cpu" / "checkpoint-2")

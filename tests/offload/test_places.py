@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cells import marks_of
 from scaled_runs import OVERFLOWS, muon_and_adamw
 from scaled_runs import train as train_scaled
 from shared_ranks import on_ranks
@@ -203,8 +204,11 @@ LONG = [
 
 @pytest.mark.parametrize(
     ("world_size", "cases"),
-    [pytest.param(*cell, id=f"{name}-{cell[0]}") for name, *cell in SHORT]
-    + [pytest.param(*cell, id=f"{name}-{cell[0]}-long", marks=pytest.mark.slow) for name, *cell in LONG],
+    [pytest.param(*cell, id=f"{name}-{cell[0]}", marks=marks_of(name)) for name, *cell in SHORT]
+    + [
+        pytest.param(*cell, id=f"{name}-{cell[0]}-long", marks=[pytest.mark.slow, *marks_of(name)])
+        for name, *cell in LONG
+    ],
 )
 @on_ranks()
 def test_no_digit_depends_on_where_what_is(rank, world_size, cases, tmp_path):

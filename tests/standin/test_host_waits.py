@@ -137,6 +137,7 @@ def counted(library, tmp_path_factory) -> list[dict[str, list[StepCounts]]]:
     )
 
 
+@pytest.mark.extra("wire")
 @standin_device.needs_compiler
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_stops_the_host_once_and_one_of_the_first_steps_twice(name, counted):
@@ -147,6 +148,7 @@ def test_a_step_stops_the_host_once_and_one_of_the_first_steps_twice(name, count
         assert max(waits[FIRST_STEPS:]) <= 1, found[name]
 
 
+@pytest.mark.extra("wire")
 @standin_device.needs_compiler
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_event_is_timed_before_somebody_asks(name, counted):
@@ -266,6 +268,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.extra("early")
 @standin_device.needs_compiler
 @pytest.mark.short_cells("2")
 @pytest.mark.parametrize(("world_size", "names", "looks"), CELLS)

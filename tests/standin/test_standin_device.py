@@ -102,6 +102,7 @@ def _placed(settings: dict, folder: str) -> dict:
     return {"bucket_bytes": "20KiB", **settings, "offload": offload | files}
 
 
+@pytest.mark.extra("early")
 @pytest.mark.short_cells("2")
 @pytest.mark.parametrize(("world_size", "cells"), CELLS)
 @on_ranks(time_limit_s=300)
@@ -226,6 +227,8 @@ def held_through_a_step(rank: int, world_size: int, library: Path, folder: str, 
         return (after - before) / numel, (compiled.held() - before) / numel
 
 
+@pytest.mark.extra("early")
+@pytest.mark.extra("kernels")
 @pytest.mark.parametrize("stage", [slow(1), 2])
 def test_gradients_of_an_accelerator_are_gone_before_the_next_forward(stage, library, tmp_path):
     [(gradients, left)] = run_on_ranks(
@@ -286,6 +289,8 @@ OFFLOADED = {
 }
 
 
+@pytest.mark.extra("early")
+@pytest.mark.extra("kernels")
 @pytest.mark.parametrize("way", short_of(OFFLOADED, ["early", "stage 3"]))
 def test_offload_moves_2_bytes_down_and_2_up_for_a_16_bit_parameter(way, library, tmp_path):
     """On one rank, since the stand-in's collectives go through the host, too."""

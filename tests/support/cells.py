@@ -45,3 +45,12 @@ def mark_slow(items: list[pytest.Item], *, are_all: bool) -> None:
 def examples(count: int) -> settings:
     """Of a property whose examples take long: `count` in the long run, and a fifth of them in the short one, five at least."""
     return settings(max_examples=max(5, count * settings().max_examples // 100), deadline=None)
+
+
+EXTRA_OF = {"int8": "wire", "in blocks": "wire", "outer": "wire", "early": "early", "kernels": "kernels"}
+"""Words of a cell's name, and the extra that such a cell needs."""
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """The extras that a cell of this name needs."""
+    return [pytest.mark.extra(room) for word, room in EXTRA_OF.items() if word in name]
