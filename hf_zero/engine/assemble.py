@@ -248,6 +248,7 @@ def _assemble(
         wire=wire,
         prefetch=config.prefetch_units,
         reshard_after_forward=reshards_after_forward(config, model, device, transport),
+        transport=mesh.dp.transport if split.is_empty else world,
     )
     buckets = [bucket for bucket in all_buckets if bucket.trained]
     row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}

@@ -1,7 +1,7 @@
 """One backward pass: gradients fill buckets, full buckets are reduced, all are reduced at its end."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from typing import Any, cast
 
@@ -124,6 +124,7 @@ class Gradients:
     rank used keeps its gradient as it was, None included, as under DDP.
 
     Args:
+        before_rest: called at the end of each backward, before reductions that have not started are.
         after_pass: called at the end of each backward, when all gradients are reduced.
         find_unused_parameters: see `ZeroEngine`.
 
@@ -140,6 +141,7 @@ class Gradients:
         store: GradientStore,
         transport: Transport,
         world_size: int,
+        before_rest: Callable[[], None],
         after_pass: Callable[[], None],
         *,
         find_unused_parameters: bool,
@@ -165,6 +167,7 @@ class Gradients:
         store.start_passed_over = WeakHook(self, Gradients._start_passed_over)
         self.reducing = True
         self.ended = 0
+        self._before_rest = before_rest
         self._after_pass = after_pass
         self.end = BackwardEnd(self._end_pass)
         self._begin_pass()
@@ -345,6 +348,21 @@ class Gradients:
         self._start_full(up_to=place)
         return True
 
+    def start_early(self, buckets: Iterable[Bucket]) -> None:
+        """Starts buckets that get no gradients any more, full or not, and all buckets before them."""
+        places = [self._filling_of[bucket].place for bucket in buckets if bucket in self._filling_of]
+        # Of a pass that reduces nothing, such as `torch.autograd.grad` for a penalty, no gradients come here at all.
+        if not (self._touched and places):
+            return
+        while self._next <= max(places):
+            bucket = self._buckets[self._next]
+            if self._fillings[self._next].awaited:
+                self._passed_over.add(bucket)
+            # Counted first: a buffer that is waited for may start buckets, too.
+            self._next += 1
+            self._start(bucket)
+        self._start_full(up_to=len(self._buckets))
+
     def _start_full(self, *, up_to: int) -> None:
         while self._next < up_to and self._fillings[self._next].awaited == 0:
             # In bucket order, not in order of arrival: ranks match collectives by their order.
@@ -356,6 +374,8 @@ class Gradients:
         self._store.start(bucket)
 
     def _end_pass(self) -> None:
+        # First: a rank that still gathers layers has not started its reductions.
+        self._before_rest()
         if self._touched:
             self._finish_pass()
         # Now: one that fails in its last collectives has not ended.

@@ -8,51 +8,221 @@ ours is put around a unit's inputs to learn that: it would sum the gradients of 
 decoder's encoder states) in another order than plain autograd does.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 
+from ..buckets.bucket import Bucket
+from ..comm.ledger import Label
+from ..comm.transport import Transport
+from ..hooks import WeakHook
 from .backward import differentiable_tensors, has_tensors, is_in_backward
 from .collectives import Gather, Wire
-from .unit import Unit, UnitState, refuse_unseen_edits
+from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
+
+# ---- The order in which all ranks start gathers, whichever layers each of them runs ----
+#
+# [Note: layers that some ranks skip]
+# A gather needs every rank, and ranks run different layers: LayerDrop draws other numbers on each, a batch has no images, an
+# expert gets no tokens. So ranks start the gathers of one agreed order, and a rank that runs a later layer first takes part in
+# those before it. The order is learnt: a gather that always follows another is started without a word. Elsewhere, and at the end
+# of each forward and backward, ranks tell one another which layer they need, and all gather the earliest of these. No rank leaves
+# a forward or a backward while another one needs a layer there.
+#
+# Reductions must not stand in the way. A rank waits for an old reduction before it fills another buffer, and another rank may
+# wait for that rank's gather meanwhile. So before a rank waits for others in a backward, it has started the reductions of all
+# layers that were gathered before: with zeros where it has skipped them.
+
+_ORDER = Label(kind="agreement on the next layer", subject="this pass")
+
+_MOST_UNSURE = 64
+"""Passes in which all ranks must go the same way before they do so without a word, after they have often gone other ways."""
+
+_STEPS = 128
 
 
-class VisitOrder:
-    """Which unit comes after which, as last seen; corrects itself when the graph takes another way."""
+class AgreedOrder:
+    """The order in which all ranks start gathers. See [Note: layers that some ranks skip].
 
-    def __init__(self):
-        self._successor: dict[Unit, Unit | None] = {}
-        self._last: Unit | None = None
+    A gather is a number: the unit's in a forward; the unit's behind all of these in a backward. The two last numbers are the ends
+    of a forward and of a backward.
 
-    def begin(self) -> None:
-        """Begins a pass, whose first visit has no predecessor."""
-        self._last = None
+    Args:
+        units: how many there are.
+        transport: between all ranks that gather.
+        take_part: takes part in a gather that other ranks may need.
+        before_wait: called in a backward before this rank waits for others, with the units gathered in it so far.
 
-    def visit(self, unit: Unit) -> None:
-        if self._last is not None and self._last is not unit:
-            self._successor[self._last] = unit
-        self._last = unit
+    Attributes:
+        steps: optimizer steps so far.
+    """
 
-    def is_at(self, unit: Unit) -> bool:
-        """Whether `unit` is the one visited last in this pass."""
-        return unit is self._last
+    def __init__(
+        self,
+        units: int,
+        transport: Transport,
+        take_part: Callable[[int], None],
+        before_wait: Callable[[Iterable[int]], None],
+    ):
+        self._units = units
+        self._transport = transport
+        self._take_part = take_part
+        self._before_wait = before_wait
+        self._first_end = 2 * units
+        self.forward_end, self.backward_end = self._first_end, self._first_end + 1
+        self.steps = 0
+        # Alike on all ranks: these change in agreements, and as gathers are started.
+        self._last = self._end = self.backward_end
+        self._since_end: list[int] = []
+        self._next: dict[int, int] = {}
+        self._unanimous: dict[int, tuple[int, int]] = {}
+        self._unsure: dict[int, int] = {}
+        self._learnt: tuple[list[int], list[int]] = ([], [])
+        self._place: dict[int, int] = {}
+        self._is_apart = False
+        # Of this rank.
+        self._used: set[int] = set()
+        self._own_last = self._last
 
-    def end(self) -> None:
-        """The pass is over: nothing comes after the unit visited last."""
-        if self._last is not None:
-            self._successor[self._last] = None
-        self._last = None
+    def number(self, unit: int, *, backward: bool) -> int:
+        """Returns the number of a unit's gather."""
+        return unit + self._units if backward else unit
 
-    def following(self, unit: Unit, count: int) -> list[Unit]:
-        """Up to `count` different units expected after `unit`."""
-        found: list[Unit] = []
-        while len(found) < count:
-            after = self._successor.get(unit)
-            if after is None or after in found:
-                break
-            found.append(after)
-            unit = after
+    def expected(self, count: int) -> list[int]:
+        """Returns up to `count` gathers that come next on all ranks."""
+        found: list[int] = []
+        number: int | None = self._last
+        while len(found) < count and (number := self._next.get(cast(int, number))) is not None:
+            found.append(number)
         return found
+
+    def use(self, number: int) -> None:
+        """Notes that this rank computes with a unit, which this pass may have gathered before."""
+        if number in self._since_end:
+            self._used.add(number)
+            self._own_last = number
+
+    def reach(self, number: int, *, wanted: bool = True) -> None:
+        """Goes on to a gather, which the caller starts, or to an end. Takes part in all gathers before that.
+
+        Args:
+            wanted: False for one that is expected, and that this rank may not compute with.
+        """
+        strayed, is_backward = None, number >= self._units and number != self.forward_end
+        while True:
+            following = self._next.get(self._last)
+            if is_backward and following != number and (self._is_apart or strayed is not None):
+                self._before_wait(each - self._units for each in self._since_end if each >= self._units)
+            if following is None:
+                following = self._agree(number, strayed)
+                strayed = None
+            elif following != number and strayed is None:
+                strayed = self._last
+            if following < self._first_end:
+                self._last = following
+                self._since_end.append(following)
+            if following == number:
+                break
+            if following < self._first_end:
+                self._take_part(following)
+        if wanted:
+            self.use(number)
+
+    def _agree(self, number: int, strayed: int | None) -> int:
+        """Tells the other ranks which gather or end this rank needs, and returns the one that is next on all.
+
+        Args:
+            strayed: the gather behind which all expected another one than this rank needed.
+        """
+        count = self._first_end + 2
+        said = bytearray(3 * count + 2)
+        said[number] = 1
+        for each in self._used:
+            said[count + each] = 1
+        if strayed is not None:
+            said[2 * count + strayed] = 1
+        said[-2], said[-1] = self.steps % _STEPS, _STEPS - self.steps % _STEPS
+        heard = self._transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), _ORDER).tolist()
+        if heard[-2] + heard[-1] != _STEPS:
+            raise RuntimeError(
+                "hf_zero: a rank runs a layer by itself while other ranks have stepped already, so its parameters would be of "
+                "two steps. Call layers outside of the model's forward on all ranks, or inside `with hf_zero.gathered(model):`."
+            )
+        for each in range(count):
+            if heard[2 * count + each]:
+                self._doubt(each)
+        needed = [each for each in range(count) if heard[each]]
+        self._is_apart |= len(needed) > 1
+        chosen = min(needed, key=self._rank_of)
+        if chosen >= self._first_end:
+            self._reach_end(chosen, [bool(used) for used in heard[count : 2 * count]])
+            return chosen
+        if chosen not in self._place:
+            self._learn_place(chosen, self._before(number, chosen) if len(needed) > 1 else self._last)
+        self._learn_next(chosen, is_unanimous=len(needed) == 1)
+        return chosen
+
+    def _rank_of(self, number: int) -> tuple[int, int, int]:
+        """Sorts gathers: forward before backward, in the order learnt, and others behind; then the ends."""
+        if number >= self._first_end:
+            return number, 0, 0
+        kind = number // self._units
+        return kind, self._place.get(number, len(self._learnt[kind])), self._as_declared(number)
+
+    def _as_declared(self, number: int) -> int:
+        return -number if number >= self._units else number
+
+    def _before(self, number: int, chosen: int) -> int:
+        """Returns the latest of the gathers behind which ranks need `chosen`. Collective."""
+        everyone = self._transport.exchange((number, self._own_last), "a layer's place in the order")
+        return max(
+            (before for needed, before in everyone if needed == chosen), key=lambda each: self._place.get(each, -1)
+        )
+
+    def _learn_place(self, number: int, before: int) -> None:
+        """Puts a gather that nobody has needed before into the order."""
+        kind = number // self._units
+        learnt = self._learnt[kind]
+        place = self._place[before] + 1 if before in self._place and before // self._units == kind else 0
+        while place < len(learnt) and self._as_declared(learnt[place]) < self._as_declared(number):
+            place += 1
+        learnt.insert(place, number)
+        self._place.update((each, index) for index, each in enumerate(learnt))
+
+    def _learn_next(self, chosen: int, *, is_unanimous: bool) -> None:
+        last = self._last
+        if last == self.forward_end:
+            # Another forward may follow, or a backward.
+            return
+        if last < self._first_end and self._rank_of(last)[:2] >= self._rank_of(chosen)[:2]:
+            # Each way round in circles has an agreement.
+            return
+        if last < self._first_end and last // self._units != chosen // self._units:
+            return
+        before, times = self._unanimous.get(last, (chosen, 0))
+        times = (times if before == chosen else 0) + 1 if is_unanimous else 0
+        self._unanimous[last] = chosen, times
+        if times > self._unsure.get(last, 0):
+            self._next[last] = chosen
+
+    def _doubt(self, number: int) -> None:
+        """Has ranks agree behind this gather, or end: once, and longer each time that they have gone other ways."""
+        if self._next.pop(number, None) is not None:
+            # Once an evaluation has gone another way, training soon gathers ahead again.
+            self._unsure[number] = min(4 * self._unsure[number] or 1, _MOST_UNSURE) if number in self._unsure else 0
+            self._unanimous.pop(number, None)
+
+    def _reach_end(self, end: int, used: list[bool]) -> None:
+        # What no rank has used is not gathered again without a word.
+        before, was_used = self._end, True
+        for number in self._since_end:
+            if was_used and not used[number]:
+                self._doubt(before)
+            before, was_used = number, used[number]
+        self._last = self._end = self._own_last = end
+        self._since_end.clear()
+        self._used.clear()
 
 
 class Unsharding:
@@ -68,8 +238,10 @@ class Unsharding:
         wire: how they are gathered.
         prefetch: units gathered ahead of the one in use.
         reshard_after_forward: False keeps what has been gathered until the optimizer's step.
+        transport: between all ranks that gather.
 
     Attributes:
+        start_reductions: called in a backward, before this rank waits for others, with buckets that get no gradients any more.
         reshards_after_forward: the same.
         peak_bytes: the most that gathered parameters have taken beyond the shards.
     """
@@ -82,6 +254,7 @@ class Unsharding:
         wire: Wire,
         prefetch: int,
         reshard_after_forward: bool,
+        transport: Transport,
     ):
         self._root = root
         self._wire = wire
@@ -89,8 +262,17 @@ class Unsharding:
         self.units = [root, *layers]
         self._prefetch = prefetch
         self.reshards_after_forward = reshard_after_forward
-        self._forward = VisitOrder()
-        self._backward = VisitOrder()
+        self._numbers = {unit: number for number, unit in enumerate(self.units)}
+        self.start_reductions: Callable[[list[Bucket]], None] = lambda buckets: None
+        self._order = AgreedOrder(
+            len(self.units),
+            transport,
+            WeakHook(self, Unsharding._take_part),
+            WeakHook(self, Unsharding._before_wait),
+        )
+        # The unit in use, and those that were gathered before their use.
+        self._at: Unit | None = None
+        self._ahead: list[Unit] = []
         self._running: list[Unit] = []
         self._versions: dict[Unit, dict[int, int]] = {}
         self._is_backward_open = False
@@ -114,13 +296,13 @@ class Unsharding:
             self.before_backward(unit)
             return
         if not self._running:
-            self._forward.begin()
+            self._at = None
             self._backward_follows = torch.is_grad_enabled()
             if not self._backward_follows:
                 # No step may ever come.
                 self._refuse_unseen_edits()
         self._running.append(unit)
-        self._use(unit, self._forward)
+        self._use(unit, backward=False)
 
     def after_forward(self, unit: Unit, outputs: object) -> None:
         """Drops `unit` unless its backward comes next, and has its outputs announce that backward."""
@@ -131,15 +313,16 @@ class Unsharding:
         if unit in self._running:
             # An exception in a forward leaves out the units inside it.
             del self._running[self._running.index(unit) :]
-        if not self._running:
-            self._forward.end()
+        if unit is self._root and outputs is not None:
+            # Not behind an exception, which other ranks may not have: they would wait for this rank's gathers all the same.
+            self._order.reach(self._order.forward_end)
         if not self.reshards_after_forward:
             return
         # Of the whole pass: reentrant checkpointing runs a layer without gradients, and its backward comes nevertheless.
         backward_follows = self._backward_follows
         # Backward begins with the last layer, which stays. Those before it would lie beside the logits, where memory peaks, and
         # are gathered again while the last one's backward runs.
-        may_be_last = backward_follows and not self._forward.following(unit, 1)
+        may_be_last = backward_follows and not (self._ahead or self._order.expected(1))
         if unit is self._root:
             if not backward_follows:
                 self._drop_all()
@@ -157,14 +340,14 @@ class Unsharding:
 
         It stays in memory until the end of the backward, which nothing announces for such a read.
         """
-        self._start(unit, self._wire.forward)
+        self._reach(unit, backward=is_in_backward())
         self._finish(unit)
         if unit is not self._root:
             self._kept.add(unit)
 
     def before_saved_read(self, unit: Unit) -> None:
         """Makes `unit` whole for a backward node outside of any layer, until the next layer's backward."""
-        self._start(unit, self._wire.backward)
+        self._reach(unit, backward=True)
         self._finish(unit)
 
     def before_backward(self, unit: Unit, *, builds_graph: bool = False) -> None:
@@ -178,19 +361,27 @@ class Unsharding:
         if is_first:
             self._is_backward_open = True
             self._builds_graph = False
-            self._backward.begin()
+            self._at = None
         self._builds_graph |= builds_graph
         self._keeps_all |= builds_graph
         if unit is self._root and not (is_first or unit.is_sharded):
             # Of an output that is made early, such as an image's features, which only some ranks may have.
             return
-        self._use(unit, self._backward)
+        self._use(unit, backward=True)
+
+    def end_gathers(self) -> None:
+        """This rank's backward gathers nothing more; returns when that is so on all ranks. Before reductions are waited for."""
+        if is_transformed():
+            return
+        if not self.reshards_after_forward:
+            # A rank whose layers are all whole gathers nothing, and so never asks for the reductions that it waits for.
+            self._before_wait(range(len(self.units)))
+        self._order.reach(self._order.backward_end)
 
     def end_backward(self) -> None:
         """A backward pass is over."""
         if self._is_backward_open:
             self._is_backward_open = False
-            self._backward.end()
             self._keeps_all = self._builds_graph
         self._fetch([])
         if self.reshards_after_forward:
@@ -207,6 +398,9 @@ class Unsharding:
     def unshard(self, units: Iterable[Unit]) -> None:
         """Makes units whole and exact, all gathers at once."""
         units = list(units)
+        if not all(unit.holds for unit in units):
+            # Behind what ranks have gathered ahead, or have still to take part in. One rank alone may read what all hold.
+            self._order.reach(self._order.forward_end)
         for unit in units:
             if not unit.is_sharded and unit.gather is not self._wire.exact:
                 # Last: everything that can run beside the wait has been started.
@@ -226,6 +420,7 @@ class Unsharding:
                 "would be out of date. Leave the context before the step."
             )
         self._keeps_all = False
+        self._order.steps += 1
         self._fetch([])
         self._drop_all()
         # Copies inside a node are of the values before the step.
@@ -253,25 +448,66 @@ class Unsharding:
 
     # ---- how ----
 
-    def _use(self, unit: Unit, order: VisitOrder) -> None:
-        if order.is_at(unit) and unit is not self._root and unit.state is UnitState.UNSHARDED:
+    def _use(self, unit: Unit, *, backward: bool) -> None:
+        if self._at is unit and unit is not self._root and unit.state is UnitState.UNSHARDED:
             # The next layer of the same unit.
             return
-        order.visit(unit)
-        ahead = order.following(unit, self._prefetch)
+        self._at = unit
+        # Those before it were passed over.
+        del self._ahead[: self._ahead.index(unit) + 1 if unit in self._ahead else 0]
         if self.reshards_after_forward and unit is not self._root:
-            wanted = {unit, self._root, *ahead, *self._running}
+            wanted = {unit, self._root, *self._ahead, *self._running}
             # Release before gather: else the new layer's memory comes on top of the one that is done.
             self._drop([other for other in self.units if not other.is_sharded and other not in wanted])
-        gather = self._wire.forward if order is self._forward else self._wire.backward
         # This unit's gather first, the prefetches behind: the link serves them in order, and this one is waited for.
-        self._start(unit, gather)
-        for each in ahead:
-            if self._has_room():
-                self._start(each, gather)
+        self._reach(unit, backward=backward)
+        while len(self._ahead) < self._prefetch and self._has_room():
+            if not self._gather_expected(backward=backward):
+                break
         # What a gather takes its shard from may itself be slow: it is read while the gathers before it run.
-        self._fetch(order.following(unit, self._prefetch + 1))
+        following = self._order.expected(self._prefetch + 1 - len(self._ahead))
+        self._fetch([self.units[number % len(self.units)] for number in following])
         self._finish(unit)
+
+    def _reach(self, unit: Unit, *, backward: bool) -> None:
+        """Starts a unit's gather, in the order of all ranks, unless the unit is whole."""
+        number = self._order.number(self._numbers[unit], backward=backward)
+        if unit.is_sharded:
+            self._order.reach(number)
+            self._start(unit, self._wire.backward if backward else self._wire.forward)
+        else:
+            self._order.use(number)
+
+    def _gather_expected(self, *, backward: bool) -> bool:
+        """Starts the gather that comes next on all ranks, ahead of its use; returns whether there is one."""
+        following = self._order.expected(1)
+        if not following:
+            return False
+        unit = self.units[following[0] % len(self.units)]
+        if following[0] != self._order.number(self._numbers[unit], backward=backward) or not unit.is_sharded:
+            return False
+        self._order.reach(following[0], wanted=False)
+        self._start(unit, self._wire.backward if backward else self._wire.forward)
+        self._ahead.append(unit)
+        return True
+
+    def _before_wait(self, numbers: Iterable[int]) -> None:
+        self.start_reductions([bucket for number in numbers for bucket in self.units[number].buckets])
+
+    def _take_part(self, number: int) -> None:
+        """Takes part in a gather that other ranks may need, and leaves the unit as it is on this rank."""
+        unit = self.units[number % len(self.units)]
+        if unit.holds:
+            # Whole on all ranks, which `gathered` has brought together.
+            return
+        is_in_use = not unit.is_sharded
+        if is_in_use:
+            self._finish(unit)
+            unit.reshard(keeps=True)
+        self._start(unit, self._wire.backward if number >= len(self.units) else self._wire.forward)
+        self._finish(unit)
+        if not is_in_use and self.reshards_after_forward:
+            unit.reshard(keeps=unit in self._kept)
 
     def _fetch(self, wanted: list[Unit]) -> None:
         """Begins to fetch the shards of units that are wanted next, and gives up those that no longer are."""

@@ -223,9 +223,12 @@ class TrainingStep:
             self.store,
             step_transport,
             parts.mesh.dp.groups.world_size,
+            self._end_gathers,
             self._end_backward,
             find_unused_parameters=find_unused_parameters,
         )
+        if self._gathers_layers:
+            parts.sharded.schedule.start_reductions = WeakHook(self.gradients, Gradients.start_early)
         self.bad_steps = BadSteps(self._config, speaks=parts.mesh.dp.all_groups.is_first_of_run)
         self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
         self._batches = BatchLog(model, step_transport)
@@ -425,6 +428,10 @@ class TrainingStep:
                 parts.model_buffers.after_forward(under_no_sync=self.is_accumulating)
 
     # ---- backward ----
+
+    def _end_gathers(self) -> None:
+        if self._gathers_layers:
+            self._parts.sharded.schedule.end_gathers()
 
     def _end_backward(self) -> None:
         if self._gathers_layers:

@@ -307,6 +307,11 @@ TRANSFORMED = (
 )
 
 
+def is_transformed() -> bool:
+    """Whether this is inside a transform of torch.func, which runs over whole parameters only."""
+    return bool(torch._C._functorch.get_interpreter_stack())
+
+
 def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
     """Whether torch.func runs a forward over a unit that stays whole, which needs nothing done.
 

@@ -1,0 +1,172 @@
+"""Stage 3: layers that only some ranks run, in orders that ranks have for themselves, train as under DDP."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from cells import slow
+from ranks import run_ranks
+from shared_ranks import shared_ranks
+from stage3_runs import FAR_AHEAD, KEPT, NOT_AHEAD, SHARDED, WIDTH, Block, Run, assert_same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import VOCABULARY, Answer
+
+pytestmark = pytest.mark.timeout(170)
+
+LAYERS = 6
+EACH = {"unit_bytes": 0}
+VARIANTS = [{**each, **EACH} for each in (SHARDED, NOT_AHEAD, FAR_AHEAD, KEPT)]
+LONGEST_WAIT_S = 5.0
+
+
+class Skipping(nn.Module):
+    """Each rank draws which of its layers to run, with probability one half."""
+
+    def __init__(self, checkpoints: bool | None = None):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.checkpoints = checkpoints
+
+    def chosen(self) -> list[nn.Module]:
+        return [layer for layer in self.layers if torch.rand(()) < 0.5]
+
+    def run(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        if self.checkpoints is None:
+            return layer(hidden)
+        return checkpoint(layer, hidden, use_reentrant=self.checkpoints)
+
+    def forward(self, input_ids, labels) -> Answer:
+        hidden = self.embed(input_ids)
+        for layer in self.chosen():
+            hidden = self.run(layer, hidden)
+        return self.answer(hidden, labels)
+
+    def answer(self, hidden: torch.Tensor, labels: torch.Tensor) -> Answer:
+        logits = self.head(hidden)
+        answer = Answer(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+        answer.logits = logits
+        return answer
+
+
+class Shuffled(Skipping):
+    """Each rank runs some layers in an order of its own, and some of them twice."""
+
+    def chosen(self) -> list[nn.Module]:
+        return [self.layers[int(place)] for place in torch.randint(LAYERS, (LAYERS,))]
+
+
+class OneEach(Skipping):
+    """Each rank runs one layer, always the same."""
+
+    def chosen(self) -> list[nn.Module]:
+        return [self.layers[torch.distributed.get_rank()]]
+
+
+class OnlyTheFirstRank(Skipping):
+    def chosen(self) -> list[nn.Module]:
+        return list(self.layers[: LAYERS if torch.distributed.get_rank() == 0 else 1])
+
+
+class Late(Skipping):
+    """From the fourth step on, one rank runs a layer in the middle that no rank has run before."""
+
+    steps = 0
+
+    def chosen(self) -> list[nn.Module]:
+        self.steps += 1
+        runs_all = self.steps > 3 and torch.distributed.get_rank() == 1
+        return [layer for place, layer in enumerate(self.layers) if runs_all or place != 2]
+
+
+class OneLoss(Skipping):
+    """All ranks run all layers, and each one's loss is of a few."""
+
+    def forward(self, input_ids, labels) -> Answer:
+        hidden = self.embed(input_ids)
+        outputs = [layer(hidden) for layer in self.layers]
+        drawn = torch.rand(LAYERS) < 0.4
+        return self.answer(sum((out for out, is_drawn in zip(outputs, drawn) if is_drawn), hidden), labels)
+
+
+class InTurn(Skipping):
+    """All ranks run the first half of the layers in one step, and the other half in the next."""
+
+    steps = 0
+
+    def chosen(self) -> list[nn.Module]:
+        self.steps += 1
+        return list(self.layers[:3] if self.steps % 2 else self.layers[3:])
+
+
+CHECKPOINTED, REENTRANT = partial(Skipping, False), partial(Skipping, True)
+MODELS = [Skipping, CHECKPOINTED, REENTRANT, Shuffled, OneEach, OnlyTheFirstRank, Late, OneLoss, InTurn]
+
+
+def trains_as_under_ddp(rank: int, world_size: int, make: Callable[[], nn.Module], variants: list[dict]) -> None:
+    is_reentrant = getattr(make, "args", ()) == (True,)
+    for settings in (None, *variants):
+        # DDP does not find unused parameters of layers whose checkpoints are reentrant; the numbers are the same.
+        run = Run(rank, CHECKPOINTED if settings is None and is_reentrant else make, settings, find_unused=True)
+        for _ in range(5):
+            run.step()
+        run.seen.append(run.evaluate())
+        for _ in range(3):
+            run.step()
+        if settings is None:
+            reference = run
+        else:
+            assert_same(run, reference, settings)
+
+
+@pytest.mark.parametrize(
+    "make", MODELS, ids=["random", "checkpointed", "reentrant", *[each.__name__ for each in MODELS[3:]]]
+)
+@pytest.mark.parametrize("variants", [VARIANTS[:1], slow(VARIANTS)], ids=["some", "every"])
+def test_layers_that_some_ranks_skip_train_as_under_ddp(make, variants):
+    shared_ranks.run(trains_as_under_ddp, make=make, variants=variants)
+
+
+STEPS = 1000
+
+
+def trains_long(rank: int, world_size: int) -> tuple[float, float, list[float]]:
+    """The longest step in seconds, the largest difference from DDP's losses, and the last losses."""
+    runs = []
+    for settings in (None, {**SHARDED, **EACH, "grad_accumulation": "local"}):
+        run = Run(rank, CHECKPOINTED, settings, find_unused=True)
+        clip = torch.nn.utils.clip_grad_norm_ if settings is None else None
+        longest_s = 0.0
+        for _ in range(STEPS):
+            begin_s = time.monotonic()
+            for micro in range(2):
+                with run.no_sync() if micro == 0 else nullcontext():
+                    loss = run.entry(**run.batch()).loss / 2
+                    loss.backward()
+                run.seen.append(loss.item())
+            if clip is None:
+                run.engine.clip_grad_norm_(0.5)
+            else:
+                clip(run.model.parameters(), 0.5)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            longest_s = max(longest_s, time.monotonic() - begin_s)
+        runs.append(run)
+    differences = [abs(one - other) for one, other in zip(runs[0].seen, runs[1].seen)]
+    return longest_s, max(differences), runs[1].seen[-4:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_thousand_steps_in_which_each_rank_skips_half_of_its_layers(world_size):
+    found = run_ranks(trains_long, world_size=world_size, time_limit_s=880)
+    for rank, (longest_s, difference, losses) in enumerate(found):
+        print(f"W {world_size}, rank {rank}: longest step {longest_s:.2f} s, {difference:.1e} from DDP's losses, {losses}")
+        assert longest_s < LONGEST_WAIT_S
+        assert difference == 0.0 if world_size == 2 else difference < 1e-3
