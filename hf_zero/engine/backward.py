@@ -6,7 +6,9 @@ from dataclasses import is_dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -351,9 +353,12 @@ class Gradients:
     def start_early(self, buckets: Iterable[Bucket]) -> None:
         """Starts buckets that get no gradients any more, full or not, and all buckets before them."""
         places = [self._filling_of[bucket].place for bucket in buckets if bucket in self._filling_of]
-        # Of a pass that reduces nothing, such as `torch.autograd.grad` for a penalty, no gradients come here at all.
-        if not (self._touched and places):
+        if not (self.reducing and places):
             return
+        if not self._touched and not any(_accumulates(slot.parameter) for slot in self._slots):
+            # A penalty's `torch.autograd.grad` brings no gradients here, on no rank.
+            return
+        self._touch()
         while self._next <= max(places):
             bucket = self._buckets[self._next]
             if self._fillings[self._next].awaited:
@@ -443,6 +448,13 @@ def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]
             gradients.take_small(slot, filling)
 
     return on_small_gradient if gradients.hooked[index][0].is_small else on_gradient
+
+
+def _accumulates(parameter: nn.Parameter) -> bool:
+    """Whether the backward that runs will accumulate a gradient of the parameter."""
+    with look_only():
+        # No public way tells that of a backward that has not come to a parameter yet.
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
 
 
 def _is_unreduced(gradient: torch.Tensor | None) -> bool:

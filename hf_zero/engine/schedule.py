@@ -52,10 +52,11 @@ class AgreedOrder:
         units: how many there are.
         transport: between all ranks that gather.
         take_part: takes part in a gather that other ranks may need.
-        before_wait: called in a backward before this rank waits for others, with the units gathered in it so far.
+        before_wait: called in a backward before this rank waits for others, with the units gathered since it was called last.
 
     Attributes:
         steps: optimizer steps so far.
+        is_apart: ranks have been seen to run different layers.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class AgreedOrder:
         self._unsure: dict[int, int] = {}
         self._learnt: tuple[list[int], list[int]] = ([], [])
         self._place: dict[int, int] = {}
-        self._is_apart = False
+        self.is_apart = False
+        self._told = 0
         # Of this rank.
         self._used: set[int] = set()
         self._own_last = self._last
@@ -112,8 +114,9 @@ class AgreedOrder:
         strayed, is_backward = None, number >= self._units and number != self.forward_end
         while True:
             following = self._next.get(self._last)
-            if is_backward and following != number and (self._is_apart or strayed is not None):
-                self._before_wait(each - self._units for each in self._since_end if each >= self._units)
+            if is_backward and (self.is_apart or strayed is not None or self._last == self.forward_end):
+                told, self._told = self._told, len(self._since_end)
+                self._before_wait(each - self._units for each in self._since_end[told:] if each >= self._units)
             if following is None:
                 following = self._agree(number, strayed)
                 strayed = None
@@ -153,7 +156,7 @@ class AgreedOrder:
             if heard[2 * count + each]:
                 self._doubt(each)
         needed = [each for each in range(count) if heard[each]]
-        self._is_apart |= len(needed) > 1
+        self.is_apart |= len(needed) > 1
         chosen = min(needed, key=self._rank_of)
         if chosen >= self._first_end:
             self._reach_end(chosen, [bool(used) for used in heard[count : 2 * count]])
@@ -222,6 +225,7 @@ class AgreedOrder:
             before, was_used = number, used[number]
         self._last = self._end = self._own_last = end
         self._since_end.clear()
+        self._told = 0
         self._used.clear()
 
 
@@ -273,6 +277,8 @@ class Unsharding:
         # The unit in use, and those that were gathered before their use.
         self._at: Unit | None = None
         self._ahead: list[Unit] = []
+        # Of which this rank expects no gradients any more in this backward.
+        self._done_with: list[Unit] = []
         self._running: list[Unit] = []
         self._versions: dict[Unit, dict[int, int]] = {}
         self._is_backward_open = False
@@ -326,6 +332,9 @@ class Unsharding:
         if unit is self._root:
             if not backward_follows:
                 self._drop_all()
+            elif self._order.is_apart:
+                # Then gathers tell each rank how far the backwards of others have come, the last layer's too.
+                self._drop(self.units[1:])
         elif len(unit.modules) == 1 and not may_be_last:
             # What stays although it was not the last goes when another comes, as units of several layers do.
             self._drop([unit])
@@ -373,10 +382,10 @@ class Unsharding:
         """This rank's backward gathers nothing more; returns when that is so on all ranks. Before reductions are waited for."""
         if is_transformed():
             return
-        if not self.reshards_after_forward:
-            # A rank whose layers are all whole gathers nothing, and so never asks for the reductions that it waits for.
-            self._before_wait(range(len(self.units)))
+        # Also those that the forward has left whole: of these no gather has told how far another rank has come.
+        self._done_with += [unit for unit in self.units if unit is not self._root and not unit.is_sharded]
         self._order.reach(self._order.backward_end)
+        self._done_with.clear()
 
     def end_backward(self) -> None:
         """A backward pass is over."""
@@ -457,8 +466,11 @@ class Unsharding:
         del self._ahead[: self._ahead.index(unit) + 1 if unit in self._ahead else 0]
         if self.reshards_after_forward and unit is not self._root:
             wanted = {unit, self._root, *self._ahead, *self._running}
+            done = [other for other in self.units if not other.is_sharded and other not in wanted]
+            if backward:
+                self._done_with += done
             # Release before gather: else the new layer's memory comes on top of the one that is done.
-            self._drop([other for other in self.units if not other.is_sharded and other not in wanted])
+            self._drop(done)
         # This unit's gather first, the prefetches behind: the link serves them in order, and this one is waited for.
         self._reach(unit, backward=backward)
         while len(self._ahead) < self._prefetch and self._has_room():
@@ -492,7 +504,8 @@ class Unsharding:
         return True
 
     def _before_wait(self, numbers: Iterable[int]) -> None:
-        self.start_reductions([bucket for number in numbers for bucket in self.units[number].buckets])
+        done = [*self._done_with, *(self.units[number] for number in numbers)]
+        self.start_reductions([bucket for unit in done for bucket in unit.buckets])
 
     def _take_part(self, number: int) -> None:
         """Takes part in a gather that other ranks may need, and leaves the unit as it is on this rank."""

@@ -13,7 +13,7 @@ from shared_ranks import shared_ranks
 from stage3_runs import FAR_AHEAD, KEPT, NOT_AHEAD, SHARDED, WIDTH, Block, Run, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import VOCABULARY, Answer
+from training import VOCABULARY, Answer, gpt2_batch
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -167,6 +167,127 @@ def trains_long(rank: int, world_size: int) -> tuple[float, float, list[float]]:
 def test_a_thousand_steps_in_which_each_rank_skips_half_of_its_layers(world_size):
     found = run_ranks(trains_long, world_size=world_size, time_limit_s=880)
     for rank, (longest_s, difference, losses) in enumerate(found):
-        print(f"W {world_size}, rank {rank}: longest step {longest_s:.2f} s, {difference:.1e} from DDP's losses, {losses}")
+        print(
+            f"W {world_size}, rank {rank}: longest step {longest_s:.2f} s, {difference:.1e} from DDP's losses, {losses}"
+        )
         assert longest_s < LONGEST_WAIT_S
         assert difference == 0.0 if world_size == 2 else difference < 1e-3
+
+
+# ---- Models of transformers ----
+
+
+def llava() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = CLIPVisionConfig(
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    text = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=3, num_attention_heads=2
+    )
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=vision,
+            text_config=text,
+            image_token_index=IMAGE,
+            vision_feature_select_strategy="full",
+            vision_feature_layer=-1,
+        )
+    )
+
+
+IMAGE, PATCHES = 3, 5
+
+
+def batch_with_or_without_images(generator: torch.Generator, rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(4, VOCABULARY, (rows, 12), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if torch.rand((), generator=generator) < 0.5:
+        ids[:, :PATCHES] = IMAGE
+        batch["pixel_values"] = torch.randn(rows, 3, 8, 8, generator=generator)
+    return batch
+
+
+def bart() -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {"encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": WIDTH, "decoder_ffn_dim": WIDTH}
+    drops = {"encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4, "dropout": 0.0}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return BartForConditionalGeneration(
+        BartConfig(vocab_size=VOCABULARY, d_model=WIDTH, max_position_embeddings=32, **sizes, **drops, **heads)
+    )
+
+
+def wav2vec2() -> nn.Module:
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    convolutions = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_conv_pos_embeddings": 4}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 2}
+    off = {"mask_time_prob": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0}
+    return Wav2Vec2ForCTC(
+        Wav2Vec2Config(
+            vocab_size=16,
+            layerdrop=0.4,
+            num_conv_pos_embedding_groups=2,
+            activation_dropout=0.0,
+            **convolutions,
+            **sizes,
+            **off,
+        )
+    )
+
+
+def batch_of_sound(generator: torch.Generator, rows: int) -> dict[str, torch.Tensor]:
+    return {
+        "input_values": torch.randn(rows, 400, generator=generator),
+        "labels": torch.randint(1, 16, (rows, 5), generator=generator),
+    }
+
+
+def to_own_experts(gate: nn.Module, args: tuple, outputs: tuple) -> tuple:
+    """Sends each rank's tokens to experts of its own."""
+    logits, scores, experts = outputs
+    return logits, scores, experts % 2 + 2 * (torch.distributed.get_rank() % 2)
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **experts, **sizes))
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(to_own_experts)
+    return model
+
+
+REAL = {
+    "llava": (llava, batch_with_or_without_images),
+    "bart": (bart, gpt2_batch),
+    "wav2vec2": (wav2vec2, batch_of_sound),
+    "mixtral": (mixtral, gpt2_batch),
+}
+
+
+def real_model_trains(rank: int, world_size: int, name: str) -> None:
+    make, make_batch = REAL[name]
+    for settings in (None, {**SHARDED, **EACH}):
+        run = Run(rank, make, settings, make_batch=make_batch, find_unused=True)
+        for _ in range(8):
+            run.step()
+        if settings is None:
+            reference = run
+        else:
+            assert_same(run, reference, name)
+
+
+@pytest.mark.parametrize("name", ["llava", slow("bart"), slow("wav2vec2"), slow("mixtral")])
+def test_models_of_transformers_whose_ranks_run_other_layers_train_as_under_ddp(name):
+    shared_ranks.run(real_model_trains, name=name)
