@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from .arrivals import CommunicationError, PeerFailure
-from .diagnosis import OTHER_LAYERS
 from .groups import Groups
 from .rank_state import script_line
 from .transport import hidden_from_profiler
@@ -20,9 +19,9 @@ from .watch import Watch
 
 # ---- Do all ranks gather the same parameters in the same order? A device backend cannot tell ----
 #
-# NCCL's collectives have no tags. Ranks that gather different layers of equal size at a time, since their forwards took
-# different branches, would get each other's values in silence. So each rank keeps a checksum of the gathers that it has
-# started, and the ranks compare them whenever they agree on something, at the latest at the end of each backward.
+# NCCL's collectives have no tags. Ranks that gathered different layers of equal size at a time would get each other's values in
+# silence. So each rank keeps a checksum of the gathers that it has started, and the ranks compare them whenever they agree on
+# something, at the latest at the end of each backward.
 
 
 class GatherOrder:
@@ -216,8 +215,8 @@ class Control:
         if order != own_order and self._ranks[place] in self._order.ranks:
             raise CommunicationError(
                 f"hf_zero: rank {self._ranks[self._place]} and rank {self._ranks[place]} have gathered parameters in different "
-                f"orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. "
-                f"{OTHER_LAYERS}"
+                f"orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. Call layers "
+                "outside of the model's forward on all ranks alike."
             )
         return nbytes
 

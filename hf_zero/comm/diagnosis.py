@@ -9,12 +9,6 @@ from .arrivals import RankProcess
 from .rank_state import RankState, in_brackets, script_frame
 from .watch import LABEL, STARTED, CollectiveLog, ScriptCollective, Wait
 
-_GATHERS, _OF_A_PASS = "all-gather parameters", ("forward", "backward", "evaluate")
-"""Of a layer at stage 3: below it, parameters are gathered behind the step."""
-OTHER_LAYERS = (
-    "The ranks run different layers (LayerDrop, a branch, a forward on some ranks only). Keep layers that some "
-    "ranks leave out whole (`persist_below_numel`), name the others in `unit_modules`, or train at `stage: 2`."
-)
 _LISTED = 8
 _DETAILED = 2
 """Ranks whose stacks are shown."""
@@ -182,14 +176,6 @@ class StragglerReport:
         lines = [*reason, *self._apart(), *self._others, *silence]
         return "\n".join([f"hf_zero: {self.finding}.", *lines, *self._details(), self._advice()])
 
-    @property
-    def _other_layers(self) -> bool:
-        """Whether a rank waits for a layer of stage 3 while another is in another collective of training."""
-        apart = [self.rank_reports[rank].where for rank in self.others_apart]
-        found = [(self.wait.kind, self.began), *((each.kind, each.began) for each in apart if each is not None)]
-        is_training = len(found) > 1 and all(kind is not None for kind, _ in found)
-        return is_training and any(kind == _GATHERS and began in _OF_A_PASS for kind, began in found)
-
     def _apart(self) -> list[str]:
         """Says which ranks wait in which collective, where they differ."""
         if not self.others_apart:
@@ -224,8 +210,6 @@ class StragglerReport:
                     "of batches or steps. Give every rank as many (accelerate's even_batches=True), and `break` on "
                     "all ranks at one step."
                 )
-        if self._other_layers:
-            return OTHER_LAYERS
         if self.others_apart:
             return (
                 "Some ranks have made a call that the others have not made: a forward, a save, a look at "
@@ -267,7 +251,7 @@ def _ranks(ranks: list[int]) -> str:
 # ends its process.
 #
 # Two ranks that wait in collectives of training which each has started and the other has not wait for each other for ever,
-# as where they run different layers at stage 3. That is looked for after a few seconds, and ended at once.
+# as where one calls the model once more. That is looked for after a few seconds, and ended at once.
 #
 # Not every wait may be ended for a rank that is elsewhere and alive. Ranks meet in barriers and in exchanges of words
 # behind work that a single rank may do for long (loading, saving). There a rank is late only if it has ended, does not

@@ -171,7 +171,8 @@ def test_a_thousand_steps_in_which_each_rank_skips_half_of_its_layers(world_size
             f"W {world_size}, rank {rank}: longest step {longest_s:.2f} s, {difference:.1e} from DDP's losses, {losses}"
         )
         assert longest_s < LONGEST_WAIT_S
-        assert difference == 0.0 if world_size == 2 else difference < 1e-3
+        # A clip that bites agrees to rounding.
+        assert difference < 1e-4
 
 
 # ---- Models of transformers ----

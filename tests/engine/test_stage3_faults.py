@@ -3,9 +3,7 @@
 import copy
 import io
 import pickle
-import re
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -322,49 +320,11 @@ def test_freezing_a_trained_parameter_and_thawing_it_again_trains_as_under_ddp()
 # ---- ranks that go apart ----
 
 
-class OnlyRank0Visits(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids, labels) -> Answer:
-        hidden = self.embed(input_ids)
-        for layer in self.layers[: 3 if torch.distributed.get_rank() == 0 else 1]:
-            hidden = layer(hidden)
-        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
-
-
 @contextmanager
 def said_within(seconds: float):
     begin = time.monotonic()
     yield
     assert time.monotonic() - begin < seconds
-
-
-class OneRoundForEach(OnlyRank0Visits):
-    def forward(self, input_ids, labels) -> Answer:
-        hidden = self.layers[torch.distributed.get_rank()](self.embed(input_ids))
-        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
-
-
-def visits_apart(rank: int, world_size: int, make: Callable[[], nn.Module]) -> str:
-    # Nothing is said of time limits: the ranks wait for each other, and it does not take two minutes to see that.
-    run = Run(rank, make, {**NOT_AHEAD, "unit_bytes": 0})
-    with said_within(15), pytest.raises(CommunicationError, match="The ranks run different layers") as error:
-        run.step()
-    tell(f"the error of rank {rank}")
-    wait_until_told(f"the error of rank {1 - rank}")
-    return str(error.value)
-
-
-@pytest.mark.parametrize("make", [OnlyRank0Visits, OneRoundForEach])
-def test_a_layer_that_one_rank_visits_alone_is_an_error_that_names_the_all_gather_and_the_remedy(make):
-    messages = run_on_ranks(visits_apart, make=make)
-    assert any(re.search(r"all-gather parameters of bucket \d+ failed", message) for message in messages)
-    for message in messages:
-        assert "persist_below_numel" in message and "unit_modules" in message and "is_main_process" not in message
 
 
 def looks_alone(rank: int, world_size: int, way: str, alone: int) -> str:
