@@ -453,8 +453,13 @@ def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]
 def _accumulates(parameter: nn.Parameter) -> bool:
     """Whether the backward that runs will accumulate a gradient of the parameter."""
     with look_only():
+        node = get_gradient_edge(parameter).node
+    try:
         # No public way tells that of a backward that has not come to a parameter yet.
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # The answer where `torch.autograd.grad` returns the gradient of this parameter, which accumulates none.
+        return False
 
 
 def _is_unreduced(gradient: torch.Tensor | None) -> bool:

@@ -8,6 +8,8 @@ ours is put around a unit's inputs to learn that: it would sum the gradients of 
 decoder's encoder states) in another order than plain autograd does.
 """
 
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
@@ -34,12 +36,12 @@ from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 # wait for that rank's gather meanwhile. So before a rank waits for others in a backward, it has started the reductions of all
 # layers that were gathered before: with zeros where it has skipped them.
 
+_GATHERED = struct.Struct("<QQ")
+
 _ORDER = Label(kind="agreement on the next layer", subject="this pass")
 
 _MOST_UNSURE = 64
 """Passes in which all ranks must go the same way before they do so without a word, after they have often gone other ways."""
-
-_STEPS = 128
 
 
 class AgreedOrder:
@@ -76,6 +78,7 @@ class AgreedOrder:
         # Alike on all ranks: these change in agreements, and as gathers are started.
         self._last = self._end = self.backward_end
         self._since_end: list[int] = []
+        self._checksum = 0
         self._next: dict[int, int] = {}
         self._unanimous: dict[int, tuple[int, int]] = {}
         self._unsure: dict[int, int] = {}
@@ -125,6 +128,7 @@ class AgreedOrder:
             if following < self._first_end:
                 self._last = following
                 self._since_end.append(following)
+                self._checksum = zlib.crc32(_GATHERED.pack(following, self.steps), self._checksum)
             if following == number:
                 break
             if following < self._first_end:
@@ -139,18 +143,19 @@ class AgreedOrder:
             strayed: the gather behind which all expected another one than this rank needed.
         """
         count = self._first_end + 2
-        said = bytearray(3 * count + 2)
+        said = bytearray(3 * count)
         said[number] = 1
         for each in self._used:
             said[count + each] = 1
         if strayed is not None:
             said[2 * count + strayed] = 1
-        said[-2], said[-1] = self.steps % _STEPS, _STEPS - self.steps % _STEPS
+        # Equal on all ranks where the largest and the smallest are.
+        said += self._checksum.to_bytes(4, "little") + (~self._checksum & 0xFFFFFFFF).to_bytes(4, "little")
         heard = self._transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), _ORDER).tolist()
-        if heard[-2] + heard[-1] != _STEPS:
+        if any(largest + smallest != 0xFF for largest, smallest in zip(heard[-8:-4], heard[-4:])):
             raise RuntimeError(
-                "hf_zero: a rank runs a layer by itself while other ranks have stepped already, so its parameters would be of "
-                "two steps. Call layers outside of the model's forward on all ranks, or inside `with hf_zero.gathered(model):`."
+                "hf_zero: a rank has run a layer by itself while others had stepped already, so layers were gathered from two "
+                "steps. Call layers outside of the model's forward on all ranks, or inside `with hf_zero.gathered(model):`."
             )
         for each in range(count):
             if heard[2 * count + each]:

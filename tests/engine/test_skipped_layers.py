@@ -1,19 +1,26 @@
 """Stage 3: layers that only some ranks run, in orders that ranks have for themselves, train as under DDP."""
 
+import copy
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 
+import hypothesis
 import pytest
 import torch
 from cells import slow
+from hypothesis import strategies as st
 from ranks import run_ranks
-from shared_ranks import shared_ranks
+from shared_ranks import on_ranks, shared_ranks
 from stage3_runs import FAR_AHEAD, KEPT, NOT_AHEAD, SHARDED, WIDTH, Block, Run, assert_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Answer, gpt2_batch
+
+from hf_zero.engine.schedule import AgreedOrder
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -132,16 +139,124 @@ def test_layers_that_some_ranks_skip_train_as_under_ddp(make, variants):
     shared_ranks.run(trains_as_under_ddp, make=make, variants=variants)
 
 
+@on_ranks(2)
+def test_a_layer_that_one_rank_runs_outside_of_the_models_forward_gives_no_parameters_of_two_steps(rank, world_size):
+    # A look at the norm would find the ranks apart at the step.
+    run = Run(rank, Skipping, {**SHARDED, **EACH, "nonfinite": "ignore"})
+    run.model.chosen = lambda: list(run.model.layers)
+    run.step()
+    run.step()
+    if rank == 0:
+        loss = run.entry(**run.batch()).loss
+        loss.backward()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="gathered from two steps"):
+            run.model.layers[0](torch.ones(2, WIDTH))
+            run.optimizer.step()
+            run.model(**run.batch())
+    else:
+        run.step()
+        with pytest.raises(RuntimeError, match="gathered from two steps"):
+            run.model(**run.batch())
+
+
+# ---- The order by itself, of ranks that are threads ----
+
+
+class InThreads:
+    """What ranks that are threads tell each other; each call waits for all of them."""
+
+    def __init__(self, world_size: int):
+        self.values: dict[int, object] = {}
+        self.barrier = threading.Barrier(world_size, timeout=10.0)
+
+    def of(self, rank: int) -> "InThreads":
+        mine = copy.copy(self)
+        mine.rank = rank
+        return mine
+
+    def exchange(self, value: object, purpose: str = "") -> list:
+        self.values[self.rank] = value
+        self.barrier.wait()
+        everyone = [self.values[rank] for rank in sorted(self.values)]
+        self.barrier.wait()
+        return everyone
+
+    def agree_max(self, values: torch.Tensor, label: object) -> torch.Tensor:
+        return torch.stack(self.exchange(values)).amax(0)
+
+
+UNITS = 4
+a_pass = st.lists(st.integers(0, UNITS - 1), max_size=6)
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    st.integers(2, 3).flatmap(
+        lambda ranks: st.lists(st.tuples(*[st.tuples(a_pass, a_pass)] * ranks), min_size=1, max_size=5)
+    )
+)
+def test_ranks_that_need_any_layers_in_any_order_all_get_them_and_gather_in_one_order(steps):
+    world_size = len(steps[0])
+    everyone = InThreads(world_size)
+    gathered: list[list[int]] = [[] for _ in range(world_size)]
+
+    def run(rank: int) -> None:
+        transport = everyone.of(rank)
+
+        def gather(number: int) -> None:
+            # Waits for all ranks, which must be at the same gather.
+            assert set(transport.exchange(number)) == {number}
+            gathered[rank].append(number)
+
+        order = AgreedOrder(UNITS, transport, gather, lambda units: None)
+        for step in steps:
+            forward, backward = step[rank]
+            for numbers, end in ((forward, order.forward_end), ([UNITS + n for n in backward], order.backward_end)):
+                for number in numbers:
+                    order.reach(number)
+                    gather(number)
+                order.reach(end)
+            order.steps += 1
+
+    with ThreadPoolExecutor(world_size) as threads:
+        for ended in [threads.submit(run, rank) for rank in range(world_size)]:
+            ended.result(timeout=60.0)
+    assert all(each == gathered[0] for each in gathered)
+
+
+def test_layers_that_all_ranks_run_need_no_words_but_at_the_ends():
+    said = []
+
+    class Alone(InThreads):
+        def agree_max(self, values, label):
+            said.append(values)
+            return super().agree_max(values, label)
+
+    order = AgreedOrder(UNITS, Alone(1).of(0), lambda number: None, lambda units: None)
+    told = []
+    for _ in range(3):
+        said.clear()
+        for number in range(UNITS):
+            order.reach(number)
+        order.reach(order.forward_end)
+        for number in reversed(range(UNITS, 2 * UNITS)):
+            order.reach(number)
+        order.reach(order.backward_end)
+        told.append(len(said))
+    # Each layer's in the first pass; then the two ends, and the start of a backward, which another forward may stand in for.
+    assert told == [2 * UNITS + 2, 3, 3]
+
+
 STEPS = 1000
 
 
-def trains_long(rank: int, world_size: int) -> tuple[float, float, list[float]]:
-    """The longest step in seconds, the largest difference from DDP's losses, and the last losses."""
-    runs = []
+def trains_long(rank: int, world_size: int) -> tuple[list[float], float, list[float]]:
+    """DDP's longest step and ours in seconds, the largest difference from DDP's losses, and the last losses."""
+    runs, longest_s = [], []
     for settings in (None, {**SHARDED, **EACH, "grad_accumulation": "local"}):
         run = Run(rank, CHECKPOINTED, settings, find_unused=True)
         clip = torch.nn.utils.clip_grad_norm_ if settings is None else None
-        longest_s = 0.0
+        longest_s.append(0.0)
         for _ in range(STEPS):
             begin_s = time.monotonic()
             for micro in range(2):
@@ -155,7 +270,7 @@ def trains_long(rank: int, world_size: int) -> tuple[float, float, list[float]]:
                 clip(run.model.parameters(), 0.5)
             run.optimizer.step()
             run.optimizer.zero_grad()
-            longest_s = max(longest_s, time.monotonic() - begin_s)
+            longest_s[-1] = max(longest_s[-1], time.monotonic() - begin_s)
         runs.append(run)
     differences = [abs(one - other) for one, other in zip(runs[0].seen, runs[1].seen)]
     return longest_s, max(differences), runs[1].seen[-4:]
@@ -166,11 +281,12 @@ def trains_long(rank: int, world_size: int) -> tuple[float, float, list[float]]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_thousand_steps_in_which_each_rank_skips_half_of_its_layers(world_size):
     found = run_ranks(trains_long, world_size=world_size, time_limit_s=880)
-    for rank, (longest_s, difference, losses) in enumerate(found):
+    for rank, ((ddp_s, ours_s), difference, losses) in enumerate(found):
         print(
-            f"W {world_size}, rank {rank}: longest step {longest_s:.2f} s, {difference:.1e} from DDP's losses, {losses}"
+            f"W {world_size}, rank {rank}: longest step {ours_s:.2f} s, DDP's {ddp_s:.2f} s; {difference:.1e} from it, {losses}"
         )
-        assert longest_s < LONGEST_WAIT_S
+        # On a machine that does other work, DDP's steps are as long.
+        assert ours_s < LONGEST_WAIT_S + ddp_s
         # A clip that bites agrees to rounding.
         assert difference < 1e-4
 

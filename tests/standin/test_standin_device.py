@@ -1,5 +1,6 @@
 """What runs on an accelerator only, run on a stand-in for one: see standin_device.cpp for how it misbehaves."""
 
+import copy
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from hf_zero.checkpoint.commit import Background
 from hf_zero.comm.arrivals import CommunicationError
 from hf_zero.device import PAGE_BYTES, HostValue, PinnedPool, alias, pinned, with_index
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.schedule import AgreedOrder
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.offload.copies import PART_BYTES
 from hf_zero.offload.files import Window
@@ -551,7 +553,9 @@ class Twins(nn.Module):
 
 
 @on_ranks(2)
-def test_a_step_on_layers_that_were_swapped_is_refused(rank, world_size, library, tmp_path):
+def test_ranks_run_layers_in_orders_of_their_own_and_none_gets_the_values_of_another_layer(
+    rank, world_size, library, tmp_path, monkeypatch
+):
     folder = str(tmp_path)
     standin_device.register(library)
     device = torch.device(standin_device.NAME, rank)
@@ -567,5 +571,13 @@ def test_a_step_on_layers_that_were_swapped_is_refused(rank, world_size, library
             model(batch, order).backward()
             optimizer.step()
             optimizer.zero_grad()
+        on_host = copy.deepcopy(model).to("cpu")
+        loss = model(batch, (rank, 1 - rank))
+        torch.testing.assert_close(loss.cpu(), on_host(batch.cpu(), (rank, 1 - rank)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        # Without the agreed order a backend without tags would mix the two up in silence.
+        monkeypatch.setattr(AgreedOrder, "reach", lambda self, number, wanted=True: None)
         with pytest.raises(CommunicationError, match="have gathered parameters in different orders"):
             model(batch, (rank, 1 - rank)).backward()
