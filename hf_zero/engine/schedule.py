@@ -36,7 +36,7 @@ from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 # wait for that rank's gather meanwhile. So before a rank waits for others in a backward, it has started the reductions of all
 # layers that were gathered before: with zeros where it has skipped them.
 
-_GATHERED = struct.Struct("<QQ")
+_GATHERED, _ALL_BITS = struct.Struct("<QQ"), 0xFFFFFFFF
 
 _ORDER = Label(kind="agreement on the next layer", subject="this pass")
 
@@ -149,10 +149,10 @@ class AgreedOrder:
             said[count + each] = 1
         if strayed is not None:
             said[2 * count + strayed] = 1
-        # Equal on all ranks where the largest and the smallest are.
-        said += self._checksum.to_bytes(4, "little") + (~self._checksum & 0xFFFFFFFF).to_bytes(4, "little")
+        # With its complement: the largest of both add up to more, byte by byte, unless all ranks have the same.
+        said += self._checksum.to_bytes(4, "little") + (self._checksum ^ _ALL_BITS).to_bytes(4, "little")
         heard = self._transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), _ORDER).tolist()
-        if any(largest + smallest != 0xFF for largest, smallest in zip(heard[-8:-4], heard[-4:])):
+        if int.from_bytes(heard[-8:-4], "little") + int.from_bytes(heard[-4:], "little") != _ALL_BITS:
             raise RuntimeError(
                 "hf_zero: a rank has run a layer by itself while others had stepped already, so layers were gathered from two "
                 "steps. Call layers outside of the model's forward on all ranks, or inside `with hf_zero.gathered(model):`."

@@ -61,6 +61,13 @@ SEAMS = (
     ),
     Seam(
         owner="torch._C:",
+        names=("_will_engine_execute_node",),
+        where=("engine/backward",),
+        why="Tells a backward that will accumulate gradients from `torch.autograd.grad`, before the first has come.",
+        test="test_skipped_layers.py::test_models_of_transformers_whose_ranks_run_other_layers_train_as_under_ddp",
+    ),
+    Seam(
+        owner="torch._C:",
         names=("_disabled_torch_function_impl",),
         where=("buckets", "engine/parameter_gather"),
         why="Subclasses of Tensor that dispatch as plain tensors do, at no cost for each operation.",

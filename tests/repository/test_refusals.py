@@ -23,6 +23,7 @@ PLACES = (
 """What refuses a training run, below the package."""
 
 ROWS = {
+    "gathered from two steps": "call outside of the model's forward",
     "steps without the engine: it was prepared": "an optimizer prepared without its model",
     "steps without the engine:": "or steps without it",
     "stage 3 gathers parameters from hooks": "A compiled model at stage 3",
