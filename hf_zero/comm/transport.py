@@ -51,9 +51,15 @@ class Handle:
     """A started collective. `finish` waits for it once; later calls return at once.
 
     The buffers handed to `start_…` belong to the transport until then.
+
+    Attributes:
+        start_last: of several steps starts the last one, and waits for those before; nothing where there is one.
     """
 
-    def __init__(self, label: Label, ledger: Ledger, complete: Callable[[], None]):
+    def __init__(
+        self, label: Label, ledger: Ledger, complete: Callable[[], None], start_last: Callable[[], None] = lambda: None
+    ):
+        self.start_last = start_last
         self._label = label
         self._ledger = ledger
         self._complete: Callable[[], None] | None = complete
@@ -264,14 +270,16 @@ class LocalTransport(Transport):
 Start = Callable[[], Handle]
 
 
-class _Steps:
+class Steps:
     """A collective of several steps: the running step, and the later ones.
 
     Args:
+        order: of all of them.
         queue: in which later steps wait for the one before; None is the queue that computes.
     """
 
-    def __init__(self, first: Start, later: tuple[Start, ...], queue: SideQueue | None):
+    def __init__(self, order: "StepsInOrder", first: Start, later: tuple[Start, ...], queue: SideQueue | None):
+        self._order = order
         # A wait in a side queue orders no other queue. Memory that the first step works on must not be given out again to the
         # computing queue before that one waits too, so `finish` lets the memory go.
         self._first: Start | None = first
@@ -294,7 +302,13 @@ class _Steps:
             self._running.finish(is_exposed=False)
             self._running = self._later.pop(0)()
 
+    def start_last(self) -> None:
+        """Waits for all steps but the last, which is started."""
+        self._order.reach_last(self)
+
     def finish(self) -> None:
+        """Waits for the end."""
+        self._order.reach_last(self)
         self._running.finish()
         self._first = None
 
@@ -303,34 +317,31 @@ class StepsInOrder:
     """Starts collectives of several steps so that every rank starts all steps in the same order."""
 
     def __init__(self):
-        self._under_way: list[_Steps] = []
+        self._under_way: list[Steps] = []
 
-    def begin(self, first: Start, *later: Start, queue: SideQueue | None = None) -> Callable[[], None]:
+    def begin(self, first: Start, *later: Start, queue: SideQueue | None = None) -> Steps:
         """Starts another collective, and moves those under way one step further as far as their order allows.
 
         Args:
             queue: in which each of `later` waits for the step before; None is the queue that computes.
-
-        Returns:
-            A function that waits for the end.
         """
         for steps in self._under_way:
             steps.advance()
             if not steps.is_at_its_last:
                 break
         self._forget_those_at_their_last()
-        steps = _Steps(first, later, queue)
+        steps = Steps(self, first, later, queue)
         if later:
             self._under_way.append(steps)
-        return lambda: self._finish(steps)
+        return steps
 
-    def _finish(self, steps: _Steps) -> None:
+    def reach_last(self, steps: Steps) -> None:
+        """Starts the last step of a collective, and those of all older ones."""
         if steps in self._under_way:
             for older in self._under_way[: self._under_way.index(steps) + 1]:
                 while not older.is_at_its_last:
                     older.advance()
             self._forget_those_at_their_last()
-        steps.finish()
 
     def _forget_those_at_their_last(self) -> None:
         self._under_way = [steps for steps in self._under_way if not steps.is_at_its_last]

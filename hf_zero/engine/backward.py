@@ -366,6 +366,8 @@ class Gradients:
             # Counted first: a buffer that is waited for may start buckets, too.
             self._next += 1
             self._start(bucket)
+        # Between groups of ranks too, where the next step of a reduction waits for the next reduction.
+        self._store.start_last_steps(self._buckets[: max(places) + 1])
         self._start_full(up_to=len(self._buckets))
 
     def _start_full(self, *, up_to: int) -> None:

@@ -103,12 +103,12 @@ class HybridReduction(Reduction):
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         label, transport = bucket.label(self._kind), bucket.group.transport
-        finish = self._order.begin(
+        steps = self._order.begin(
             lambda: self._within.start(bucket, flat, out),
             lambda: transport.start_all_reduce(out, label),
             queue=self._queue,
         )
-        return Handle(label, transport.ledger, finish)
+        return Handle(label, transport.ledger, steps.finish, steps.start_last)
 
 
 # ---- All-gathers of a bucket's parameters: exact or cast ----

@@ -261,6 +261,12 @@ class GradientStore(ABC):
             # The oldest: its buffer goes back to the pool first.
             self.finish(next(iter(self._started)))
 
+    def start_last_steps(self, buckets: Iterable[Bucket]) -> None:
+        """Has the reductions of some buckets, where they take several steps, go on to the last."""
+        for bucket in buckets:
+            if bucket in self._started:
+                self._started[bucket].start_last()
+
     def finish(self, bucket: Bucket) -> None:
         """Waits for the bucket's reduction, if one is under way, and leaves its result in the rows."""
         handle = self._started.pop(bucket, None)

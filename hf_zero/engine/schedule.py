@@ -491,7 +491,7 @@ class Unsharding:
         number = self._order.number(self._numbers[unit], backward=backward)
         if unit.is_sharded:
             self._order.reach(number)
-            self._start(unit, self._wire.backward if backward else self._wire.forward)
+            self._start_for(unit, backward=backward)
         else:
             self._order.use(number)
 
@@ -504,9 +504,18 @@ class Unsharding:
         if following[0] != self._order.number(self._numbers[unit], backward=backward) or not unit.is_sharded:
             return False
         self._order.reach(following[0], wanted=False)
-        self._start(unit, self._wire.backward if backward else self._wire.forward)
+        self._start_for(unit, backward=backward)
         self._ahead.append(unit)
         return True
+
+    def _start_for(self, unit: Unit, *, backward: bool) -> None:
+        if backward:
+            self._start(unit, self._wire.backward)
+            return
+        # Reentrant checkpointing runs a layer without gradients, which a rank that skips the layer does not: both must keep the
+        # part that `comm.secondary_shard` asks for, or none.
+        with torch.set_grad_enabled(self._backward_follows):
+            self._start(unit, self._wire.forward)
 
     def _before_wait(self, numbers: Iterable[int]) -> None:
         done = [*self._done_with, *(self.units[number] for number in numbers)]
@@ -522,7 +531,7 @@ class Unsharding:
         if is_in_use:
             self._finish(unit)
             unit.reshard(keeps=True)
-        self._start(unit, self._wire.backward if number >= len(self.units) else self._wire.forward)
+        self._start_for(unit, backward=number >= len(self.units))
         self._finish(unit)
         if not is_in_use and self.reshards_after_forward:
             unit.reshard(keeps=unit in self._kept)

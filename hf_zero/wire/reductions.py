@@ -239,12 +239,12 @@ class BetweenGroups(Route):
         transport, format, group = bucket.group.transport, self._format, bucket.group.groups.replicate
         part = out.view(group.size, -1)[group.index]
         scattered, gathered = (bucket.label(f"{verb} shards of gradients") for verb in ("reduce-scatter", "all-gather"))
-        finish = self._order.begin(
+        steps = self._order.begin(
             lambda: self._within.start(bucket, flat, out),
             lambda: reduce_scatter_blocks(transport, format, out, part, self._between.of(bucket), group, scattered),
             lambda: all_gather_blocks(transport, format, out, part, group, gathered, self._of_sums.of(bucket)),
         )
-        return Handle(gathered, transport.ledger, finish)
+        return Handle(gathered, transport.ledger, steps.finish, steps.start_last)
 
 
 def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder) -> Route:

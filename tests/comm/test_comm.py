@@ -493,7 +493,7 @@ def log_of(step_counts: list[int], needed_after: list[list[int]]) -> list[tuple[
 
     for collective, steps in enumerate(step_counts):
         starts = [lambda step=step, collective=collective: start(collective, step) for step in range(steps)]
-        finishes.append(order.begin(*starts))
+        finishes.append(order.begin(*starts).finish)
         for needed in needed_after[collective]:
             finishes[needed % len(finishes)]()
     for finish in finishes:
@@ -555,7 +555,7 @@ def test_later_steps_wait_in_a_queue_of_their_own_and_only_the_result_is_a_wait_
         ledger.count(label, 4, 0)
         return Handle(label, ledger, lambda: log.append(("wait", step, queue.is_inside)))
 
-    order.begin(lambda: start(0), lambda: start(1), queue=queue)()
+    order.begin(lambda: start(0), lambda: start(1), queue=queue).finish()
     assert log == [("start", 0, False), ("wait", 0, True), ("start", 1, True), ("wait", 1, False)]
     waits = {row.kind: row.wait_seconds for row in ledger.rows()}
     assert waits["step 0"] == 0.0 < waits["step 1"]

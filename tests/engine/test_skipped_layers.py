@@ -26,7 +26,8 @@ pytestmark = pytest.mark.timeout(170)
 
 LAYERS = 6
 EACH = {"unit_bytes": 0}
-VARIANTS = [{**each, **EACH} for each in (SHARDED, NOT_AHEAD, FAR_AHEAD, KEPT)]
+OFFLOADED = {**SHARDED, "offload": {"params": "cpu", "optimizer": "cpu"}}
+VARIANTS = [{**each, **EACH} for each in (SHARDED, NOT_AHEAD, FAR_AHEAD, KEPT, OFFLOADED)]
 LONGEST_WAIT_S = 5.0
 
 
@@ -137,6 +138,29 @@ def trains_as_under_ddp(rank: int, world_size: int, make: Callable[[], nn.Module
 @pytest.mark.parametrize("variants", [VARIANTS[:1], slow(VARIANTS)], ids=["some", "every"])
 def test_layers_that_some_ranks_skip_train_as_under_ddp(make, variants):
     shared_ranks.run(trains_as_under_ddp, make=make, variants=variants)
+
+
+GROUPS = [{"shard_group_size": 2}, {"secondary_shard": "node", "node_size": 2}]
+
+
+def trains_in_groups(rank: int, world_size: int, make: Callable[[], nn.Module], comm: dict) -> None:
+    losses = []
+    for settings in (None, {**SHARDED, **EACH, "comm": comm}):
+        is_reentrant = getattr(make, "args", ()) == (True,)
+        run = Run(rank, CHECKPOINTED if settings is None and is_reentrant else make, settings, find_unused=True)
+        for _ in range(8):
+            run.step()
+        losses.append(run.seen)
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MODELS[:5], ids=["random", "checkpointed", "reentrant", "Shuffled", "OneEach"])
+@pytest.mark.parametrize(
+    "comm", [{"shard_group_size": 2}, {"secondary_shard": "node", "node_size": 2}], ids=["hybrid", "secondary"]
+)
+def test_ranks_of_several_groups_skip_layers(make, comm):
+    run_ranks(trains_in_groups, world_size=4, time_limit_s=150, keyword_arguments={"make": make, "comm": comm})
 
 
 @on_ranks(2)
