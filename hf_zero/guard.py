@@ -104,7 +104,8 @@ def mix_in(instance: Any, mixin: type) -> None:
     """
     if not isinstance(instance, mixin):
         kind: Any = type(instance)
-        instance.__class__ = _mixed(mixin, kind)
+        # By object's own attribute: accelerate's data loaders have another of that name, which cannot be set.
+        vars(object)["__class__"].__set__(instance, _mixed(mixin, kind))
 
 
 class Guarded(_TensorBase):

@@ -72,7 +72,7 @@ class Manifest:
         weights: the model's tensors where they lie in rows (layout `sharded`); {} where the folder has weights files.
         is_kept: rotation leaves this checkpoint alone.
         base: checksum of the frozen parameters that the checkpoint's adapters belong to; None where the model is whole.
-        step: of the Trainer that wrote it; None where accelerate did.
+        step: that it was written behind; None in old states of accelerate loops.
         written_at: date and time, UTC, in ISO 8601; "" before it is written.
         boxes: file → parameter name → which part of the parameter the file's rows of it count the elements of; all of it for
             those that are not here.

@@ -207,10 +207,19 @@ class CheckpointConfig:
     resume: str = "asked"
     """Whether Trainer resumes only where `resume_from_checkpoint` says so (`asked`), or goes on from the newest good checkpoint
     of `output_dir` where there is one (`auto`), with the rows a step that it was saved with, as a restarted run has to."""
+    on_signal: str = "none"
+    """On SIGTERM or SIGUSR1 to any rank, all ranks finish the step, save, and end with status 128 + the signal's number. `auto`
+    saves in Trainer's `output_dir`, or in `checkpoints` of the Accelerator's `project_dir`. In a plain loop, a path with `{step}`
+    names the folder. `none`: signals do as they do without hf_zero."""
 
     def __post_init__(self):
         to_python_numbers(self)
         one_of("checkpoint.resume", self.resume, ("asked", AUTO))
+        path_of_folder("checkpoint.on_signal", self.on_signal)
+        if self.on_signal not in ("none", AUTO) and "{step}" not in self.on_signal:
+            raise refuse(
+                "checkpoint.on_signal", self.on_signal, "none, auto, the path of a folder that has {step} in it"
+            )
         one_of("checkpoint.layout", self.layout, ("hf", "sharded"))
         whole_number("checkpoint.full_every", self.full_every, 0, what=" of steps, 0 for none,")
         one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
@@ -262,6 +271,7 @@ class CheckpointSettings(TypedDict, total=False):
     on_failure: str
     async_save: bool
     resume: str
+    on_signal: str
 
 
 class ZeroSettings(TypedDict, total=False):

@@ -99,6 +99,11 @@ class BackwardEnd:
 _USED = Label(kind="agreement on used parameters", subject="this pass")
 
 
+def never_asked() -> int:
+    """Nobody looks for signals that ask this rank to stop."""
+    return 0
+
+
 class _Filling:
     """How far a bucket has come in the running pass.
 
@@ -131,6 +136,8 @@ class Gradients:
         find_unused_parameters: see `ZeroEngine`.
 
     Attributes:
+        stop_asked: returns the number of the signal that asks this rank to stop, 0 for none.
+        stop_agreed: the number of a signal that some rank had at the end of its backward, the same on all ranks; 0 for none.
         hooked: the slots of all trained parameters, each with how far its bucket is filled.
         reducing: False while micro-batches only accumulate.
         ended: backward passes that have come to their end.
@@ -168,6 +175,8 @@ class Gradients:
         self.may_pass_over = True
         store.start_passed_over = WeakHook(self, Gradients._start_passed_over)
         self.reducing = True
+        self.stop_asked = never_asked
+        self.stop_agreed = 0
         self.ended = 0
         self._before_rest = before_rest
         self._after_pass = after_pass
@@ -417,13 +426,15 @@ class Gradients:
         self._begin_pass()
 
     def _start_agreement(self) -> Callable[[], torch.Tensor]:
-        """Tells the other ranks the parameters that this one used, and its buckets with late gradients."""
-        local = bytearray([slot.used for slot in self._slots] + [bucket in self._late for bucket in self._buckets])
+        """Tells the other ranks the parameters that this one used, its buckets with late gradients, and its wish to stop."""
+        late = [bucket in self._late for bucket in self._buckets]
+        local = bytearray([*(slot.used for slot in self._slots), *late, self.stop_asked()])
         return self._transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
 
     def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
         """Makes `used` the same on all ranks; returns the buckets with late gradients on any rank."""
-        agreed = agreement().tolist()
+        *agreed, stop = agreement().tolist()
+        self.stop_agreed = max(self.stop_agreed, stop)
         for slot, is_used in zip(self._slots, agreed):
             if is_used and not slot.used:
                 slot.used = slot.used_elsewhere = True

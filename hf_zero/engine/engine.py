@@ -17,6 +17,7 @@ from ..layout.slots import Interval
 from ..optimizer.sharded_optimizer import RowStates, ShardedOptimizer
 from ..optimizer.state_rows import full_gradient, full_state, on_host, resize_whole, slot_of
 from .assemble import Parts, assemble
+from .backward import never_asked
 from .buffers import broadcast_buffers, ignored_parameters
 from .gathered import IN_GATHERED, parameters_in, put_back
 from .nonfinite import BadSteps
@@ -69,6 +70,7 @@ class ZeroEngine:
         ErrorHook.installed()
         self.model = model
         self._find_unused_parameters = find_unused_parameters
+        self._stop_asked = never_asked
         self.entry = entry or model
         self._start(assemble(model, optimizers, ZeroConfig.of(config), device, on_progress), optimizers)
 
@@ -83,6 +85,7 @@ class ZeroEngine:
         self._step = TrainingStep(
             self, self.model, parts, optimizers, find_unused_parameters=self._find_unused_parameters
         )
+        self.stop_when(self._stop_asked)
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
         self._handles = self._step.install(self.entry)
@@ -137,6 +140,24 @@ class ZeroEngine:
             failed: they raised an error on this rank.
         """
         return self._step.drop_failed(ended_before, failed=failed)
+
+    def stop_when(self, asked: Callable[[], int]) -> None:
+        """Tells the other ranks, at the end of each backward, the signal that asks this rank to stop.
+
+        Args:
+            asked: returns the signal's number, 0 for none. Given on all ranks or on none.
+        """
+        self._stop_asked = self._step.gradients.stop_asked = asked
+
+    @property
+    def stop_due(self) -> int:
+        """The number of a signal for which all ranks are to save and stop behind the last step; 0 for none."""
+        return self._step.stop_due
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps since the engine was built."""
+        return self.transport.watch.log.step
 
     @property
     def bad_steps(self) -> BadSteps:

@@ -22,7 +22,7 @@ from ..optimizer.holder import StateHolder
 from ..optimizer.row_writes import RowWrites
 from ..optimizer.sharded_optimizer import ShardedOptimizer, identity_of
 from .assemble import Parts
-from .backward import Gradients, is_in_backward
+from .backward import Gradients, is_in_backward, never_asked
 from .gradient_store import GradientStore, Landing, choose_store
 from .nonfinite import BadSteps, BatchLog
 from .parameter_gather import is_compiled
@@ -166,6 +166,7 @@ def _is_waiting(gradient: torch.Tensor | None) -> bool:
 # - Rows count as known behind the gathers' start: what a script writes later is an edit of its own.
 
 _FAILED = Label(kind="agreement on a failed backward", subject="this micro-batch")
+_STOP = Label(kind="agreement on a stop", subject="the step")
 
 
 class TrainingState(Enum):
@@ -194,6 +195,7 @@ class TrainingStep:
         bad_steps: what is done about NaN and infinite gradients.
         last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
         has_rescue: whether somebody looks after passes that run out of memory.
+        stop_due: the number of the signal for which all ranks stop behind the last step; 0 for none.
     """
 
     def __init__(
@@ -214,6 +216,7 @@ class TrainingStep:
         self._no_sync_depth = 0
         self._entry = model
         self.has_rescue = False
+        self.stop_due = 0
         self.last_norm: torch.Tensor | None = None
         step_transport = parts.mesh.dp.transport
         self._log = step_transport.watch.log
@@ -235,7 +238,7 @@ class TrainingStep:
         # What a step has written back so far, what it has still to send, and whether it sends buckets as they are stepped.
         self._written: set[Bucket] = set()
         self._to_send: deque[Bucket] = deque()
-        self._sends_early = False
+        self._sends_early = self._waits_for_outer_step = False
         self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self.allocations: list[RankAllocation] = []
@@ -526,11 +529,27 @@ class TrainingStep:
         if self._parts.model_buffers is not None:
             self._parts.model_buffers.after_step()
         self._log.step += is_first
+        if is_first:
+            self.stop_due = self._stop_of_all_ranks()
         self._enter(TrainingState.BETWEEN)
         parts = self._parts
         if is_first and parts.copies and parts.copies.is_due(self._log.step, every=self._config.check_replicas_every):
             parts.parameter_gather.finish_all()
             parts.copies.compare_values(self._log.step)
+
+    def _stop_of_all_ranks(self) -> int:
+        """The signal that some rank of the run had in this step; 0 for none, and between outer steps.
+
+        Ranks that step together have told each other at the end of backward. Where others belong to the run, one more message
+        is sent: between the parts of a split model, and at outer steps.
+        """
+        mesh, gradients = self._parts.mesh, self.gradients
+        if gradients.stop_asked is never_asked or mesh.dp.groups.world_size == mesh.world_groups.world_size:
+            return gradients.stop_agreed
+        if self._waits_for_outer_step:
+            return 0
+        mine = torch.tensor([max(gradients.stop_agreed, gradients.stop_asked())], dtype=torch.uint8)
+        return int(mesh.world.agree_max(mine, _STOP).item())
 
     @property
     def _may_send_early(self) -> bool:
@@ -563,7 +582,7 @@ class TrainingStep:
         if parts.tier.cores is not None:
             parts.tier.cores.release()
         if parts.outer is not None:
-            parts.outer.after_step(buckets)
+            self._waits_for_outer_step = not parts.outer.after_step(buckets)
         for bucket in buckets:
             if not bucket.rows_are_parameters:
                 bucket.end_step()

@@ -3,7 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from ..engine.checks import refuse_other_engines
 from ..engine.engine import ZeroEngine, keep_state, take_up_state
 from ..engine.parameter_gather import is_compiled
 from ..extras import extra, is_installed
-from ..hooks import engine_attached_to
+from ..hooks import WeakHook, engine_attached_to
 from ..optimizer.sharded_optimizer import engine_stepped_by, refuse_wrapper
 from .accelerator_parts import (
     RefuseTrainingAlone,
@@ -41,7 +41,17 @@ from .accelerator_parts import (
 from .announce import RecordedAccelerator, announce, begin_in_loop, micro_batches_of, rows_of_a_step
 from .elastic import warn_of_scaled_schedule
 from .environment import RunRecord
-from .state_io import ZERO_FOLDER, load_engine, progress_of, refuse_faults, say_resumed, seal_state, write_state
+from .signals import LoopStop, StopSignals, follow_loader, follow_signals
+from .state_io import (
+    ZERO_FOLDER,
+    load_engine,
+    progress_of,
+    refuse_faults,
+    say_resumed,
+    seal_state,
+    steps_of,
+    write_state,
+)
 from .uneven_inputs import JoinedRanks, joined_ranks
 
 logger = get_logger(__name__)
@@ -56,6 +66,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         zero_engines: one a model, in the order built.
         zero_run: of a script that `hf_zero.run` runs.
         zero_goes_on: Trainer resumes a run, whose memory was forecast when it began.
+        zero_joined: the ranks inside of `join_uneven_inputs`.
+        zero_stop: the signals at which the run saves and ends; None where they are not followed.
     """
 
     zero_config: ZeroConfig
@@ -63,7 +75,9 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     zero_engines: list[ZeroEngine]
     zero_run: RunRecord | None = None
     zero_goes_on: bool = False
-    _zero_joined: JoinedRanks | None = None
+    zero_joined: JoinedRanks | None = None
+    zero_stop: StopSignals | None = None
+    _zero_steps_before: int = 0
     _models: list[nn.Module]
     _optimizers: list[Any]
     _zero_preparing: bool = False
@@ -77,7 +91,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         """
         # Python 3.10 has no such method of object.
         state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
-        for name in ("zero_recorder", "zero_run", "_zero_joined"):
+        for name in ("zero_recorder", "zero_run", "zero_joined", "zero_stop"):
             state.pop(name, None)
         mine = {id(optimizer) for engine in self.zero_engines for optimizer, _ in engine.state.groups()}
         state["_models"] = [m for m in self._models if self._engine_for(m) is None]
@@ -244,6 +258,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         accumulates = micro_batches_of(self) > 1
         announce(engine, casts, rows_of_a_step(self), at_start, accumulates=accumulates)
         begin_in_loop(self, engine)
+        follow_signals(self, engine)
 
     def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:
         """Removes unprepared objects from accelerate's lists, so that a notebook can try again."""
@@ -283,8 +298,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         # Before the norm: a scaled gradient would be clipped by a norm that is larger by the loss scale.
         unscale(self, engine)
-        if self._zero_joined is not None:
-            self._zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
+        if self.zero_joined is not None:
+            self.zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
         return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
@@ -295,8 +310,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         else:
             # Before the values are clamped, for the same reason.
             unscale(self, engine)
-            if self._zero_joined is not None:
-                self._zero_joined.clips(engine, "clip value", parameters, float(clip_value))
+            if self.zero_joined is not None:
+                self.zero_joined.clips(engine, "clip value", parameters, float(clip_value))
             engine.clip_grad_value_(clip_value, parameters)
 
     def unscale_gradients(self, optimizer=None):
@@ -313,11 +328,32 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     @contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
         with joined_ranks(self, joinables, even_batches) as joined:
-            self._zero_joined = joined
+            self.zero_joined = joined
             try:
                 yield
             finally:
-                self._zero_joined = None
+                self.zero_joined = None
+        if isinstance(self.zero_stop, LoopStop):
+            self.zero_stop.end_if_due()
+
+    @property
+    def zero_steps(self) -> int:
+        """Optimizer steps of the first engine's run, with those before the state that was loaded."""
+        return self._zero_steps_before + (self.zero_engines[0].steps_taken if self.zero_engines else 0)
+
+    def prepare_data_loader(self, data_loader, *args, **kwargs):
+        return self._followed(super().prepare_data_loader(data_loader, *args, **kwargs))
+
+    def skip_first_batches(self, dataloader, num_batches: int = 0):
+        return self._followed(super().skip_first_batches(dataloader, num_batches))
+
+    def _followed(self, loader: Any) -> Any:
+        if self.zero_stop is not None or self.zero_config.checkpoint.on_signal != "none":
+            follow_loader(loader, WeakHook(self, ZeroAcceleratorMixin._batch_of_loop))
+        return loader
+
+    def _batch_of_loop(self) -> AbstractContextManager[None]:
+        return self.zero_stop.batch() if isinstance(self.zero_stop, LoopStop) else nullcontext()
 
     # ---- state ----
 
@@ -350,6 +386,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
             folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
             manifests = [write_state(engine, folder) for engine, folder in zip(self.zero_engines, folders)]
+            manifests[0] = replace(manifests[0], step=self.zero_steps)
             # The first engine's manifest vouches for the whole folder, and so comes last.
             for engine, folder, manifest in reversed(list(zip(self.zero_engines, folders, manifests))):
                 within = "" if folder is folders[0] else f"{folder.name}/"
@@ -383,6 +420,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 load_weights_into(engine, folder)
             load_engine(engine, _zero_folder(folder, index))
         if self.zero_engines:
+            self._zero_steps_before = steps_of(folder) - self.zero_engines[0].steps_taken
             say_resumed(self.zero_engines[0], folder)
             self.resume_report(folder)
             warn_of_scaled_schedule(self, folder)

@@ -325,7 +325,12 @@ SEAMS = (
     Seam(
         owner="transformers:Trainer",
         names=("_save_checkpoint", "_save_rng_state", "_save_scaler", "_save"),
-        where=("integrations/trainer", "integrations/trainer_saves", "integrations/placed_weights"),
+        where=(
+            "integrations/trainer",
+            "integrations/trainer_saves",
+            "integrations/placed_weights",
+            "integrations/signals",
+        ),
         why="A checkpoint's folder is written under another name and renamed when all of it is there.",
         test="test_commit.py",
     ),
@@ -354,9 +359,16 @@ SEAMS = (
             "_load_best_model",
             "_issue_warnings_after_load",
         ),
-        where=("integrations/trainer",),
+        where=("integrations/trainer", "integrations/signals"),
         why="Ranks read their own parts of a checkpoint; damaged files are named.",
         test="test_trainer.py::test_resumed_run_continues_bit_for_bit",
+    ),
+    Seam(
+        owner="transformers:Trainer",
+        names=("_maybe_log_save_evaluate", "_evaluate"),
+        where=("integrations/trainer",),
+        why="A run that a signal ends leaves an evaluation that is due, or under way, for the run that goes on.",
+        test="test_preemption.py::test_a_run_that_a_signal_ends_goes_on_bit_for_bit",
     ),
     Seam(
         owner="transformers:Trainer",

@@ -376,6 +376,14 @@ def _progress(folder: Path, manifest: Manifest | None) -> str:
     """Returns Trainer's step, or the optimizer's count of steps, if there is one."""
     if (folder / _TRAINER_STATE).is_file():
         return f" at step {json.loads((folder / _TRAINER_STATE).read_text(encoding='utf-8'))['global_step']}"
-    counts = [scalars["step"] for scalars in manifest.scalars.values() if "step" in scalars] if manifest else []
-    steps = max((count["value"] if isinstance(count, dict) else count for count in counts), default=None)
-    return "" if steps is None else f" after {steps:.0f} optimizer steps"
+    steps = 0 if manifest is None else steps_of(folder)
+    return f" after {steps} optimizer steps" if steps else ""
+
+
+def steps_of(folder: Path) -> int:
+    """The optimizer steps before a state: those that it was saved with, or in one that does not tell, its optimizer's count."""
+    manifest = Manifest.read(folder / ZERO_FOLDER)
+    if manifest.step is not None:
+        return manifest.step
+    counts = [scalars["step"] for scalars in manifest.scalars.values() if "step" in scalars]
+    return int(max((count["value"] if isinstance(count, dict) else count for count in counts), default=0))

@@ -5,8 +5,9 @@ The trainer's class is swapped for one with these methods before them, so subcla
 
 import os
 import sys
+import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import Trainer, TrainingArguments, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
+from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint.files import CheckpointError, in_one_line
@@ -37,6 +38,7 @@ from .resume import alone_in_output_dir, checkpoint_to_resume
 from .run_facts import write_run
 from .saved_weights import has_row_weights, is_checkpoint_of_ours
 from .seams import replaced
+from .signals import TrainerStop, begin_in_trainer, evaluation_is_owed
 from .state_io import ZERO_FOLDER, load_state, open_own, say_resumed
 from .trainer_parts import (
     RowsOfAStep,
@@ -48,7 +50,7 @@ from .trainer_parts import (
     pass_of,
     refuse_other_base,
 )
-from .trainer_saves import CheckpointSaver, take_mark_away
+from .trainer_saves import CheckpointSaver
 
 if TYPE_CHECKING:
     # Mixed into Trainer's subclasses: a type checker takes their methods for inherited.
@@ -92,7 +94,7 @@ def _train_on_one_gpu(trainer: Trainer) -> None:
     trainer._train_batch_size = args.train_batch_size
 
 
-_OF_THIS_PROCESS = ("_checkpoint_saver", "_rescue", "_memory", "_memory_saver")
+_OF_THIS_PROCESS = ("_checkpoint_saver", "_rescue", "_memory", "_memory_saver", "_stop")
 """Attributes of a Trainer that hold its engine or its files."""
 
 
@@ -104,6 +106,9 @@ class ZeroTrainerMixin(_TrainerBase):
     _rescue: Any | None = None
     _report_is_due = False
     _rows_of_a_step: RowsOfAStep | None = None
+    _stop: TrainerStop | None = None
+    _owes_evaluation = False
+    _ignored_keys: list[str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves this process's engine and files out of copies and pickles. `train()` makes these anew."""
@@ -140,9 +145,11 @@ class ZeroTrainerMixin(_TrainerBase):
             _warn_of_scaled_loss(self)
             _warn_of_early_outer_steps(self)
         self._report_is_due = bool(self.accelerator.zero_config.report)
+        self._ignored_keys = asked.get("ignore_keys_for_eval")
         if self._step_figures is None:
             self._step_figures = StepFigures()
             self.add_callback(self._step_figures)
+        self._stop = self.accelerator.zero_stop = begin_in_trainer(self)
         try:
             outcome = super().train(**asked)
             self.accelerator.end_report()
@@ -153,6 +160,38 @@ class ZeroTrainerMixin(_TrainerBase):
                 # A save behind training ends or is dropped here: the other ranks wait for this rank's part of it.
                 self._checkpoint_saver.give_up(error)
             raise
+        finally:
+            if self._stop is not None:
+                self._stop.release()
+            self._stop = self.accelerator.zero_stop = None
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        engine, stock = _only_engine(self), partial(super()._maybe_log_save_evaluate, *args, **kwargs)
+        if self._stop is None or engine is None:
+            stock()
+        else:
+            self._stop.behind_step(engine, stock)
+
+    def _evaluate(self, *args, **kwargs):
+        with nullcontext() if self._stop is None else self._stop.evaluation():
+            return super()._evaluate(*args, **kwargs)
+
+    def prediction_step(self, *args, **kwargs):
+        engine = _only_engine(self)
+        if self._stop is not None and engine is not None:
+            self._stop.before_prediction(engine)
+        return super().prediction_step(*args, **kwargs)
+
+    def _evaluate_as_owed(self) -> None:
+        """Evaluates behind the step that a run goes on from, where the run before was stopped ahead of that."""
+        if self._owes_evaluation:
+            self._owes_evaluation = False
+            self.control.should_evaluate, self.control.should_log, self.control.should_save = True, False, False
+            # Nothing is logged, and so no sum of losses is read.
+            nothing = torch.zeros(())
+            self._maybe_log_save_evaluate(
+                nothing, None, self.model, None, self.state.epoch, self._ignored_keys, time.time()
+            )
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         stock = super().training_step
@@ -182,6 +221,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _init_training_state(self, *args, **kwargs):
         epochs, batches = super()._init_training_state(*args, **kwargs)
+        self._owes_evaluation = evaluation_is_owed(self)
         return (
             (epochs, batches) if self._rows_of_a_step is None else self._rows_of_a_step.skipped_batches(epochs, batches)
         )
@@ -193,6 +233,10 @@ class ZeroTrainerMixin(_TrainerBase):
         return super()._prepare_for_training(*args, **kwargs)
 
     def _finalize_training(self, *args, **kwargs):
+        self._evaluate_as_owed()
+        own = _only_engine(self)
+        if self._stop is not None and own is not None:
+            self._stop.at_the_end(own)
         for engine in self.accelerator.zero_engines:
             # As a save does: writes to rows since the last step, and models that only outer steps join, reach all ranks.
             engine.synchronise()
@@ -332,11 +376,12 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _save_with(self, engine: ZeroEngine, trial: object, *, is_awaited: bool = False) -> None:
         with engine.transport.watch.saving():
-            take_mark_away(Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
                 self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
             position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
             self._checkpoint_saver.save(trial, position, is_awaited=is_awaited)
+            if self._stop is not None:
+                self._stop.saved_step = self.state.global_step
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
@@ -411,6 +456,8 @@ class ZeroTrainerMixin(_TrainerBase):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with named_when_damaged(checkpoint, "the random states"):
             super()._load_rng_state(checkpoint)
+        # With those states, as it would have begun with them.
+        self._evaluate_as_owed()
 
     def _load_callback_state(self) -> None:
         with named_when_damaged(TRAINER_STATE_NAME, "the callbacks' state"):

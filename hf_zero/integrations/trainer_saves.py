@@ -5,7 +5,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,6 @@ logger = logging.get_logger(__name__)
 _THEN = "The former checkpoints are as they were, and training state is unharmed."
 
 
-_MARK_OF_TRAINER = "checkpoint-is-incomplete.txt"
 _GLANCE_S = 0.1
 _PATIENCE_S = 10.0
 """For the other ranks' part of a save, when an exception is ending this rank."""
@@ -119,8 +118,8 @@ class CheckpointSaver:
     def _is_async(self, *, is_awaited: bool) -> bool:
         """Whether training may go on while the checkpoint is written. Collective: a callback may be on one rank only."""
         trainer = self._trainer
-        # An upload to the Hub and a checkpoint in the last seconds of a job begin and end with Trainer's own save.
-        is_awaited |= trainer.args.push_to_hub or trainer.args.enable_jit_checkpoint
+        # An upload to the Hub begins and ends with Trainer's own save.
+        is_awaited |= trainer.args.push_to_hub
         is_awaited |= any(map(_looks_at_saves, trainer.callback_handler.callbacks))
         return self._may_be_async and not any(self.engine.world.exchange(is_awaited))
 
@@ -318,19 +317,6 @@ class CheckpointSaver:
         if disk.leads:
             # Old checkpoints go only when the new one is whole under its name.
             _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
-
-
-def take_mark_away(checkpoint: Path) -> None:
-    """Removes the folder with the mark that Trainer's save on SIGTERM leaves until it is done.
-
-    Without it, a run that ends now would leave a folder under the name of a checkpoint.
-    """
-    mark = checkpoint / _MARK_OF_TRAINER
-    if mark.is_file() and [mark] == list(checkpoint.iterdir()):
-        # Ranks of one disk do so at one time.
-        mark.unlink(missing_ok=True)
-        with suppress(OSError):
-            checkpoint.rmdir()
 
 
 def _looks_at_saves(callback: TrainerCallback) -> bool:

@@ -42,8 +42,8 @@ REDUCE = Label(kind="reduce-scatter gradients", subject="bucket 4", holds="bert.
 RUNS = {
     "hang in evaluate": {"stage": 3, "fault": "hang in evaluate", "way": "engine"},
     "save on rank 0 alone": {"stage": 2, "fault": "save on rank 0 alone"},
-    "lone JIT save": {"stage": 2, "fault": "lone JIT save", "way": "trainer"},
-    "JIT saves of two steps": {"stage": 2, "fault": "JIT saves of two steps", "way": "trainer"},
+    "lone save of a callback": {"stage": 2, "fault": "lone save of a callback", "way": "trainer"},
+    "saves of two steps": {"stage": 2, "fault": "saves of two steps", "way": "trainer"},
 }
 IN_A_GATHER_OF_THE_SCRIPT = {"stage": 2, "fault": "hang in evaluate"}
 LIMITS = {"limit_s": 1800.0, "late_s": 3.0, "patience_s": 110.0}
@@ -104,7 +104,7 @@ def test_ranks_in_different_collectives_are_told_who_waits_where(runs):
 
 
 def test_a_save_that_one_rank_makes_alone_is_told_with_where_the_other_rank_waits(runs):
-    told = "".join(outcome["said"] for outcome in runs["lone JIT save"])
+    told = "".join(outcome["said"] for outcome in runs["lone save of a callback"])
     assert "is in no collective" not in told
     assert "rank 1 waits in first save of a Trainer (save, step 3)" in told
     # Either rank may be the one that tells.
@@ -112,7 +112,7 @@ def test_a_save_that_one_rank_makes_alone_is_told_with_where_the_other_rank_wait
 
 
 def test_saves_of_two_steps_are_refused_with_both_steps(runs):
-    told = "".join(outcome["said"] for outcome in runs["JIT saves of two steps"])
+    told = "".join(outcome["said"] for outcome in runs["saves of two steps"])
     assert "the ranks called different collectives" in told
     assert "rank 0 the save of checkpoint-4" in told and "rank 1 the save of checkpoint-3" in told
 

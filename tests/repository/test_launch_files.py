@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -38,11 +39,7 @@ def check_agent(agent) -> None:
     words = " ".join(agent.training_script_args).replace("=", " ", 1)
     [said] = re.findall(r"--zero[ =](\S+)", words)
     config = ZeroConfig.from_yaml(ROOT / said) if said.endswith(".yaml") else ZeroConfig.from_flag(said)
-    assert config.checkpoint.resume == "auto"
-
-
-def test_the_settings_of_elastic_runs_are_a_config():
-    assert ZeroConfig.from_yaml(LAUNCH / "elastic.yaml").checkpoint.resume == "auto"
+    assert config.checkpoint.resume == config.checkpoint.on_signal == "auto"
 
 
 def test_the_slurm_file_starts_the_store_and_an_agent_on_each_node_and_ends_both(tmp_path):
@@ -71,6 +68,29 @@ def test_the_slurm_file_starts_the_store_and_an_agent_on_each_node_and_ends_both
     assert lines.get("hf-zero", keeper) == keeper
 
 
+@pytest.mark.parametrize(("status", "is_queued_again"), [(138, True), (0, False)])
+def test_the_slurm_file_passes_its_signal_on_and_is_queued_again_unless_the_run_has_come_to_its_end(
+    status, is_queued_again, tmp_path
+):
+    tools, noted = tmp_path / "bin", tmp_path / "noted"
+    tools.mkdir()
+    run = f'trap "echo struck >> {noted}; exit {status}" USR1; echo ready >> {noted}; while true; do sleep 0.1; done'
+    for name, then in (("srun", run), ("hf-zero", "exec sleep 60"), ("scontrol", f'echo "scontrol $*" >> {noted}')):
+        (tools / name).write_text(f"#!/bin/bash\n{then}\n")
+        (tools / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", **slurm}
+    job = subprocess.Popen(["bash", LAUNCH / "slurm.sbatch", "train.py"], env=environment)
+    try:
+        while not noted.exists():
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(30) == status
+    finally:
+        job.kill()
+    assert noted.read_text().splitlines() == ["ready", "struck", *(["scontrol requeue 4711"] * is_queued_again)]
+
+
 def documents_of(path: Path) -> list[dict]:
     return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
@@ -95,7 +115,10 @@ def test_the_pytorchjob_starts_agents_that_find_the_store_of_its_own_deployment(
     assert agent.rdzv_endpoint == f"{service['metadata']['name']}:{port}" and keeper["command"][-1] == str(port)
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in container["env"]
-    assert f"$({container['env'][1]['name']})" == agent.local_addr
+    [address] = [each["name"] for each in container["env"] if "valueFrom" in each]
+    assert f"$({address})" == agent.local_addr
+    [wait_s] = [int(each["value"]) for each in container["env"] if each["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    assert 30 < wait_s < pod["terminationGracePeriodSeconds"]
 
 
 def test_the_trainjob_starts_the_same_agents():
@@ -103,6 +126,21 @@ def test_the_trainjob_starts_the_same_agents():
     agent = torchrun_of(job["spec"]["trainer"]["command"])
     check_agent(agent)
     assert agent.nnodes.endswith(f":{job['spec']['trainer']['numNodes']}")
+
+
+def test_the_skypilot_job_starts_a_run_that_goes_on(tmp_path):
+    """With a stand-in for torchrun, which tells how it was called."""
+    [job] = documents_of(LAUNCH / "skypilot.yaml")
+    (tmp_path / "torchrun").write_text("#!/bin/bash\necho torchrun $*\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    told = {"NODE_RANK": "1", "NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | {f"SKYPILOT_{name}": told[name] for name in told}
+    run = subprocess.run(["bash", "-c", job["run"]], env=environment, capture_output=True, text=True, check=True)
+    agent = torchrun_of(run.stdout.split())
+    assert (agent.nnodes, agent.nproc_per_node, agent.node_rank, agent.master_addr) == ("2", "8", 1, "10.0.0.1")
+    assert (ROOT / agent.training_script).is_file()
+    assert agent.training_script_args[:2] == ["--zero", "configs/launch/elastic.yaml"]
+    assert agent.training_script_args[3].startswith(*job["file_mounts"]) and job["resources"]["use_spot"] is True
 
 
 def test_all_launch_files_are_on_the_page():

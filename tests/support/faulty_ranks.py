@@ -30,7 +30,6 @@ from ranks import run_alone
 from torch import nn
 from training import gpt2, gpt2_batch
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import hf_zero.integrations.arguments  # noqa: F401
 from hf_zero import ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
@@ -38,8 +37,8 @@ from hf_zero import ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
 FAULTY = 1
 """The rank that does it."""
 AT_STEP = 3
-JIT_SAVES = ("lone JIT save", "JIT saves of two steps")
-"""Trainer's saves on SIGTERM, which not all ranks make, or at different steps."""
+LONE_SAVES = ("lone save of a callback", "saves of two steps")
+"""Trainer's saves by a callback, which not all ranks make, or at different steps."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -166,19 +165,15 @@ class FaultAtStep(TrainerCallback):
             trainer = self.trainer
             if begin_fault(self._rank, self._run, trainer.accelerator, trainer.model, self._folder):
                 control.should_training_stop = True
-            if self._run.fault in JIT_SAVES and self._rank == FAULTY:
-                self._ask_for_a_save()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
-        # Trainer's own callback has been called before this one: this rank saves behind the step, under another number.
-        if state.global_step == AT_STEP and self._run.fault == "JIT saves of two steps" and self._rank != FAULTY:
-            self._ask_for_a_save()
+        if state.global_step == AT_STEP and self._run.fault in LONE_SAVES and self._rank == FAULTY:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
-    def _ask_for_a_save(self) -> None:
-        """As a SIGTERM that came some seconds ago."""
-        callbacks = self.trainer.callback_handler.callbacks
-        [jit] = [each for each in callbacks if isinstance(each, JITCheckpointCallback)]
-        jit.jit_manager.is_checkpoint_requested = True
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        # Behind the step, under another number.
+        if state.global_step == AT_STEP + 1 and self._run.fault == "saves of two steps" and self._rank != FAULTY:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
 
 def with_trainer(rank: int, run: Run, folder: Path) -> None:
@@ -193,7 +188,6 @@ def with_trainer(rank: int, run: Run, folder: Path) -> None:
         disable_tqdm=True,
         save_strategy="no",
         use_cpu=True,
-        enable_jit_checkpoint=run.fault in JIT_SAVES,
         **({"ddp_timeout": int(run.limit_s)} if run.limits_group else {}),
     )
     generator = torch.Generator().manual_seed(0)
@@ -302,7 +296,7 @@ FAULTS: dict[str, Callable[..., object]] = {
     "different batch counts": alone(lambda *_: True),
     "diverged replica": diverges,
     **dict.fromkeys(("end_training", "destroyed groups", "end"), ends_first),
-    **dict.fromkeys(("different seeds", *JIT_SAVES), is_no_fault),
+    **dict.fromkeys(("different seeds", *LONE_SAVES), is_no_fault),
 }
 """Of each rank, before the step `AT_STEP`; true where it is to leave its loop."""
 

@@ -1,0 +1,440 @@
+"""Preemption: a SIGTERM or SIGUSR1 to some rank has all ranks save behind one step, and end."""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from accelerate.data_loader import DataLoaderAdapter
+from accelerate.logging import get_logger
+
+from ..checkpoint.files import CheckpointError
+from ..comm.ledger import Label
+from ..config import AUTO, ConfigError
+from ..engine.engine import ZeroEngine
+from ..guard import mix_in
+from ..hooks import WeakHook
+from .accelerator_parts import numbered_states
+from .environment import find_in_callers
+
+if TYPE_CHECKING:
+    # Mixed into data loaders: a type checker takes their methods for inherited.
+    from torch.utils.data import DataLoader as _LoaderBase
+else:
+    _LoaderBase = object
+
+logger = get_logger(__name__)
+
+# ---- The signals of one process ----
+#
+# [Note: who stops when] Signals come to some ranks, at any moment. A handler notes the number and does nothing else: Python calls
+# a handler between any two lines, also between those of a save. Each backward ends with an agreement between the ranks anyway,
+# and one byte of that message is the number. So all ranks know of a signal in the same step, finish the step, save, and end. A
+# rank that waits in a collective comes to its handler when the others have come. A signal behind the agreement is the next
+# step's.
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_EVALUATION = Label(kind="agreement on a stop", subject="the evaluation")
+
+
+class StopSignals:
+    """Notes SIGTERM and SIGUSR1 in this process, in place of the handlers that were there.
+
+    Attributes:
+        received: the number of the first one; 0 before.
+        ends: this process is saving, and ends then.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.ends = False
+        self._received_s = 0.0
+        self._process = os.getpid()
+        self._former: dict[int, Any] = {}
+
+    def asked(self) -> int:
+        """Returns `received`."""
+        return self.received
+
+    def install(self) -> None:
+        """Takes the place of the handlers of both signals.
+
+        Raises:
+            ConfigError: this is not the main thread, the only one in which Python sets handlers.
+        """
+        for number in _SIGNALS:
+            if signal.getsignal(number) is None:
+                logger.warning(
+                    f"hf_zero: {number.name} has a handler that is not Python's, which stays: no stop for it."
+                )
+                continue
+            try:
+                self._former[number] = signal.signal(number, self._note)
+            except ValueError as error:
+                raise ConfigError(
+                    "hf_zero: training runs in another thread than the main one, where Python cannot note signals. Leave "
+                    "`checkpoint.on_signal` and `enable_jit_checkpoint` out, or train in the main thread."
+                ) from error
+
+    def release(self) -> None:
+        """Gives both signals back to their former handlers, but for one that the script has set since.
+
+        Not in a process that ends: a second signal would end this rank while others wait for it.
+        """
+        if self.ends:
+            return
+        for number, former in self._former.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, former)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._in_child(number)
+        elif not self.received:
+            self.received, self._received_s = number, time.monotonic()
+
+    def _in_child(self, number: int) -> None:
+        """Acts in a process forked from this one, such as a data loader's worker, which has its handlers too.
+
+        SIGUSR1, which SLURM sends to all processes of a job, does nothing: the step under way needs the workers. SIGTERM ends
+        the child, as a pool of processes relies on.
+        """
+        if number == signal.SIGTERM:
+            signal.signal(number, self._former[number])
+            os.kill(os.getpid(), number)
+
+    def end(self, engine: ZeroEngine, number: int, step: int, save: Callable[[], Path]) -> NoReturn:
+        """Saves, says so, and raises SystemExit with the status 128 + `number`. Collective.
+
+        A handler that was there before is called behind the save, where its signal came to this rank: it may end the process.
+        With a save that fails, the reason is one line and the status 1.
+        """
+        self.ends = True
+        name, speaks = signal.Signals(number).name, engine.world_groups.rank == 0
+        try:
+            folder = save()
+        except CheckpointError as error:
+            if speaks:
+                reason = str(error).removeprefix("hf_zero: ")
+                _say(f"{name}, and step {step} is not saved, so all ranks end with status 1. {reason}")
+            raise SystemExit(1) from error
+        waited_s = time.monotonic() - self._received_s if self.received else 0.0
+        waited_s = max(engine.world.exchange(waited_s, "signals"))
+        if speaks:
+            _say(
+                f"{name}: all ranks have saved step {step} in {folder}, and end with status {128 + number}, {waited_s:.1f} s "
+                "after the signal."
+            )
+        former = self._former.get(self.received)
+        if callable(former):
+            former(self.received, None)
+        raise SystemExit(128 + number)
+
+
+def _say(what: str) -> None:
+    print(f"hf_zero: {what}", file=sys.stderr, flush=True)
+
+
+# ---- Data loaders: where a plain loop stops, and workers that a launcher's signal does not end ----
+
+
+class FollowedLoader(_LoaderBase):
+    """A prepared data loader that tells the Accelerator when the script comes for its next batch."""
+
+    _zero_batch: WeakHook
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            followed = self._zero_batch()
+            if followed is None:
+                yield batch
+                continue
+            with followed:
+                yield batch
+
+
+def follow_loader(loader: Any, batch: WeakHook) -> None:
+    """Makes a data loader of accelerate's a `FollowedLoader`, whose workers have a process group of their own.
+
+    Others are left alone: a loop without a followed loader stops at its next training forward.
+
+    Args:
+        batch: returns a context to be in while the script has a batch.
+    """
+    if not isinstance(loader, DataLoaderAdapter):
+        return
+    mix_in(loader, FollowedLoader)
+    loader._zero_batch = batch
+    # accelerate's loaders hand on attributes that are read, and not those that are set.
+    bare = loader.base_dataloader
+    if bare.num_workers and not isinstance(bare.worker_init_fn, _Apart):
+        bare.worker_init_fn = _Apart(bare.worker_init_fn)
+
+
+class _Apart:
+    """Takes a loader's worker out of the rank's process group, to which torchrun sends its signals: they would end the worker.
+
+    Args:
+        then: the loader's own `worker_init_fn`.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None):
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        os.setpgid(0, 0)
+        if self._then is not None:
+            self._then(worker)
+
+
+# ---- A plain loop: stops where it comes for its next batch ----
+
+
+class LoopStop(StopSignals):
+    """Saves and ends a loop of accelerate's.
+
+    The loop comes for its next batch when it has stepped its schedule, counted, logged and evaluated. A loop without prepared
+    data loaders stops at its next training forward.
+
+    Raises:
+        ConfigError: the settings name no folder that the Accelerator would save in.
+    """
+
+    def __init__(self, accelerator: Any):
+        super().__init__()
+        self._accelerator = accelerator
+        self._asked = accelerator.zero_config.checkpoint.on_signal
+        self._with_batches = 0
+        self._refuse_folder()
+
+    def _refuse_folder(self) -> None:
+        names_itself = self._accelerator.project_configuration.automatic_checkpoint_naming
+        if self._asked == AUTO and self._accelerator.project_dir is None:
+            raise ConfigError(
+                "hf_zero config: `checkpoint.on_signal: auto` saves in `checkpoints` of the Accelerator's project_dir, which is "
+                "None. Give the Accelerator a project_dir, or the setting a folder: `runs/first/step_{step}`."
+            )
+        if self._asked != AUTO and names_itself:
+            raise ConfigError(
+                f"hf_zero config: `checkpoint.on_signal` is {self._asked}, and the Accelerator names its states by itself "
+                "(automatic_checkpoint_naming). Set `checkpoint.on_signal: auto`."
+            )
+
+    def follow(self, engine: ZeroEngine) -> None:
+        """Tells the other ranks of signals at this engine's backward."""
+        engine.stop_when(self.asked)
+        engine.entry.register_forward_pre_hook(WeakHook(self, LoopStop._before_forward))
+
+    def _before_forward(self, module: torch.nn.Module, _args: tuple) -> None:
+        if not self._with_batches and module.training and torch.is_grad_enabled():
+            self.end_if_due()
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """The script has a batch of a prepared data loader. Behind it, the run ends if that is due."""
+        before = self._backwards()
+        self._with_batches += 1
+        try:
+            yield
+        finally:
+            self._with_batches -= 1
+        # A loop that evaluates may be on one rank alone, inside of one that trains.
+        if self._backwards() > before:
+            self.end_if_due()
+
+    def _backwards(self) -> int:
+        return sum(engine.ended_backwards for engine in self._accelerator.zero_engines)
+
+    def end_if_due(self) -> None:
+        """Saves and ends where all ranks have agreed to, unless some are out of data. Collective then."""
+        engines = self._accelerator.zero_engines
+        number = max((engine.stop_due for engine in engines), default=0)
+        # Hooks of the save may run the model.
+        if not number or self.ends or self._accelerator.zero_joined is not None:
+            return
+        self.end(engines[0], number, self._accelerator.zero_steps, partial(self._save, engines[0]))
+
+    def _save(self, engine: ZeroEngine) -> Path:
+        accelerator = self._accelerator
+        naming = accelerator.project_configuration
+        if naming.automatic_checkpoint_naming:
+            # A script that has resumed without `last_good_state` has not moved the number on.
+            taken = [int(path.name.rpartition("_")[2]) for path in numbered_states(accelerator)[-1:]]
+            naming.iteration = max(naming.iteration, *engine.world.exchange(max(taken, default=-1) + 1, "signals"))
+            return Path(accelerator.save_state())
+        named = f"{accelerator.project_dir}/checkpoints/checkpoint_{{step}}" if self._asked == AUTO else self._asked
+        return Path(accelerator.save_state(named.replace("{step}", str(accelerator.zero_steps))))
+
+
+def follow_signals(accelerator: Any, engine: ZeroEngine) -> None:
+    """Follows signals in a script's own loop, as `checkpoint.on_signal` says; in Trainer's, its `train()` has begun to."""
+    stop = accelerator.zero_stop
+    if stop is None and accelerator.zero_config.checkpoint.on_signal != "none" and not _is_in_trainer():
+        stop = accelerator.zero_stop = LoopStop(accelerator)
+        stop.install()
+    if isinstance(stop, LoopStop):
+        stop.follow(engine)
+    elif stop is not None:
+        engine.stop_when(stop.asked)
+
+
+def _is_in_trainer() -> bool:
+    if "transformers.trainer" not in sys.modules:
+        return False
+    from transformers import Trainer
+
+    return find_in_callers(lambda candidate: isinstance(candidate, Trainer)) is not None
+
+
+# ---- Trainer: stops behind a step, behind a save, and in the midst of an evaluation ----
+
+
+class _EvaluationLeft(BaseException):
+    """An evaluation that a signal has ended. No `except Exception` of a metric or a callback may hold it up."""
+
+
+class TrainerStop(StopSignals):
+    """Saves and ends a Trainer's run.
+
+    Attributes:
+        saved_step: of the last save.
+    """
+
+    def __init__(self, trainer: Any):
+        super().__init__()
+        self._trainer = trainer
+        self.saved_step = -1
+        self._is_behind_step = self._is_put_off = self._evaluates = False
+        self._left_for = 0
+
+    def behind_step(self, engine: ZeroEngine, stock: Callable[[], None]) -> None:
+        """Logs, evaluates and saves by way of `stock` where that is due, and ends the run where a stop is. Collective."""
+        before, number = self.saved_step, engine.stop_due
+        if number and not self._is_put_off and _ends_epoch(self._trainer):
+            # Nothing but the epoch's end comes before Trainer is here again: what is due there is not left out.
+            self._is_put_off = True
+            return
+        if not number:
+            self._is_behind_step = True
+            try:
+                stock()
+            except _EvaluationLeft:
+                number = self._left_for
+            finally:
+                self._is_behind_step = False
+        if not number and self.saved_step != before:
+            # The save may have taken longer than all steps since: the next one need not be waited for.
+            number = self._of_all_ranks(engine)
+        if number:
+            self._log(stock)
+            self.end_run(engine, number)
+
+    def _log(self, stock: Callable[[], None]) -> None:
+        """Logs the steps since the last log, of which a checkpoint keeps nothing. An evaluation that is due stays so."""
+        control = self._trainer.control
+        is_owed = control.should_evaluate
+        control.should_log, control.should_evaluate, control.should_save = True, False, False
+        stock()
+        self._trainer.control.should_evaluate = is_owed
+
+    def at_the_end(self, engine: ZeroEngine) -> None:
+        """Ends the run where a signal has come since the last step. Collective."""
+        number = self._of_all_ranks(engine)
+        if number:
+            self.end_run(engine, number)
+
+    def _of_all_ranks(self, engine: ZeroEngine) -> int:
+        return max(engine.world.exchange(self.received, "signals"))
+
+    def end_run(self, engine: ZeroEngine, number: int) -> NoReturn:
+        """Saves, unless this step has been, and ends. Collective."""
+        self.end(engine, number, self._trainer.state.global_step, partial(self._save, engine))
+
+    def _save(self, engine: ZeroEngine) -> Path:
+        trainer = self._trainer
+        step = trainer.state.global_step
+        folder = Path(trainer.args.output_dir) / f"checkpoint-{step}"
+        if self.saved_step != step:
+            trainer._save_checkpoint(trainer.model, trial=None)
+            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        trainer._checkpoint_saver.finish()
+        # With `checkpoint.on_failure: continue` a save that fails is a warning.
+        if not all(engine.world.exchange(folder.is_dir(), "signals")):
+            raise CheckpointError(f"hf_zero: {folder} could not be written. The former checkpoints are as they were.")
+        return folder
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """An evaluation of Trainer's, which a stop leaves with the random states as they were before."""
+        if not self._is_behind_step:
+            yield
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self._trainer._save_rng_state(folder)
+            self._evaluates = True
+            try:
+                yield
+            except _EvaluationLeft:
+                self._trainer._load_rng_state(folder)
+                raise
+            finally:
+                self._evaluates = False
+
+    def before_prediction(self, engine: ZeroEngine) -> None:
+        """Leaves an evaluation where some rank has a signal. Collective, before each batch."""
+        if self._evaluates:
+            mine = torch.tensor([self.received], dtype=torch.uint8)
+            self._left_for = int(engine.world.agree_max(mine, _EVALUATION).item())
+            if self._left_for:
+                raise _EvaluationLeft
+
+
+def begin_in_trainer(trainer: Any) -> TrainerStop | None:
+    """Follows signals in a Trainer's run where `enable_jit_checkpoint` or `checkpoint.on_signal` asks for that.
+
+    Trainer's own callback goes: each rank would save when its own signal has come.
+
+    Raises:
+        ConfigError: `checkpoint.on_signal` is a folder.
+    """
+    asked = trainer.accelerator.zero_config.checkpoint.on_signal
+    if asked == "none" and not trainer.args.enable_jit_checkpoint:
+        return None
+    if asked not in ("none", AUTO):
+        raise ConfigError(
+            f"hf_zero config: `checkpoint.on_signal` is the folder {asked}, and Trainer saves in output_dir. Set "
+            "`checkpoint.on_signal: auto`."
+        )
+    stop = TrainerStop(trainer)
+    if trainer.args.enable_jit_checkpoint:
+        from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+        for callback in [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]:
+            if callback.jit_manager is not None and callback.jit_manager.is_checkpoint_requested:
+                stop.received = signal.SIGTERM
+            # It gives the signal back to the handler before.
+            callback.on_train_end(trainer.args, trainer.state, trainer.control)
+            trainer.remove_callback(callback)
+    stop.install()
+    for engine in trainer.accelerator.zero_engines:
+        engine.stop_when(stop.asked)
+    return stop
+
+
+def _ends_epoch(trainer: Any) -> bool:
+    control = trainer.control
+    return control.should_epoch_stop or control.should_training_stop or float(trainer.state.epoch).is_integer()
+
+
+def evaluation_is_owed(trainer: Any) -> bool:
+    """Whether a run was stopped before an evaluation that was due behind the step that this one goes on from."""
+    saved = trainer.state.stateful_callbacks.get("TrainerControl", {})
+    return isinstance(saved, dict) and bool(saved.get("args", {}).get("should_evaluate"))

@@ -1,0 +1,246 @@
+"""Runs that SIGTERM or SIGUSR1 to some ranks ends: what all agree on, what is saved, and how they go on."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from preemption import DOORS, Trial, drawn, prepare_forks, run_trial
+from shared_ranks import on_shared_ranks, run_on_ranks
+from torch.utils.data import DataLoader
+from trainer_job import make_trainer
+from training import gpt2, gpt2_batch
+
+from hf_zero import ConfigError, ZeroEngine, ZeroPlugin
+from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.hooks import WeakHook
+from hf_zero.integrations.signals import FollowedLoader, StopSignals, follow_loader
+
+pytestmark = pytest.mark.timeout(170)
+
+# An evaluation under way is left for the run that goes on; a rank is in the midst of stage 3's gathers.
+SHORT = {
+    "trainer": Trial(door="trainer", stage=2, world_size=2, phase="evaluate", step=3, struck=(1,)),
+    "accelerate": Trial(
+        door="accelerate", stage=3, world_size=2, phase="forward", struck=(0, 1), number=signal.SIGUSR1, second=True
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> None:
+    prepare_forks()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_run_that_a_signal_ends_goes_on_bit_for_bit(door, tmp_path):
+    outcome = run_trial(SHORT[door], tmp_path / "run")
+    assert outcome.fault_found is None, outcome
+    name = signal.Signals(SHORT[door].number).name
+    assert f"hf_zero: {name}: all ranks have saved step" in outcome.said
+    assert outcome.said.count("all ranks have saved") == 1 and "after the signal" in outcome.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_random_signals_lose_no_step_and_no_run_hangs(door, tmp_path):
+    outcomes = [run_trial(drawn(number, door, (2, 3), (0, 1, 2, 3)), tmp_path / str(number)) for number in range(14)]
+    assert [outcome for outcome in outcomes if outcome.fault_found is not None] == []
+
+
+# ---- the agreement ----
+
+
+def steps_until(engine: ZeroEngine, model, optimizer, steps: int) -> list[int]:
+    """The signal that is due behind each of some steps."""
+    generator, due = torch.Generator().manual_seed(0), []
+    for _ in range(steps):
+        model(**gpt2_batch(generator, 2)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        due.append(engine.stop_due)
+    return due
+
+
+@on_shared_ranks
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_ranks_know_of_one_ranks_signal_behind_the_same_step_and_send_no_message_more(rank, world_size, stage):
+    sent = []
+    for is_followed in (False, True):
+        torch.manual_seed(0)
+        model = gpt2(layers=1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = ZeroEngine(model, [optimizer], stage)
+        asked = [0]
+        if is_followed:
+            engine.stop_when(lambda asked=asked: asked[0])
+        due = steps_until(engine, model, optimizer, 2)
+        asked[0] = signal.SIGTERM if rank == 1 and is_followed else 0
+        due += steps_until(engine, model, optimizer, 1)
+        assert due == [0, 0, signal.SIGTERM if is_followed else 0]
+        sent.append({row.kind: row.calls for row in engine.comm_report().rows})
+    assert sent[0] == sent[1]
+
+
+def asked_between_outer_steps(rank: int, world_size: int) -> list[int]:
+    torch.manual_seed(0)
+    model = gpt2(layers=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = ZeroEngine(model, [optimizer], {"stage": 1, "comm": {"sync_every": 3, "shard_group_size": 1}})
+    engine.stop_when(lambda: signal.SIGUSR1 if rank == 1 else 0)
+    return steps_until(engine, model, optimizer, 4)
+
+
+@pytest.mark.extra("wire")
+def test_groups_that_step_apart_stop_behind_an_outer_step():
+    assert run_on_ranks(asked_between_outer_steps) == [[0, 0, signal.SIGUSR1, 0]] * 2
+
+
+# ---- the signals of a process ----
+
+ALONE = SimpleNamespace(world_groups=SimpleNamespace(rank=0), world=SimpleNamespace(exchange=lambda value, _: [value]))
+
+
+@pytest.fixture
+def signals():
+    noted = StopSignals()
+    yield noted
+    noted.ends = False
+    noted.release()
+
+
+def test_a_handler_that_was_there_is_called_behind_the_save_and_has_its_signal_back_without_one(signals, capfd):
+    order = []
+    former = signal.signal(signal.SIGUSR1, lambda number, _frame: order.append(number))
+    try:
+        signals.install()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.asked() == signal.SIGUSR1 and order == []
+        with pytest.raises(SystemExit) as ended:
+            signals.end(ALONE, signal.SIGUSR1, 7, lambda: order.append("saved") or Path("there"))
+        assert ended.value.code == 128 + signal.SIGUSR1 and order == ["saved", signal.SIGUSR1]
+        assert "SIGUSR1: all ranks have saved step 7 in there, and end with status 138" in capfd.readouterr().err
+        signals.ends = False
+        signals.release()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert order == ["saved", signal.SIGUSR1, signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+
+
+def test_a_save_that_fails_is_one_line_and_the_status_1(signals, capfd):
+    def save() -> Path:
+        raise CheckpointError("hf_zero: no space is left on the disk.")
+
+    with pytest.raises(SystemExit) as ended:
+        signals.end(ALONE, signal.SIGTERM, 7, save)
+    assert ended.value.code == 1
+    said = capfd.readouterr().err.splitlines()
+    assert said == [
+        "hf_zero: SIGTERM, and step 7 is not saved, so all ranks end with status 1. no space is left on the disk."
+    ]
+
+
+def test_a_forked_process_ends_by_sigterm_and_not_by_sigusr1(signals):
+    signals.install()
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert signals.received == 0
+
+
+# ---- settings that name no folder ----
+
+
+def refused(rank: int, world_size: int, on_signal: str, naming: dict) -> str:
+    plugin = ZeroPlugin(stage=1, checkpoint={"on_signal": on_signal})
+    accelerator = Accelerator(parallelism_config=plugin, cpu=True, project_config=ProjectConfiguration(**naming))
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError) as error:
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return str(error.value)
+
+
+def test_a_loop_whose_folder_is_not_known_is_refused_when_its_engine_is_built(tmp_path):
+    [said] = run_on_ranks(refused, world_size=1, on_signal="auto", naming={})
+    assert "Give the Accelerator a project_dir" in said
+    naming = {"automatic_checkpoint_naming": True, "project_dir": str(tmp_path)}
+    [said] = run_on_ranks(refused, world_size=1, on_signal=f"{tmp_path}/step_{{step}}", naming=naming)
+    assert "Set `checkpoint.on_signal: auto`" in said
+
+
+def test_trainer_is_refused_a_folder_of_its_own(tmp_path):
+    trainer = make_trainer(f"flag stage=1,checkpoint.on_signal={tmp_path}/step_{{step}}", "gpt2", tmp_path)
+    with pytest.raises(ConfigError, match="Trainer saves in output_dir"):
+        trainer.train()
+
+
+# ---- data loaders ----
+
+
+def prepared(**settings) -> DataLoader:
+    from accelerate.data_loader import prepare_data_loader
+
+    return prepare_data_loader(DataLoader(torch.arange(8), batch_size=2, **settings), put_on_device=False)
+
+
+class Notes:
+    def __init__(self):
+        self.entered = 0
+
+    def batch(self):
+        self.entered += 1
+        return nullcontext()
+
+
+def test_a_followed_loader_gives_the_same_batches_and_can_be_pickled():
+    notes, loader = Notes(), prepared()
+    follow_loader(loader, WeakHook(notes, Notes.batch))
+    assert isinstance(loader, FollowedLoader) and isinstance(loader, DataLoader)
+    plain = [batch.tolist() for batch in prepared()]
+    assert [batch.tolist() for batch in loader] == plain and notes.entered == len(plain) == 4
+    assert [batch.tolist() for batch in pickle.loads(pickle.dumps(loader))] == plain
+
+
+WORKERS = """
+import os, signal, sys, torch
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
+from hf_zero.hooks import WeakHook
+from hf_zero.integrations.signals import StopSignals, follow_loader
+signals = StopSignals()
+signals.install()
+loader = prepare_data_loader(DataLoader(torch.arange(8), num_workers=1, prefetch_factor=1), put_on_device=False)
+if sys.argv[1] == "followed":
+    follow_loader(loader, WeakHook(None, None))
+batches = iter(loader)
+next(batches)
+os.killpg(0, signal.SIGTERM)
+seen = 1 + sum(1 for _ in batches)
+sys.exit(0 if (seen, signals.received) == (8, signal.SIGTERM) else 3)
+"""
+
+
+@pytest.mark.slow
+def test_workers_of_a_loader_outlive_a_signal_to_the_ranks_process_group():
+    codes = [
+        subprocess.run(
+            [sys.executable, "-c", WORKERS, which], start_new_session=True, timeout=120, check=False
+        ).returncode
+        for which in ("followed", "plain")
+    ]
+    assert codes[0] == 0 and codes[1] != 0
