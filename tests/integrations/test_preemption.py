@@ -1,20 +1,25 @@
 """Runs that SIGTERM or SIGUSR1 to some ranks ends: what all agree on, what is saved, and how they go on."""
 
+import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from launching import SUPPORT
 from preemption import DOORS, Trial, drawn, prepare_forks, run_trial
 from shared_ranks import on_shared_ranks, run_on_ranks
+from split_runs import LENGTH, SplitJob, load, save_models
 from torch.utils.data import DataLoader
 from trainer_job import make_trainer
 from training import gpt2, gpt2_batch
@@ -102,6 +107,22 @@ def asked_between_outer_steps(rank: int, world_size: int) -> list[int]:
 @pytest.mark.extra("wire")
 def test_groups_that_step_apart_stop_behind_an_outer_step():
     assert run_on_ranks(asked_between_outer_steps) == [[0, 0, signal.SIGUSR1, 0]] * 2
+
+
+def asked_of_a_split_model(rank: int, world_size: int, folder: str) -> list[int]:
+    model = load(SplitJob(folder=folder))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = ZeroEngine(model, [optimizer], {"stage": 1})
+    engine.stop_when(lambda: signal.SIGTERM if rank == 1 else 0)
+    ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    return [engine.stop_due]
+
+
+def test_ranks_that_hold_one_copy_of_a_model_together_stop_together(splits_models, tmp_path):
+    save_models(tmp_path)
+    assert run_on_ranks(asked_of_a_split_model, folder=str(tmp_path)) == [[signal.SIGTERM]] * 2
 
 
 # ---- the signals of a process ----
@@ -244,3 +265,55 @@ def test_workers_of_a_loader_outlive_a_signal_to_the_ranks_process_group():
         for which in ("followed", "plain")
     ]
     assert codes[0] == 0 and codes[1] != 0
+
+
+# ---- torchrun, which passes SIGTERM on to the process groups of its workers, and restarts those that have failed ----
+
+
+def launched(folder: Path, *flags: str) -> subprocess.Popen:
+    settings = {"max_steps": 120, "enable_jit_checkpoint": True, "dataloader_num_workers": 1, "save_strategy": "steps"}
+    settings |= {"save_steps": 1000, "logging_steps": 20}
+    words = [
+        *flags,
+        SUPPORT / "trainer_job.py",
+        "flag stage=2,checkpoint.resume=auto",
+        "gpt2",
+        folder,
+        json.dumps(settings),
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *map(str, words)]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_USE_CPU": "true"}
+    said = (folder / "said").open("a")
+    return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+
+
+def wait_for(run: subprocess.Popen, folder: Path, what: str, count: int = 1) -> None:
+    """Waits until the ranks have said something so often."""
+    deadline_s = time.monotonic() + 100
+    while (folder / "said").read_text().count(what) < count:
+        assert run.poll() is None and time.monotonic() < deadline_s, (folder / "said").read_text()[-4000:]
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_under_torchrun_goes_on_behind_a_signal_to_the_launcher_and_one_to_a_worker(tmp_path):
+    run = launched(tmp_path)
+    try:
+        wait_for(run, tmp_path, "'loss'")
+        run.terminate()
+        assert run.wait(100) != 0
+        [first] = tmp_path.glob("checkpoint-*")
+        run = launched(tmp_path, "--max-restarts", "1")
+        wait_for(run, tmp_path, f"resumed from {first}")
+        wait_for(run, tmp_path, "'loss'", 1 + (tmp_path / "said").read_text().count("'loss'"))
+        psutil.Process(run.pid).children()[-1].send_signal(signal.SIGUSR1)
+        assert run.wait(100) == 0
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+    said = (tmp_path / "said").read_text()
+    assert "SIGTERM: all ranks have saved" in said and "SIGUSR1: all ranks have saved" in said
+    assert "is killed by signal" not in said and "exited unexpectedly" not in said
+    assert len(list(tmp_path.glob("checkpoint-*"))) >= 2 and (tmp_path / "outcome.json").exists()

@@ -78,6 +78,7 @@ class Outcome:
 
     Attributes:
         codes: exit statuses, None for a rank that had to be killed.
+        resumed_codes: those of the run that went on.
         seconds: from the signal to the last rank's exit.
         lost: steps that were taken and are in no checkpoint.
         faults: of checkpoints, and folders that are none.
@@ -87,6 +88,7 @@ class Outcome:
 
     trial: Trial
     codes: list[int | None]
+    resumed_codes: list[int | None]
     seconds: float
     lost: int
     faults: list[str]
@@ -97,11 +99,10 @@ class Outcome:
     def fault_found(self) -> str | None:
         """What is wrong with how it ended; None where it ended well."""
         trial = self.trial
-        if None in self.codes:
+        if None in [*self.codes, *self.resumed_codes]:
             return "hang"
-        # A plain loop that has its last step behind it has nothing left to stop.
-        if set(self.codes) != {128 + trial.number}:
-            return f"exit statuses {self.codes}"
+        if set(self.codes) != {128 + trial.number} or set(self.resumed_codes) != {0}:
+            return f"exit statuses {self.codes}, and {self.resumed_codes} when resumed"
         return "steps lost" if self.lost else "checkpoint" if self.faults else None if self.is_same else "resume"
 
 
@@ -318,10 +319,12 @@ def run_trial(trial: Trial, folder: Path) -> Outcome:
     taken = max(int(line) for path in folder.glob("steps *") for line in path.read_text().split())
     saved = max((int(number) for number in numbered.values() if number.isdigit()), default=0)
     resumed, _ = start(replace(trial, struck=()), folder)
-    is_same = set(resumed) == {0} and json.loads((folder / "outcome 0").read_text()) == reference
+    outcome = folder / "outcome 0"
+    is_same = outcome.exists() and json.loads(outcome.read_text()) == reference
     return Outcome(
         trial=trial,
         codes=codes,
+        resumed_codes=resumed,
         seconds=ended - min(struck, default=ended),
         lost=taken - saved,
         faults=faults,
@@ -402,7 +405,7 @@ def show(outcomes: list[Outcome]) -> None:
             len(found),
             sum(len(outcome.trial.struck) for outcome in found),
             sum(outcome.lost for outcome in found),
-            sum(None in outcome.codes for outcome in found),
+            sum(outcome.fault_found == "hang" for outcome in found),
             sum(bool(outcome.faults) for outcome in found),
             sum(not outcome.is_same for outcome in found),
             sum((outcome.fault_found or "").startswith("exit") for outcome in found),
