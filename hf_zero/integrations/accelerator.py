@@ -66,7 +66,6 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         zero_engines: one a model, in the order built.
         zero_run: of a script that `hf_zero.run` runs.
         zero_goes_on: Trainer resumes a run, whose memory was forecast when it began.
-        zero_joined: the ranks inside of `join_uneven_inputs`.
         zero_stop: the signals at which the run saves and ends; None where they are not followed.
     """
 
@@ -75,7 +74,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     zero_engines: list[ZeroEngine]
     zero_run: RunRecord | None = None
     zero_goes_on: bool = False
-    zero_joined: JoinedRanks | None = None
+    _zero_joined: JoinedRanks | None = None
     zero_stop: StopSignals | None = None
     _zero_steps_before: int = 0
     _models: list[nn.Module]
@@ -91,7 +90,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         """
         # Python 3.10 has no such method of object.
         state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
-        for name in ("zero_recorder", "zero_run", "zero_joined", "zero_stop"):
+        for name in ("zero_recorder", "zero_run", "_zero_joined", "zero_stop"):
             state.pop(name, None)
         mine = {id(optimizer) for engine in self.zero_engines for optimizer, _ in engine.state.groups()}
         state["_models"] = [m for m in self._models if self._engine_for(m) is None]
@@ -298,8 +297,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         # Before the norm: a scaled gradient would be clipped by a norm that is larger by the loss scale.
         unscale(self, engine)
-        if self.zero_joined is not None:
-            self.zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
+        if self._zero_joined is not None:
+            self._zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
         return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
@@ -310,8 +309,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         else:
             # Before the values are clamped, for the same reason.
             unscale(self, engine)
-            if self.zero_joined is not None:
-                self.zero_joined.clips(engine, "clip value", parameters, float(clip_value))
+            if self._zero_joined is not None:
+                self._zero_joined.clips(engine, "clip value", parameters, float(clip_value))
             engine.clip_grad_value_(clip_value, parameters)
 
     def unscale_gradients(self, optimizer=None):
@@ -327,14 +326,14 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
-        with joined_ranks(self, joinables, even_batches) as joined:
-            self.zero_joined = joined
-            try:
-                yield
-            finally:
-                self.zero_joined = None
-        if isinstance(self.zero_stop, LoopStop):
-            self.zero_stop.end_if_due()
+        stop = self.zero_stop
+        with stop.put_off() if isinstance(stop, LoopStop) else nullcontext():
+            with joined_ranks(self, joinables, even_batches) as joined:
+                self._zero_joined = joined
+                try:
+                    yield
+                finally:
+                    self._zero_joined = None
 
     @property
     def zero_steps(self) -> int:

@@ -213,6 +213,7 @@ class LoopStop(StopSignals):
         self._accelerator = accelerator
         self._asked = accelerator.zero_config.checkpoint.on_signal
         self._with_batches = 0
+        self._is_put_off = False
         self._refuse_folder()
 
     def _refuse_folder(self) -> None:
@@ -250,15 +251,25 @@ class LoopStop(StopSignals):
         if self._backwards() > before:
             self.end_if_due()
 
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Ranks that are out of data take part in the steps of others, and no rank ends before they are done."""
+        self._is_put_off = True
+        try:
+            yield
+        finally:
+            self._is_put_off = False
+        self.end_if_due()
+
     def _backwards(self) -> int:
         return sum(engine.ended_backwards for engine in self._accelerator.zero_engines)
 
     def end_if_due(self) -> None:
-        """Saves and ends where all ranks have agreed to, unless some are out of data. Collective then."""
+        """Saves and ends where all ranks have agreed to. Collective then."""
         engines = self._accelerator.zero_engines
         number = max((engine.stop_due for engine in engines), default=0)
         # Hooks of the save may run the model.
-        if not number or self.ends or self._accelerator.zero_joined is not None:
+        if not number or self.ends or self._is_put_off:
             return
         self.end(engines[0], number, self._accelerator.zero_steps, partial(self._save, engines[0]))
 

@@ -21,10 +21,10 @@ from preemption import DOORS, Trial, drawn, prepare_forks, run_trial
 from shared_ranks import on_shared_ranks, run_on_ranks
 from split_runs import LENGTH, SplitJob, load, save_models
 from torch.utils.data import DataLoader
-from trainer_job import make_trainer
+from trainer_job import as_launched, make_trainer
 from training import gpt2, gpt2_batch
 
-from hf_zero import ConfigError, ZeroEngine, ZeroPlugin
+from hf_zero import ConfigError, ZeroEngine, ZeroPlugin, last_good_state
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.hooks import WeakHook
 from hf_zero.integrations.signals import FollowedLoader, StopSignals, follow_loader
@@ -181,6 +181,67 @@ def test_a_forked_process_ends_by_sigterm_and_not_by_sigusr1(signals):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     assert signals.received == 0
+
+
+# ---- plain loops of several kinds ----
+
+
+class Count:
+    """What a script counts, registered with its Accelerator."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def state_dict(self) -> dict:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.steps = state["steps"]
+
+
+def loop(rank: int, world_size: int, folder: str, kind: str, ends: bool) -> tuple[int, int, list[str]]:
+    """A loop that rank 1 is struck in; the script's count, the Accelerator's, and the states."""
+    as_launched(rank, world_size)
+    named = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=kind == "named by accelerate")
+    plugin = ZeroPlugin(stage=2, checkpoint={"on_signal": "auto"})
+    accelerator = Accelerator(parallelism_config=plugin, cpu=True, project_config=named)
+    torch.manual_seed(0)
+    model, count = torch.nn.Linear(4, 1), Count()
+    accelerator.register_for_checkpointing(count)
+    rows = torch.arange(4.0 * (13 if kind == "uneven" else 16)).view(-1, 4)
+    loader = DataLoader(rows, batch_size=1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    if kind != "unprepared":
+        loader = accelerator.prepare(loader)
+    state = last_good_state(accelerator)
+    if state is not None:
+        accelerator.load_state(state)
+    uneven = accelerator.join_uneven_inputs([model], even_batches=False) if kind == "uneven" else nullcontext()
+    with pytest.raises(SystemExit) if ends else nullcontext(), uneven:
+        for batch in loader if ends else ():
+            if rank == 1 and count.steps == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            count.steps += 1
+    return count.steps, accelerator.zero_steps, sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "name"),
+    [
+        ("named by accelerate", 3, "checkpoint_0"),
+        ("unprepared", 3, "checkpoint_3"),
+        # Ranks that are out of data take part in the others' steps: all stop when all are done.
+        ("uneven", 7, "checkpoint_7"),
+    ],
+)
+def test_a_loop_has_what_it_counts_behind_the_step_that_it_has_ended_behind(kind, steps, name, tmp_path):
+    counts = run_on_ranks(loop, folder=str(tmp_path), kind=kind, ends=True)
+    assert counts[0] == (steps, steps, [name])
+    resumed = run_on_ranks(loop, folder=str(tmp_path), kind=kind, ends=False)
+    assert resumed[0] == (steps, steps, [name])
 
 
 # ---- settings that name no folder ----
