@@ -104,6 +104,7 @@ class BucketKey(NamedTuple):
         is_split: split by tensor or expert parallelism, with a quantised wire. A block with elements of both kinds would round
             the replicated ones differently on each rank of a copy.
         stays: kept in `dtype`, whatever `param_dtype` and `rounding` say.
+        is_packed: packed weights, and what their modules hold beside them: cast and rounded by nobody, and sent as bytes.
     """
 
     trained: bool
@@ -114,6 +115,7 @@ class BucketKey(NamedTuple):
     is_expert: bool = False
     is_split: bool = False
     stays: bool = False
+    is_packed: bool = False
 
 
 @dataclass(eq=False)

@@ -1,6 +1,5 @@
 """The flat memory of a bucket: whole, or a shard of it on the device, in host memory or in a file."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -178,6 +177,13 @@ class UnshardedMemory(ParameterMemory):
         return _addresses(parameters) == self._addresses
 
 
+def _mark_of(dtype: torch.dtype) -> float:
+    """Returns what stands for absent values: NaN, or the largest integer. Zeros would be taken for an edit by `zero_()`."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
 class GatheredMemory(ParameterMemory):
     """Parameters that are unsharded from `gather` to `drop` (stage 3); the shard is on the training device.
 
@@ -186,7 +192,7 @@ class GatheredMemory(ParameterMemory):
     cast for them, and gathered `exactly`, as it is, to be looked at, edited and saved.
 
     A parameter that is not gathered keeps its shape, and its values are hidden. What gets at them past Python, as autograd may,
-    finds one NaN of stride 0: that shows in the loss, and cannot crash the process as freed memory would.
+    finds one NaN of stride 0, or the largest integer: that shows in the loss, and cannot crash the process as freed memory would.
 
     Args:
         dtype: of `flat`, on the training `device`.
@@ -217,7 +223,8 @@ class GatheredMemory(ParameterMemory):
         self.edits_last = kept == dtype and self._reservation.in_place
         self._shard = shard
         self.shown = self.flat = self._reservation.flat
-        self._absent = torch.full((), float("nan"), dtype=self.flat.dtype, device=self.flat.device)
+        self._mark = _mark_of(dtype)
+        self._absent = torch.full((), self._mark, dtype=dtype, device=self.flat.device)
         self.is_readable = False
         self.read_as: torch.dtype | None = None
         self._absences: list[torch.Tensor] | None = None
@@ -310,11 +317,15 @@ class GatheredMemory(ParameterMemory):
         self.shown = self.flat
         self._reservation.release()
         # `p.data.zero_()` on an absent parameter would have made it read as 0.
-        self._absent.fill_(float("nan"))
+        self._absent.fill_(self._mark)
 
     def was_written(self) -> bool:
         """Whether absent parameters were written to. Known on the host only: elsewhere it would stop the queue."""
-        return self._absent.device.type == "cpu" and not self.is_readable and not math.isnan(self._absent.item())
+        if self._absent.device.type != "cpu" or self.is_readable:
+            return False
+        found = self._absent.item()
+        # A NaN is not its own equal.
+        return found == found if self._mark != self._mark else found != self._mark
 
     def clear_padding(self, layout: BucketLayout) -> None:
         clear_padding(self.own, layout, self._shard)

@@ -15,6 +15,7 @@ from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, ZeroConfig
 from ..device import ask_for
+from .packed import beside_packed
 
 # ---- Parameters in a memory-mapped checkpoint file, of which the engine takes this rank's part ----
 
@@ -282,13 +283,18 @@ class GatheredDtypes:
     def __init__(self, model: nn.Module, config: ZeroConfig):
         self._config = config
         self._dtype = torch.bfloat16 if config.gather_dtype == "bfloat16" else None
-        self._spared = uncast_parameters(model, self._dtype) if self._dtype else frozenset()
+        self._packed = beside_packed(model)
+        self._spared = self._packed | uncast_parameters(model, self._dtype) if self._dtype else frozenset()
         auto = config.param_dtype == AUTO
         self._kept = frozenset() if auto else uncast_parameters(model, getattr(torch, config.param_dtype))
 
     def stays(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter keeps the model's dtype, whatever `param_dtype` says."""
         return parameter in self._kept
+
+    def is_packed(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is frozen, and a packed weight or beside one in its module."""
+        return not parameter.requires_grad and parameter in self._packed
 
     def of(self, parameter: nn.Parameter, *, sharded: bool) -> torch.dtype | None:
         """Returns the dtype of the cast; None without one. `sharded`: a rank keeps its shard of the parameter only."""

@@ -14,6 +14,7 @@ from torch import nn
 from ..arithmetic import give_up_triton, runs_triton
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
+from ..buckets.packed import add_scales, shapes_beside
 from ..buckets.precision import wanted_dtype
 from ..comm.all_or_none import all_or_none
 from ..comm.groups import Groups, with_time_limits
@@ -26,7 +27,7 @@ from ..offload.shards import ParameterTier, Placement, choose_tiers
 from ..offload.tiers import Tier
 from ..optimizer.holder import StateHolder
 from ..optimizer.replicas import ReplicaCheck
-from .bucketing import BucketBuilder, Division, SplitKinds, check_parameters, owners
+from .bucketing import BucketBuilder, Division, SplitKinds, check_parameters, owners, shards_parameters
 from .buffers import ModelBuffers, has_buffers, ignored_parameters, start_buffers
 from .checks import refuse_beside_split, refuse_renormed_embeddings, refuse_shared_storage
 from .collectives import Wire, choose_wire
@@ -65,6 +66,7 @@ def describe(
     facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[
         :16
     ]
+    facts["scales beside packed weights"] = hashlib.sha256(repr(shapes_beside(model)).encode()).hexdigest()[:16]
     for index, optimizer in enumerate(optimizers):
         sizes = [sum(p.numel() for p in group["params"] if p not in ignored) for group in optimizer.param_groups]
         facts[f"optimizer {index}"] = f"{type(optimizer).__name__} over groups of {sizes} elements"
@@ -230,6 +232,8 @@ def _assemble(
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
     wire = choose_wire(config, mesh.dp.groups, device)
     kinds = SplitKinds(parts=split.parts, experts=split.experts, expert_shards=mesh.expert_dp.groups.shard_size)
+    if shards_parameters(config, all_groups):
+        add_scales(model)
     division = Division(model, owner, optimizers, config, all_groups, device=device, align=wire.align, split=kinds)
     trained_numel = sum(parameter.numel() for parameter in owner)
     builder = BucketBuilder(

@@ -11,6 +11,7 @@ from torch import nn
 from ..arithmetic import FLOAT_DTYPES
 from ..buckets.bucket import Bucket, BucketKey
 from ..buckets.memory import ParameterMemory, UnshardedMemory, sharded_memory
+from ..buckets.packed import is_packed, refuse_unpackable, start_alike
 from ..buckets.precision import (
     GatheredDtypes,
     Precision,
@@ -150,10 +151,6 @@ def own_parameters(
 
 # ---- Which parameters of a model share a bucket: by unit, dtype and optimizer group ----
 
-_QUANTISED = (torch.int8, torch.uint8)
-"""What quantised weights are packed into."""
-
-
 def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     """Raises `ValueError` for a model that cannot be trained, or at stage 3 not sharded."""
     refuse_other_engines(model)
@@ -186,26 +183,18 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
         )
     if config.comm.quantises:
         other = [
-            (name, p) for name, p in model.named_parameters() if p.is_floating_point() and p.dtype not in FLOAT_DTYPES
+            (name, p)
+            for name, p in model.named_parameters()
+            if p.is_floating_point() and p.dtype not in FLOAT_DTYPES and not is_packed(p)
         ]
         if other:
             raise ConfigError(
                 f"hf_zero config: `comm.weights` and `comm.gradients` quantise float32 and 16-bit parameters, and "
                 f"{other[0][0]!r} is {other[0][1].dtype}. Leave them at none, or train in float32 or bfloat16."
             )
-    packed = [(name, p) for name, p in model.named_parameters() if not (p.dtype.is_floating_point or p in ignored)]
-    if config.stage == 3 and packed:
-        name, p = packed[0]
-        if type(p) is nn.Parameter and p.dtype not in _QUANTISED:
-            raise ValueError(
-                f"hf_zero: {name!r} is {p.dtype}, and stage 3 shards all parameters, of which only floating-point ones can be. "
-                "Make it a buffer (register_buffer), which stays whole on each rank, or train at stage 2 or below."
-            )
-        raise ValueError(
-            f"hf_zero: {name!r} is quantised ({type(p).__name__}, {p.dtype}): its scales lie beside it for whole "
-            "blocks, so it cannot be sharded by element (stage 3). Use stage 2 for QLoRA, or load the base without "
-            "quantisation."
-        )
+    for name, p in model.named_parameters():
+        if not p.requires_grad and p not in ignored:
+            refuse_unpackable(name, p, sharded=config.stage == 3)
 
 
 def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, tuple[int, int]]:
@@ -261,6 +250,11 @@ class Part:
         return bool(self.modules)
 
 
+def shards_parameters(config: ZeroConfig, groups: Groups) -> bool:
+    """Whether a rank keeps a shard of the parameters: at stage 3, but for one rank that keeps them on the device."""
+    return config.stage == 3 and (groups.shard_size > 1 or config.offload.moves_params)
+
+
 def parts_of(
     model: nn.Module,
     config: ZeroConfig,
@@ -280,7 +274,7 @@ def parts_of(
     """
     ignored = ignored_parameters(model)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in ignored]
-    if config.stage < 3 or (groups.shard_size == 1 and not config.offload.moves_params):
+    if not shards_parameters(config, groups):
         return [Part(modules=(), parameters=trained, sharded=False)]
     units = find_unit_modules(model, config.unit_modules)
     own = {
@@ -381,7 +375,8 @@ class Division:
         is_split = self._quantises and parameter in self._split.parts
         stays = parameter.requires_grad and self._gathered.stays(parameter)
         key = BucketKey(
-            parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group, is_expert, is_split, stays
+            parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group, is_expert, is_split, stays,
+            sharded and self._gathered.is_packed(parameter),
         )
         intact = optimizer >= 0 and self._intact[optimizer]
         shards = self._split.expert_shards if is_expert else None
@@ -451,6 +446,7 @@ class BucketBuilder:
             built += buckets
             if part.sharded:
                 of_units.setdefault(part.modules, []).extend(buckets)
+        start_alike(model, self.device, self.mesh.dp.all_transport)
         taken = {slot.parameter for bucket in built for slot in bucket.slots}
         ignored, names = ignored_parameters(model), ignored_by_ddp(model)
         for name, parameter in model.named_parameters():
@@ -484,7 +480,7 @@ class BucketBuilder:
             )
             place = (layout, precision.param, self.device, layout.shard(group.groups.shard_rank))
             memory: ParameterMemory = (
-                sharded_memory(*place, precision.kept, tier=self.parameter_tier, rounded=rounds is not None)
+                sharded_memory(*place, precision.kept, tier=self.parameter_tier, rounded=rounds is not None and not key.is_packed)
                 if part.sharded
                 else UnshardedMemory(*place)
             )

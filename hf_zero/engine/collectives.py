@@ -8,6 +8,7 @@ import torch
 from ..buckets.bucket import Bucket
 from ..buckets.rows import KindsOf, Read, StateRow
 from ..comm.groups import Groups, RankGroup
+from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
 from ..config import ZeroConfig
 from ..device import SideQueue, side_queue
@@ -116,6 +117,16 @@ class HybridReduction(Reduction):
 GATHER = "all-gather parameters"
 
 
+def start_all_gather(
+    bucket: Bucket, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
+) -> Handle:
+    """Starts filling `flat` with each rank's `own`, without a loss; see `Transport.start_all_gather`."""
+    if bucket.key.is_packed:
+        # Backends have few dtypes: NCCL no int16, gloo no bool.
+        flat, own = flat.view(torch.uint8), own.view(torch.uint8)
+    return bucket.group.transport.start_all_gather(flat, own, label, among=among)
+
+
 class Gather:
     """Fills a bucket's flat buffer with every rank's shard: here with parameters as the ranks have them.
 
@@ -133,8 +144,7 @@ class Gather:
 
     def start(self, bucket: Bucket) -> Handle:
         """Starts filling `bucket.flat`, which has memory, from the `source` of each rank's."""
-        memory = bucket.memory
-        return bucket.group.transport.start_all_gather(memory.shown, memory.source, bucket.label(GATHER))
+        return start_all_gather(bucket, bucket.memory.shown, bucket.memory.source, bucket.label(GATHER))
 
     @property
     def held_bytes(self) -> int:
@@ -205,7 +215,7 @@ class BackwardGather(Gather):
         if part is None:
             return self._forward.start(bucket)
         label = bucket.label("all-gather parameters in the node")
-        return bucket.group.transport.start_all_gather(bucket.flat, part, label, among=self._forward.node)
+        return start_all_gather(bucket, bucket.flat, part, label, among=self._forward.node)
 
 
 # ---- What travels between the ranks and in which form, as the config asks for it ----

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import ParameterSlot
+from ..buckets.packed import beside_packed, follow_codes, leave_codes, take_out_scales
 from ..buckets.sharded import show_values
 from ..comm.transport import Transport
 from ..config import ZeroConfig
@@ -81,6 +82,7 @@ class ShardedModel:
         self._guards = self._guard_modules()
         self._methods = ModuleMethods(model, self._guards, self.gathered)
         self._handles = self._install_hooks(layers)
+        self._handles += [] if self.is_empty else follow_codes(model)
         if device.type == "cpu":
             self._handles += cast_norm_inputs(module for module in self._guards if self._casts_weights_of(module))
 
@@ -141,6 +143,9 @@ class ShardedModel:
             place_buffers(self._model, self._home)
         for slot, values in whole.items():
             slot.parameter.data = values
+        if wanted and not self.is_empty:
+            leave_codes(self._model)
+        take_out_scales(self._model)
         if not wanted:
             self._move_to_meta()
 
@@ -171,7 +176,7 @@ class ShardedModel:
         return True
 
     def _move_to_meta(self) -> None:
-        on_meta = {p: nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in self.unit_of}
+        on_meta = {p: nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in self.unit_of}
         for module in self._model.modules():
             for name, parameter in module._parameters.items():
                 if parameter in on_meta:
@@ -251,7 +256,8 @@ class ShardedModel:
 @contextmanager
 def computing_in(model: nn.Module, sharded: ShardedModel, dtype: torch.dtype) -> Iterator[None]:
     """Floating-point parameters and buffers are of `dtype`, as after `model.to(dtype)`. Not for training; on every rank."""
-    whole = {p: p.data for p in model.parameters() if p not in sharded.unit_of and p.is_floating_point()}
+    spared = beside_packed(model) | sharded.unit_of.keys()
+    whole = {p: p.data for p in model.parameters() if p not in spared and p.is_floating_point()}
     buffers = [
         (module, name, buffer)
         for module in model.modules()
@@ -279,5 +285,5 @@ def _hang(values: dict[nn.Parameter, torch.Tensor]) -> None:
 def _read_as(sharded: ShardedModel, dtype: torch.dtype | None) -> None:
     sharded.schedule.reshard_all()
     for unit, slot in sharded.unit_of.values():
-        unit.memories[slot.bucket].read_as = dtype if slot.bucket.flat.is_floating_point() else None
+        unit.memories[slot.bucket].read_as = None if slot.bucket.key.is_packed else dtype
         unit.set_data(slot)

@@ -388,7 +388,7 @@ class QuantisedGather(Gather):
 
     def start(self, bucket: Bucket) -> Handle:
         group = bucket.group
-        if group.groups.shard_size == 1:
+        if group.groups.shard_size == 1 or bucket.key.is_packed:
             return super().start(bucket)
         flat, own, label = bucket.flat, bucket.memory.source, bucket.label(GATHER)
         return all_gather_blocks(group.transport, self._format, flat, own, group.groups.gather, label)

@@ -1,0 +1,157 @@
+"""Packed weights: frozen parameters whose elements are codes (integers, booleans, complex numbers, eight bits), and their scales.
+
+bitsandbytes keeps a weight's codes in the Parameter, and its scales beside that. Of four bits the scales are an eighth of the
+codes, so that a rank keeps its shard of both. Of eight bits they are one number a row, which each rank has.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
+
+from ..comm.ledger import Label
+from ..comm.transport import Transport
+
+_SCALES = "absmax"
+
+
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is frozen, and a cast or rounding of its elements would give another weight."""
+    dtype = parameter.dtype
+    is_code = dtype.itemsize == 1 or not dtype.is_floating_point
+    return not parameter.requires_grad and (is_code or _state_of(parameter) is not None)
+
+
+def beside_packed(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Returns packed weights, and all parameters of the modules that hold one: such a module casts its own inputs."""
+    held = [[p for p in module._parameters.values() if p is not None] for module in model.modules()]
+    return frozenset(p for parameters in held if any(map(is_packed, parameters)) for p in parameters)
+
+
+def refuse_unpackable(name: str, parameter: nn.Parameter, *, sharded: bool) -> None:
+    """Raises `ValueError` for a frozen parameter that is still to be quantised; or whose codes are not found to be `sharded`."""
+    kind = type(parameter).__name__
+    if sharded and is_traceable_wrapper_subclass(parameter) and not hasattr(parameter, "device_mesh"):
+        raise ValueError(
+            f"hf_zero: {name!r} is a {kind}, which keeps its values in tensors of its own, and stage 3 shards a parameter's own "
+            "memory. Use stage 2, or quantise the base with bitsandbytes."
+        )
+    is_open = not getattr(parameter, "has_fp16_weights", True) and parameter.dtype != torch.int8
+    if is_open or not getattr(parameter, "bnb_quantized", True):
+        raise ValueError(
+            f"hf_zero: {name!r} is a {kind} of {parameter.dtype}, which is not quantised yet. Call model.to(device), which "
+            "quantises, before accelerator.prepare."
+        )
+
+
+def _state_of(parameter: torch.Tensor | None) -> Any:
+    """Returns the shape, blocks and scales of a weight in four bits; None for another."""
+    return getattr(parameter, "quant_state", None)
+
+
+# ---- Scales of weights in four bits, as frozen parameters of their modules ----
+
+
+def add_scales(model: nn.Module) -> None:
+    """Makes the scales of weights in four bits frozen parameters of their modules, to be sharded and gathered with the codes."""
+    for module in model.modules():
+        for name, state in _states_in(module):
+            if not isinstance(state.absmax, nn.Parameter):
+                state.absmax = nn.Parameter(state.absmax, requires_grad=False)
+            # Past `register_parameter`, which allows no dot: the name is that of the scales in the module's state dict.
+            module._parameters[f"{name}.{_SCALES}"] = state.absmax
+
+
+def take_out_scales(model: nn.Module) -> None:
+    """Undoes `add_scales`: scales are tensors again, and modules have the parameters that they were built with."""
+    for module in model.modules():
+        for name, state in _states_in(module):
+            scales = module._parameters.pop(f"{name}.{_SCALES}", None)
+            # A merged adapter leaves a new weight with scales of its own.
+            if scales is not None and isinstance(state.absmax, nn.Parameter):
+                state.absmax = state.absmax.data
+
+
+def _states_in(module: nn.Module) -> list[tuple[str, Any]]:
+    states = [(name, _state_of(parameter)) for name, parameter in module._parameters.items()]
+    return [(name, state) for name, state in states if state is not None]
+
+
+# ---- What lies beside the parameters: whole on each rank, and rank 0's, as the codes are ----
+
+
+def _beside(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """Yields (holder, attribute, tensor) of scales and tables that are no parameters, each tensor once."""
+    seen = set()
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            state = _state_of(parameter)
+            inner = getattr(state, "state2", None)
+            places = [(holder, name) for holder in (state, inner) for name in (_SCALES, "code", "offset")]
+            for holder, name in [*places, (parameter, "SCB"), (module.__dict__.get("state"), "SCB")]:
+                held = None if holder is None else holder.__dict__.get(name)
+                if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter) and id(held) not in seen:
+                    seen.add(id(held))
+                    yield holder, name, held
+
+
+def bytes_beside(model: nn.Module) -> int:
+    """Counts bytes of scales and tables that lie beside packed weights, and are no parameters."""
+    return sum(held.nbytes for _, _, held in _beside(model))
+
+
+def shapes_beside(model: nn.Module) -> list[tuple[int, ...]]:
+    """Returns the shapes of these tensors, on which ranks must agree."""
+    return [tuple(held.shape) for _, _, held in _beside(model)]
+
+
+def start_alike(model: nn.Module, device: torch.device, transport: Transport) -> None:
+    """Moves these tensors to the device, and gives every rank those of rank 0. Collective."""
+    for holder, name, held in list(_beside(model)):
+        values = held.to(device)
+        transport.broadcast(values, Label(kind="broadcast parameters", subject="the model"))
+        setattr(holder, name, values)
+
+
+# ---- Modules of bitsandbytes that keep the codes under a second name, or repack them ----
+
+
+def follow_codes(model: nn.Module) -> list[RemovableHandle]:
+    """Has modules read the codes where the engine puts them; `leave_codes` undoes that."""
+    handles = []
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # An evaluation would repack gathered codes, and the shards would not know.
+            module.support_avx512bf16_for_cpu = False
+        weight, state = _in_eight_bits(module)
+        if weight is not None:
+            # The codes as they were loaded: under this name they would stay in memory, whole.
+            weight.CB = None
+        if state is not None:
+            state.CB, state.SCB = None, weight.SCB if state.SCB is None else state.SCB
+            handles.append(module.register_forward_pre_hook(_read_codes))
+    return handles
+
+
+def leave_codes(model: nn.Module) -> None:
+    """Has modules in eight bits begin anew with the codes in their weights, as after quantising."""
+    for module in model.modules():
+        weight, state = _in_eight_bits(module)
+        if state is not None:
+            weight.CB, weight.SCB = weight.data, state.SCB
+
+
+def _in_eight_bits(module: nn.Module) -> tuple[Any, Any]:
+    """Returns a module's weight in eight bits, and the state of its products; None where there is none."""
+    weight = module._parameters.get("weight")
+    if not hasattr(weight, "SCB") or weight.dtype != torch.int8:
+        return None, None
+    return weight, module.__dict__.get("state")
+
+
+def _read_codes(module: nn.Module, _args: tuple) -> None:
+    # Before each forward: gathered, lent and handed-back codes lie in different memory.
+    module.state.CB = module.weight.data
