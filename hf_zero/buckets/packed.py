@@ -5,6 +5,7 @@ codes, so that a rank keeps its shard of both. Of eight bits they are one number
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..comm.ledger import Label
 from ..comm.transport import Transport
 
 _SCALES = "absmax"
+_REPACKS = "support_avx512bf16_for_cpu"
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
@@ -38,6 +40,11 @@ def refuse_unpackable(name: str, parameter: nn.Parameter, *, sharded: bool) -> N
         raise ValueError(
             f"hf_zero: {name!r} is a {kind}, which keeps its values in tensors of its own, and stage 3 shards a parameter's own "
             "memory. Use stage 2, or quantise the base with bitsandbytes."
+        )
+    if sharded and getattr(_state_of(parameter), "packing_format_for_cpu", False):
+        raise ValueError(
+            f"hf_zero: an evaluation has repacked {name!r} for this processor, and stage 3 shards weights as they are saved. Load "
+            "the base anew, and evaluate behind accelerator.prepare."
         )
     is_open = not getattr(parameter, "has_fp16_weights", True) and parameter.dtype != torch.int8
     if is_open or not getattr(parameter, "bnb_quantized", True):
@@ -73,6 +80,16 @@ def take_out_scales(model: nn.Module) -> None:
             # A merged adapter leaves a new weight with scales of its own.
             if scales is not None and isinstance(state.absmax, nn.Parameter):
                 state.absmax = state.absmax.data
+
+
+@contextmanager
+def scales_as_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model has the parameters of a model that is sharded."""
+    add_scales(model)
+    try:
+        yield
+    finally:
+        take_out_scales(model)
 
 
 def _states_in(module: nn.Module) -> list[tuple[str, Any]]:
@@ -119,37 +136,39 @@ def start_alike(model: nn.Module, device: torch.device, transport: Transport) ->
 # ---- Modules of bitsandbytes that keep the codes under a second name, or repack them ----
 
 
-def follow_codes(model: nn.Module) -> list[RemovableHandle]:
-    """Has modules read the codes where the engine puts them; `leave_codes` undoes that."""
-    handles = []
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
+class CodesInPlace:
+    """Has the modules of a model read the codes where the engine puts them, until `end`."""
+
+    def __init__(self, model: nn.Module):
+        self._handles: list[RemovableHandle] = []
+        self._repacking = [module for module in model.modules() if getattr(module, _REPACKS, False)]
+        for module in self._repacking:
             # An evaluation would repack gathered codes, and the shards would not know.
-            module.support_avx512bf16_for_cpu = False
-        weight, state = _in_eight_bits(module)
-        if weight is not None:
+            setattr(module, _REPACKS, False)
+        self._in_eight_bits = [module for module in model.modules() if _is_in_eight_bits(module)]
+        for module in self._in_eight_bits:
+            weight, state = module.weight, module.__dict__.get("state")
             # The codes as they were loaded: under this name they would stay in memory, whole.
             weight.CB = None
-        if state is not None:
-            state.CB, state.SCB = None, weight.SCB if state.SCB is None else state.SCB
-            handles.append(module.register_forward_pre_hook(_read_codes))
-    return handles
+            if state is not None:
+                state.CB, state.SCB = None, weight.SCB if state.SCB is None else state.SCB
+                self._handles.append(module.register_forward_pre_hook(_read_codes))
+
+    def end(self) -> None:
+        """Leaves the modules as after quantising, with the codes that their weights have now."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._repacking:
+            setattr(module, _REPACKS, True)
+        for module in filter(_is_in_eight_bits, self._in_eight_bits):
+            weight, state = module.weight, module.__dict__.get("state")
+            weight.CB = weight.data
+            weight.SCB = weight.SCB if state is None else state.SCB
 
 
-def leave_codes(model: nn.Module) -> None:
-    """Has modules in eight bits begin anew with the codes in their weights, as after quantising."""
-    for module in model.modules():
-        weight, state = _in_eight_bits(module)
-        if state is not None:
-            weight.CB, weight.SCB = weight.data, state.SCB
-
-
-def _in_eight_bits(module: nn.Module) -> tuple[Any, Any]:
-    """Returns a module's weight in eight bits, and the state of its products; None where there is none."""
-    weight = module._parameters.get("weight")
-    if not hasattr(weight, "SCB") or weight.dtype != torch.int8:
-        return None, None
-    return weight, module.__dict__.get("state")
+def _is_in_eight_bits(module: nn.Module) -> bool:
+    weight: Any = module._parameters.get("weight")
+    return hasattr(weight, "SCB") and weight.dtype == torch.int8
 
 
 def _read_codes(module: nn.Module, _args: tuple) -> None:

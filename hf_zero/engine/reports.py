@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import Bucket
+from ..buckets.packed import bytes_beside
 from ..buckets.precision import Precision
 from ..config import ZeroConfig
 from ..device import peak_bytes
@@ -99,7 +100,7 @@ def _parameter_rows(
     small = [parameter for parameter in trained if parameter not in sharded.unit_of]
     kept_whole = 0 if sharded.is_empty else sum(parameter.nbytes for parameter in small)
     frozen = set(model.parameters()) - set(trained)
-    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers()) + bytes_beside(model)
     frozen_ddp = _kept_bytes(frozen, sharded) + buffer_bytes
     frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + buffer_bytes
     apart = MemoryRow(kind="frozen parameters", bytes=sharded.own_bytes(trained=False), ddp_bytes=0, where=where)

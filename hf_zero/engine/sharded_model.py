@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import ParameterSlot
-from ..buckets.packed import beside_packed, follow_codes, leave_codes, take_out_scales
+from ..buckets.packed import CodesInPlace, beside_packed, take_out_scales
 from ..buckets.sharded import show_values
 from ..comm.transport import Transport
 from ..config import ZeroConfig
@@ -82,7 +82,7 @@ class ShardedModel:
         self._guards = self._guard_modules()
         self._methods = ModuleMethods(model, self._guards, self.gathered)
         self._handles = self._install_hooks(layers)
-        self._handles += [] if self.is_empty else follow_codes(model)
+        self._codes = CodesInPlace(model) if self.unit_of else None
         if device.type == "cpu":
             self._handles += cast_norm_inputs(module for module in self._guards if self._casts_weights_of(module))
 
@@ -143,8 +143,8 @@ class ShardedModel:
             place_buffers(self._model, self._home)
         for slot, values in whole.items():
             slot.parameter.data = values
-        if wanted and not self.is_empty:
-            leave_codes(self._model)
+        if self._codes is not None:
+            self._codes.end()
         take_out_scales(self._model)
         if not wanted:
             self._move_to_meta()

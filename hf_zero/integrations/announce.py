@@ -18,6 +18,7 @@ from torch import nn
 
 from ..buckets.bucket import Bucket
 from ..buckets.memory import GatheredMemory
+from ..buckets.packed import bytes_beside
 from ..checkpoint.files import in_one_line
 from ..comm.arrivals import CommunicationError, RankProcesses
 from ..comm.groups import keeps_launch_order
@@ -214,10 +215,10 @@ def _all_buckets(engine: ZeroEngine) -> list[Bucket]:
 
 
 def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> int:
-    """Counts bytes of frozen parameters and of buffers, each whole."""
+    """Counts bytes of frozen parameters, of scales beside packed ones and of buffers, each whole."""
     trained = {slot.parameter for bucket in engine.buckets for slot in bucket.slots}
     frozen = [p for p in engine.model.parameters() if p not in trained and p not in without]
-    return sum(tensor.nbytes for tensor in (*frozen, *engine.model.buffers()))
+    return sum(tensor.nbytes for tensor in (*frozen, *engine.model.buffers())) + bytes_beside(engine.model)
 
 
 def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tuple[str, str, str]]:

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import BucketKey
+from ..buckets.packed import bytes_beside, scales_as_parameters
 from ..buckets.precision import Precision
 from ..comm.groups import Groups, RankGroup
 from ..config import ZeroConfig
-from ..engine.bucketing import Division, Part, SplitKinds, owners, precision_of
+from ..engine.bucketing import Division, Part, SplitKinds, owners, precision_of, shards_parameters
 from ..forecast import (
     Activations,
     BucketCost,
@@ -125,6 +126,21 @@ def lay_out(
     Raises:
         ConfigError, ValueError: as the engine would.
     """
+    if shards_parameters(config, groups):
+        with scales_as_parameters(model):
+            return _lay_out(model, optimizers, config, groups, device, experts, expert_ranks)
+    return _lay_out(model, optimizers, config, groups, device, experts, expert_ranks)
+
+
+def _lay_out(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+    groups: Groups,
+    device: torch.device,
+    experts: Collection[nn.Parameter],
+    expert_ranks: int,
+) -> Layout:
     owner = owners(model, optimizers)
     division = Division(
         model,
@@ -154,7 +170,7 @@ def lay_out(
                 state_of[tried] = _state_of(optimizers, *tried)
             buckets.append(_planned(part, layout, place, precision, state_of[tried], in_place=may_lie_in_place))
     others = [p for name, p in model.named_parameters() if name not in taken]
-    kept_whole = sum(p.nbytes for p in others) + sum(buffer.nbytes for buffer in model.buffers())
+    kept_whole = sum(tensor.nbytes for tensor in (*others, *model.buffers())) + bytes_beside(model)
     return Layout(config=config, groups=groups, buckets=tuple(buckets), kept_whole=kept_whole)
 
 

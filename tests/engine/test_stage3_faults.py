@@ -398,15 +398,6 @@ def test_parameters_of_two_models_are_not_gathered_together():
 # ---- models that cannot be sharded so ----
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_a_quantised_parameter_is_refused_at_stage_3(dtype):
-    model = gpt2()
-    packed = torch.zeros(4, 4, dtype=dtype)
-    model.transformer.h[0].packed = nn.Parameter(packed, requires_grad=False)
-    with pytest.raises(ValueError, match=r"'transformer\.h\.0\.packed' is quantised .*stage 2"):
-        ZeroEngine(model, [torch.optim.SGD(model.transformer.wte.parameters(), lr=0.1)], 3)
-
-
 class Opaque:
     def __init__(self, hidden: torch.Tensor):
         self.hidden = hidden
