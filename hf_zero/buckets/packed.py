@@ -82,6 +82,12 @@ def take_out_scales(model: nn.Module) -> None:
                 state.absmax = state.absmax.data
 
 
+def added_scales(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Returns the parameters of `add_scales`, which the model has at stage 3 alone."""
+    scales = (state.absmax for module in model.modules() for _, state in _states_in(module))
+    return frozenset(each for each in scales if isinstance(each, nn.Parameter))
+
+
 @contextmanager
 def scales_as_parameters(model: nn.Module) -> Iterator[None]:
     """Inside, the model has the parameters of a model that is sharded."""

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.utils import is_peft_available
 
+from ..buckets.packed import added_scales
 from ..checkpoint.files import CheckpointError, shown
 from ..checkpoint.manifest import Manifest
 from ..device import peak_bytes
@@ -42,8 +43,10 @@ class FrozenBase:
         """
         if self._checksum is None and _has_adapters(self._engine.model):
             digest = xxhash.xxh3_64()
+            # At every stage that of the same parameters.
+            scales = added_scales(self._engine.model)
             for name, parameter in self._engine.model.named_parameters():
-                if not parameter.requires_grad:
+                if not parameter.requires_grad and parameter not in scales:
                     with self._engine.gathered(parameter):
                         values = parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
                         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())

@@ -28,7 +28,7 @@ def llama() -> nn.Module:
 
 def bert() -> nn.Module:
     size = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "max_position_embeddings": LENGTH}
-    return BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, num_hidden_layers=2, **size))
+    return BertForSequenceClassification(BertConfig(num_labels=3, vocab_size=VOCABULARY, num_hidden_layers=2, **size))
 
 
 @pytest.fixture(scope="module")
