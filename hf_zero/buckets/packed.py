@@ -43,8 +43,8 @@ def refuse_unpackable(name: str, parameter: nn.Parameter, *, sharded: bool) -> N
         )
     if sharded and getattr(_state_of(parameter), "packing_format_for_cpu", False):
         raise ValueError(
-            f"hf_zero: an evaluation has repacked {name!r} for this processor, and stage 3 shards weights as they are saved. Load "
-            "the base anew, and evaluate behind accelerator.prepare."
+            f"hf_zero: an evaluation has repacked {name!r} for this processor, and stage 3 shards weights as they are saved. "
+            "Load the base anew, and evaluate behind accelerator.prepare."
         )
     is_open = not getattr(parameter, "has_fp16_weights", True) and parameter.dtype != torch.int8
     if is_open or not getattr(parameter, "bnb_quantized", True):

@@ -151,6 +151,7 @@ def own_parameters(
 
 # ---- Which parameters of a model share a bucket: by unit, dtype and optimizer group ----
 
+
 def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     """Raises `ValueError` for a model that cannot be trained, or at stage 3 not sharded."""
     refuse_other_engines(model)
@@ -375,7 +376,14 @@ class Division:
         is_split = self._quantises and parameter in self._split.parts
         stays = parameter.requires_grad and self._gathered.stays(parameter)
         key = BucketKey(
-            parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group, is_expert, is_split, stays,
+            parameter.requires_grad,
+            wanted_dtype(parameter),
+            gathered,
+            optimizer,
+            group,
+            is_expert,
+            is_split,
+            stays,
             sharded and self._gathered.is_packed(parameter),
         )
         intact = optimizer >= 0 and self._intact[optimizer]
@@ -480,7 +488,9 @@ class BucketBuilder:
             )
             place = (layout, precision.param, self.device, layout.shard(group.groups.shard_rank))
             memory: ParameterMemory = (
-                sharded_memory(*place, precision.kept, tier=self.parameter_tier, rounded=rounds is not None and not key.is_packed)
+                sharded_memory(
+                    *place, precision.kept, tier=self.parameter_tier, rounded=rounds is not None and not key.is_packed
+                )
                 if part.sharded
                 else UnshardedMemory(*place)
             )

@@ -14,6 +14,8 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
+from ..arithmetic import ceil_div
+from ..buckets.packed import is_packed
 from ..config import ConfigError, ZeroConfig, parse_bytes
 from ..config.checks import one_of, refuse, whole_number
 from ..forecast import PlanError
@@ -320,6 +322,12 @@ def model_without_memory(
         # Any class of transformers may refuse the values of a config in its own way.
         raise PlanError(f"hf_zero: the model of {name} cannot be made ({reason(error)}).") from error
     model = model.to(dtype)
+    if getattr(config, "quantization_config", None) is not None:
+        if lora_rank is None:
+            raise PlanError(
+                f"hf_zero: the weights of {name} are quantised, and only adapters on them train. Plan with --lora."
+            )
+        _quantise(model, name)
     if lora_rank is not None:
         model = _with_adapters(model, lora_rank)
     if checkpointing:
@@ -379,6 +387,57 @@ def _class_of(config: PretrainedConfig) -> Any:
             f"{transformers.__version__}. Models with code of their own are planned from Python: make_plan(model, ...)."
         )
     return found
+
+
+def _quantise(model: nn.Module, name: str | Path) -> None:
+    """Gives the linear layers of a model on the meta device the packed weights and scales that its config names."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    inner: Any = model
+    try:
+        quantizer = AutoHfQuantizer.from_config(inner.config.quantization_config, pre_quantized=True)
+        quantizer.preprocess_model(inner, device_map=None)
+    except Exception as error:
+        # Each method asks for its own packages and settings.
+        raise PlanError(f"hf_zero: the weights of {name} cannot be quantised in a plan ({reason(error)}).") from error
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if hasattr(weight, "bnb_quantized"):
+            module._parameters["weight"] = _in_four_bits(weight)
+        elif hasattr(weight, "SCB"):
+            weight.CB, weight.SCB = weight.data, torch.empty(weight.shape[0], device=_META)
+        elif weight is not None and is_packed(weight):
+            kind = type(quantizer).__name__
+            raise PlanError(
+                f"hf_zero: the weights of {name} are packed by {kind}, whose layout the planner does not know. Load the model, "
+                "and plan from Python: make_plan(model, ...)."
+            )
+
+
+def _in_four_bits(weight: Any) -> nn.Parameter:
+    """Returns the packed form of a weight of bitsandbytes on the meta device, with scales of every block."""
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Params4bit
+
+    blocks = ceil_div(weight.numel(), weight.blocksize)
+    table = {"code": torch.empty(16, device=_META), "blocksize": weight.blocksize, "quant_type": weight.quant_type}
+    scales = torch.empty(blocks, device=_META)
+    if weight.compress_statistics:
+        inner = QuantState(
+            torch.empty(ceil_div(blocks, 256), device=_META),
+            code=torch.empty(256, device=_META),
+            blocksize=256,
+            dtype=torch.float32,
+        )
+        table |= {"offset": torch.empty((), device=_META), "state2": inner}
+        scales = scales.to(torch.uint8)
+    state = QuantState(scales, shape=weight.shape, dtype=torch.float32, **table)
+    codes = torch.empty(
+        ceil_div(weight.numel(), 2 * weight.quant_storage.itemsize), 1, dtype=weight.quant_storage, device=_META
+    )
+    packed = Params4bit(codes, quant_state=state, quant_storage=weight.quant_storage, bnb_quantized=True)
+    weight.module.quant_state = state
+    return packed
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:

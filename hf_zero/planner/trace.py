@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..buckets.packed import is_packed
 from ..buckets.precision import uncast_parameters
 from ..config import AUTO
 from ..device import free_bytes
@@ -37,6 +38,9 @@ _ITS_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 _ASKS_FOR_DEVICE = torch.ops.prim.device.default
 """Two of three calls in a trace: autograd asks it of every gradient."""
+
+_PRODUCT_IN_FOUR_BITS = "bitsandbytes.gemm_4bit"
+"""Of inputs, codes and the weight's shape: of outputs and inputs."""
 
 _BETWEEN_RANKS = ("c10d", "_c10d_functional")
 """Where torch has its collectives among operations."""
@@ -114,6 +118,23 @@ def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=_HOST)
 
 
+def _beside(held: Any, living: "_LivingBytes", copies: dict[int, Any]) -> Any:
+    """Returns a tensor, or the state of a packed weight, with tensors without memory in the place of its own.
+
+    Args:
+        copies: takes states, which modules hold too.
+    """
+    if isinstance(held, torch.Tensor):
+        like = _like(held)
+        living.leave_out(like)
+        return like
+    if not hasattr(held, "absmax"):
+        return held
+    alike = copies[id(held)] = copy.copy(held)
+    alike.__dict__.update({name: _beside(each, living, copies) for name, each in held.__dict__.items()})
+    return alike
+
+
 def _without_memory(
     model: nn.Module, mode: FakeTensorMode, living: "_LivingBytes", dtype: torch.dtype | None
 ) -> nn.Module:
@@ -122,16 +143,21 @@ def _without_memory(
     It has no hooks on modules: a script's own would count, log or keep what is no step of training.
     """
     copies: dict[int, Any] = {}
+    beside: dict[int, Any] = {}
     uncast = frozenset() if dtype is None else uncast_parameters(model, dtype)
     with mode:
         for parameter in model.parameters():
-            like = _like(parameter, None if parameter in uncast else dtype)
-            copies[id(parameter)] = nn.Parameter(like, requires_grad=parameter.requires_grad)
+            like = _like(parameter, None if parameter in uncast or is_packed(parameter) else dtype)
+            copied = copies[id(parameter)] = nn.Parameter(like, requires_grad=parameter.requires_grad)
+            if is_packed(parameter):
+                # Kernels take shapes and blocks from there, and read nothing.
+                for name, held in parameter.__dict__.items():
+                    copied.__dict__[name] = _beside(held, living, beside)
         for buffer in model.buffers():
             copies[id(buffer)] = _like(buffer)
     for each in copies.values():
         living.leave_out(each)
-    fake = copy.deepcopy(model, copies)
+    fake = copy.deepcopy(model, copies | beside)
     for module in fake.modules():
         for hooks in (
             module._forward_pre_hooks,
@@ -203,6 +229,9 @@ class _LivingBytes(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in flop_registry:
             self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif str(packet) == _PRODUCT_IN_FOUR_BITS:
+            inputs, _, (width, _) = args[:3]
+            self.flops += 2 * inputs.numel() * width
         elif packet in (_ATTENTION_ON_HOST, _ITS_BACKWARD):
             # (rows, heads, length, width): two products forward; five backward, which computes the scores again.
             backward = packet is _ITS_BACKWARD

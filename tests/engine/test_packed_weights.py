@@ -1,11 +1,10 @@
 """Frozen parameters that are codes, at stage 3: bases of bitsandbytes in four and eight bits, and plain ones of any dtype."""
 
-from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from shared_ranks import on_ranks, on_shared_ranks
+from shared_ranks import on_shared_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -42,7 +41,10 @@ def bases(tmp_path_factory) -> str:
 
 def quantised(make, bases: str, says: dict, *, prepares: bool = True) -> nn.Module:
     model = {llama: LlamaForCausalLM, bert: BertForSequenceClassification}[make].from_pretrained(
-        f"{bases}/{make.__name__}", quantization_config=BitsAndBytesConfig(**says), device_map={"": "cpu"}, dtype=torch.float32
+        f"{bases}/{make.__name__}",
+        quantization_config=BitsAndBytesConfig(**says),
+        device_map={"": "cpu"},
+        dtype=torch.float32,
     )
     if prepares:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
