@@ -6,7 +6,7 @@ codes, so that a rank keeps its shard of both. Of eight bits they are one number
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -151,13 +151,13 @@ class CodesInPlace:
         for module in self._repacking:
             # An evaluation would repack gathered codes, and the shards would not know.
             setattr(module, _REPACKS, False)
-        self._in_eight_bits = [module for module in model.modules() if _is_in_eight_bits(module)]
+        self._in_eight_bits: list[Any] = [module for module in model.modules() if _is_in_eight_bits(module)]
         for module in self._in_eight_bits:
             weight, state = module.weight, module.__dict__.get("state")
             # The codes as they were loaded: under this name they would stay in memory, whole.
             weight.CB = None
             if state is not None:
-                state.CB, state.SCB = None, weight.SCB if state.SCB is None else state.SCB
+                weight.SCB = weight.SCB if state.SCB is None else state.SCB
                 self._handles.append(module.register_forward_pre_hook(_read_codes))
 
     def end(self) -> None:
@@ -167,9 +167,7 @@ class CodesInPlace:
         for module in self._repacking:
             setattr(module, _REPACKS, True)
         for module in filter(_is_in_eight_bits, self._in_eight_bits):
-            weight, state = module.weight, module.__dict__.get("state")
-            weight.CB = weight.data
-            weight.SCB = weight.SCB if state is None else state.SCB
+            module.weight.CB = module.weight.data
 
 
 def _is_in_eight_bits(module: nn.Module) -> bool:
@@ -177,6 +175,36 @@ def _is_in_eight_bits(module: nn.Module) -> bool:
     return hasattr(weight, "SCB") and weight.dtype == torch.int8
 
 
-def _read_codes(module: nn.Module, _args: tuple) -> None:
+def _read_codes(module: Any, _args: tuple) -> None:
     # Before each forward: gathered, lent and handed-back codes lie in different memory.
-    module.state.CB = module.weight.data
+    module.state.CB, module.state.SCB = module.weight.data, module.weight.SCB
+
+
+class PackedPlaces:
+    """The packed weights of a module's parts. A merge of adapters puts new Parameters there, in which the engine has no shard."""
+
+    def __init__(self, module: nn.Module):
+        self._places = [
+            (part, name, parameter)
+            for part in module.modules()
+            for name, parameter in part._parameters.items()
+            if isinstance(parameter, nn.Parameter) and is_packed(parameter)
+        ]
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Copies codes and scales of new Parameters into those of before, which take their places again."""
+        for part, name, parameter in self._places:
+            new: Any = part._parameters.get(name)
+            if new is None or new is parameter:
+                continue
+            parameter.copy_(new)
+            state, merged = _state_of(parameter), _state_of(new)
+            if merged is not None:
+                scales = state.absmax
+                scales.copy_(merged.absmax)
+                state.__dict__.update({**merged.__dict__, _SCALES: scales})
+                part.quant_state, cast(Any, parameter).bnb_quantized = state, True
+            elif hasattr(new, "SCB"):
+                cast(Any, parameter).SCB = new.SCB
+            part._parameters[name] = parameter

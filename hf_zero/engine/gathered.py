@@ -15,7 +15,7 @@ from ..device import free_bytes
 from ..optimizer.holder import StateHolder
 from .report_tables import mib
 from .schedule import Unsharding
-from .unit import TRANSFORMED, Unit
+from .unit import TRANSFORMED, Unit, is_cast
 
 # ---- Backward nodes that have saved whole parameters: the parameters are gathered again when such a node runs ----
 
@@ -105,7 +105,7 @@ class _Record:
                 bucket.own.copy_(shard)
 
     def _is_edited(self, slot: ParameterSlot) -> bool:
-        is_moved = slot not in self._moved and any(moved_slots([slot]))
+        is_moved = slot not in self._moved and any(moved_slots([slot])) and not is_cast(slot)
         return is_moved or slot.parameter._version != self._versions[slot]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ..buckets.bucket import ParameterSlot
+from ..buckets.packed import PackedPlaces
 from ..buckets.sharded import ShardedParametersError, are_hidden, show_values
 from ..guard import look_only
 from ..hooks import engine_attached_to
@@ -219,7 +220,10 @@ class ModuleMethods:
         if engine is None or self._gathered.are_held(parameters):
             return stock()
         with engine.gathered(parameters, writeback=True):
-            return stock()
+            packed = PackedPlaces(module)
+            merged = stock()
+            packed.take_back()
+            return merged
 
     def _deepcopy(self, module: nn.Module, memo: dict) -> nn.Module:
         """An ordinary module with whole parameters, which no engine has. Collective, unless they are gathered already."""

@@ -61,7 +61,8 @@ class UnseenEdits:
         self._in_pass = False
         self._passes += 1
         self.watches = self._passes < _PASSES
-        moved = next((slot for bucket in buckets for slot in bucket.slots if not bucket.holds(slot)), None)
+        strays = (slot for bucket in buckets for slot in bucket.slots if not bucket.holds(slot))
+        moved = next((slot for slot in strays if not is_cast(slot)), None)
         if moved is not None:
             raise RuntimeError(
                 f"hf_zero: a forward has given {moved.name!r} other memory (`p.data = ...`), which is lost when its layer is "
@@ -71,6 +72,14 @@ class UnseenEdits:
             self.compared.append((self._slots, _checksums(self._slots).ne(self._gathered)))
             if self._gathered.device.type == "cpu":
                 refuse_unseen_edits([self])
+
+
+def is_cast(slot: ParameterSlot) -> bool:
+    """Whether a forward has given a frozen parameter its own values in another dtype, as bitsandbytes does to biases."""
+    parameter, view = slot.parameter, slot.view
+    if slot.bucket.trained or parameter.dtype == view.dtype or parameter.shape != view.shape:
+        return False
+    return torch.equal(parameter.detach(), view.to(parameter.dtype))
 
 
 def refuse_unseen_edits(units: Iterable[UnseenEdits]) -> None:

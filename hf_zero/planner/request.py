@@ -401,7 +401,7 @@ def _quantise(model: nn.Module, name: str | Path) -> None:
         # Each method asks for its own packages and settings.
         raise PlanError(f"hf_zero: the weights of {name} cannot be quantised in a plan ({reason(error)}).") from error
     for module in model.modules():
-        weight = module._parameters.get("weight")
+        weight: Any = module._parameters.get("weight")
         if hasattr(weight, "bnb_quantized"):
             module._parameters["weight"] = _in_four_bits(weight)
         elif hasattr(weight, "SCB"):
