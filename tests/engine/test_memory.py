@@ -17,7 +17,7 @@ import torch.distributed as dist
 from cells import short_of, slow
 from gradient_bytes import Measured, measure, over_plan
 from ranks import run_alone
-from resident import resident_bytes, resident_in
+from resident import covered_spans, living_tensors, resident_bytes, resident_in
 from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -105,23 +105,6 @@ def distinct_bytes(tensors: list[torch.Tensor]) -> int:
         covered += max(0, stop - max(start, end))
         end = max(end, stop)
     return covered
-
-
-def living_tensors() -> list[torch.Tensor]:
-    """All that Python knows of in this process."""
-    gc.collect()
-    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-
-
-def covered_spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """The addresses that contiguous tensors cover, where several share memory once."""
-    spans: list[tuple[int, int]] = []
-    for start, stop in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors):
-        if spans and start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
-        else:
-            spans.append((start, stop))
-    return spans
 
 
 def held_on_rank(rank: int, world_size: int, stage: int, **arguments) -> dict:

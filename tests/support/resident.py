@@ -1,5 +1,6 @@
 """Bytes of tensors that are in memory, by the kernel's page map."""
 
+import gc
 import mmap
 from array import array
 
@@ -21,3 +22,20 @@ def resident_in(spans: list[tuple[int, int]]) -> int:
             present = sum(entry >> 63 for entry in array("Q", pagemap.read(8 * (-(-stop // page_bytes) - first))))
             resident += min(page_bytes * present, stop - start)
     return resident
+
+
+def living_tensors() -> list[torch.Tensor]:
+    """All that Python knows of in this process."""
+    gc.collect()
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+
+
+def covered_spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """The addresses that contiguous tensors cover, where several share memory once."""
+    spans: list[tuple[int, int]] = []
+    for start, stop in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+        else:
+            spans.append((start, stop))
+    return spans
