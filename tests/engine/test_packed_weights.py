@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+import hf_zero
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.hooks import engine_attached_to
 from hf_zero.integrations.announce import state_plan
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes, of the extra `dev`, is not installed")
@@ -134,7 +137,7 @@ CELLS = [(name, says) for name in ("llama", "bert") for says in (FOUR, NESTED, I
 
 @pytest.mark.parametrize(
     ("cells", "variants"),
-    [([("llama", NESTED), ("bert", IN_BFLOAT16), ("llama", EIGHT)], STAGES[1:2]), slow(CELLS, STAGES)],
+    [([("bert", IN_BFLOAT16), ("llama", EIGHT)], STAGES[1:2]), slow(CELLS, STAGES)],
     ids=["some", "all"],
 )
 @on_shared_ranks
@@ -162,7 +165,7 @@ def bytes_of_base(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("says", "most"), [(FOUR, 0.53), (NESTED, 0.55), (EIGHT, 0.55)], ids=["four", "nested", "eight"]
+    ("says", "most"), [slow(FOUR, 0.52), (NESTED, 0.52), slow(EIGHT, 0.52)], ids=["four", "nested", "eight"]
 )
 @on_ranks(2)
 def test_a_rank_of_two_holds_half_of_the_base_as_planned(rank, world_size, says, most, bases):
@@ -179,3 +182,192 @@ def test_a_rank_of_two_holds_half_of_the_base_as_planned(rank, world_size, says,
     print(f"base bytes: {whole} whole, {held} held, {held / whole:.3f}; planned {plan.frozen}")
     assert held <= most * whole
     assert abs(plan.frozen - held) <= 0.03 * held
+
+
+# ---- from one door to the other ----
+
+
+@on_shared_ranks
+def test_ranks_start_with_the_codes_and_scales_of_rank_0(rank, world_size, bases):
+    _, expected = run(rank, bases, "llama", NESTED, {"stage": 2})
+    for settings in STAGES[:2]:
+        model = adapted(bases, "llama", NESTED).train()
+        optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+        if rank:
+            for parameter in model.parameters():
+                if hasattr(parameter, "quant_state"):
+                    parameter.data.zero_()
+                    parameter.quant_state.state2.absmax.mul_(3)
+                    parameter.quant_state.absmax.zero_()
+                    parameter.quant_state.offset.add_(1)
+        ZeroEngine(model, [optimizer], settings)
+        assert steps(rank, model, optimizer, gpt2_batch) == expected
+
+
+@pytest.mark.parametrize("says", [NESTED, slow(FOUR), EIGHT], ids=["nested", "four", "eight"])
+@on_shared_ranks
+def test_adapters_merge_into_a_base_that_stays_sharded_and_trains_on(rank, world_size, says, bases):
+    """As at stage 2; and a closed engine leaves an ordinary model."""
+    seen = []
+    for settings in STAGES[:2]:
+        model, losses = run(rank, bases, "llama", says, settings)
+        optimizer = engine_attached_to(model).optimizers[0].optimizer
+        model.merge_adapter()
+        losses += [value.double().sum().item() for value in model.state_dict().values()]
+        model.unmerge_adapter()
+        losses += steps(rank, model, optimizer, gpt2_batch, range(3, 5))
+        if settings["stage"] == 3:
+            assert all(unit.is_sharded for unit in engine_attached_to(model).sharded.schedule.units)
+            codes = [p for p in model.parameters() if hasattr(p, "quant_state") or hasattr(p, "SCB")]
+            assert codes and all(p in engine_attached_to(model).sharded.unit_of for p in codes)
+        with hf_zero.gathered(model):
+            losses += [value.double().sum().item() for value in model.state_dict().values()]
+        engine_attached_to(model).close()
+        losses.append(model(**gpt2_batch(torch.Generator().manual_seed(7), 2)).loss.item())
+        seen.append((losses, [name for name, _ in model.named_parameters()]))
+        merged = model.merge_and_unload()
+        seen[-1][0].extend(value.double().sum().item() for value in merged.state_dict().values())
+    assert seen[0] == seen[1]
+
+
+@on_shared_ranks
+def test_a_sharded_base_is_copied_and_loaded_whole(rank, world_size, bases):
+    model, _ = run(rank, bases, "llama", NESTED, {"stage": 3})
+    batch = gpt2_batch(torch.Generator().manual_seed(7), 2)
+    copied = deepcopy(model)
+    assert copied(**batch).loss.item() == model(**batch).loss.item()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with hf_zero.gathered(model, writeback=True), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("weight") and not parameter.requires_grad:
+                parameter.zero_()
+    assert model.state_dict().keys() == state.keys()
+    # bitsandbytes' modules take scales from `from_pretrained` only, and name them as unexpected.
+    model.load_state_dict(state, strict=False)
+    assert_same_state(model, state)
+
+
+# ---- plain parameters of any dtype ----
+
+PLAIN = [
+    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint64, torch.bool),
+    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float64),
+]
+
+
+class Coded(nn.Module):
+    """A layer with a frozen parameter of `dtype`, whose odd size no shard ends at."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        values = torch.randint(1, 3, (7, 16)).to(torch.float32)
+        self.codes = nn.Parameter((values > 1.5 if dtype == torch.bool else values).to(dtype), requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        factor = (self.codes.real if self.codes.is_complex() else self.codes).float().mean(0)
+        return torch.tanh(self.inner(hidden) * factor)
+
+
+def losses_of_coded(rank: int, dtype: torch.dtype, settings: dict) -> tuple[nn.Module, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Coded(dtype) for _ in range(3)))
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+    ZeroEngine(model, [optimizer], settings)
+    losses = []
+    for number in range(3):
+        loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * number + rank))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+def in_bytes(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.contiguous().view(torch.uint8) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtypes", [PLAIN[::5], slow(PLAIN)], ids=["some", "all"])
+@on_shared_ranks
+def test_frozen_parameters_of_any_dtype_are_sharded(rank, world_size, dtypes, tmp_path):
+    files = {"params": "nvme", "nvme_path": str(tmp_path)}
+    variants: list[dict] = [{}, {"offload": {"params": "cpu"}}, {"offload": files}, {"check_replicas_every": 1}]
+    for dtype in dtypes:
+        model, expected = losses_of_coded(rank, dtype, {"stage": 2})
+        state = in_bytes(model)
+        for more in variants:
+            model, losses = losses_of_coded(rank, dtype, {"stage": 3, "unit_bytes": 0, **more})
+            assert losses == expected, (dtype, more)
+            assert {name: value.tolist() for name, value in in_bytes(model).items()} == {
+                name: value.tolist() for name, value in state.items()
+            }
+            with pytest.raises(RuntimeError, match=r"needs the values of '0\.codes'"):
+                model[0].codes.clone()
+            with hf_zero.gathered(model, writeback=True):
+                model[0].codes.copy_(model[0].codes.flip(0))
+            flipped = state["0.codes"].flip(0)
+            assert torch.equal(in_bytes(model)["0.codes"], flipped)
+
+
+@on_shared_ranks
+def test_an_edit_of_sharded_codes_is_seen(rank, world_size):
+    """By numpy's door, past Python's guards: zeros stand for no absent value."""
+    for dtype in (torch.int8, torch.bool, torch.complex64):
+        model, _ = losses_of_coded(rank, dtype, {"stage": 3, "unit_bytes": 0})
+        _, slot = engine_attached_to(model).sharded.unit_of[model[1].codes]
+        slot.bucket.memory._absent.zero_()
+        with pytest.raises(RuntimeError, match="was edited in place while it was sharded"):
+            model(torch.randn(4, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.extra("wire")
+@pytest.mark.parametrize("wire", [{"weights": "int8"}, {"weights": "int4"}])
+@on_shared_ranks
+def test_blocks_on_the_wire_leave_codes_and_scales_as_they_are(rank, world_size, wire, bases):
+    model, _ = run(rank, bases, "llama", FOUR, {"stage": 3, "comm": wire})
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    packed = [name for name in frozen if "proj" in name]
+    assert packed
+    expected = dict(adapted(bases, "llama", FOUR).named_parameters())
+    seen = {}
+
+    def look(module: nn.Module, _args: tuple) -> None:
+        seen[module] = (module.weight.detach().clone(), module.weight.quant_state.absmax.detach().clone())
+
+    linear = [(name, each) for name, each in model.named_modules() if hasattr(each, "quant_state")]
+    handles = [module.register_forward_pre_hook(look) for _, module in linear]
+    model(**gpt2_batch(torch.Generator().manual_seed(7), 2))
+    assert len(seen) == len(linear) == len(handles)
+    for name, module in linear:
+        codes, scales = seen[module]
+        weight = expected[f"{name}.weight"]
+        assert torch.equal(codes, weight) and torch.equal(scales, weight.quant_state.absmax)
+
+
+# ---- what is refused ----
+
+
+def test_weights_that_are_still_to_be_quantised_are_refused():
+    for kind in (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt):
+        settings = {} if kind is bitsandbytes.nn.Linear4bit else {"has_fp16_weights": False}
+        model = nn.Sequential(kind(64, 64, **settings), nn.Linear(64, 4))
+        with pytest.raises(ValueError, match=r"'0.weight' is a .* which is not quantised yet. Call model.to\(device\)"):
+            ZeroEngine(model, [torch.optim.SGD(trained(model), lr=0.1)], 2)
+
+
+def test_weights_that_an_evaluation_has_repacked_are_refused_at_stage_3():
+    model = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64), nn.Linear(64, 4)).to("cpu")
+    model[0].weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ValueError, match=r"an evaluation has repacked '0.weight' .* Load the base anew"):
+        ZeroEngine(model, [torch.optim.SGD(model[1].parameters(), lr=0.1)], 3)
+
+
+def test_weights_in_tensors_of_their_own_are_refused_at_stage_3():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)
+    with pytest.raises(ValueError, match=r"'0.weight' is a TwoTensor, which keeps its values in tensors of its own"):
+        ZeroEngine(model, [torch.optim.SGD(model[1].parameters(), lr=0.1)], 3)
