@@ -185,10 +185,14 @@ class _LivingBytes(TorchDispatchMode):
         self.now = self.flops = 0
         self.curve = [(0, 0)]
         self._known: set[int] = set()
+        self._left_out: list[torch.UntypedStorage] = []
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Leaves out tensors that exist all the time."""
-        self._known.add(id(tensor.untyped_storage()))
+        storage = tensor.untyped_storage()
+        # A forward may drop one (`p.data = ...`), and another storage would have its address.
+        self._left_out.append(storage)
+        self._known.add(id(storage))
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,42 @@ def test_an_adapter_is_pushed_and_leaves_the_base_models_weights(plain, server, 
     after = server.files(REPO)
     assert {"adapter_model.safetensors", "adapter_config.json"} <= set(after)
     assert all(after[name] == content for name, content in before.items() if name.endswith(".safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "says"), [("llama", "NESTED"), ("bert", "FOUR")])
+def test_adapters_on_a_packed_base_are_saved_resumed_merged_and_pushed(name, says, server, tmp_path):
+    """At stage 3 as at stage 2, which has the losses of DDP, on two and three ranks."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes, of the extra `dev`, is not installed")
+    import packed_bases
+
+    says = getattr(packed_bases, says)
+    bases = packed_bases.save_bases(tmp_path / "bases")
+    adapt = partial(packed_bases.in_its_place, bases=bases, name=name, says=says)
+    saving = {"model": name, "adapt": adapt, "save_strategy": "steps", "save_steps": 4}
+
+    def outcome(door: str, world_size: int = 2, **more: object) -> dict:
+        folder = str(tmp_path / f"{door} {world_size} {len(more)}")
+        return run_on_ranks(
+            packed_bases.trained_and_merged, world_size, door=door, output_dir=folder, **saving, **more
+        )[0]
+
+    ddp, stage_2, stage_3 = (outcome(door) for door in ("ddp", "flag 2", "flag 3"))
+    assert stage_3["losses"] == stage_2["losses"] == ddp["losses"]
+    assert stage_3["merged"] == stage_2["merged"]
+    run = tmp_path / "flag 3 2 0"
+    for world_size in (2, 3):
+        ours, theirs = (outcome(door, world_size, resume=str(run / "checkpoint-4")) for door in ("flag 3", "flag 2"))
+        assert ours == theirs and (ours["losses"] == stage_3["losses"]) is (world_size == 2)
+    assert hf_zero("push", run / "checkpoint-8", REPO).exit_code == 0
+    arrived = downloaded(server, tmp_path / "adapter") / "adapter_model.safetensors"
+    assert arrived.read_bytes() == (run / "checkpoint-8" / "adapter_model.safetensors").read_bytes()
+    result = hf_zero("push", run / "merged", f"{USER}/merged")
+    assert result.exit_code == 0, result.stderr
+    merged = downloaded(server, tmp_path / "merged", f"{USER}/merged")
+    model = packed_bases.MODELS[name][2].from_pretrained(merged, device_map={"": "cpu"})
+    state = {key: value.float().tolist() for key, value in model.state_dict().items()}
+    assert state == stage_3["merged"]
 
 
 def test_weights_in_a_file_a_rank_arrive_as_one_model(server, tmp_path):

@@ -60,6 +60,28 @@ def test_adapters_leave_little_to_train(config):
 
 
 @pytest.mark.parametrize(
+    "says", [{"load_in_8bit": True}, {"load_in_4bit": True}, {"load_in_4bit": True, "double": True}]
+)
+def test_a_base_that_its_config_calls_quantised_is_planned_as_the_loaded_one(says, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes, of the extra `dev`, is not installed")
+    from packed_bases import adapted, save_bases
+
+    says = {{"double": "bnb_4bit_use_double_quant"}.get(name, name): value for name, value in says.items()}
+    bases = save_bases(tmp_path)
+    loaded = make_plan(adapted(bases, "llama", says), gpus=2, on_cpu=True, gpu_memory="1GB", seq=16, batch=2)
+    path = tmp_path / "llama" / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "bitsandbytes", **says}})
+    )
+    named = make_plan(path, gpus=2, on_cpu=True, gpu_memory="1GB", seq=16, batch=2, lora=4, dtype="float32")
+    for one, other in zip(loaded.candidates, named.candidates, strict=True):
+        assert one.forecast.device == pytest.approx(other.forecast.device, rel=0.01)
+    of_base = {each.forecast.name: each.forecast.device["frozen"] for each in named.candidates}
+    assert of_base["stage 3"] < 0.56 * of_base["stage 2"]
+    assert "only adapters on them train. Plan with --lora" in refusals("plan", path, "--seq", 16)[0]
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("no-such/model",), "HF_HUB_OFFLINE is set"),
