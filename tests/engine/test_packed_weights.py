@@ -276,11 +276,17 @@ def test_an_edit_of_sharded_codes_is_seen(rank, world_size):
             model(torch.randn(4, 16))
 
 
-@pytest.mark.slow
-@pytest.mark.extra("wire")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gather_dtype": "bfloat16"},
+        pytest.param({"comm": {"weights": "int8"}}, marks=[pytest.mark.slow, pytest.mark.extra("wire")]),
+    ],
+    ids=["casts", "blocks"],
+)
 @on_shared_ranks
-def test_blocks_on_the_wire_leave_codes_and_scales_as_they_are(rank, world_size, bases):
-    model, _ = run(rank, bases, "llama", FOUR, {"stage": 3, "comm": {"weights": "int8"}})
+def test_casts_and_blocks_of_gathers_leave_codes_and_scales_as_they_are(rank, world_size, settings, bases):
+    model, _ = run(rank, bases, "llama", FOUR, {"stage": 3, **settings})
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     packed = [name for name in frozen if "proj" in name]
     assert packed
