@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.ledger import Label
@@ -36,7 +35,7 @@ def beside_packed(model: nn.Module) -> frozenset[nn.Parameter]:
 def refuse_unpackable(name: str, parameter: nn.Parameter, *, sharded: bool) -> None:
     """Raises `ValueError` for a frozen parameter that is still to be quantised; or whose codes are not found to be `sharded`."""
     kind = type(parameter).__name__
-    if sharded and is_traceable_wrapper_subclass(parameter) and not hasattr(parameter, "device_mesh"):
+    if sharded and hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "device_mesh"):
         raise ValueError(
             f"hf_zero: {name!r} is a {kind}, which keeps its values in tensors of its own, and stage 3 shards a parameter's own "
             "memory. Use stage 2, or quantise the base with bitsandbytes."

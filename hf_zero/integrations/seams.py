@@ -173,7 +173,7 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_parameters", "_buffers", "_modules"),
-        where=("engine", "optimizer", "integrations/init", "integrations/placed_weights"),
+        where=("engine", "optimizer", "buckets/packed", "integrations/init", "integrations/placed_weights"),
         why="Which module holds a parameter, and whether it still does. `_parameters` is another dict until a gather has ended.",
         test="test_gradients.py",
     ),

@@ -401,12 +401,12 @@ def _quantise(model: nn.Module, name: str | Path) -> None:
         # Each method asks for its own packages and settings.
         raise PlanError(f"hf_zero: the weights of {name} cannot be quantised in a plan ({reason(error)}).") from error
     for module in model.modules():
-        weight: Any = module._parameters.get("weight")
+        weight: Any = getattr(module, "weight", None)
         if hasattr(weight, "bnb_quantized"):
-            module._parameters["weight"] = _in_four_bits(weight)
+            module.weight = _in_four_bits(weight)
         elif hasattr(weight, "SCB"):
             weight.CB, weight.SCB = weight.data, torch.empty(weight.shape[0], device=_META)
-        elif weight is not None and is_packed(weight):
+        elif isinstance(weight, nn.Parameter) and is_packed(weight):
             kind = type(quantizer).__name__
             raise PlanError(
                 f"hf_zero: the weights of {name} are packed by {kind}, whose layout the planner does not know. Load the model, "
