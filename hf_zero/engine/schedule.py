@@ -38,8 +38,6 @@ from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 
 _GATHERED, _ALL_BITS = struct.Struct("<QQ"), 0xFFFFFFFF
 
-_ORDER = Label(kind="agreement on the next layer", subject="this pass")
-
 _MOST_UNSURE = 64
 """Passes in which all ranks must go the same way before they do so without a word, after they have often gone other ways."""
 
@@ -47,11 +45,11 @@ _MOST_UNSURE = 64
 class AgreedOrder:
     """The order in which all ranks start gathers. See [Note: layers that some ranks skip].
 
-    A gather is a number: the unit's in a forward; the unit's behind all of these in a backward. The two last numbers are the ends
-    of a forward and of a backward.
+    A gather is a number: the unit's in a forward; the unit's behind all of these in a backward. The last numbers are the ends of a
+    forward that no backward follows, of one that a backward follows, and of a backward.
 
     Args:
-        units: how many there are.
+        names: of the units, in their order.
         transport: between all ranks that gather.
         take_part: takes part in a gather that other ranks may need.
         before_wait: called in a backward before this rank waits for others, with the units gathered since it was called last.
@@ -63,17 +61,20 @@ class AgreedOrder:
 
     def __init__(
         self,
-        units: int,
+        names: Sequence[str],
         transport: Transport,
         take_part: Callable[[int], None],
         before_wait: Callable[[Iterable[int]], None],
     ):
-        self._units = units
+        units = self._units = len(names)
+        # With the layer's name, for errors that tell where a rank waits.
+        needed = ["" if number >= 2 * units else names[number % units] for number in range(2 * units + 3)]
+        self._labels = [Label(kind="agreement on the next layer", subject="this pass", holds=name) for name in needed]
         self._transport = transport
         self._take_part = take_part
         self._before_wait = before_wait
         self._first_end = 2 * units
-        self.forward_end, self.backward_end = self._first_end, self._first_end + 1
+        self.forward_end, self.forward_end_with_graph, self.backward_end = range(self._first_end, self._first_end + 3)
         self.steps = 0
         # Alike on all ranks: these change in agreements, and as gathers are started.
         self._last = self._end = self.backward_end
@@ -114,10 +115,10 @@ class AgreedOrder:
         Args:
             wanted: False for one that is expected, and that this rank may not compute with.
         """
-        strayed, is_backward = None, number >= self._units and number != self.forward_end
+        strayed, is_backward = None, self._units <= number < self._first_end or number == self.backward_end
         while True:
             following = self._next.get(self._last)
-            if is_backward and (self.is_apart or strayed is not None or self._last == self.forward_end):
+            if is_backward and (self.is_apart or strayed is not None or self._last == self.forward_end_with_graph):
                 told, self._told = self._told, len(self._since_end)
                 self._before_wait(each - self._units for each in self._since_end[told:] if each >= self._units)
             if following is None:
@@ -142,7 +143,7 @@ class AgreedOrder:
         Args:
             strayed: the gather behind which all expected another one than this rank needed.
         """
-        count = self._first_end + 2
+        count = len(self._labels)
         said = bytearray(3 * count)
         said[number] = 1
         for each in self._used:
@@ -151,7 +152,7 @@ class AgreedOrder:
             said[2 * count + strayed] = 1
         # With its complement: the largest of both add up to more, byte by byte, unless all ranks have the same.
         said += self._checksum.to_bytes(4, "little") + (self._checksum ^ _ALL_BITS).to_bytes(4, "little")
-        heard = self._transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), _ORDER).tolist()
+        heard = self._transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), self._labels[number]).tolist()
         if int.from_bytes(heard[-8:-4], "little") + int.from_bytes(heard[-4:], "little") != _ALL_BITS:
             raise RuntimeError(
                 "hf_zero: a rank has run a layer by itself while others had stepped already, so layers were gathered from two "
@@ -200,13 +201,13 @@ class AgreedOrder:
 
     def _learn_next(self, chosen: int, *, is_unanimous: bool) -> None:
         last = self._last
-        if last == self.forward_end:
-            # Another forward may follow, or a backward.
-            return
-        if last < self._first_end and self._rank_of(last)[:2] >= self._rank_of(chosen)[:2]:
+        is_backward = chosen >= self._units
+        if last >= self._first_end:
+            if (last == self.forward_end_with_graph) != is_backward:
+                # An evaluation between forward and backward, or a second forward, is not what comes each time.
+                return
+        elif (last >= self._units) != is_backward or self._place[last] >= self._place[chosen]:
             # Each way round in circles has an agreement.
-            return
-        if last < self._first_end and last // self._units != chosen // self._units:
             return
         before, times = self._unanimous.get(last, (chosen, 0))
         times = (times if before == chosen else 0) + 1 if is_unanimous else 0
@@ -274,7 +275,7 @@ class Unsharding:
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
         self.start_reductions: Callable[[list[Bucket]], None] = lambda buckets: None
         self._order = AgreedOrder(
-            len(self.units),
+            [unit.buckets[0].label("").holds if unit.buckets else unit.name for unit in self.units],
             transport,
             WeakHook(self, Unsharding._take_part),
             WeakHook(self, Unsharding._before_wait),
@@ -326,7 +327,8 @@ class Unsharding:
             del self._running[self._running.index(unit) :]
         if unit is self._root and outputs is not None:
             # Not behind an exception, which other ranks may not have: they would wait for this rank's gathers all the same.
-            self._order.reach(self._order.forward_end)
+            order = self._order
+            order.reach(order.forward_end_with_graph if self._backward_follows else order.forward_end)
         if not self.reshards_after_forward:
             return
         # Of the whole pass: reentrant checkpointing runs a layer without gradients, and its backward comes nevertheless.

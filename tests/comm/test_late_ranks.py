@@ -124,7 +124,7 @@ def test_saves_that_are_not_all_ranks_leave_nothing_under_a_checkpoints_name(run
 def test_the_launcher_is_told_by_the_late_rank_too(runs):
     waiting, late = (outcome["told"] for outcome in runs["hang in evaluate"])
     assert late.startswith("hf_zero: rank 1 was late")
-    assert waiting.startswith("hf_zero: the all-gather parameters") and "failed for want of rank 1" in waiting
+    assert waiting.startswith("hf_zero: the agreement on the next layer") and "failed for want of rank 1" in waiting
 
 
 # ---- what a wait may be ended for ----
