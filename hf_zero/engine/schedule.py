@@ -45,8 +45,8 @@ _MOST_UNSURE = 64
 class AgreedOrder:
     """The order in which all ranks start gathers. See [Note: layers that some ranks skip].
 
-    A gather is a number: the unit's in a forward; the unit's behind all of these in a backward. The last numbers are the ends of a
-    forward that no backward follows, of one that a backward follows, and of a backward.
+    A gather is a number: the unit's in a forward; the unit's behind all of these in a backward. The last numbers are ends: of a
+    forward without a backward, of one with a backward, and of a backward.
 
     Args:
         names: of the units, in their order.
