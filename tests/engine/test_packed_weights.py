@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from cells import slow
-from packed_bases import EIGHT, FOUR, MODELS, NESTED, adapted, save_bases
+from packed_bases import EIGHT, FOUR, MODELS, NESTED, PLAIN, Coded, adapted, save_bases
 from resident import covered_spans, living_tensors, resident_in
 from shared_ranks import on_ranks, on_shared_ranks, run_on_ranks
 from torch import nn
@@ -203,25 +203,6 @@ def test_a_sharded_base_is_copied_and_loaded_whole(rank, world_size, bases):
 
 
 # ---- plain parameters of any dtype ----
-
-PLAIN = [
-    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint64, torch.bool),
-    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float64),
-]
-
-
-class Coded(nn.Module):
-    """A layer with a frozen parameter of `dtype`, whose odd size no shard ends at."""
-
-    def __init__(self, dtype: torch.dtype):
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-        values = torch.randint(1, 3, (7, 16)).to(torch.float32)
-        self.codes = nn.Parameter((values > 1.5 if dtype == torch.bool else values).to(dtype), requires_grad=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        factor = (self.codes.real if self.codes.is_complex() else self.codes).float().mean(0)
-        return torch.tanh(self.inner(hidden) * factor)
 
 
 def losses_of_coded(rank: int, dtype: torch.dtype, settings: dict) -> tuple[nn.Module, list[float]]:

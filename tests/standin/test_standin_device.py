@@ -14,6 +14,7 @@ import standin_device
 import torch
 import torch.distributed as dist
 from cells import short_of, slow
+from packed_bases import PLAIN, Coded
 from shared_ranks import on_ranks, run_on_ranks
 from standin_runs import EXACT, HOST, INEXACT, own_device, prepared, steps
 from torch import nn
@@ -534,6 +535,35 @@ def test_buffers_of_all_dtypes_become_rank_0s(rank, world_size, on_device, libra
             for name, buffer in model.named_buffers():
                 assert buffer.device == device and torch.equal(buffer.cpu(), expected[name]), (stage, name)
             assert all(now is was for now, was in zip(model.buffers(), held))
+
+
+# The stand-in takes no complex numbers apart.
+REAL = [dtype for dtype in PLAIN if not dtype.is_complex]
+
+
+@pytest.mark.parametrize("dtypes", [REAL[::6], slow(REAL)], ids=["some", "all"])
+@on_ranks(2)
+def test_frozen_parameters_of_any_dtype_are_gathered_as_they_are(rank, world_size, dtypes, library, tmp_path):
+    """NCCL sends few dtypes: the others travel as bytes."""
+    standin_device.register(library)
+    seen: list[list[int]] = []
+    with standin_device.process_group(rank, world_size, str(tmp_path)):
+        for dtype in dtypes:
+            torch.manual_seed(0)
+            model = Coded(dtype)
+            expected = in_bytes(model.codes)
+            model.inner.register_forward_pre_hook(lambda *_, model=model: seen.append(in_bytes(model.codes.cpu())))
+            optimizer = torch.optim.SGD(model.inner.parameters(), lr=0.1)
+            ZeroEngine(model.to(own_device()), [optimizer], {"stage": 3})
+            for _ in range(2):
+                model(torch.ones(2, 16, device=own_device())).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert seen[-2:] == [expected, expected]
+
+
+def in_bytes(values: torch.Tensor) -> list[int]:
+    return values.contiguous().view(-1).view(torch.uint8).tolist()
 
 
 # ---- ranks that run layers in different orders ----

@@ -1,4 +1,4 @@
-"""Bases that bitsandbytes has quantised, with adapters to train."""
+"""Bases that bitsandbytes has quantised, with adapters to train, and layers with frozen parameters of any dtype."""
 
 import logging
 from pathlib import Path
@@ -77,3 +77,23 @@ def trained_and_merged(rank: int, world_size: int, output_dir: str, **arguments:
     merged = trainer.model.merge_and_unload()
     merged.save_pretrained(f"{output_dir}/merged")
     return {**history(trainer), "merged": {name: value.float().tolist() for name, value in merged.state_dict().items()}}
+
+
+PLAIN = [
+    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint64, torch.bool),
+    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float64),
+]
+
+
+class Coded(nn.Module):
+    """A layer with a frozen parameter of `dtype`, whose odd size no shard ends at."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        values = torch.randint(1, 3, (7, 16)).to(torch.float32)
+        self.codes = nn.Parameter((values > 1.5 if dtype == torch.bool else values).to(dtype), requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        factor = (self.codes.real if self.codes.is_complex() else self.codes).float().mean(0)
+        return torch.tanh(self.inner(hidden) * factor)
