@@ -106,8 +106,7 @@ def _states_in(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _beside(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """Yields (holder, attribute, tensor) of scales and tables that are no parameters, each tensor once."""
-    seen = set()
+    """Yields (holder, attribute, tensor) of scales and tables that are no parameters; several holders may share one."""
     for module in model.modules():
         for parameter in module._parameters.values():
             state = _state_of(parameter)
@@ -115,14 +114,13 @@ def _beside(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
             places = [(holder, name) for holder in (state, inner) for name in (_SCALES, "code", "offset")]
             for holder, name in [*places, (parameter, "SCB"), (module.__dict__.get("state"), "SCB")]:
                 held = None if holder is None else holder.__dict__.get(name)
-                if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter) and id(held) not in seen:
-                    seen.add(id(held))
+                if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter):
                     yield holder, name, held
 
 
 def bytes_beside(model: nn.Module) -> int:
     """Counts bytes of scales and tables that lie beside packed weights, and are no parameters."""
-    return sum(held.nbytes for _, _, held in _beside(model))
+    return sum({id(held): held.nbytes for _, _, held in _beside(model)}.values())
 
 
 def shapes_beside(model: nn.Module) -> list[tuple[int, ...]]:
@@ -132,10 +130,13 @@ def shapes_beside(model: nn.Module) -> list[tuple[int, ...]]:
 
 def start_alike(model: nn.Module, device: torch.device, transport: Transport) -> None:
     """Moves these tensors to the device, and gives every rank those of rank 0. Collective."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for holder, name, held in list(_beside(model)):
-        values = held.to(device)
-        transport.broadcast(values, Label(kind="broadcast parameters", subject="the model"))
-        setattr(holder, name, values)
+        if id(held) not in moved:
+            # With the tensor of before, so that no other has its identity.
+            moved[id(held)] = held, held.to(device)
+            transport.broadcast(moved[id(held)][1], Label(kind="broadcast parameters", subject="the model"))
+        setattr(holder, name, moved[id(held)][1])
 
 
 # ---- Modules of bitsandbytes that keep the codes under a second name, or repack them ----

@@ -189,8 +189,11 @@ def test_adapters_on_a_packed_base_are_saved_resumed_merged_and_pushed(name, say
         )[0]
 
     ddp, stage_2, stage_3 = (outcome(door) for door in ("ddp", "flag 2", "flag 3"))
-    assert stage_3["losses"] == stage_2["losses"] == ddp["losses"]
+    assert stage_3["losses"] == stage_2["losses"] == ddp["losses"] == outcome("flag auto")["losses"]
     assert stage_3["merged"] == stage_2["merged"]
+    # Adapters gathered in float32, as autocast finds them under DDP.
+    in_bf16 = [outcome(door, bf16=True)["losses"] for door in ("ddp", "flag stage=3,param_dtype=float32")]
+    assert in_bf16[0] == in_bf16[1] != ddp["losses"]
     run = tmp_path / "flag 3 2 0"
     for world_size in (2, 3):
         ours, theirs = (outcome(door, world_size, resume=str(run / "checkpoint-4")) for door in ("flag 3", "flag 2"))
