@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from cells import slow
 from command_runs import hf_zero, refusals
 from training import bert, gpt2
 from transformers import GPT2Config
@@ -60,7 +61,7 @@ def test_adapters_leave_little_to_train(config):
 
 
 @pytest.mark.parametrize(
-    "says", [{"load_in_8bit": True}, {"load_in_4bit": True}, {"load_in_4bit": True, "double": True}]
+    "says", [slow({"load_in_8bit": True}), slow({"load_in_4bit": True}), {"load_in_4bit": True, "double": True}]
 )
 def test_a_base_that_its_config_calls_quantised_is_planned_as_the_loaded_one(says, tmp_path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes, of the extra `dev`, is not installed")

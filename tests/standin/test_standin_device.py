@@ -541,7 +541,7 @@ def test_buffers_of_all_dtypes_become_rank_0s(rank, world_size, on_device, libra
 REAL = [dtype for dtype in PLAIN if not dtype.is_complex]
 
 
-@pytest.mark.parametrize("dtypes", [REAL[::6], slow(REAL)], ids=["some", "all"])
+@pytest.mark.parametrize("dtypes", [[torch.int8, torch.int16, torch.bool], slow(REAL)], ids=["some", "all"])
 @on_ranks(2)
 def test_frozen_parameters_of_any_dtype_are_gathered_as_they_are(rank, world_size, dtypes, library, tmp_path):
     """NCCL sends few dtypes: the others travel as bytes."""
