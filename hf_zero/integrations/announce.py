@@ -514,12 +514,13 @@ class RecordedAccelerator(_AcceleratorBase):
 
 def begin_in_loop(accelerator: RecordedAccelerator, engine: ZeroEngine) -> None:
     """Starts the log of a script's own loop. Trainer's log begins once Trainer knows its first step."""
-    if not (accelerator.zero_config.report and engine.optimizers) or _trainer() is not None:
+    if not (accelerator.zero_config.report and engine.optimizers) or trainer_in_callers() is not None:
         return
     accelerator.begin_report(engine, accelerator.logging_dir or accelerator.project_dir)
 
 
-def _trainer() -> Any:
+def trainer_in_callers() -> Any:
+    """The Trainer that is training further up the stack, or None."""
     if "transformers.trainer" not in sys.modules:
         return None
     from transformers import Trainer

@@ -23,7 +23,7 @@ from ..engine.engine import ZeroEngine
 from ..guard import mix_in
 from ..hooks import WeakHook
 from .accelerator_parts import numbered_states
-from .environment import find_in_callers
+from .announce import trainer_in_callers
 
 if TYPE_CHECKING:
     # Mixed into data loaders: a type checker takes their methods for inherited.
@@ -288,21 +288,13 @@ class LoopStop(StopSignals):
 def follow_signals(accelerator: Any, engine: ZeroEngine) -> None:
     """Follows signals in a script's own loop, as `checkpoint.on_signal` says; in Trainer's, its `train()` has begun to."""
     stop = accelerator.zero_stop
-    if stop is None and accelerator.zero_config.checkpoint.on_signal != "none" and not _is_in_trainer():
+    if stop is None and accelerator.zero_config.checkpoint.on_signal != "none" and trainer_in_callers() is None:
         stop = accelerator.zero_stop = LoopStop(accelerator)
         stop.install()
     if isinstance(stop, LoopStop):
         stop.follow(engine)
     elif stop is not None:
         engine.stop_when(stop.asked)
-
-
-def _is_in_trainer() -> bool:
-    if "transformers.trainer" not in sys.modules:
-        return False
-    from transformers import Trainer
-
-    return find_in_callers(lambda candidate: isinstance(candidate, Trainer)) is not None
 
 
 # ---- Trainer: stops behind a step, behind a save, and in the midst of an evaluation ----
