@@ -149,8 +149,8 @@ class Transport(ABC):
         """Sums `flat` over the replicate group in place."""
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
-        """Copies rank 0's `tensor` to every rank, in place."""
+    def broadcast(self, tensor: torch.Tensor, label: Label, source: int | None = None) -> None:
+        """Copies rank 0's `tensor` to every rank, in place; with a `source`, that shard's to the ranks of the shard group."""
 
     @abstractmethod
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
@@ -238,7 +238,7 @@ class LocalTransport(Transport):
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
         return self._nothing(label)
 
-    def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
+    def broadcast(self, tensor: torch.Tensor, label: Label, source: int | None = None) -> None:
         """Does nothing: one rank already holds its own values."""
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:

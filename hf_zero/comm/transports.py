@@ -199,15 +199,14 @@ class CollectiveTransport(Transport):
             work = dist.all_reduce(flat, group=self._groups.replicate.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
-    def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
-        sent = tensor.nbytes if self._groups.rank == 0 else 0
+    def broadcast(self, tensor: torch.Tensor, label: Label, source: int | None = None) -> None:
+        group, first = (self._groups.world, 0) if source is None else (self._groups.shard, source)
+        sent = tensor.nbytes if group.index == first else 0
         entry = self.ledger.count(label, sent, sent if len(set(self._groups.nodes)) > 1 else 0)
         with self.ledger.waiting(label.kind), self.watch.inside(label):
             # Backends have few dtypes: NCCL no int16, gloo no bool.
             values = tensor.detach().contiguous()
-            dist.broadcast(
-                values.view(-1).view(torch.uint8), src=self._groups.world.ranks[0], group=self._groups.world.handle
-            )
+            dist.broadcast(values.view(-1).view(torch.uint8), src=group.ranks[first], group=group.handle)
         entry[ENDED] = time.monotonic()
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)

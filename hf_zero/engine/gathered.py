@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -150,6 +150,28 @@ def _unlike(slot: ParameterSlot) -> str:
     )
 
 
+Name = TypeVar("Name")
+
+_ONE = "broadcast a part of one parameter"
+
+
+def _whole(slot: ParameterSlot) -> torch.Tensor:
+    """Gathers one parameter's exact values, and no more than these, from the shards. Collective in the shard group."""
+    bucket = slot.bucket
+    values = torch.empty(slot.view.shape, dtype=bucket.precision.kept, device=bucket.device)
+    label = Label(kind=_ONE, subject=slot.name)
+    for rank in range(bucket.group.groups.shard_size):
+        common = slot.interval.intersect(bucket.layout.shard(rank))
+        if common is None:
+            continue
+        run = common.shift(-slot.interval.start)
+        part = values.view(-1)[run.start : run.stop]
+        if rank == bucket.group.groups.shard_rank:
+            part.copy_(bucket.memory.own_part(common.shift(-bucket.own_interval.start)))
+        bucket.group.transport.broadcast(part, label, rank)
+    return values
+
+
 class GatheredParameters:
     """Gathers units outside of forward and backward. Every method is collective.
 
@@ -198,22 +220,31 @@ class GatheredParameters:
         """Whether `gathered` has these parameters whole already."""
         return all(unit.holds for unit in self.units_of(parameters))
 
-    def copies(self, parameters: Iterable[nn.Parameter], purpose: str) -> Iterator[torch.Tensor]:
-        """A whole, exact copy of each parameter, a unit gathered at a time; those that are whole anyway as they are."""
-        parameters = list(parameters)
-        if not self.are_held(parameters):
+    def one_by_one(
+        self, named: Iterable[tuple[Name, nn.Parameter]], purpose: str
+    ) -> Iterator[tuple[Name, nn.Parameter]]:
+        """Yields parameters, each whole and exact until the next is asked for. Collective: all ranks go on to the end.
+
+        Each has memory of its own meanwhile: `p.data` that the caller keeps stays as it is, and nothing else stays with it.
+        """
+        named = list(named)
+        if not self.are_held(parameter for _, parameter in named):
             self._transport.barrier(purpose, self._timeout_s, IN_GATHERED)
-        copied: dict[nn.Parameter, torch.Tensor] = {}
-        for parameter in parameters:
-            unit = self._unit_of[parameter][0] if parameter in self._unit_of else None
-            if unit is None or unit.holds:
-                yield parameter
+            self._schedule.catch_up()
+        for name, parameter in named:
+            unit, slot = self._unit_of.get(parameter, (None, None))
+            if unit is None or slot is None or unit.holds:
+                yield name, parameter
                 continue
-            if parameter not in copied:
-                self._schedule.unshard([unit])
-                copied.update((slot.parameter, slot.parameter.detach().clone()) for slot in unit.slots)
-                self._schedule.release([unit])
-            yield copied.pop(parameter)
+            values = _whole(slot)
+            show_values(parameter)
+            parameter.data = values
+            # The caller alone decides how long there are two of them.
+            del values
+            try:
+                yield name, parameter
+            finally:
+                unit.set_data(slot)
 
     def slots_with(self, parameters: Iterable[nn.Parameter]) -> list[ParameterSlot]:
         """All slots of the units of these parameters."""

@@ -3,8 +3,8 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, SupportsIndex, cast
 
@@ -24,6 +24,17 @@ from .unit import Unit
 _SYNCED = "_is_fsdp_managed_module"
 """transformers' mark on modules whose forward is collective. Encoders that drop layers read it, too, and then run what they have
 drawn to drop: it is on a model that generates, for as long as that lasts, and on none of its parts."""
+
+# TRL pushes weights to vLLM by a walk over `named_parameters()`, on all ranks. Others walk, too: optimizers, weight decay groups,
+# peft, prints on one rank. These need the parameters as they are and must not wait for other ranks, and `p.data` alone does not
+# tell whether values are wanted. So only walks of modules whose every walk is a push are served: by the module's name, which is
+# all that is known of TRL here. Where a release has moved its walk, reading a value is the clear error that it is elsewhere.
+#
+# Other doors of TRL cost more. It asks accelerate's state for a DeepSpeed plugin, and would import deepspeed and wrap reference
+# models by that; for an FSDP plugin, and Trainer would then save as FSDP does. Its `gather_params` belongs to a class of its own,
+# which would have to be replaced for all models, and asks for a whole model at once where there are adapters.
+_PUSHING = frozenset({"trl.generation.vllm_generation", "trl.experimental.online_dpo.online_dpo_trainer"})
+"""Modules whose walks over `named_parameters()` read values, on all ranks."""
 
 
 class ShardedParameters(dict):
@@ -143,13 +154,18 @@ class ModuleMethods:
     `.half()` and the like raise unless they change nothing. `generate` goes on until all ranks have come to their last token.
     """
 
-    _MERGING = ("merge_and_unload", "merge_adapter", "unmerge_adapter")
-    """peft's, which edit the base's weights."""
+    _MERGING_LAYERS = (("merge_adapter", "merge"), ("unmerge_adapter", "unmerge"))
+    """peft's, which edit the base's weights layer by layer, and the layers' own."""
 
     _REPLACED = (
-        *_MERGING,
+        "merge_adapter",
+        "unmerge_adapter",
+        "merge",
+        "unmerge",
+        "merge_and_unload",
         "__deepcopy__",
         "parameters",
+        "named_parameters",
         "state_dict",
         "save_pretrained",
         "adapter_state_dict",
@@ -163,6 +179,8 @@ class ModuleMethods:
         self._guards = guards
         self._gathered = gathered
         self._modules = [module for module in model.modules() if any(m in guards for m in module.modules())]
+        # Of adapters that are being merged: what is gathered just now.
+        self._merging: ExitStack | None = None
         # What models from the Hub with a way of their own to generate have in the place of their class's.
         self._own_generate: dict[nn.Module, Callable[..., Any]] = {}
         for module in self._modules:
@@ -176,11 +194,16 @@ class ModuleMethods:
                 changed.save_pretrained = ReplacedMethod(self._save_pretrained, module)
             if hasattr(type(module), "adapter_state_dict"):
                 changed.adapter_state_dict = ReplacedMethod(self._adapter_state_dict, module)
-            for name in self._MERGING:
+            for name, of_layer in self._MERGING_LAYERS:
                 if hasattr(type(module), name):
-                    setattr(changed, name, ReplacedMethod(partial(self._merge, name), module))
+                    setattr(changed, name, ReplacedMethod(partial(self._merge_layers, name), module))
+                if hasattr(type(module), of_layer) and hasattr(type(module), "get_base_layer"):
+                    setattr(changed, of_layer, ReplacedMethod(partial(self._merge_layer, of_layer), module))
+            if hasattr(type(module), "merge_and_unload"):
+                changed.merge_and_unload = ReplacedMethod(self._merge_and_unload, module)
             changed.__deepcopy__ = ReplacedMethod(self._deepcopy, module)
             changed.parameters = ReplacedMethod(self._parameters_of, module)
+            changed.named_parameters = ReplacedMethod(self._named_parameters_of, module)
             changed._apply = ReplacedMethod(self._apply, module)
             changed.zero_grad = ReplacedMethod(self._zero_grad, module)
             if module in guards:
@@ -213,17 +236,39 @@ class ModuleMethods:
         finally:
             module.__dict__.pop(_SYNCED, None)
 
-    def _merge(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _merge_and_unload(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        packed = PackedPlaces(module)
+        with self._to_edit(module.parameters()):
+            merged = cast(Any, type(module)).merge_and_unload(module, *args, **kwargs)
+            packed.take_back()
+        return merged
+
+    def _merge_layers(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         stock = partial(getattr(type(module), name), module, *args, **kwargs)
-        parameters = list(module.parameters())
+        try:
+            with ExitStack() as self._merging:
+                return stock()
+        finally:
+            self._merging = None
+
+    def _merge_layer(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._merging is None:
+            return getattr(type(module), name)(module, *args, **kwargs)
+        if not self._gathered.are_held(module.parameters()):
+            # The unit before it goes first. One stays for all of its layers, which then hold it.
+            self._merging.close()
+            self._merging.enter_context(self._to_edit(module.parameters()))
+        packed = PackedPlaces(module)
+        merged = getattr(type(module), name)(module, *args, **kwargs)
+        packed.take_back()
+        return merged
+
+    def _to_edit(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        parameters = list(parameters)
         engine = next(filter(None, map(engine_attached_to, parameters)), None)
         if engine is None or self._gathered.are_held(parameters):
-            return stock()
-        with engine.gathered(parameters, writeback=True):
-            packed = PackedPlaces(module)
-            merged = stock()
-            packed.take_back()
-            return merged
+            return nullcontext()
+        return engine.gathered(parameters, writeback=True)
 
     def _deepcopy(self, module: nn.Module, memo: dict) -> nn.Module:
         """An ordinary module with whole parameters, which no engine has. Collective, unless they are gathered already."""
@@ -245,7 +290,15 @@ class ModuleMethods:
         # `ReplacedMethod.__call__` lies between.
         if sys._getframe(2).f_code is not AveragedModel.update_parameters.__code__:
             return stock
-        return self._gathered.copies(stock, "update_parameters() of an AveragedModel")
+        whole = self._gathered.one_by_one(enumerate(stock), "update_parameters() of an AveragedModel")
+        return (parameter for _, parameter in whole)
+
+    def _named_parameters_of(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        stock = type(module).named_parameters(module, *args, **kwargs)
+        walker = sys._getframe(2).f_globals.get("__name__")
+        return self._gathered.one_by_one(stock, f"a push of weights by {walker}") if walker in _PUSHING else stock
 
     def _zero_grad(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         # Training loops call it at each step.

@@ -415,8 +415,8 @@ class Unsharding:
         """Makes units whole and exact, all gathers at once."""
         units = list(units)
         if not all(unit.holds for unit in units):
-            # Behind what ranks have gathered ahead, or have still to take part in. One rank alone may read what all hold.
-            self._order.reach(self._order.forward_end)
+            # One rank alone may read what all hold.
+            self.catch_up()
         for unit in units:
             if not unit.is_sharded and unit.gather is not self._wire.exact:
                 # Last: everything that can run beside the wait has been started.
@@ -426,6 +426,10 @@ class Unsharding:
         for unit in units:
             self._finish(unit)
             unit.leave_to_script()
+
+    def catch_up(self) -> None:
+        """Takes part in gathers that other ranks have started ahead or still need, before collectives outside of a pass."""
+        self._order.reach(self._order.forward_end)
 
     def reshard_all(self) -> None:
         """Drops all gathered parameters, which a step is about to make stale."""

@@ -1,12 +1,16 @@
 """What scripts do with a prepared model besides training it: values are whole, or the read is refused with the way out."""
 
 import copy
+import ctypes
+import gc
 import io
 import pickle
+import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -18,11 +22,12 @@ from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainer_job import as_launched, make_trainer
-from training import VOCABULARY, Answer, bert, gpt2, gpt2_batch
-from transformers import TrainerCallback
+from training import LENGTH, VOCABULARY, Answer, bert, gpt2, gpt2_batch
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import hf_zero
 from hf_zero.buckets.sharded import ShardedParametersError, are_hidden
+from hf_zero.comm.arrivals import CommunicationError
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)
@@ -388,6 +393,124 @@ def test_merging_an_adapter_at_stage_3_gives_ddps_model(make, tmp_path):
     saved = [load_file(tmp_path / way / "model.safetensors") for way in ("close", "gathered", "as it is")]
     assert_equal(saved[2], saved[0])
     assert_equal(saved[1], saved[0])
+
+
+# ---- weights pushed to an engine that generates ----
+
+
+def _pushed(model: nn.Module):
+    for name, parameter in model.named_parameters():
+        yield name, parameter.data
+
+
+pushed = FunctionType(_pushed.__code__, {"__name__": "trl.generation.vllm_generation"})
+"""As TRL walks over a model, on all ranks."""
+
+
+def adapted_push(model: nn.Module):
+    model.merge_adapter()
+    yield from pushed(model)
+    model.unmerge_adapter()
+
+
+def pushing_each_step(run: Run) -> None:
+    for _ in range(3):
+        run.step()
+        if hasattr(run.model, "merge_adapter"):
+            for name, values in adapted_push(run.model):
+                run.seen += [name, values.clone()]
+        # All of them kept, as a client keeps those that it packs into one message.
+        for name, values in list(pushed(run.model)):
+            run.seen += [name, values.clone()]
+    with hf_zero.gathered(run.model) if run.engine else nullcontext():
+        run.seen += [values.clone() for _, values in pushed(run.model)]
+
+
+@pytest.mark.parametrize("make", [gpt2, adapted])
+def test_weights_that_all_ranks_push_are_ddps(make):
+    offloaded = {**SHARDED, "offload": {"params": "cpu", "optimizer": "cpu"}}
+    variants = [SHARDED, {**KEPT, "persist_below_numel": 200}, offloaded]
+    shared_ranks.run(same_as_ddp, script=pushing_each_step, variants=variants, make=make)
+
+
+@on_ranks(2)
+def test_pushed_weights_are_the_saved_ones_whatever_forwards_compute_with(rank, world_size):
+    for settings in ({"gather_dtype": "bfloat16"}, {"comm": {"weights": "int8"}}):
+        run = Run(rank, gpt2, {**SHARDED, **settings})
+        run.step()
+        found = {name: values.clone() for name, values in pushed(run.model)}
+        saved = run.model.state_dict()
+        assert_equal(found, {name: saved[name] for name in found})
+
+
+@on_ranks(2)
+def test_a_push_waits_for_a_slow_rank_and_ends_where_a_rank_pushes_alone(rank, world_size):
+    run = Run(rank, gpt2, {**SHARDED, "comm": {"late_s": 3}})
+    run.step()
+    expected = run.state()
+    for number, (name, values) in enumerate(pushed(run.model)):
+        if rank == 0 and number < 3:
+            time.sleep(1)
+        assert torch.equal(values, expected[name]), name
+    # A walk that is left on all ranks.
+    next(pushed(run.model))
+    assert all(are_hidden(parameter) for parameter in run.model.parameters())
+    run.step()
+    if rank == 0:
+        # Other walks give the same parameters to one rank alone, and no values.
+        named = dict(run.model.named_parameters())
+        assert list(named.values()) == list(run.model.parameters())
+        with pytest.raises(ShardedParametersError, match=r"needs the values of 'transformer\.wte\.weight'"):
+            next(_pushed(run.model))[1].sum()
+        with pytest.raises(CommunicationError, match=r"a push of weights by trl\.generation\.vllm_generation"):
+            next(pushed(run.model))
+
+
+def wide(adapts: bool) -> nn.Module:
+    sizes = {"n_embd": 384, "n_layer": 3, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": LENGTH}
+    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    config = LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False)
+    return get_peft_model(model, config) if adapts else model
+
+
+M_MMAP_THRESHOLD = -3
+
+
+def pushing_peak(adapts: bool) -> dict[str, int]:
+    """Bytes that the process takes for a push, at most, and those of the largest unit."""
+    found = {}
+    for stage in (2, 3):
+        model = wide(adapts)
+        engine = ZeroEngine(model, [torch.optim.SGD(model.parameters())], {"stage": stage})
+        push = adapted_push if adapts else pushed
+        # The first walk makes what stays.
+        for _ in range(2):
+            gc.collect()
+            before = status_bytes("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")
+            for _, values in push(model):
+                values.sum()
+        found[f"stage {stage}"] = status_bytes("VmHWM") - before
+        found["unit"] = max(
+            (sum(bucket.flat.nbytes for bucket in unit.buckets) for unit in engine.sharded.schedule.units), default=0
+        )
+        del model, engine
+    return found
+
+
+def status_bytes(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+
+@on_ranks(2)
+def test_a_push_takes_the_memory_of_one_unit(rank, world_size):
+    # Tensors that are freed leave the process at once: malloc would keep them, and hide new ones.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**15)
+    for adapts in (False, True):
+        found = pushing_peak(adapts)
+        # peft's own products lie beside the unit, at every stage.
+        assert found["stage 3"] - found["stage 2"] <= 1.1 * found["unit"], (adapts, found)
 
 
 # ---- edits and averages behind each step ----
