@@ -62,9 +62,9 @@ LAST = {
     "classes of a layer's forward, stage 3": 26,
     "files of a save by Trainer": 45,
     "files of a resume by Trainer": 81,
-    "core: lines": 33_759,
-    "core: files": 118,
-    "extras: lines": 13_017,
+    "core: lines": 35_039,
+    "core: files": 120,
+    "extras: lines": 13_125,
     "extras: files": 42,
     "levels of folders": 2,
     "interfaces (ABC, Protocol)": 10,
@@ -72,8 +72,8 @@ LAST = {
     "private names of others": 89,
     "scripts: lines": 8095,
     "scripts: files": 35,
-    "tests: lines": 41_748,
-    "tests: files": 146,
+    "tests: lines": 43_939,
+    "tests: files": 153,
 }
 """What each row was when it was counted last. Lower a number when a row has fallen; raise one only with a reason."""
 
