@@ -222,6 +222,9 @@ class ZeroTrainerMixin(_TrainerBase):
     def _init_training_state(self, *args, **kwargs):
         epochs, batches = super()._init_training_state(*args, **kwargs)
         self._owes_evaluation = evaluation_is_owed(self)
+        if self.state.global_step >= self.state.max_steps:
+            # Saved behind the last step. Trainer would take one more, since it looks for the end behind each step only.
+            return self.state.num_train_epochs, 0
         return (
             (epochs, batches) if self._rows_of_a_step is None else self._rows_of_a_step.skipped_batches(epochs, batches)
         )

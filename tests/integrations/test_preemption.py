@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from launching import SUPPORT
-from preemption import DOORS, Trial, drawn, prepare_forks, run_trial
+from preemption import DOORS, STEPS, Trial, drawn, prepare_forks, run_trial
 from shared_ranks import on_shared_ranks, run_on_ranks
 from split_runs import LENGTH, SplitJob, load, save_models
 from torch.utils.data import DataLoader
@@ -52,6 +52,13 @@ def test_a_run_that_a_signal_ends_goes_on_bit_for_bit(door, tmp_path):
     name = signal.Signals(SHORT[door].number).name
     assert f"hf_zero: {name}: all ranks have saved step" in outcome.said
     assert outcome.said.count("all ranks have saved") == 1 and "after the signal" in outcome.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["backward", "step"])
+def test_a_run_that_is_ended_behind_its_last_step_takes_no_step_more(phase, tmp_path):
+    last = Trial(door="trainer", stage=1, world_size=2, phase=phase, step=STEPS - 1, struck=(0,), by_epoch=True)
+    assert run_trial(last, tmp_path / "run").fault_found is None
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import connection, get_context
 from pathlib import Path
 
 import ranks
@@ -45,6 +45,9 @@ STEPS, EVERY_SAVE, EVERY_EVALUATION = 9, 4, 3
 PHASES = (*(state.name.lower() for state in TrainingState), "save")
 DOORS = ("trainer", "accelerate")
 PATIENCE_S = 150.0
+
+_STARTS = threading.Lock()
+"""A process that starts reads the exit status of all others, which can be read once: not while another thread does so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,14 +280,19 @@ def start(trial: Trial, folder: Path) -> tuple[list[int | None], float]:
         for rank in range(trial.world_size)
     ]
     deadline_s = time.monotonic() + PATIENCE_S
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(max(0.0, deadline_s - time.monotonic()))
-    ended, codes = time.time(), [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
+    with _STARTS:
+        for process in processes:
+            process.start()
+    left = [process.sentinel for process in processes]
+    while left and time.monotonic() < deadline_s:
+        for sentinel in connection.wait(left, timeout=max(0.0, deadline_s - time.monotonic())):
+            left.remove(sentinel)
+    ended = time.time()
+    with _STARTS:
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
     return codes, ended
 
 
