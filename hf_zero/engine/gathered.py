@@ -152,14 +152,12 @@ def _unlike(slot: ParameterSlot) -> str:
 
 Name = TypeVar("Name")
 
-_ONE = "broadcast a part of one parameter"
 
-
-def _whole(slot: ParameterSlot) -> torch.Tensor:
+def _gather_one(slot: ParameterSlot) -> torch.Tensor:
     """Gathers one parameter's exact values, and no more than these, from the shards. Collective in the shard group."""
     bucket = slot.bucket
     values = torch.empty(slot.view.shape, dtype=bucket.precision.kept, device=bucket.device)
-    label = Label(kind=_ONE, subject=slot.name)
+    label = Label(kind="broadcast a part of one parameter", subject=slot.name)
     for rank in range(bucket.group.groups.shard_size):
         common = slot.interval.intersect(bucket.layout.shard(rank))
         if common is None:
@@ -236,7 +234,7 @@ class GatheredParameters:
             if unit is None or slot is None or unit.holds:
                 yield name, parameter
                 continue
-            values = _whole(slot)
+            values = _gather_one(slot)
             show_values(parameter)
             parameter.data = values
             # The caller alone decides how long there are two of them.

@@ -44,14 +44,13 @@ class Engine:
         self.pushes.append(self._came.hexdigest())
         self._came, self._count = hashlib.sha256(), 0
 
-    def complete(self, prompt: list[int], count: int, most: int) -> list[list[int]]:
-        """Completions that depend on the weights alone."""
+    def complete(self, prompt: list[int], first: int, count: int, most: int) -> list[list[int]]:
+        """Completions that depend on the weights, and on which of all they are, alone."""
         ids = torch.tensor([prompt] * count)
         for _ in range(most):
             with torch.no_grad():
                 order = self._model(input_ids=ids).logits[:, -1, 3:].argsort(descending=True)
-            # Another token for each completion of a prompt.
-            chosen = torch.stack([row[number % 7] for number, row in enumerate(order)]) + 3
+            chosen = torch.stack([row[number % 7] for number, row in enumerate(order, first)]) + 3
             ids = torch.cat([ids, chosen[:, None]], 1)
         return ids[:, len(prompt) :].tolist()
 
@@ -84,7 +83,9 @@ class Client(Engine):
         self.end_push()
 
     def generate(self, prompts: list[list[int]], n: int, max_tokens: int, **_: Any) -> dict[str, Any]:
-        completions = [ids for prompt in prompts for ids in self.complete(prompt, n, max_tokens)]
+        completions = [
+            ids for number, prompt in enumerate(prompts) for ids in self.complete(prompt, number * n, n, max_tokens)
+        ]
         logprobs = [[[0.0] for _ in ids] for ids in completions]
         return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
 
@@ -106,13 +107,15 @@ class Colocated(Engine):
 
     def generate(self, prompts: list[Any], sampling_params: SimpleNamespace, use_tqdm: bool) -> list[SimpleNamespace]:
         found = []
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
             outputs = [
                 SimpleNamespace(
                     token_ids=each, logprobs=[{token: SimpleNamespace(rank=1, logprob=0.0)} for token in each]
                 )
-                for each in self.complete(ids, sampling_params.n, sampling_params.max_tokens)
+                for each in self.complete(
+                    ids, number * sampling_params.n, sampling_params.n, sampling_params.max_tokens
+                )
             ]
             found.append(SimpleNamespace(prompt_token_ids=ids, outputs=outputs))
         return found
