@@ -154,7 +154,6 @@ def script(
         report_to=[],
         disable_tqdm=True,
         save_strategy="no",
-        gradient_checkpointing=False,
         **settings,
     )
     drawn = torch.randint(3, VOCABULARY, (64, PROMPT), generator=torch.Generator().manual_seed(3)).tolist()

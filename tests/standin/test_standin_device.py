@@ -41,7 +41,7 @@ SAVED = ["stage 1", "early steps in files", "parameters in cpu, state in none"]
 
 
 def train(settings: dict | None, *, scaled: bool = False) -> list[torch.Tensor]:
-    """Losses of three steps on the device and the weights behind them, in host memory.
+    """Losses of three steps on the device, and the weights behind them as they are pushed and gathered, in host memory.
 
     A scale of 256 changes no digit.
     """
@@ -49,6 +49,9 @@ def train(settings: dict | None, *, scaled: bool = False) -> list[torch.Tensor]:
     losses = steps(
         model, optimizer, engine, GradScaler(standin_device.NAME, init_scale=2.0**8, enabled=scaled), range(3)
     )
+    named = model.named_parameters()
+    walk = named if engine is None else engine.sharded.gathered.one_by_one(named, "a push of weights")
+    losses += [parameter.detach().cpu() for _, parameter in walk]
     with nullcontext() if engine is None else engine.gathered():
         return losses + [parameter.detach().cpu() for parameter in model.parameters()]
 
