@@ -223,7 +223,7 @@ class GatheredParameters:
     ) -> Iterator[tuple[Name, nn.Parameter]]:
         """Yields parameters, each whole and exact until the next is asked for. Collective: all ranks go on to the end.
 
-        Each has memory of its own meanwhile: `p.data` that the caller keeps stays as it is, and nothing else stays with it.
+        Each has memory of its own meanwhile: a `p.data` that the caller keeps stays valid, and keeps no other parameter's memory.
         """
         named = list(named)
         if not self.are_held(parameter for _, parameter in named):

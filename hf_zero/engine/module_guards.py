@@ -26,13 +26,13 @@ _SYNCED = "_is_fsdp_managed_module"
 drawn to drop: it is on a model that generates, for as long as that lasts, and on none of its parts."""
 
 # TRL pushes weights to vLLM by a walk over `named_parameters()`, on all ranks. Others walk, too: optimizers, weight decay groups,
-# peft, prints on one rank. These need the parameters as they are and must not wait for other ranks, and `p.data` alone does not
-# tell whether values are wanted. So only walks of modules whose every walk is a push are served: by the module's name, which is
-# all that is known of TRL here. Where a release has moved its walk, reading a value is the clear error that it is elsewhere.
+# peft, prints on one rank. These need the parameters alone and must not wait for other ranks, and `p.data` does not tell whether
+# values are wanted. So values are given to modules of TRL whose every walk is a push, by the modules' names: the engine knows no
+# other name of TRL, private or public. Where a release has moved the walk, reading a value raises as everywhere else.
 #
-# Other doors of TRL cost more. It asks accelerate's state for a DeepSpeed plugin, and would import deepspeed and wrap reference
-# models by that; for an FSDP plugin, and Trainer would then save as FSDP does. Its `gather_params` belongs to a class of its own,
-# which would have to be replaced for all models, and asks for a whole model at once where there are adapters.
+# Other doors of TRL cost more. A DeepSpeed plugin in accelerate's state has TRL import deepspeed, also for reference models.
+# An FSDP plugin there has Trainer save as FSDP does. `DistributedBackend.gather_params` would have to be replaced in TRL's
+# class, for all models, and asks for all parameters at once where there are adapters.
 _PUSHING = frozenset({"trl.generation.vllm_generation", "trl.experimental.online_dpo.online_dpo_trainer"})
 """Modules whose walks over `named_parameters()` read values, on all ranks."""
 
