@@ -373,16 +373,12 @@ class Unsharding:
             builds_graph: this backward is itself differentiated (create_graph). The nodes of the second backward read the
                 parameters and nothing announces those, so all stays whole until a backward without it has ended.
         """
-        is_first = not self._is_backward_open
-        if is_first:
+        if not self._is_backward_open:
             self._is_backward_open = True
             self._builds_graph = False
             self._at = None
         self._builds_graph |= builds_graph
         self._keeps_all |= builds_graph
-        if unit is self._root and not (is_first or unit.is_sharded):
-            # Of an output that is made early, such as an image's features, which only some ranks may have.
-            return
         self._use(unit, backward=True)
 
     def end_gathers(self) -> None:
