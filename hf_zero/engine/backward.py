@@ -428,7 +428,7 @@ class Gradients:
     def _start_agreement(self) -> Callable[[], torch.Tensor]:
         """Tells the other ranks the parameters that this one used, its buckets with late gradients, and its wish to stop."""
         late = [bucket in self._late for bucket in self._buckets]
-        local = bytearray([*(slot.used for slot in self._slots), *late, self.stop_asked()])
+        local = bytearray([*[slot.used for slot in self._slots], *late, self.stop_asked()])
         return self._transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
 
     def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
