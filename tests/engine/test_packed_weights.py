@@ -70,21 +70,27 @@ STAGES = [
 ]
 
 
-def losses_are_ddps(
+def unlike_ddp(
     rank: int, world_size: int, bases: str, cells: list[tuple[str, dict]], variants: list[dict]
-) -> None:
+) -> list[tuple[str, dict, dict]]:
+    """The base, its quantisation and the settings of each run whose losses or state are not DDP's."""
+    unlike = []
     for name, says in cells:
         model, expected = run(rank, bases, name, says, None)
         state = {key: value.clone() for key, value in model.state_dict().items()}
         for settings in variants:
             model, losses = run(rank, bases, name, says, settings)
             if world_size > 2 and settings == {"stage": 2}:
-                # Three numbers are added in another order.
-                assert losses == pytest.approx(expected, rel=1e-4)
+                # Three numbers are added in another order: close to DDP's, and the same for all that follow.
+                if losses != pytest.approx(expected, rel=1e-4):
+                    unlike.append((name, says, settings))
                 expected, state = losses, {key: value.clone() for key, value in model.state_dict().items()}
-            assert losses == expected, (name, says, settings)
             # Everything that DDP's model has, under the same names: the scales, too.
-            assert_same_state(model, state)
+            found = model.state_dict()
+            is_same = found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)
+            if losses != expected or not is_same:
+                unlike.append((name, says, settings))
+    return unlike
 
 
 CELLS = [(name, says) for name in ("llama", "bert") for says in (FOUR, NESTED, IN_BFLOAT16, EIGHT)]
@@ -97,14 +103,15 @@ CELLS = [(name, says) for name in ("llama", "bert") for says in (FOUR, NESTED, I
 )
 @on_shared_ranks
 def test_losses_and_state_are_ddps_bit_for_bit(rank, world_size, cells, variants, bases):
-    losses_are_ddps(rank, world_size, bases, cells, variants)
+    assert cells and variants
+    assert unlike_ddp(rank, world_size, bases, cells, variants) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_losses_are_ddps_on_other_numbers_of_ranks(world_size, bases):
     arguments = {"bases": bases, "cells": CELLS, "variants": STAGES}
-    run_on_ranks(losses_are_ddps, world_size=world_size, **arguments)
+    assert run_on_ranks(unlike_ddp, world_size=world_size, **arguments) == [[]] * world_size
 
 
 # ---- what a rank holds ----

@@ -15,7 +15,7 @@ from cells import slow
 from hypothesis import strategies as st
 from ranks import run_ranks
 from shared_ranks import on_ranks, shared_ranks
-from stage3_runs import FAR_AHEAD, KEPT, NOT_AHEAD, SHARDED, WIDTH, Block, Run, assert_same
+from stage3_runs import FAR_AHEAD, KEPT, NOT_AHEAD, SHARDED, WIDTH, Block, Run, assert_same, same_as_ddp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Answer, gpt2_batch
@@ -421,18 +421,13 @@ REAL = {
 }
 
 
-def real_model_trains(rank: int, world_size: int, name: str) -> None:
-    make, make_batch = REAL[name]
-    for settings in (None, {**SHARDED, **EACH}):
-        run = Run(rank, make, settings, make_batch=make_batch, find_unused=True)
-        for _ in range(8):
-            run.step()
-        if settings is None:
-            reference = run
-        else:
-            assert_same(run, reference, name)
+def eight_steps(run: Run) -> None:
+    for _ in range(8):
+        run.step()
 
 
 @pytest.mark.parametrize("name", ["llava", slow("bart"), slow("wav2vec2"), slow("mixtral")])
 def test_models_of_transformers_whose_ranks_run_other_layers_train_as_under_ddp(name):
-    shared_ranks.run(real_model_trains, name=name)
+    make, make_batch = REAL[name]
+    arguments = {"make": make, "make_batch": make_batch, "find_unused": True}
+    shared_ranks.run(same_as_ddp, script=eight_steps, variants=VARIANTS[:1], **arguments)

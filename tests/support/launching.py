@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import connection, get_context
 from pathlib import Path
 
@@ -154,8 +155,15 @@ def _run_script(script: Path, words: list[str], environment: dict[str, str], fol
     sys.argv = [str(script), *words]
     sys.path.insert(0, str(Path(script).resolve().parent))
     torch.set_num_threads(1)
-    try:
+    with ending_as_a_script():
         runpy.run_path(str(script), run_name="__main__")
+
+
+@contextmanager
+def ending_as_a_script() -> Iterator[None]:
+    """Ends a forked process as Python ends a script: by the hook for errors, a status and the functions at exit."""
+    try:
+        yield
     except SystemExit:
         raise
     except BaseException:

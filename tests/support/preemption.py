@@ -9,7 +9,6 @@ runs that are not the uninterrupted one bit for bit, and seconds from the signal
 """
 
 import argparse
-import atexit
 import contextlib
 import json
 import os
@@ -30,7 +29,7 @@ from pathlib import Path
 import ranks
 import torch
 from accelerate_job import Texts, TextsModel
-from launching import SUPPORT, port_to_meet_on
+from launching import SUPPORT, ending_as_a_script, port_to_meet_on
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
@@ -205,7 +204,7 @@ def with_accelerate(trial: Trial, folder: Path) -> dict:
     state = last_good_state(accelerator, states)
     if state is not None:
         accelerator.load_state(state)
-        scheduler.load_state_dict(torch.load(Path(state, "own schedule")))
+        scheduler.load_state_dict(torch.load(Path(state, "own schedule"), weights_only=True))
         step = int(state.rpartition("_")[2])
     accelerator.register_save_state_pre_hook(
         lambda _models, _weights, to: torch.save(scheduler.state_dict(), Path(to, "own schedule"))
@@ -256,19 +255,11 @@ def main_of_rank(rank: int, trial: Trial, folder: str, port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    try:
+    with ending_as_a_script():
         if rank in trial.struck:
             Strike(trial, path).install()
         outcome = JOBS[trial.door](trial, path)
         (path / f"outcome {rank}").write_text(json.dumps(outcome))
-    except SystemExit:
-        raise
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        raise SystemExit(1) from None
-    finally:
-        # A process of multiprocessing's leaves them out.
-        atexit._run_exitfuncs()
 
 
 def start(trial: Trial, folder: Path) -> tuple[list[int | None], float]:
