@@ -125,6 +125,8 @@ def measure(
     way: str, *, model_name: str, dtype: str, steps: int, threads: int | None, nvme_path: str
 ) -> dict[str, Any]:
     """Figures of one way in this process: a list of times a step, the rest as it is after the last."""
+    # A way's code is loaded before the count begins: a peak is of tensors alone.
+    import_module(WAYS[way].package or "hf_zero.engine.engine")
     before_bytes = held_before()
     if threads is not None:
         torch.set_num_threads(threads)
