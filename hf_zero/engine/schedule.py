@@ -118,7 +118,9 @@ class AgreedOrder:
         strayed, is_backward = None, self._units <= number < self._first_end or number == self.backward_end
         while True:
             following = self._next.get(self._last)
-            if is_backward and (self.is_apart or strayed is not None or self._last == self.forward_end_with_graph):
+            # Of a gather that all expect, and that this rank needs next, no rank waits in vain.
+            as_expected = following == number and strayed is None and self._last < self._first_end
+            if is_backward and (self.is_apart or not as_expected):
                 told, self._told = self._told, len(self._since_end)
                 self._before_wait(each - self._units for each in self._since_end[told:] if each >= self._units)
             if following is None:
@@ -325,8 +327,9 @@ class Unsharding:
         if unit in self._running:
             # An exception in a forward leaves out the units inside it.
             del self._running[self._running.index(unit) :]
-        if unit is self._root and outputs is not None:
+        if unit is self._root and outputs is not None and not all(each.holds for each in self.units):
             # Not behind an exception, which other ranks may not have: they would wait for this rank's gathers all the same.
+            # Nor inside `unsharded`, where a rank may run the model alone.
             order = self._order
             order.reach(order.forward_end_with_graph if self._backward_follows else order.forward_end)
         if not self.reshards_after_forward:

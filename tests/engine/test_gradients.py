@@ -758,6 +758,7 @@ def test_it_has_so_beside_ranks_that_use_less_and_layers_that_are_frozen():
         for stage in (0, 1, 2, 3)
         for frozen in (True, False)
     ]
+    loops += [Loop(settings={"stage": 3, "prefetch_units": 0}, accumulation=2, sleeping=(0,))]
     errors = run_on_ranks(with_and_without, loops=loops)[0]
     assert max(errors) <= 1e-6, errors
 

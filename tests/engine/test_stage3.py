@@ -502,6 +502,8 @@ def looking_and_editing_inside_unsharded(run: Run) -> None:
     with hf_zero.unsharded(run.model):
         if torch.distributed.get_rank() == 0:
             run.seen += list(run.state().values())
+            # Whole, the model runs on one rank alone.
+            run.evaluate()
         with hf_zero.gathered(weight, writeback=True), torch.no_grad():
             weight.mul_(0.5)
         run.seen.append(run.evaluate())
