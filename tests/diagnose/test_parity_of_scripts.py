@@ -10,7 +10,7 @@ import pytest
 from command_runs import hf_zero
 from launching import ROOT, SECONDS, own_environment, own_port, run_forked
 
-from hf_zero.cli import app
+from hf_zero.diagnose import recorded as recordings
 from hf_zero.diagnose.parity_report import ParityError, ParityReport, Recording, compare
 
 HERE = Path(__file__).parent
@@ -80,7 +80,7 @@ def test_the_command_ends_with_1_where_a_run_differs(tmp_path, monkeypatch):
         recorded(tmp_path / f"{zero}", zero, "plain_loop.py", tmp_path / "losses.json")
         for zero in (None, "stage=2,comm.gradients=int8")
     )
-    monkeypatch.setattr(app, "parity_of_script", lambda *_, tolerance, **__: compare(stock, inexact, tolerance))
+    monkeypatch.setattr(recordings, "parity_of_script", lambda *_, tolerance, **__: compare(stock, inexact, tolerance))
     bad = hf_zero("parity", "--json", "--tolerance", "0", "script.py")
     assert bad.exit_code == 1, bad.output
     assert json.loads(bad.stdout)["first"]["kind"] == "gradient"

@@ -39,7 +39,7 @@ NOT_RELIED_ON = re.compile(r"engine/unit\.py:\d+ (begin|refuse|refuse_unseen_edi
 # Pairs of places that may come in any order. A step on copies that has been begun early reads a gradient while clip scales it:
 # the gradient's version has changed, and the copies are forgotten (`Early.take`). A step that ends late copies the master while
 # a script's edit is taken into it: the master's version has changed, and the step is forgotten.
-HARMLESS = (("step_on", "clip.py"), ("begin_aside", "follow_values"))
+HARMLESS = (("step_on", "scale_gradients"), ("begin_aside", "follow_values"))
 
 
 class Clock(dict[str, int]):

@@ -24,6 +24,9 @@ from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, seal_state, write_state
 
+USUAL_UNIT_BYTES = dict(SMALLEST_UNIT_BYTES)
+"""Of the package, for tests that hold a user's run to numbers."""
+
 # Each layer is a unit, however small: the models here would be one unit each. Tests of `unit_bytes` set it.
 SMALLEST_UNIT_BYTES.update(cpu=0, accelerator=0)
 
