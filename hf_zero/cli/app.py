@@ -86,7 +86,7 @@ def parity(
     seed: Annotated[int, typer.Option(help="Of the random numbers of a script that does not seed.")] = 0,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
     num_processes: Annotated[
-        int | None, typer.Option(help="Ranks; one for each GPU by default, or one on a CPU.")
+        int | None, typer.Option(help="Ranks; one for each GPU by default, or two on a CPU.")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, whatever GPUs there are.")] = False,
     mixed_precision: Annotated[str | None, typer.Option(help="no, fp16 or bf16.")] = None,
@@ -322,7 +322,7 @@ def run(
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
     num_processes: Annotated[
-        int | None, typer.Option(help="Ranks; one for each GPU by default, or one on a CPU.")
+        int | None, typer.Option(help="Ranks; one for each GPU by default, or two on a CPU.")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, whatever GPUs there are.")] = False,
     mixed_precision: Annotated[str | None, typer.Option(help="no, fp16 or bf16.")] = None,

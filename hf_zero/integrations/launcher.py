@@ -85,6 +85,10 @@ def _refuse_missing(script: str) -> None:
 # ---- The `accelerate launch` command that starts the ranks of an unmodified script on this machine ----
 
 
+RANKS_ON_A_CPU = 2
+"""Where nobody says how many: the fewest ranks that shard anything."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """A process to start.
@@ -112,7 +116,7 @@ def launch_of(
 
     Args:
         words: what follows `-m hf_zero.run`: `--zero 2 script.py --its-own arguments`.
-        processes: how many ranks; by default one for each GPU, or one on a CPU.
+        processes: how many ranks; by default one for each GPU, or two on a CPU.
         cpu: do without the GPUs that there are.
         mixed_precision: `no`, `fp16` or `bf16`; by default what accelerate's own config file says.
         port: where the ranks meet; by default accelerate's.
@@ -124,7 +128,7 @@ def launch_of(
     script_call(words)
     # A driver that is too old for this torch still counts its GPUs.
     gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
-    ranks = processes if processes is not None else max(gpus, 1)
+    ranks = processes if processes is not None else gpus or RANKS_ON_A_CPU
     allowed = (
         f"1 to {gpus}, as this machine has {gpus} GPUs, or any number with --cpu" if gpus else "a number from 1 on"
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import HubServer
-from readme_walk import EXAMPLES, LINES, MINUTES, PAGES, SECONDS, Folder, Line, Walk
+from readme_walk import LINES, MINUTES, PAGES, SAVED_FIRST, SECONDS, Folder, Line, Walk
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def test_there_are_some():
 @pytest.mark.parametrize(("page", "line"), IN_MINUTES)
 def test_line_runs_as_it_is_typed(page: str, line: Line, tmp_path: Path):
     with HubServer() as hub:
-        outcome = Walk(PAGES[page], Folder(tmp_path, hub, EXAMPLES["README.md"])).run(line)
+        outcome = Walk(PAGES[page], Folder(tmp_path, hub, SAVED_FIRST)).run(line)
     assert outcome.status == 0, outcome.said[-4000:]
 
 
@@ -32,8 +32,9 @@ def test_line_runs_as_it_is_typed(page: str, line: Line, tmp_path: Path):
 @pytest.mark.parametrize(
     ("launcher", "page", "started"),
     [
-        ("torchrun", "README.md", "torchrun"),
-        ("accelerate", "README.md", "accelerate launch"),
+        ("hf-zero", "README.md", "hf-zero run"),
+        ("torchrun", "docs/ways-in.md", "torchrun"),
+        ("accelerate", "docs/ways-in.md", "accelerate launch"),
         ("accelerate", "docs/unmodified-scripts.md", "-m hf_zero.run"),
         ("python", "docs/parity.md", "python "),
     ],
@@ -41,7 +42,7 @@ def test_line_runs_as_it_is_typed(page: str, line: Line, tmp_path: Path):
 def test_the_launcher_itself_starts_a_line(launcher, page, started, tmp_path):
     line = next(line for line in LINES[page] if started in line.command and not line.hindrance)
     with HubServer() as hub:
-        folder = Folder(tmp_path, hub, EXAMPLES["README.md"], launchers=[launcher])
+        folder = Folder(tmp_path, hub, SAVED_FIRST, launchers=[launcher])
         outcome = Walk(PAGES[page], folder).run(line)
     assert outcome.status == 0, outcome.said[-4000:]
     assert launcher == "python" or "state over 2 of 2 ranks" in outcome.said

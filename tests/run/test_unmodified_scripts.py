@@ -230,7 +230,9 @@ def test_the_launch_has_the_flags_and_variables_that_ranks_on_a_cpu_need(script)
     assert "--num_processes 2 --num_machines 1 --multi_gpu" in said and said.endswith(
         f"-m hf_zero.run {' '.join(words)}"
     )
-    assert "--multi_gpu" not in launch_of(words, cpu=True).command
+    assert "--multi_gpu" not in launch_of(words, processes=1, cpu=True).command
+    # Where nobody says how many ranks: one would shard nothing.
+    assert launch_of(words, cpu=True).command == launch_of(words, processes=2, cpu=True).command
     with pytest.raises(ConfigError, match="--num-processes is 0"):
         launch_of(words, processes=0, cpu=True)
     printed = CliRunner().invoke(

@@ -41,6 +41,7 @@ LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
 """How an example is launched that no bash line names; its fence says so, with the script's arguments."""
 
 RUNS_THE_TESTS = "bash scripts/test.sh"
+INSTALLS = "pip install hf-zero"
 
 RUN_MODULE = ROOT / "tests" / "run" / "run_module.py"
 """What `-m hf_zero.run` does, as a file."""
@@ -80,6 +81,8 @@ class Line:
         """Why it is not run here, in words; None where it is."""
         if self.command == RUNS_THE_TESTS:
             return "would run this very test"
+        if self.command == INSTALLS:
+            return "is not published yet; a test of the wheel installs the package"
         gpus = re.match(r"(\d+) GPUs?\b", self.comment)
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if gpus is not None and there < int(gpus[1]):
@@ -107,17 +110,21 @@ class Launch:
         """None for a line that does something else."""
         found = re.fullmatch(
             r"(?P<settings>(?:[A-Z_]+=\S+ )*)"
-            r"(?P<launcher>python|torchrun --standalone --nproc_per_node 2|accelerate launch --config_file \S+/cpu2\.yaml)"
-            r" (?P<script>\S+\.py|-m hf_zero\.run)(?P<arguments>.*)",
+            r"(?P<launcher>python|hf-zero run|torchrun --standalone --nproc_per_node 2"
+            r"|accelerate launch --config_file \S+/cpu2\.yaml)"
+            r" (?P<script>\S+\.py|-m hf_zero\.run|(?=--zero ))(?P<arguments>.*)",
             command,
         )
-        if found is None or any(sign in command for sign in "|&;<>$"):
+        if found is None or "--json" in command or any(sign in command for sign in "|&;<>$"):
             return None
+        launcher = found["launcher"].split()[0]
+        settings = dict(setting.split("=", 1) for setting in found["settings"].split())
         return Launch(
-            launcher=found["launcher"].split()[0],
-            settings=dict(setting.split("=", 1) for setting in found["settings"].split()),
-            processes=1 if found["launcher"] == "python" else 2,
-            script=str(RUN_MODULE) if found["script"] == "-m hf_zero.run" else found["script"],
+            launcher=launcher,
+            # As the command itself sets the variable for the ranks of a CPU.
+            settings=settings | ({"ACCELERATE_USE_CPU": "true"} if launcher == "hf-zero" else {}),
+            processes=1 if launcher == "python" else 2,
+            script=found["script"] if found["script"].endswith(".py") else str(RUN_MODULE),
             arguments=tuple(shlex.split(found["arguments"])),
         )
 
@@ -157,6 +164,9 @@ PAGES = {
 """What a user reads. All code in it is run."""
 
 EXAMPLES = {name: blocks_of(text, "python") for name, text in PAGES.items()}
+SAVED_FIRST = (*EXAMPLES["README.md"], *EXAMPLES["docs/ways-in.md"])
+"""The examples that lines of other pages launch."""
+
 LINES = {name: [step for step in steps_of(text) if isinstance(step, Line)] for name, text in PAGES.items()}
 
 
@@ -214,11 +224,11 @@ class Walk:
             self.folder.outcomes[step] = self._typed(step)
 
     def _typed(self, line: Line) -> Outcome:
-        if line.command.startswith("hf-zero "):
+        launch = Launch.of(line.command)
+        if launch is None and line.command.startswith("hf-zero "):
             return self._in_this_process(line)
         # No caches and no settings of whoever runs the tests.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
-        launch = Launch.of(line.command)
         # A benchmark forks ranks of its own, which a forked process may not.
         if launch is not None and not line.is_slow:
             if launch.launcher not in self.folder.launchers_left:
