@@ -1,7 +1,7 @@
 """Memory of a training run by kind and by phase, from the shapes of its model alone."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .config import ConfigError, ZeroConfig
@@ -231,35 +231,81 @@ DDP = "DDP"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Live:
+    """Bytes that are live at most from one gradient to the next. Gradients that have come are not among these.
+
+    Attributes:
+        come: bytes of gradients that have come before.
+        most: live at most.
+        logits: of these, logits and what the loss makes of their shape.
+        beside_logits: live at most without logits, maybe at another time.
+    """
+
+    come: int = 0
+    most: int = 0
+    logits: int = 0
+    beside_logits: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Activations:
     """The traced memory of one micro-batch during forward and backward.
 
     Attributes:
-        curve: (bytes of gradients that have come so far, bytes live at most until the next one comes) in the order of backward;
-            what is live does not count those gradients. The first entry is of the forward and the start of backward.
+        curve: in the order of backward. The first entry is of the forward and the start of backward.
         saved_bytes: live when the forward has ended: what it has saved for the backward.
+        saved_logits: of these, logits and what has their shape.
+        tile_bytes: of logits that a loss in chunks has at a time.
+        pinned_bytes: that the forward itself moves to pinned host memory.
         flops: of the forward and the backward, recomputation included; `forward_flops` of the forward alone.
         tokens: elements of the micro-batch that the model reads.
         shape: rows and length of the micro-batch, in words.
     """
 
-    curve: tuple[tuple[int, int], ...]
+    curve: tuple[Live, ...]
     saved_bytes: int
     flops: int
     forward_flops: int
     tokens: int
     shape: str
+    saved_logits: int = 0
+    tile_bytes: int = 0
+    pinned_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """Counts live bytes at most, if each gradient is freed as soon as it is computed."""
-        return self.peak_beside(0)
+        return self.peak_beside(0)[0]
 
-    def peak_beside(self, gradient_bytes: int) -> int:
-        """Live at most together with gradients that gather while backward goes on, until they take `gradient_bytes`."""
-        all_bytes = max((come for come, _ in self.curve), default=0)
+    @property
+    def has_logits(self) -> bool:
+        """Whether logits are whole at any time."""
+        return any(live.logits for live in self.curve)
+
+    def peak_beside(self, gradient_bytes: int) -> tuple[int, int]:
+        """Live at most together with gradients that gather while backward goes on, until they take `gradient_bytes`.
+
+        Returns:
+            Bytes, and those of logits among them.
+        """
+        all_bytes = max((live.come for live in self.curve), default=0)
         share = gradient_bytes / all_bytes if all_bytes else 0.0
-        return max((round(live + share * come) for come, live in self.curve), default=0)
+        return max(((round(live.most + share * live.come), live.logits) for live in self.curve), default=(0, 0))
+
+    def in_chunks(self) -> "Activations":
+        """The same where the loss is computed in chunks: of the logits a tile is live at a time."""
+        tile = self.tile_bytes
+        return replace(
+            self,
+            curve=tuple(
+                Live(
+                    come=live.come, most=live.beside_logits + tile * (live.logits > 0), beside_logits=live.beside_logits
+                )
+                for live in self.curve
+            ),
+            saved_bytes=self.saved_bytes - self.saved_logits,
+            saved_logits=0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +401,7 @@ class AtStart:
 
 
 STATE_KINDS = ("parameters", "frozen", "gradients", "masters", "optimizer state", "residuals", "copies")
-PASSING_KINDS = ("gradient buffers", "gathered", "activations", "step", "runtime")
+PASSING_KINDS = ("gradient buffers", "gathered", "activations", "logits", "step", "runtime")
 KINDS = (*STATE_KINDS, *PASSING_KINDS)
 """Kinds of memory, in the order in which tables and charts show them."""
 
@@ -400,20 +446,26 @@ def forecast(
     device = {kind: nbytes - in_files.get(kind, 0) - in_host.get(kind, 0) for kind, nbytes in state.items()}
     kept = ("masters", "optimizer state")
     saved_in_checkpoint = sum(device[kind] + in_host.get(kind, 0) for kind in kept)
-    saved = activations.saved_bytes if activations and offload.activations == "cpu" and not on_host else 0
+    moves = activations is not None and offload.activations == "cpu" and not on_host
+    saved = activations.saved_bytes if activations and moves else 0
     # Gradients that come during backward, and have gone before the next forward.
     coming = device["gradients"] if not accumulates else 0
     beside = coming + passing.received
-    in_backward = activations.peak_beside(beside) if activations else beside
+    in_backward, logits = activations.peak_beside(beside) if activations else (beside, 0)
+    if activations and moves:
+        logits = max(0, logits - activations.saved_logits)
     in_step = coming + (passing.step if on_host or not offload.moves_state else 0) + (passing.window if on_host else 0)
+    passes = max(0, in_backward - saved - coming)
     device |= {
         "gradient buffers": plan.gradient_buffers,
         "gathered": passing.gathered,
-        "activations": max(0, in_backward - saved - coming),
+        "activations": max(0, passes - logits),
+        "logits": min(passes, logits),
         "step": max(0, in_step - passing.gathered - max(in_backward - saved, coming)),
         "runtime": passing.runtime,
     }
-    host = {} if on_host else {**in_host, "step": passing.window, "activations": saved}
+    pinned = activations.pinned_bytes if activations else 0
+    host = {} if on_host else {**in_host, "step": passing.window, "activations": saved + pinned}
     return Forecast(
         name=name,
         settings=settings,
@@ -432,15 +484,17 @@ def forecast_ddp(
 ) -> Forecast:
     """Forecasts a rank's memory under DistributedDataParallel. `accumulates`: as `forecast`'s."""
     there = state.gradients if accumulates else 0
-    traced = activations.peak_beside(state.gradients - there) if activations else 0
+    traced, logits = activations.peak_beside(state.gradients - there) if activations else (0, 0)
     in_passes = max(there + traced, state.gradients + passing.step)
+    passes = max(0, in_passes - state.gradients)
     device = {
         "parameters": state.parameters,
         "frozen": state.frozen,
         "gradients": state.gradients,
         "optimizer state": state.optimizer or 0,
         "gradient buffers": state.gradient_buckets,
-        "activations": max(0, in_passes - state.gradients),
+        "activations": max(0, passes - logits),
+        "logits": min(passes, logits),
         "runtime": passing.runtime,
     }
     return Forecast(

@@ -163,6 +163,12 @@ def plan(
     ] = Dtype.float32,
     mixed_precision: Annotated[MixedPrecision, typer.Option(help="Autocast, as in accelerate.")] = MixedPrecision.no,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing.")] = False,
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss", help="A loss in chunks, without whole logits: TRL's, Liger's or torch's.")
+    ] = False,
+    offload_activations: Annotated[
+        bool, typer.Option("--offload-activations", help="Activations in host memory (offload.activations: cpu).")
+    ] = False,
     lora: Annotated[int | None, typer.Option(help="Rank of adapters on all linear layers (needs peft).")] = None,
     link_gbps: Annotated[float, typer.Option(help="Of each node's links to the others, together.")] = 1600.0,
     peak_tflops: Annotated[float, typer.Option(help="Of an accelerator, as its maker says.")] = 312.0,
@@ -186,6 +192,8 @@ def plan(
         "dtype": dtype.value,
         "mixed_precision": mixed_precision.value,
         "checkpointing": checkpointing,
+        "chunked_loss": chunked_loss,
+        "offload_activations": offload_activations,
         "lora": lora,
         "link_gbps": link_gbps,
         "peak_tflops": peak_tflops,

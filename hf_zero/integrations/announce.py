@@ -256,9 +256,13 @@ def _peak_rows(at_start: AtStart | None) -> list[tuple[str, str, str]]:
     if at_start.ours is None or at_start.ddp is None:
         return [("activations", f"not known: {at_start.batch}", "")]
     ours, ddp = at_start.ours, at_start.ddp
-    of_batch = [in_units(each.device.get("activations", 0)) for each in (ours, ddp)]
+
+    def row(words: str, kind: str) -> tuple[str, str, str]:
+        return words, in_units(ours.device.get(kind, 0)), in_units(ddp.device.get(kind, 0))
+
     return [
-        (f"activations (first rows, {at_start.batch})", of_batch[0], of_batch[1]),
+        row(f"activations (first rows, {at_start.batch})", "activations"),
+        *([row("logits, and what the loss makes of their shape", "logits")] if ddp.device.get("logits") else []),
         (f"peak of a step, to {FORECAST_ERROR:.0%}", _peak(ours), _peak(ddp)),
     ]
 

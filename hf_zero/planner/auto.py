@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ..integrations.environment import find_in_callers
 from ..offload.files import free_disk_bytes
 from ..offload.host_memory import ranks_on_this_host
 from .layouts import COMMUNICATORS_BYTES, WORKSPACES_BYTES, Job
-from .planner import candidates_of
+from .planner import candidates_of, parts_that_help
 from .request import SetUp, batch_of, host_machine, inner_model, longest, optimizer_like_trainers, set_ups
 from .search import Candidate, Choice, Machine, choose
 from .trace import free_for_training, free_on_host, reserve_on, trace
@@ -129,7 +130,7 @@ def choose_config(
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     kept, decides = _kept(config), not together or dist.get_rank() == 0
     # First: what a trace loads stays in memory, and is not free then.
-    traced = _activations(model, batch, mixed_precision, config.param_dtype) if decides else (None, None)
+    traced = _activations(model, batch, mixed_precision, config.param_dtype, device) if decides else (None, None)
     mine = _Free(
         device=free_for_training(device) + _held_bytes(model, device),
         host=free_on_host(),
@@ -206,14 +207,22 @@ def _answer(
         if not candidates:
             raise PlanError(f"hf_zero: stage: auto found no set-up: {'; '.join(faults)}")
         choice = choose(candidates, room)
+        helps: list[str] = []
+        if activations is not None and (choice.candidate is None or room.fit_of(choice.candidate.forecast) != FITS):
+            recomputed = partial(
+                _activations, model, batch, mixed_precision, config.param_dtype, device, recomputes=True
+            )
+            helps = parts_that_help(
+                job, wanted, machine, batch.micro_batches, mixed_precision, room, lambda: recomputed()[0]
+            )
         if choice.candidate is None:
             least = choice.rejected
             return _Answer(
                 rejected=None if least is None else dict(least.forecast.settings),
-                fault="hf_zero: stage: auto. " + " ".join(choice.why),
+                fault="hf_zero: stage: auto. " + " ".join([*choice.why, *helps]),
             )
         tuned = _tune(job, choice.candidate, kept, room, machine, batch, mixed_precision)
-        return _said(choice, tuned, kept, room, batch, unknown)
+        return _said(choice, tuned, kept, room, batch, unknown, helps)
     except (ConfigError, ValueError) as error:
         return _Answer(fault=str(error))
 
@@ -243,7 +252,13 @@ def _held_bytes(model: nn.Module, device: torch.device) -> int:
 
 
 def _activations(
-    model: nn.Module, batch: MicroBatch, mixed_precision: str, param_dtype: str
+    model: nn.Module,
+    batch: MicroBatch,
+    mixed_precision: str,
+    param_dtype: str,
+    device: torch.device,
+    *,
+    recomputes: bool = False,
 ) -> tuple[Activations | None, str | None]:
     try:
         traced = trace(
@@ -253,6 +268,8 @@ def _activations(
             tokens=batch.rows * batch.length,
             autocast=_AUTOCAST.get(mixed_precision),
             param_dtype=param_dtype,
+            recomputes=recomputes,
+            on_host=device.type == "cpu",
         )
     except PlanError as error:
         return None, str(error).removeprefix("hf_zero: ")
@@ -311,7 +328,13 @@ def _tune(
 
 
 def _said(
-    choice: Choice, tuned: Candidate, kept: Mapping[str, Any], room: Room, batch: MicroBatch, unknown: str | None
+    choice: Choice,
+    tuned: Candidate,
+    kept: Mapping[str, Any],
+    room: Room,
+    batch: MicroBatch,
+    unknown: str | None,
+    helps: Sequence[str],
 ) -> _Answer:
     settings = dict(tuned.forecast.settings)
     config = resolve_casts(ZeroConfig.from_dict(settings), "no")
@@ -331,14 +354,16 @@ def _said(
         else ""
     )
     wire = "as they are" if not config.comm.quantises else f"{config.comm.gradients}, weights {config.comm.weights}"
+    logits = tuned.forecast.device.get("logits", 0)
     lines = (
         f"stage: auto is {name}, which {why}",
         f"it {'fits' if fits else 'is close'}: {of(tuned.forecast.device_bytes, room.device)} on the rank that has least, model "
-        f"included; what fits leaves {room.reserve:.0%} free",
+        f"included{f', {size(logits)} for logits' if logits else ''}; what fits leaves {room.reserve:.0%} free",
         f"for a micro-batch of {batch.rows} x {batch.length} ({batch.source})"
         + (f"; activations are not counted: {unknown}" if unknown else ""),
         f"left out: {left_out}" if left_out else "no other set-up had to be left out",
         f"buckets are {buckets}{ahead}; gradients travel {wire}. To keep this: {_as_flag(settings)}",
+        *(helps if not fits else ()),
     )
     return _Answer(
         settings={key: value for key, value in settings.items() if key not in kept or value != kept[key]},
@@ -444,6 +469,7 @@ def forecast_at_start(
                 tokens=0,
                 autocast=_AUTOCAST.get(accelerator.mixed_precision),
                 param_dtype=config.param_dtype,
+                on_host=accelerator.device.type == "cpu",
             )
         job = Job(
             model=model,

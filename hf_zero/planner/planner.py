@@ -1,7 +1,8 @@
 """`make_plan`: tries settings, and shows them as tables and a chart."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from .request import (
     PlanRequest,
     SetUp,
     batch_of,
+    inner_model,
     longest,
     model_without_memory,
     optimizer_like_trainers,
@@ -95,6 +97,7 @@ class Plan:
                 "shape": traced.shape,
                 "peak_bytes": traced.peak_bytes,
                 "saved_bytes": traced.saved_bytes,
+                "logits_bytes": traced.peak_beside(0)[1],
                 "flops": traced.flops,
             },
             "set_ups": [
@@ -138,12 +141,15 @@ def make_plan(
         PlanError, ConfigError: what cannot be planned, or contradicts itself.
     """
     request = _request_of(batch, options)
+    settings = dict(kept or {})
+    if request.offload_activations:
+        settings["offload"] = {**(settings.get("offload") or {}), "activations": "cpu"}
     made = model if isinstance(model, nn.Module) else _model_of(model, request)
     if optimizer is not None and isinstance(model, str | Path):
         raise PlanError("hf_zero: an optimizer goes with a model, not with a model's name.")
     numels = _numels(made)
     wanted = set_ups(
-        kept or {},
+        settings,
         world_size=request.data_ranks,
         on_host=request.on_cpu,
         nvme_path=FILES_FOLDER if request.disk else None,
@@ -155,7 +161,8 @@ def make_plan(
     else:
         # One that is kept is the same in each set-up.
         param_dtype = wanted[0].config.param_dtype if wanted else AUTO
-        activations, warnings = _traced(made, batch if isinstance(batch, Mapping) else None, request, param_dtype)
+        traced = partial(_traced, made, batch if isinstance(batch, Mapping) else None, request, param_dtype)
+        activations, warnings = traced()
     job = Job(
         model=made,
         optimizers=[optimizer or optimizer_like_trainers(made)],
@@ -175,6 +182,18 @@ def make_plan(
         raise PlanError(
             f"hf_zero: no set-up suits this model: {faults[0] if faults else 'none goes with what is kept'}"
         )
+    choice = choose(found, room)
+    if activations is not None and not _fits(choice, room):
+        helps = parts_that_help(
+            job,
+            wanted,
+            request.machine,
+            request.accumulation,
+            request.mixed_precision,
+            room,
+            lambda: traced(recomputes=True)[0],
+        )
+        choice = replace(choice, why=(*choice.why, *helps))
     return Plan(
         model=str(model) if isinstance(model, str | Path) else type(model).__name__,
         parameters=numels[0],
@@ -184,7 +203,7 @@ def make_plan(
         room=room,
         activations=activations,
         candidates=tuple(found),
-        choice=choose(found, room),
+        choice=choice,
         warnings=(*warnings, *faults),
     )
 
@@ -249,6 +268,87 @@ def _ddp(job: Job, request: PlanRequest) -> Candidate:
     return Candidate(forecast=forecast, step=step)
 
 
+# ---- Parts of others' packages that need less memory beside the state, and the first of them with which something fits ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A part that a run may switch on. `line`: what to write."""
+
+    words: str
+    line: str
+
+
+_IN_CHUNKS = _Part(
+    words="the loss in chunks",
+    line='SFTConfig(loss_type="chunked_nll") with TRL, or on a GPU TrainingArguments(use_liger_kernel=True)',
+)
+_RECOMPUTED = _Part(words="activation checkpointing", line="TrainingArguments(gradient_checkpointing=True)")
+_IN_HOST_MEMORY = _Part(words="activations in host memory", line="--zero ...,offload.activations=cpu")
+
+_TRIED = (
+    (_IN_CHUNKS,),
+    (_RECOMPUTED,),
+    (_IN_CHUNKS, _RECOMPUTED),
+    (_IN_HOST_MEMORY,),
+    (_IN_CHUNKS, _IN_HOST_MEMORY),
+    (_IN_CHUNKS, _RECOMPUTED, _IN_HOST_MEMORY),
+)
+"""The cheapest first: chunks cost next to nothing, checkpoints a forward, and host memory its link."""
+
+
+def parts_that_help(
+    job: Job,
+    wanted: Sequence[SetUp],
+    machine: Machine,
+    micro_batches: int,
+    mixed_precision: str,
+    room: Room,
+    recomputed: Callable[[], Activations | None],
+) -> list[str]:
+    """Names the first parts with which one of the set-ups fits, in a line; [] where none would.
+
+    Args:
+        job: with its activations.
+        recomputed: traces activations with checkpointing; None where the model does not support that.
+    """
+    plain = job.activations
+    is_on = {
+        _IN_CHUNKS: plain is None or not plain.has_logits,
+        _RECOMPUTED: getattr(inner_model(job.model), "is_gradient_checkpointing", True),
+        _IN_HOST_MEMORY: job.on_host or any(each.config.offload.activations == "cpu" for each in wanted),
+    }
+    with_checkpoints: list[Activations | None] = []
+    for parts in _TRIED:
+        if any(is_on[part] for part in parts):
+            continue
+        activations = plain
+        if _RECOMPUTED in parts:
+            with_checkpoints = with_checkpoints or [recomputed()]
+            activations = with_checkpoints[0]
+        if activations is None:
+            continue
+        if _IN_CHUNKS in parts:
+            activations = activations.in_chunks()
+        tried = [_with_activations_on_host(each) for each in wanted] if _IN_HOST_MEMORY in parts else list(wanted)
+        found, _ = candidates_of(replace(job, activations=activations), tried, machine, micro_batches, mixed_precision)
+        choice = choose(found, room) if found else None
+        if choice is not None and choice.candidate is not None and _fits(choice, room):
+            words, lines = " and ".join(part.words for part in parts), "; ".join(part.line for part in parts)
+            needed = size(choice.candidate.forecast.device_bytes)
+            return [f"With {words}, {choice.candidate.name} fits: {needed} a rank. Write {lines}."]
+    return []
+
+
+def _fits(choice: Choice, room: Room) -> bool:
+    return choice.candidate is not None and room.fit_of(choice.candidate.forecast) == FITS
+
+
+def _with_activations_on_host(set_up: SetUp) -> SetUp:
+    offload = {**(set_up.settings.get("offload") or {}), "activations": "cpu"}
+    return replace(set_up, settings={**set_up.settings, "offload": offload})
+
+
 def _model_of(name: str | Path, request: PlanRequest) -> nn.Module:
     return model_without_memory(
         name,
@@ -259,7 +359,7 @@ def _model_of(name: str | Path, request: PlanRequest) -> nn.Module:
 
 
 def _traced(
-    model: nn.Module, batch: Batch | None, request: PlanRequest, param_dtype: str
+    model: nn.Module, batch: Batch | None, request: PlanRequest, param_dtype: str, *, recomputes: bool = False
 ) -> tuple[Activations | None, list[str]]:
     most = longest(model)
     length = request.seq or min(_LONGEST, most or _LONGEST)
@@ -274,10 +374,12 @@ def _traced(
             tokens=rows * length,
             autocast=_AUTOCAST[request.mixed_precision],
             param_dtype=param_dtype,
+            recomputes=recomputes,
+            on_host=request.on_cpu,
         )
     except PlanError as error:
         return None, [str(error).removeprefix("hf_zero: ")]
-    return traced, []
+    return traced.in_chunks() if request.chunked_loss else traced, []
 
 
 # ---- A plan as a table and as lines ----
@@ -290,6 +392,7 @@ _SHOWN = {
     "gradient buffers": "buffers",
     "gathered": "gathered",
     "activations": "activations",
+    "logits": "logits",
 }
 
 
@@ -309,9 +412,11 @@ def header(plan: Plan) -> Iterator[str]:
         yield f"split over ranks, {split}: {plan.held:,} parameters a rank, sharded over the ranks that have the same"
     if plan.activations is not None:
         traced = plan.activations
+        logits = traced.peak_beside(0)[1]
         yield (
             f"a micro-batch of {traced.shape} a rank, {request.accumulation} a step: {traced.flops / 1e12:.3g} TFLOP, and "
             f"{size(traced.saved_bytes)} saved for backward"
+            + (f"; logits, with what the loss makes of them, take {size(logits)}" if logits else "")
         )
     yield from plan.warnings
 
@@ -319,6 +424,9 @@ def header(plan: Plan) -> Iterator[str]:
 _LAST_LEFT_OUT = ("save", "load", "other", "MFU", "waits", "disk", "host")
 """Columns that a narrow terminal does without, after those of kinds of memory; in this order."""
 
+
+_LAST_KINDS = ("logits", "activations")
+"""Kinds that a narrow terminal does without behind the others."""
 
 _LEAST_LAST = 15
 """Characters of the last column, which may be wrapped."""
@@ -332,6 +440,7 @@ def table_of(plan: Plan, console: Console) -> Table:
     out: list[str] = []
     table = _table(plan, out)
     kinds = [str(column.header) for column in table.columns if str(column.header) in _SHOWN.values()]
+    kinds.sort(key=lambda heading: heading not in _LAST_KINDS)
     for heading in (*reversed(kinds), *_LAST_LEFT_OUT):
         if _least_width(table) <= console.width:
             break
@@ -401,6 +510,7 @@ _COLOURS = {
     "gradient buffers": "#eeaabb",
     "gathered": "#aa3377",
     "activations": "#ccbb44",
+    "logits": "#ee9933",
     "step": "#777777",
     "runtime": "#bbbbbb",
 }

@@ -122,6 +122,8 @@ class PlanRequest:
         dtype: of the parameters. A 16-bit one is trained through an fp32 master.
         mixed_precision: `no`, or accelerate's and Trainer's `bf16` and `fp16`.
         checkpointing: activations are recomputed in backward.
+        chunked_loss: the loss is computed in chunks, without whole logits.
+        offload_activations: what a forward saves is in host memory until backward (`offload.activations: cpu`).
         lora: rank of adapters on all linear layers; None trains everything.
         link_gbps: of each node's links to the others, together.
         peak_tflops: what the accelerator's maker says for the dtype of the matrix products.
@@ -142,6 +144,8 @@ class PlanRequest:
     dtype: str = "float32"
     mixed_precision: str = "no"
     checkpointing: bool = False
+    chunked_loss: bool = False
+    offload_activations: bool = False
     lora: int | None = None
     link_gbps: float = 1600.0
     peak_tflops: float = 312.0
@@ -163,7 +167,7 @@ class PlanRequest:
                 object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
         one_of("dtype", self.dtype, DTYPES)
         one_of("mixed_precision", self.mixed_precision, ("no", "bf16", "fp16"))
-        for name in ("on_cpu", "checkpointing"):
+        for name in ("on_cpu", "checkpointing", "chunked_loss", "offload_activations"):
             one_of(name, getattr(self, name), (True, False))
         for name, most in (("link_gbps", math.inf), ("peak_tflops", math.inf), ("utilisation", 1.0)):
             value = getattr(self, name)
@@ -331,7 +335,7 @@ def model_without_memory(
     if lora_rank is not None:
         model = _with_adapters(model, lora_rank)
     if checkpointing:
-        _checkpoint(model, name)
+        checkpoint(model)
     return model.train()
 
 
@@ -453,13 +457,15 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
         raise PlanError(f"hf_zero: no adapters for {type(model).__name__} ({reason(error)}).") from error
 
 
-def _checkpoint(model: nn.Module, name: str | Path) -> None:
+def checkpoint(model: nn.Module) -> None:
+    """Switches activation checkpointing on. Raises `PlanError`: the model does not support it."""
     enable: Any = getattr(model, "gradient_checkpointing_enable", None)
     try:
         if enable is None:
             raise ValueError("it has no gradient_checkpointing_enable")
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except ValueError as error:
+        name = type(inner_model(model)).__name__
         raise PlanError(f"hf_zero: {name} does not support activation checkpointing ({reason(error)}).") from error
 
 

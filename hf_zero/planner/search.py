@@ -429,6 +429,7 @@ def _nothing_fits(least: Candidate, room: Room) -> tuple[str, ...]:
     largest = max(device, key=lambda kind: device[kind])
     remedies = {
         "activations": "Use fewer rows a micro-batch and more of them, shorter ones, or activation checkpointing.",
+        "logits": "Use fewer rows a micro-batch and more of them, shorter ones, or a loss in chunks.",
         "parameters": "Use more ranks, state and parameters in host memory, or a smaller model.",
     }
     remedy = remedies.get(largest, "Use more ranks, more memory, or state in host memory or in files.")

@@ -1,6 +1,7 @@
 """Traces a model's activations, and measures free memory."""
 
 import copy
+import inspect
 import os
 import resource
 import weakref
@@ -21,8 +22,9 @@ from ..buckets.precision import uncast_parameters
 from ..config import AUTO
 from ..device import free_bytes
 from ..engine.backward import differentiable_tensors
-from ..forecast import RESERVE, Activations, PlanError
+from ..forecast import RESERVE, Activations, Live, PlanError
 from ..offload.host_memory import available_host_bytes, ranks_on_this_host
+from .request import checkpoint, inner_model
 
 # ---- The memory of a micro-batch: a forward and a backward on tensors without memory, counted while they live ----
 #
@@ -45,6 +47,12 @@ _PRODUCT_IN_FOUR_BITS = "bitsandbytes.gemm_4bit"
 _BETWEEN_RANKS = ("c10d", "_c10d_functional")
 """Where torch has its collectives among operations."""
 
+_TILE = 4096, 32768
+"""Tokens and words of a tile of logits, as TRL's loss in chunks cuts them. Liger's and torch's tiles are smaller."""
+
+_TILES_ON_HOST = 8
+"""That TRL's loss has at a time where no Triton kernel computes in place."""
+
 Batch = Mapping[str, Any]
 
 
@@ -56,6 +64,8 @@ def trace(
     tokens: int,
     autocast: torch.dtype | None = None,
     param_dtype: str = AUTO,
+    recomputes: bool = False,
+    on_host: bool = True,
 ) -> Activations:
     """Counts the memory of a forward and a backward of `model`, without touching the model or allocating any.
 
@@ -64,23 +74,30 @@ def trace(
         shape: of the micro-batch, in words; `tokens`: its elements.
         autocast: the dtype of mixed precision, if any.
         param_dtype: of floating-point parameters, as the config says it; `auto` leaves them as they are.
+        recomputes: activation checkpointing is switched on, whether the model has done so or not.
+        on_host: the training device is the host.
 
     Raises:
         PlanError: the model cannot be copied, or its forward needs values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    living = _LivingBytes()
     try:
+        living = _LivingBytes(_vocabulary_of(model), tiles=_TILES_ON_HOST if on_host else 1)
         fake = _without_memory(model, mode, living, None if param_dtype == AUTO else getattr(torch, param_dtype))
+        if recomputes:
+            checkpoint(fake)
+        in_chunks = _take_out_kernels(fake, on_host=on_host)
         with mode:
             made = batch() if callable(batch) else batch
             inputs = recursively_apply(_like, dict(made))
+        if _has_fused_head(inner_model(fake)):
+            inputs[_FUSED_HEAD] = True
         recursively_apply(living.leave_out, inputs)
         casts: AbstractContextManager = torch.autocast("cpu", autocast) if autocast else nullcontext()
         with torch.random.fork_rng(devices=[]), mode, living:
             with torch.enable_grad(), casts:
                 loss = _loss_of(fake(**inputs))
-            saved, forward_flops = living.now, living.flops
+            saved, saved_logits, forward_flops = living.now, living.logits, living.flops
             loss.backward()
             del loss
     except PlanError:
@@ -92,14 +109,59 @@ def trace(
             f"hf_zero: activations of {type(model).__name__} cannot be traced without values ({type(error).__name__}: "
             f"{reason[0][:200]}). Plan without them, or measure a step."
         ) from error
-    return Activations(
+    traced = Activations(
         curve=tuple(living.curve),
         saved_bytes=saved,
         flops=living.flops,
         forward_flops=forward_flops,
         tokens=tokens,
         shape=shape,
+        saved_logits=saved_logits,
+        tile_bytes=living.tile_bytes,
+        pinned_bytes=living.pinned_bytes,
     )
+    return traced.in_chunks() if in_chunks else traced
+
+
+def _vocabulary_of(model: nn.Module) -> int | None:
+    """Returns the words of a language model's head; None without one."""
+    embeddings: Any = getattr(inner_model(model), "get_output_embeddings", None)
+    head = embeddings() if callable(embeddings) else None
+    weight = getattr(head, "weight", None)
+    return weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
+
+
+# ---- Losses in chunks, which never have all logits ----
+#
+# TRL's trainers give a model a forward that computes the loss from `lm_head.weight`, tile by tile, where a batch asks for it. On
+# the host a trace asks, too. Kernels of Liger need values, and so do TRL's on an accelerator. There a trace takes the forward
+# out of its copy of the model, and the logits of the model's own forward out of its figures.
+
+_FUSED_HEAD = "fused_lm_head"
+"""TRL's argument of forwards."""
+
+
+def _has_fused_head(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    while forward is not None:
+        if _FUSED_HEAD in inspect.signature(forward, follow_wrapped=False).parameters:
+            return True
+        # Inside of the forward of mixed precision.
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def _take_out_kernels(model: nn.Module, *, on_host: bool) -> bool:
+    """Gives modules their classes' forwards in place of kernels'; returns whether the loss was one in chunks."""
+    of_modules = [
+        module
+        for module in model.modules()
+        if getattr(module.__dict__.get("forward"), "__module__", "").startswith("liger_kernel")
+        or (not on_host and _has_fused_head(module))
+    ]
+    for module in of_modules:
+        del module.forward
+    return inner_model(model) in of_modules
 
 
 def _loss_of(outputs: Any) -> torch.Tensor:
@@ -175,15 +237,21 @@ def _without_memory(
 class _LivingBytes(TorchDispatchMode):
     """Counts the bytes of storages while they live, and floating-point operations.
 
+    Args:
+        vocabulary: words of the model's head, by which logits are known.
+        tiles: that a loss in chunks has at a time.
+
     Attributes:
-        now: bytes.
-        curve: see `Activations`.
+        now: bytes; `logits`: of these, logits and what has their shape.
+        curve, tile_bytes, pinned_bytes: see `Activations`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int | None, tiles: int) -> None:
         super().__init__()
-        self.now = self.flops = 0
-        self.curve = [(0, 0)]
+        self.now = self.logits = self.flops = self.tile_bytes = self.pinned_bytes = 0
+        self.curve = [Live()]
+        self._vocabulary, self._tiles = vocabulary, tiles
+        self._pinned = 0
         self._known: set[int] = set()
         self._left_out: list[torch.UntypedStorage] = []
 
@@ -197,7 +265,7 @@ class _LivingBytes(TorchDispatchMode):
     def take_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             nbytes, parameter.grad = parameter.grad.nbytes, None
-            self.curve.append((self.curve[-1][0] + nbytes, self.now))
+            self.curve.append(self._at_most(Live(come=self.curve[-1].come + nbytes)))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _ASKS_FOR_DEVICE and isinstance(args[0], FakeTensor):
@@ -205,12 +273,15 @@ class _LivingBytes(TorchDispatchMode):
         if func.namespace in _BETWEEN_RANKS:
             # The others may not be in this forward, and would be waited for.
             raise PlanError("hf_zero: the model's forward talks to other ranks")
-        result = func(*args, **(kwargs or {}))
-        self._count_operations(func, args, kwargs or {}, result)
-        recursively_apply(self._count, result)
+        kwargs = dict(kwargs or {})
+        # A copy that a forward makes in host memory, to fetch it in backward. Tensors without memory cannot be pinned.
+        is_pinned = bool(kwargs.pop("pin_memory", False))
+        result = func(*args, **kwargs)
+        self._count_operations(func, args, kwargs, result)
+        recursively_apply(self._count, result, is_pinned=is_pinned)
         return result
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _count(self, tensor: torch.Tensor, *, is_pinned: bool) -> None:
         # A real tensor is one that the module holds as an attribute.
         if not isinstance(tensor, FakeTensor):
             return
@@ -220,14 +291,41 @@ class _LivingBytes(TorchDispatchMode):
             return
         self._known.add(address)
         nbytes = storage.nbytes()
-        self.now += nbytes
-        come, most = self.curve[-1]
-        self.curve[-1] = (come, max(most, self.now))
-        weakref.finalize(storage, self._forget, address, nbytes)
+        kind = "_pinned" if is_pinned else "logits" if self._are_logits(tensor) else "now"
+        self._add(kind, nbytes)
+        weakref.finalize(storage, self._forget, address, kind, nbytes)
 
-    def _forget(self, address: int, nbytes: int) -> None:
+    def _are_logits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is made of numbers for each token and word."""
+        if tensor.dim() < 2 or tensor.shape[-1] != self._vocabulary or not tensor.is_floating_point():
+            return False
+        tokens = tensor.numel() // self._vocabulary
+        tile = self._tiles * min(tokens, _TILE[0]) * min(self._vocabulary, _TILE[1]) * tensor.itemsize
+        self.tile_bytes = max(self.tile_bytes, tile)
+        return True
+
+    def _add(self, kind: str, nbytes: int) -> None:
+        if kind == "_pinned":
+            self._pinned += nbytes
+            self.pinned_bytes = max(self.pinned_bytes, self._pinned)
+            return
+        self.now += nbytes
+        self.logits += nbytes if kind == "logits" else 0
+        self.curve[-1] = self._at_most(self.curve[-1])
+
+    def _at_most(self, before: Live) -> Live:
+        """What is live now beside what has been."""
+        most, logits = max((before.most, before.logits), (self.now, self.logits))
+        beside = max(before.beside_logits, self.now - self.logits)
+        return Live(come=before.come, most=most, logits=logits, beside_logits=beside)
+
+    def _forget(self, address: int, kind: str, nbytes: int) -> None:
         self._known.discard(address)
+        if kind == "_pinned":
+            self._pinned -= nbytes
+            return
         self.now -= nbytes
+        self.logits -= nbytes if kind == "logits" else 0
 
     def _count_operations(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         packet = func.overloadpacket

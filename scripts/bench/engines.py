@@ -23,8 +23,10 @@ import torch.distributed as dist
 from harness import MIB
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers.modeling_outputs import CausalLMOutput
 
 SEED = 1234
 DEFAULT_LEARNING_RATE = 5e-4
@@ -33,6 +35,16 @@ MAX_NORM = 1.0
 # ---- jobs: a model, a fixed seed, random batches that differ by rank and by step ----
 
 Batch = dict[str, torch.Tensor]
+
+
+class InChunksLMHeadModel(GPT2LMHeadModel):
+    """A GPT-2 whose loss is computed in chunks by torch (2.13), from the weight of the head, without whole logits."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> CausalLMOutput:
+        hidden = self.transformer(input_ids=input_ids, **more).last_hidden_state[:, :-1].flatten(0, 1)
+        options = torch.nn.LinearCrossEntropyOptions()
+        loss = functional.linear_cross_entropy(hidden, self.lm_head.weight, labels[:, 1:].flatten(), options=options)
+        return CausalLMOutput(loss=loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +59,15 @@ class Workload:
     batch_size: int = 4
     sequence_length: int = 128
     recomputes: bool = False  # activation checkpointing
+    loss_in_chunks: bool = False  # as `InChunksLMHeadModel`
 
     def make_model(self) -> torch.nn.Module:
         """Build the model; two calls give the same weights."""
         torch.manual_seed(SEED)
         sizes = {name: getattr(self, name) for name in ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")}
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
-        model = GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=None, eos_token_id=None)).train()
+        kind = InChunksLMHeadModel if self.loss_in_chunks else GPT2LMHeadModel
+        model = kind(GPT2Config(**sizes, **off, bos_token_id=None, eos_token_id=None)).train()
         # transformers finds no loss by this class's name and warns before it falls back to this one.
         model.loss_type = "ForCausalLM"
         if self.recomputes:
@@ -106,6 +120,9 @@ WORKLOADS = {
     "30m": Workload(n_embd=512, n_layer=8, n_head=8),
     # The same with next to nothing to compute, so that what a step takes is its traffic.
     "30m-short": Workload(n_embd=512, n_layer=8, n_head=8, batch_size=1, sequence_length=16),
+    # GPT-2's own vocabulary: 30,339,456 parameters, of which 19,298,688 are the head's.
+    "30m-words": Workload(n_embd=384, n_layer=6, n_head=6, vocab_size=50257),
+    "30m-words-chunks": Workload(n_embd=384, n_layer=6, n_head=6, vocab_size=50257, loss_in_chunks=True),
     "60m": Workload(n_embd=640, n_layer=11, n_head=10),
     # GPT-2 and GPT-2 medium as published: 124,439,808 and 354,823,168 parameters.
     "124m": Workload(n_embd=768, n_layer=12, n_head=12, vocab_size=50257),

@@ -3,6 +3,7 @@
     python scripts/bench/planned_peaks.py                                  # all models, stages and batches: about ten minutes
     python scripts/bench/planned_peaks.py --models gpt2 --set-ups ddp 2    # some of them
     python scripts/bench/planned_peaks.py --json results/planned_peaks.json         # where the figures go
+    python scripts/bench/planned_peaks.py --parts                          # GPT-2's own vocabulary, by what needs less memory
 
 Measured as compare.py does: the highest resident set of three steps less the resident set before there was a model, each cell in
 fresh ranks whose malloc gives freed blocks back. State is measured beside it, from the engine's own tensors after the last step.
@@ -15,11 +16,15 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import transformers
 from compare import PEAK_STEPS
+from engines import WORKLOADS
 from harness import RESULTS, describe_run, held_before, most_held, on_ranks, print_table, read_options, write_record
 from harness import cells as texts_of
 
@@ -29,6 +34,11 @@ from hf_zero.forecast import FORECAST_ERROR
 from hf_zero.planner.layouts import Job
 from hf_zero.planner.request import batch_of
 from hf_zero.planner.trace import trace
+
+HAS_TRL = find_spec("trl") is not None
+if HAS_TRL:
+    # Here, so that what the package itself takes is no part of a peak.
+    from trl.trainer.utils import add_fused_lm_head
 
 MOST_STATE_ERROR, MOST_PEAK_ERROR = 0.05, FORECAST_ERROR
 
@@ -72,6 +82,43 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama": llama,
     "t5": _t5,
 }
+
+
+def _words(*, in_chunks: bool = False, recomputes: bool = False) -> transformers.PreTrainedModel:
+    workload = WORKLOADS["30m-words-chunks" if in_chunks else "30m-words"]
+    return replace(workload, recomputes=recomputes).make_model()
+
+
+def _trls() -> transformers.PreTrainedModel:
+    model = _words()
+    # What SFTTrainer asks for.
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    return model
+
+
+PARTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "whole logits": _words,
+    "logits of half the tokens": _words,
+    "loss in chunks, torch's": partial(_words, in_chunks=True),
+    "loss in chunks, TRL's": _trls,
+    "checkpointing": partial(_words, recomputes=True),
+    "checkpointing, loss in chunks": partial(_words, in_chunks=True, recomputes=True),
+}
+"""A GPT-2 of 30 M parameters with its own vocabulary, and parts of other packages that need less memory beside the state."""
+
+MODELS_AND_PARTS = MODELS | PARTS
+
+
+def batch(model: str, made: transformers.PreTrainedModel, rows: int, length: int) -> dict[str, Any]:
+    """Keyword arguments of a forward."""
+    given = batch_of(made, rows, length)
+    if model == "loss in chunks, TRL's":
+        given["fused_lm_head"] = True
+    if model == "logits of half the tokens":
+        given |= {"logits_to_keep": length // 2, "labels": given["labels"][:, : length // 2]}
+    return given
+
+
 SET_UPS: dict[str, dict[str, Any] | None] = {
     "ddp": None,
     **{str(stage): {"stage": stage} for stage in range(4)},
@@ -91,9 +138,9 @@ def settings_of(set_up: str, folder: str) -> dict[str, Any] | None:
 def job_of(model: str, rows: int, length: int, ranks: int, param_dtype: str = AUTO) -> Job:
     """What the planner is given: a model without memory."""
     with torch.device("meta"):
-        shaped = MODELS[model]()
-    batch = {"shape": f"{rows} x {length}", "tokens": rows * length, "param_dtype": param_dtype}
-    activations = trace(shaped, lambda: batch_of(shaped, rows, length), **batch)
+        shaped = MODELS_AND_PARTS[model]()
+    given = {"shape": f"{rows} x {length}", "tokens": rows * length, "param_dtype": param_dtype}
+    activations = trace(shaped, lambda: batch(model, shaped, rows, length), **given)
     optimizers = [torch.optim.AdamW(shaped.parameters(), fused=True)]
     ways = {"device": torch.device("cpu"), "world_size": ranks, "ranks_a_node": ranks}
     return Job(model=shaped, optimizers=optimizers, activations=activations, **ways)
@@ -113,12 +160,12 @@ def peak_of_rank(
     """Peak bytes and bytes of state of a rank that trains a few steps."""
     before_bytes = held_before()
     torch.manual_seed(0)
-    made, settings = MODELS[model]().train(), settings_of(set_up, folder)
+    made, settings = MODELS_AND_PARTS[model]().train(), settings_of(set_up, folder)
     optimizer = torch.optim.AdamW(made.parameters(), fused=True)
     engine = None if settings is None else ZeroEngine(made, [optimizer], settings)
     trained = torch.nn.parallel.DistributedDataParallel(made) if engine is None else made
     for _ in range(PEAK_STEPS):
-        trained(**batch_of(made, rows, length)).loss.backward()
+        trained(**batch(model, made, rows, length)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     state = _ddp_state(made, optimizer)
@@ -149,6 +196,7 @@ def measure(cells: list[tuple[str, str, int, int]], ranks: int, time_limit_s: fl
         state, peak = (max(each[what] for each in by_rank) for what in ("state", "peak"))
         forecast = planned(model, set_up, rows, length, ranks)
         cell |= {"ranks": ranks, "planned": dict(forecast.device), "planned_state": forecast.state_bytes}
+        cell |= {"planned_logits": forecast.device.get("logits", 0)}
         cell |= {"planned_peak": forecast.device_bytes, "measured_state": state, "measured_peak": peak}
         cell["state_error"] = forecast.state_bytes / state - 1 if state else 0.0
         cell["peak_error"] = forecast.device_bytes / peak - 1
@@ -168,6 +216,7 @@ _COLUMNS = [
         ("measured", "measured_state", ".0f", 1e6),
         ("error", "state_error", "+.1%"),
     ),
+    ("logits", "planned_logits", ".0f", 1e6),
     *(("peak", "planned_peak", ".0f", 1e6), ("measured", "measured_peak", ".0f", 1e6), ("error", "peak_error", "+.1%")),
 ]
 
@@ -175,17 +224,24 @@ _COLUMNS = [
 def main() -> int:
     options = read_options(
         __doc__,
-        models=(list(MODELS), None, MODELS),
+        models=(list(MODELS), None, MODELS_AND_PARTS),
         set_ups=(list(SET_UPS), None, SET_UPS),
         batches=(["2x64", "8x128"], "rows x length"),
+        parts=(
+            False,
+            "a GPT-2 with its own vocabulary, 4 x 128, by parts that need less memory; --models and --batches do not count",
+        ),
         ranks=2,
         time_limit_s=300.0,
     )
-    shapes = [tuple(map(int, each.split("x"))) for each in options.batches]
-    wanted = [(m, s, *shape) for m in options.models for shape in shapes for s in options.set_ups]
+    models, batches, name = options.models, options.batches, "planned_peaks.json"
+    if options.parts:
+        models, batches, name = [each for each in PARTS if HAS_TRL or PARTS[each] is not _trls], ["4x128"], "parts.json"
+    shapes = [tuple(map(int, each.split("x"))) for each in batches]
+    wanted = [(m, s, *shape) for m in models for shape in shapes for s in options.set_ups]
     cells = measure(wanted, options.ranks, options.time_limit_s)
     print_table("A rank's memory, in MB: planned and measured", _COLUMNS, cells)
-    write_record(options.json or RESULTS / "planned_peaks.json", describe_run(options) | {"cells": cells})
+    write_record(options.json or RESULTS / name, describe_run(options) | {"cells": cells})
     wrong = too_far(cells)
     for cell in wrong:
         print("too far:", *texts_of(_COLUMNS, cell))

@@ -221,7 +221,7 @@ def simulated_ms(
     optimizers = [torch.optim.AdamW(made.parameters(), fused=True)]
     hosts = {"device": torch.device("cpu"), "world_size": 2, "ranks_a_node": 1}
     job = Job(model=made, optimizers=optimizers, activations=None, **hosts)
-    work = Activations(curve=((0, 0),), saved_bytes=0, flops=3, forward_flops=1, tokens=1, shape="")
+    work = Activations(curve=(), saved_bytes=0, flops=3, forward_flops=1, tokens=1, shape="")
     link = {"link_bytes_a_second": link_bytes_a_second, "call_s": _CALL_S + delay_s, "memory_bytes_a_second": 1e15}
     machine = Machine(nodes=2, ranks_a_node=1, flops=3 / compute_s, **link)
     return 1000 * step_time(job.layout(config), machine, work, 1).step_s

@@ -1,4 +1,4 @@
-"""Reinforcement learning with TRL at stage 3: weights that are pushed to vLLM, and whole scripts, are DDP's.
+"""TRL at stage 3: weights that are pushed to vLLM, losses in chunks, and whole scripts are DDP's.
 
 TRL is no dependency of the tests. `pip install trl` beside them, and these run.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import slow
 from peft import LoraConfig, get_peft_model
 from shared_ranks import run_on_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -199,3 +200,68 @@ def test_scripts_run_at_stage_3_as_they_are(kind, mode, adapts, tmp_path):
         assert ours == theirs
         # A server has a client on rank 0 alone.
         assert len(set(ours["pushes"])) == (3 if mode == "colocate" or (mode == "server" and rank == 0) else 0)
+
+
+# ---- losses in chunks, and other parts that need less memory beside the state ----
+
+
+def fine_tuned(
+    rank: int, world_size: int, folder: str, zero: dict | None, adapts: bool, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Losses and norms of a script of SFTTrainer's, whose loss reads the weight of the head in chunks, and an evaluation."""
+    import trl
+
+    as_launched(rank, world_size)
+    drawn = torch.randint(3, VOCABULARY, (64, 16), generator=torch.Generator().manual_seed(3)).tolist()
+    data = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in drawn])
+    trainer = trl.SFTTrainer(
+        model=GPT2LMHeadModel.from_pretrained(folder),
+        args=trl.SFTConfig(
+            output_dir=f"{folder}/sft",
+            per_device_train_batch_size=4,
+            max_steps=3,
+            learning_rate=1e-2,
+            logging_steps=1,
+            max_grad_norm=1000.0,
+            max_length=16,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            **settings,
+        ),
+        processing_class=tokenizer(),
+        train_dataset=data,
+        eval_dataset=data.select(range(8)),
+        callbacks=[] if zero is None else [hf_zero.ZeroCallback(zero)],
+        **({"peft_config": LoraConfig(**ADAPTER, task_type="CAUSAL_LM")} if adapts else {}),
+    )
+    trainer.train()
+    return {**history(trainer), "evaluation": trainer.evaluate()["eval_loss"]}
+
+
+CHUNKED, RECOMPUTED = {"loss_type": "chunked_nll"}, {"gradient_checkpointing": True}
+ELSEWHERE = {"offload": {"optimizer": "nvme", "params": "nvme"}}
+
+
+@pytest.mark.parametrize(
+    ("zero", "adapts", "settings"),
+    [
+        (STAGE_3, False, {**CHUNKED, "gradient_checkpointing": False}),
+        (STAGE_3 | ELSEWHERE, False, {**CHUNKED, **RECOMPUTED}),
+        *(slow({**STAGE_3, "stage": stage}, adapts, CHUNKED) for stage in (1, 2, 3) for adapts in (False, True)),
+        slow({"stage": 2, "offload": {"optimizer": "cpu"}}, False, CHUNKED),
+        slow(STAGE_3 | {"offload": {"optimizer": "cpu", "params": "cpu"}}, False, CHUNKED),
+        slow(STAGE_3 | {"offload": {"activations": "cpu"}}, False, CHUNKED),
+        slow(STAGE_3, False, {"loss_type": "dft"}),
+    ],
+)
+def test_a_loss_in_chunks_is_ddps(zero, adapts, settings, tmp_path):
+    policy().save_pretrained(tmp_path)
+    run = partial(run_on_ranks, fine_tuned, folder=str(tmp_path), adapts=adapts, settings=settings)
+    if "nvme" in zero.get("offload", {}).values():
+        zero = {**zero, "offload": {**zero["offload"], "nvme_path": str(tmp_path)}}
+    for ours, theirs in zip(run(zero=zero), run(zero=None)):
+        assert ours.pop("norms") == pytest.approx(theirs.pop("norms"), rel=1e-5)
+        assert ours == theirs

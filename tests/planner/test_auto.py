@@ -1,17 +1,22 @@
 """`stage: auto`: one choice on all ranks, what the user set is kept, and a run with it trains as with the stage chosen."""
 
+import functools
 import os
 from pathlib import Path
+from types import MethodType
 from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
 from accelerate_job import Texts
 from ranks import run_ranks
 from torch.utils.data import DataLoader
-from training import LENGTH, gpt2
+from training import LENGTH, VOCABULARY, gpt2
+from transformers.modeling_outputs import CausalLMOutput
 
 from hf_zero import ConfigError, ZeroConfig, ZeroEngine, ZeroPlugin
+from hf_zero.forecast import NothingFitsError
 from hf_zero.planner import auto
 from hf_zero.planner.auto import assume, choose_config
 
@@ -83,6 +88,34 @@ def test_what_libraries_take_behind_the_plan_is_counted_on_accelerators():
     # Workspaces of cuBLAS alone are 32 MiB on Hopper; NCCL's buffers are there on several ranks.
     assert 32 * 2**20 < one < several
     assert auto._still_to_come_bytes(CPU, 2) is None
+
+
+def test_an_error_names_the_part_with_which_something_would_fit():
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=24, n_layer=2, n_head=4, vocab_size=60000))
+    batch = assume(model, 16, 1024)
+    asked = {"device": CPU, "mixed_precision": "no", "batch": batch}
+    with patch.object(auto, "free_for_training", lambda device: 8 * 10**9), pytest.raises(NothingFitsError) as refused:
+        choose_config(ZeroConfig.of("auto"), model, [], **asked)
+    assert "With the loss in chunks, " in str(refused.value) and 'loss_type="chunked_nll"' in str(refused.value)
+
+
+def test_a_model_with_trls_loss_is_traced_with_it():
+    model = gpt2()
+    asked = []
+
+    @functools.wraps(type(model).forward)
+    def forward(self, *, fused_lm_head=False, labels=None, **batch):
+        asked.append(fused_lm_head)
+        hidden = self.transformer(**batch).last_hidden_state
+        return CausalLMOutput(loss=hidden.sum() + self.lm_head.weight.sum())
+
+    model.forward = MethodType(forward, model)
+    batch = assume(model, 2, LENGTH)
+    on_host, _ = auto._activations(model, batch, "no", "auto", CPU)
+    assert asked == [True] and not on_host.has_logits
+    # On an accelerator its kernels need values: the logits of the class's forward are left out.
+    elsewhere, _ = auto._activations(model, batch, "no", "auto", torch.device("cuda", 0))
+    assert asked == [True] and not elsewhere.has_logits and elsewhere.tile_bytes == 2 * LENGTH * VOCABULARY * 4
 
 
 def trained(rank: int, world_size: int, *, flags: list[str]) -> list:

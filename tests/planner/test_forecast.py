@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from cells import short_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,6 +123,48 @@ def test_checkpointing_saves_less_and_computes_more():
         found.append(trace(model, lambda model=model: batch_of(model, 4, LENGTH), shape="", tokens=4 * LENGTH))
     plain, recomputing = found
     assert recomputing.saved_bytes < plain.saved_bytes / 2 and recomputing.flops > 1.15 * plain.flops
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_logits_are_counted_apart_with_what_the_loss_makes_of_them(autocast):
+    """At the peak, the start of backward: logarithms of probabilities, their gradient, and that of the logits, in float32."""
+    rows, wide = 8, 5003
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=24, n_layer=2, n_head=4, vocab_size=wide))
+    traced = trace(model, lambda: batch_of(model, rows, LENGTH), shape="", tokens=rows * LENGTH, autocast=autocast)
+    whole = rows * LENGTH * wide * 4
+    peak, logits = traced.peak_beside(0)
+    assert (logits, traced.saved_logits) == (3 * whole, whole)
+    chunked = traced.in_chunks()
+    assert not chunked.has_logits and chunked.saved_bytes == traced.saved_bytes - traced.saved_logits
+    assert chunked.peak_bytes - traced.tile_bytes < peak - logits + whole
+    with_head = make_plan(model, batch=rows, seq=LENGTH, gpus=2, mixed_precision="bf16" if autocast else "no")
+    forecast = with_head.candidates[0].forecast
+    assert forecast.device["logits"] == logits and sum(forecast.device.values()) == forecast.device_bytes
+
+
+def test_a_model_without_a_head_of_words_has_no_logits():
+    assert "logits" not in make_plan(without_memory("bert"), gpus=2).candidates[0].forecast.device
+
+
+def test_what_a_forward_pins_is_in_host_memory():
+    def moving(model):
+        forward = model.forward
+
+        def moved(**batch):
+            with torch.autograd.graph.save_on_cpu(pin_memory=True, device_type="cpu"):
+                return forward(**batch)
+
+        model.forward = moved
+        return model
+
+    plain, moved = (
+        make_plan(make(gpt2()), batch=4, gpus=2, host_memory="1GB") for make in (lambda model: model, moving)
+    )
+    assert moved.activations.saved_bytes < plain.activations.saved_bytes / 4
+    assert moved.activations.pinned_bytes > plain.activations.saved_bytes / 2
+    one = moved.candidates[-1].forecast
+    assert one.host["activations"] == moved.activations.pinned_bytes
 
 
 def test_a_trace_leaves_the_model_and_chance_alone():

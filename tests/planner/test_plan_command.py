@@ -52,6 +52,28 @@ def test_a_plan_where_nothing_fits_says_what_is_short_and_exits_with_1(config):
     assert result.exit_code == 1 and "Nothing fits" in result.output
 
 
+def test_a_plan_names_the_part_with_which_something_would_fit(tmp_path):
+    size = {"n_embd": 64, "n_layer": 6, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    GPT2Config(**size, vocab_size=150000, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    asked = ("plan", tmp_path, "--gpus", 2, "--seq", 1024, "--batch", 8)
+    whole = hf_zero(*asked, "--gpu-memory", "8GB")
+    assert whole.exit_code == 1 and "Most of that are logits" in whole.output
+    said = " ".join(whole.output.split())
+    assert "With the loss in chunks, stage" in said and 'Write SFTConfig(loss_type="chunked_nll")' in said
+    chunked = json.loads(hf_zero(*asked, "--gpu-memory", "8GB", "--chunked-loss", "--json").stdout)
+    assert chunked["recommended"] is not None and chunked["activations"]["logits_bytes"] == 0
+    needed = {each["name"]: each["device_bytes"] for each in chunked["set_ups"]}
+    assert f"{needed['stage 1'] / 1e9:.2f} GB a rank" in said or "stage 0 fits" in said
+    least = min(needed.values())
+    # What a forward saves, too, has no room: layers are recomputed, or their activations go to host memory.
+    both = " ".join(hf_zero(*asked, "--gpu-memory", int(0.75 * least)).output.split())
+    assert "With the loss in chunks and activation checkpointing," in both and "gradient_checkpointing=True" in both
+    moved = hf_zero(
+        *asked, "--gpu-memory", int(0.75 * least), "--chunked-loss", "--host-memory", "64GB", "--offload-activations"
+    )
+    assert moved.exit_code == 0, moved.output
+
+
 def test_adapters_leave_little_to_train(config):
     pytest.importorskip("peft")
     both = [json.loads(hf_zero("plan", config, "--json", "--seq", 32, *more).stdout) for more in ((), ("--lora", 4))]
