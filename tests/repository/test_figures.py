@@ -62,16 +62,6 @@ def peaks_in_words(found: dict) -> list[str]:
     ]
 
 
-def parts_in_words(found: dict) -> list[str]:
-    assert max(abs(cell["peak_error"]) for cell in found["cells"]) <= 0.15
-    peaks = {(cell["model"], cell["set_up"]): cell["measured_peak"] / 1e6 for cell in found["cells"]}
-    set_ups = list(dict.fromkeys(set_up for _, set_up in peaks))
-    return [
-        "| " + " | ".join([model, *(f"{peaks[model, set_up]:.0f}" for set_up in set_ups)]) + " |"
-        for model in dict.fromkeys(model for model, _ in peaks)
-    ]
-
-
 def choices_in_words(found: dict) -> list[str]:
     right, limits = [case["is_right"] for case in found["cases"]], [case["mb"] for case in found["cases"]]
     models = {case["model"] for case in found["cases"]}
@@ -132,7 +122,6 @@ def models_in_words(found: dict) -> list[str]:
 
 SENTENCES: list[tuple[str, str, Callable[[dict], list[str]]]] = [
     ("docs/planning.md", "planned_peaks.json", peaks_in_words),
-    ("docs/memory-and-traffic.md", "parts.json", parts_in_words),
     ("docs/planning.md", "auto.json", choices_in_words),
     ("docs/planning.md", "links.json", links_in_words),
     ("docs/planning.md", "published.json", published_in_words),
