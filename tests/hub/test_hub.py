@@ -7,10 +7,7 @@ import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
-import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -556,21 +553,6 @@ def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp
 def test_the_template_at_the_top_is_the_one_that_is_installed():
     top = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
     assert top.read_text() == TEMPLATE.read_text()
-
-
-@pytest.mark.slow
-def test_an_installed_package_has_the_template(tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    pytest.importorskip("setuptools", reason="the package is built here without fetching its build tool")
-    shutil.copytree(root / "hf_zero", tmp_path / "hf_zero", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / name, tmp_path)
-    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", "wheels"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    [wheel] = (tmp_path / "wheels").iterdir()
-    with zipfile.ZipFile(wheel) as packed:
-        assert packed.read("hf_zero/hub/card_template.md") == TEMPLATE.read_bytes()
 
 
 # ---- Trainer ----
