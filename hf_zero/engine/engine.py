@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -331,7 +332,7 @@ class ZeroEngine:
         self._parts.parameter_places.take_back()
         self.state.follow_edits()
 
-    def resize_embeddings(self, num_tokens: int, **kwargs) -> None:
+    def resize_embeddings(self, num_tokens: int, **kwargs: Any) -> None:
         """`model.resize_token_embeddings` of a model in training: the other parameters' state and the old rows' go on.
 
         Collective. New rows are rank 0's and start without optimizer state. For its duration, the whole model and its

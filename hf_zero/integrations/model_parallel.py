@@ -32,7 +32,7 @@ def _config_class() -> type:
     return ZeroDistributedConfig
 
 
-def parallel_config(*, tp_size: int = 1, ep_size: int = 1, **kwargs) -> Any:
+def parallel_config(*, tp_size: int = 1, ep_size: int = 1, **kwargs: Any) -> Any:
     """Returns the loading arguments for a model split over some ranks, with hf_zero over the others.
 
         model = AutoModelForCausalLM.from_pretrained(path, distributed_config=hf_zero.parallel_config(tp_size=2))

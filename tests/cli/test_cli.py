@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate_job import make_accelerator
 from command_runs import hf_zero, refusals
 from hostile_folders import by_command, make_card
-from launching import run_forked
+from launching import ROOT, run_forked
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from trainer_job import as_launched, make_trainer
@@ -37,6 +38,7 @@ from transformers import (
 
 from hf_zero.cli.app import app
 from hf_zero.config.checks import CUT_NAMES
+from hf_zero.extras import extra
 from hf_zero.integrations.run_facts import card_facts
 
 pytestmark = pytest.mark.timeout(120)
@@ -612,3 +614,77 @@ def test_a_file_in_place_of_a_folder_is_told_from_a_folder_that_is_not_there(com
     assert f"{file} is a file; give the folder that it is in" in last and "no folder" not in last
     last = refusals(command, tmp_path / "nowhere", *more.get(command, []))[-1]
     assert f"there is no folder {tmp_path / 'nowhere'}" in last and "token" not in last
+
+
+# ---- The page for agents and scripts ----
+
+PAGE = (ROOT / "docs" / "agents-and-scripts.md").read_text(encoding="utf-8")
+
+
+def keys_on_page(name: str) -> tuple[set[str], set[str]]:
+    """The keys that a row of the page's tables says are always there, and those that may be."""
+    [cell] = re.findall(rf"^\| `{re.escape(name)}` \| ([^|]+) \|", PAGE, flags=re.MULTILINE)
+    may_be = set(re.findall(r"\[`(\w+)`\]", cell))
+    cell = cell.partition(";")[0]
+    return set(re.findall(r"`(\w+)`", cell)) - may_be, may_be
+
+
+def is_as_on_page(name: str, found: dict) -> None:
+    always, may_be = keys_on_page(name)
+    assert always <= set(found) <= always | may_be, name
+    for inner, elements in found.items():
+        if f"| `{name}.{inner}` |" in PAGE:
+            assert elements and all(set(element) == keys_on_page(f"{name}.{inner}")[0] for element in elements)
+
+
+def test_the_page_for_scripts_has_every_command():
+    named = set(re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE))
+    assert named == {command_name(command) for command in app.registered_commands if not command.hidden}
+
+
+def test_documents_of_folders_have_the_keys_of_the_page(trained, plain, tmp_path):
+    is_as_on_page("verify", document("verify", plain))
+    is_as_on_page("consolidate", document("consolidate", trained, tmp_path / "out"))
+    assert set(document("inspect", plain)) == keys_on_page("inspect")[0]
+    facts = document("inspect", trained)
+    is_as_on_page("inspect", facts)
+    assert len(facts) > len(keys_on_page("inspect")[0])
+
+
+@pytest.mark.extra("planner")
+@pytest.mark.extra("report")
+@pytest.mark.extra("diagnose")
+@pytest.mark.extra("foreign")
+@pytest.mark.extra("hub")
+def test_documents_of_the_other_commands_have_the_keys_of_the_page(plain, tmp_path, monkeypatch):
+    from hf_zero.diagnose.parity_report import ParityReport
+
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").touch()
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}), encoding="utf-8")
+    Path("run").mkdir()
+    state = {"global_step": 1, "log_history": [{"loss": 1.0, "step": 1}]}
+    (Path("run") / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    is_as_on_page("plan", document("plan", plain))
+    is_as_on_page("migrate", document("migrate", "ds.json"))
+    is_as_on_page("report", document("report", "run"))
+    is_as_on_page("run", json.loads(hf_zero("run", "--zero", "2", "--json", "script.py").stdout))
+    is_as_on_page("doctor", json.loads(hf_zero("doctor", "--quick", "--json").stdout))
+    # A store that is kept, a push, a conversion and ranks each have tests of their own: here they are done at once.
+    monkeypatch.setattr("signal.pause", lambda: None)
+    is_as_on_page("rendezvous", document("rendezvous", "--port", "0", "--host", "localhost"))
+    report = ParityReport(
+        world_size=2, steps=1, reasons=[], tolerance=0.0, equal=True, passed=True, first=None, loss=0.0, norm=0.0,
+        gradients={}, parameters={},
+    )  # fmt: skip
+    pushed = SimpleNamespace(commit_url="https://host.invalid/commit", oid="0")
+    done = {"parity_of_script": report, "convert": "a DeepSpeed checkpoint", "push_model": pushed}
+
+    def at_once(room: str, name: str) -> Callable:
+        return (lambda *_, **__: done[name]) if name in done else extra(room, name)
+
+    monkeypatch.setattr("hf_zero.cli.app.extra", at_once)
+    monkeypatch.setattr("hf_zero.cli.checkpoints.extra", at_once)
+    is_as_on_page("parity", json.loads(hf_zero("parity", "--zero", "2", "--json", "script.py").stdout))
+    is_as_on_page("convert", document("convert", "run", "out"))
+    is_as_on_page("push", document("push", plain, "a-model"))

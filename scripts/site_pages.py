@@ -1,0 +1,118 @@
+"""mkdocs' hooks for the site: pages made from the code and from files beside `docs/`, and links that work at both places."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+import typer.cli
+from mkdocs.structure.files import File, Files
+
+import hf_zero
+from hf_zero.cli.app import app
+
+ROOT = Path(__file__).resolve().parent.parent
+
+GROUPS = {
+    "Ways in": ("ZeroPlugin", "ZeroTrainingArguments", "with_zero", "ZeroCallback", "ZeroEngine"),
+    "Settings": ("ZeroConfig", "ConfigError"),
+    "Models and their parameters": ("engine_of", "gathered", "unsharded", "init", "parallel_config"),
+    "Long runs": ("last_good_state", "same_global_batch", "GradScaler", "Rescue", "RunRecorder"),
+    "Tools": ("doctor", "make_plan", "migrate", "parity"),
+}
+"""The public names as the page of the API has them."""
+
+LOG_KEYS = {"gradients-and-reports.md": "Figures in Trainer's log", "report.md": "In TensorBoard and W&B"}
+"""Pages whose sections say which keys a run logs."""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that are not in `docs/`, and the files that pages name."""
+    for name, text in made_pages().items():
+        files.append(File.generated(config, name, content=text))
+    for path in sorted((ROOT / "configs").rglob("*")):
+        if path.is_file():
+            files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Leads links of the repository's README and of `docs/` to pages of the site, and names of configs to the files."""
+    markdown = re.sub(r"\]\(\.\./README\.md(#[^)]*)?\)", lambda found: f"](index.md{found[1] or ''})", markdown)
+    markdown = re.sub(r"\]\((notebooks/[\w-]+)\.ipynb\)", r"](\1.md)", markdown)
+    # What follows the language tells the tests how an example is launched; Markdown's extension takes no such fence.
+    markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)
+    return re.sub(r"`(configs/[\w/]+\.\w+)`", r"[`\1`](\1)", markdown)
+
+
+def made_pages() -> dict[str, str]:
+    """Name of a page → its Markdown."""
+    return {
+        "index.md": _in_docs((ROOT / "README.md").read_text(encoding="utf-8")),
+        "pages.md": _in_docs((ROOT / "docs" / "README.md").read_text(encoding="utf-8")),
+        "changelog.md": _in_docs((ROOT / "CHANGELOG.md").read_text(encoding="utf-8")),
+        "contributing.md": _in_docs((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")),
+        "api.md": api_page(),
+        "cli.md": typer.cli.get_docs_for_click(
+            obj=(command := typer.main.get_command(app)), ctx=typer.Context(command), name="hf-zero"
+        ),
+        "log-keys.md": log_keys_page(),
+        **{
+            f"notebooks/{path.stem}.md": notebook_page(path)
+            for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+        },
+    }
+
+
+def _in_docs(text: str) -> str:
+    """A file of the repository's top whose links to `docs/` are those of a page there."""
+    places = {"](docs/README.md": "](pages.md", "](docs/": "](", "](CONTRIBUTING.md": "](contributing.md"}
+    for here, there in places.items():
+        text = text.replace(here, there)
+    return text
+
+
+def api_page() -> str:
+    """The page of the public names, for mkdocstrings.
+
+    Raises:
+        ValueError: a public name is in no group.
+    """
+    listed = {name for names in GROUPS.values() for name in names}
+    if left := set(hf_zero.__all__) - {"__version__"} - listed:
+        raise ValueError(f"{sorted(left)} are public, and GROUPS of {__file__} has them in no group.")
+    parts = ["# Python API\n\nThe public names of `hf_zero`, with what each takes, returns and raises.\n"]
+    for title, names in GROUPS.items():
+        parts.append(f"## {title}\n")
+        parts += [f"::: hf_zero.{name}\n" for name in names]
+    return "\n".join(parts)
+
+
+def log_keys_page() -> str:
+    """The sections on keys of the log, from the pages that have them."""
+    parts = ["# Keys of the log\n"]
+    for name, title in LOG_KEYS.items():
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        parts.append(f"## {title}\n{section}")
+    return "\n".join(parts)
+
+
+def notebook_page(path: Path) -> str:
+    """A notebook with its kept outputs as Markdown; pictures become part of the page."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                parts.append(
+                    f"![The picture that this cell draws](data:image/png;base64,{''.join(data['image/png']).strip()})"
+                )
+            elif text := "".join(output.get("text", data.get("text/plain", ()))).rstrip():
+                parts.append(f"```text\n{text}\n```")
+    return "\n\n".join(parts) + f"\n\n[The notebook]({path.name}) runs on two CPU cores, without network.\n"
