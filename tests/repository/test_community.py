@@ -1,0 +1,59 @@
+"""What a stranger meets on a host of repositories: workflows, templates, and files whose versions agree."""
+
+import re
+
+import yaml
+from launching import ROOT
+
+import hf_zero
+
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+COMMUNITY = ROOT / ".github"
+
+
+def jobs_of(workflow: str) -> dict:
+    return yaml.safe_load((COMMUNITY / "workflows" / workflow).read_text(encoding="utf-8"))["jobs"]
+
+
+def test_versions_agree():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    [packaged] = re.findall(r'^version = "(.+)"$', PYPROJECT, flags=re.MULTILINE)
+    assert packaged == hf_zero.__version__ == cited["version"]
+
+
+def test_the_short_suite_runs_on_every_python_with_the_oldest_and_the_newest_versions():
+    short = jobs_of("tests.yml")["short"]
+    assert short["strategy"]["matrix"]["versions"] == ["oldest", "newest"]
+    declared = re.findall(r"Python :: (3\.\d+)", PYPROJECT)
+    assert declared and short["strategy"]["matrix"]["python"] == declared
+    [versions] = [step["run"] for step in short["steps"] if step.get("name") == "Versions"]
+    [pattern] = re.findall(r"s/(\^.+?\$)/", versions)
+    floors = re.findall(pattern, PYPROJECT, flags=re.MULTILINE)
+    assert {name for name, _ in floors} == {"torch", "transformers", "accelerate"}
+
+
+def test_workflows_run_commands_that_exist_and_a_gpu_job_that_a_variable_switches_on():
+    said = ""
+    for path in (COMMUNITY / "workflows").iterdir():
+        for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
+            said += "\n".join(step.get("run", "") for step in job["steps"])
+    scripts = set(re.findall(r"scripts/[\w/]+\.\w+", said))
+    assert {"scripts/test.sh", "scripts/docs.sh", "scripts/gpu_day.sh"} <= scripts
+    assert all((ROOT / script).is_file() for script in scripts)
+    gpu = jobs_of("tests.yml")["gpu"]
+    assert "vars.GPU_RUNNER != ''" in gpu["if"] and gpu["runs-on"] == "${{ vars.GPU_RUNNER }}"
+
+
+def test_templates_ask_for_what_the_doctor_says():
+    templates = [COMMUNITY / "PULL_REQUEST_TEMPLATE.md", COMMUNITY / "ISSUE_TEMPLATE" / "bug.yml"]
+    assert all("hf-zero doctor --json" in template.read_text(encoding="utf-8") for template in templates)
+    for path in (COMMUNITY / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        assert all(part["attributes"]["label"] for part in yaml.safe_load(path.read_text(encoding="utf-8"))["body"])
+
+
+def test_files_that_the_community_pages_name_exist():
+    for page in COMMUNITY.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        named = set(re.findall(r"(?<![\w/.])(?:scripts|tests)/[\w/]+\.\w+", text))
+        assert all((ROOT / name).is_file() for name in named), page.name
+        assert all((COMMUNITY / name).is_file() for name in re.findall(r"\]\(([\w.]+)\)", text)), page.name
