@@ -18,6 +18,7 @@ from readme_walk import (
     EXAMPLES,
     INSTALLS,
     LINES,
+    NOTEBOOKS,
     PAGES,
     README,
     RUNS_THE_TESTS,
@@ -161,6 +162,15 @@ def test_the_same_config_migrates_with_the_words_that_are_shown(tmp_path, monkey
     command, _, said = shown.text.partition("\n")
     result = CliRunner().invoke(app, command.removeprefix("$ hf-zero ").split())
     assert result.stdout.strip() == said.strip()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_keeps_the_outputs_of_a_run_in_order_with_a_picture(path):
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", ()) for output in outputs)
+    assert all(output["output_type"] != "error" and output.get("name") != "stderr" for output in outputs)
 
 
 # What the text names

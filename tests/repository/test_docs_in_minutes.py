@@ -1,10 +1,13 @@
-"""Lines of the documents that take minutes, and those that a launcher really starts: each in a reader's folder of its own."""
+"""Lines of the documents that take minutes, those that a launcher really starts, and the notebooks."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from hub_server import HubServer
-from readme_walk import LINES, MINUTES, PAGES, SAVED_FIRST, SECONDS, Folder, Line, Walk
+from launching import ROOT
+from readme_walk import LINES, MINUTES, NOTEBOOKS, PAGES, SAVED_FIRST, SECONDS, Folder, Line, Walk
 
 pytestmark = pytest.mark.slow
 
@@ -47,3 +50,19 @@ def test_the_launcher_itself_starts_a_line(launcher, page, started, tmp_path):
     assert outcome.status == 0, outcome.said[-4000:]
     assert launcher == "python" or "state over 2 of 2 ranks" in outcome.said
     assert not folder.launchers_left
+
+
+@pytest.mark.timeout(60 * MINUTES)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_offline(path, monkeypatch):
+    nbformat = pytest.importorskip("nbformat", reason="notebooks run with the extra `docs`: pip install -e '.[docs]'")
+    nbclient = pytest.importorskip("nbclient", reason="notebooks run with the extra `docs`: pip install -e '.[docs]'")
+    pytest.importorskip("ipykernel", reason="notebooks run with the extra `docs`: pip install -e '.[docs]'")
+    if path.stem == "qlora":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes, of the extra `dev`, is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    notebook = nbformat.read(path, as_version=4)
+    where = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(notebook, timeout=60 * MINUTES, kernel_name="python3", resources=where).execute()

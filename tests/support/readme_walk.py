@@ -163,6 +163,8 @@ PAGES = {
 }
 """What a user reads. All code in it is run."""
 
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
 EXAMPLES = {name: blocks_of(text, "python") for name, text in PAGES.items()}
 SAVED_FIRST = (*EXAMPLES["README.md"], *EXAMPLES["docs/ways-in.md"])
 """The examples that lines of other pages launch."""
