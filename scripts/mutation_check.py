@@ -26,7 +26,7 @@ from warm_pytest import WarmPytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "hf_zero"
-COPIED = (PACKAGE, "tests", "scripts", "configs", "pyproject.toml", "README.md", "LICENSE")
+COPIED = (PACKAGE, "tests", "scripts", "configs", "docs", "pyproject.toml", "README.md", "LICENSE")
 SECONDS_A_BREAK = 240
 
 # pytest's exit statuses.

@@ -40,7 +40,7 @@ for room, found in EXTRAS.items():
 def core(tmp_path_factory) -> Path:
     """A copy of the repository without the extras."""
     root = tmp_path_factory.mktemp("core")
-    for name in ("hf_zero", "tests", "scripts", "configs"):
+    for name in ("hf_zero", "tests", "scripts", "configs", "docs"):
         shutil.copytree(ROOT / name, root / name, ignore=LEFT_OUT)
     shutil.copy2(ROOT / "pyproject.toml", root)
     for room in EXTRAS:
