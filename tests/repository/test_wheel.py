@@ -116,16 +116,18 @@ def test_the_installed_wheel_trains_a_script_of_another_folder_and_reads_its_che
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_ZERO_"))}
     environment = inherited | {"HF_HUB_OFFLINE": "1", "PATH": f"{installed}:{os.environ['PATH']}"}
 
-    def said_by(*words: str) -> str:
+    def done_by(*words: str) -> subprocess.CompletedProcess:
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        return done.stdout + done.stderr
+        return done
 
-    where = said_by(str(installed / "python"), "-c", "import hf_zero; print(hf_zero.__file__)")
-    assert Path(where.strip()).is_relative_to(installed.parent)
+    where = done_by(str(installed / "python"), "-c", "import hf_zero; print(hf_zero.__file__)")
+    assert Path(where.stdout.strip()).is_relative_to(installed.parent)
     command = "hf-zero run --zero 2 train.py"
     assert command in README
     before, script = command.rsplit(" ", 1)
-    assert "state over 2 of 2 ranks" in said_by(*before.split(), "--cpu", "--num-processes", "2", script)
+    trained = done_by(*before.split(), "--cpu", "--num-processes", "2", script)
+    assert "state over 2 of 2 ranks" in trained.stdout + trained.stderr
     # It checks the checkpoint before it reads it.
-    assert json.loads(said_by("hf-zero", "consolidate", "run/checkpoint-2", "model", "--json"))["folder"] == "model"
+    written = done_by("hf-zero", "consolidate", "run/checkpoint-2", "model", "--json")
+    assert json.loads(written.stdout)["folder"] == "model"
