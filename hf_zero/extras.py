@@ -51,6 +51,11 @@ EXTRAS = {
             "outer:SyncedEvery",
         ),
     ),
+    "sequence": Extra(
+        what="Sequences that several ranks compute together.",
+        switch="`sp_size` of accelerate's ParallelismConfig",
+        factories=("seat:seat_sequence", "seat:seat_of"),
+    ),
     "planner": Extra(
         what="Which settings fit a machine, what they cost, and which to choose.",
         switch="`hf-zero plan`, `hf_zero.make_plan` or `stage: auto`",

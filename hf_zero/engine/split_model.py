@@ -412,7 +412,7 @@ class CopyChecks:
     def compare_batches(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Raises `DifferentBatchesError`, on all ranks, where those of a copy have different batches. Collective."""
         self._forwards += 1
-        digests = self._everyone.exchange(_digest([*args, *kwargs.values()]), "comparison of batches")
+        digests = self._everyone.exchange(digest_of([*args, *kwargs.values()]), "comparison of batches")
         for ranks in dict.fromkeys(self._ranks):
             other = next((rank for rank in ranks if digests[rank] != digests[ranks[0]]), None)
             if other is not None:
@@ -468,11 +468,12 @@ def _held_before(everyone: Sequence[tuple[int, Mapping[str, Box]]], place: int) 
     return {name for before in range(place) for name, box in found[before].items() if mine.get(name) == box}
 
 
-def _digest(values: Sequence[Any]) -> str:
+def digest_of(values: Sequence[Any]) -> str:
+    """A digest of the tensors in a batch, of their dtypes and their shapes."""
     digest = hashlib.sha256()
     for value in values:
         if isinstance(value, Mapping):
-            digest.update(_digest(list(value.values())).encode())
+            digest.update(digest_of(list(value.values())).encode())
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             digest.update(str((value.dtype, tuple(value.shape))).encode())
             digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -28,6 +28,7 @@ from ..optimizer.sharded_optimizer import engine_stepped_by, refuse_wrapper
 from .accelerator_parts import (
     RefuseTrainingAlone,
     add_no_sync,
+    cut_sequences,
     folder_to_fill,
     numbered_states,
     refuse_other_split,
@@ -247,6 +248,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         # `end_cleanly` waits for the other ranks at the end of this process; once is enough.
         engine.transport.watch.is_left_by_others = True
         refuse_other_split(self, engine)
+        if optimizers:
+            cut_sequences(self, engine)
         self.zero_engines.append(engine)
         if self.zero_run is not None and optimizers:
             self.zero_run.engines += 1
@@ -255,7 +258,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             tell_of_skipped_steps(engine, self._optimizers)
         casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
         accumulates = micro_batches_of(self) > 1
-        announce(engine, casts, rows_of_a_step(self), at_start, accumulates=accumulates)
+        sp_size = getattr(self.parallelism_config, "sp_size", 1)
+        announce(engine, casts, rows_of_a_step(self), at_start, accumulates=accumulates, sp_size=sp_size)
         begin_in_loop(self, engine)
         follow_signals(self, engine)
 

@@ -25,6 +25,7 @@ from ..checkpoint.manifest import MANIFEST_NAME, Manifest
 from ..checkpoint.structure import is_foreign
 from ..config import AUTO, ConfigError
 from ..engine.engine import ZeroEngine
+from ..extras import extra
 from ..hooks import engine_attached_to
 from ..optimizer.loss_scale import GradScaler, scale_over_shards
 from .environment import find_in_callers
@@ -187,16 +188,21 @@ class RefuseTrainingAlone:
 # ---- Split models in accelerate: the batches of their ranks, and their saves ----
 
 
-def mesh_of_batches(device_type: str, tp_size: int) -> DeviceMesh:
-    """Makes the mesh by which accelerate's data loaders give the ranks of one model copy the same batches.
+def mesh_of_batches(device_type: str, size: int, name: str = "tp_size") -> DeviceMesh:
+    """Makes the mesh by which accelerate's data loaders give ranks that compute a batch together the same batches.
+
+    Args:
+        size: how many ranks do.
+        name: of the setting.
 
     Raises:
-        ConfigError: `tp_size` does not divide the ranks.
+        ConfigError: `size` does not divide the ranks.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if tp_size < 1 or ranks % tp_size:
-        raise ConfigError(f"hf_zero: tp_size is {tp_size}, which does not divide the {ranks} ranks of this run.")
-    return init_device_mesh(device_type, (ranks // tp_size, tp_size), mesh_dim_names=("dp_shard", "tp"))
+    if size < 1 or ranks % size:
+        raise ConfigError(f"hf_zero: {name} is {size}, which does not divide the {ranks} ranks of this run.")
+    # "tp" also for sequences: of all dimensions, the loaders give this one's ranks the same whole batches.
+    return init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=("dp_shard", "tp"))
 
 
 def refuse_other_split(accelerator: Accelerator, engine: ZeroEngine) -> None:
@@ -210,6 +216,21 @@ def refuse_other_split(accelerator: Accelerator, engine: ZeroEngine) -> None:
             f"hf_zero: the model is split over {ranks} rank{'s' * (ranks > 1)} and tp_size of the plugin is {dealt}, by which "
             f"accelerate deals batches. Give it the model's: ZeroPlugin(..., tp_size={ranks})."
         )
+
+
+def cut_sequences(accelerator: Accelerator, engine: ZeroEngine) -> None:
+    """Has the engine's model cut its batches over `sp_size` ranks, where that is above 1. Collective.
+
+    Raises:
+        ConfigError: the model, or a setting, does not go with that; the engine is closed.
+    """
+    size = getattr(accelerator.parallelism_config, "sp_size", 1)
+    if size > 1:
+        try:
+            extra("sequence", "seat_sequence")(engine, size)
+        except ConfigError:
+            engine.close()
+            raise
 
 
 @contextmanager

@@ -43,8 +43,8 @@ def rows_of_a_step(accelerator: Accelerator) -> str | None:
     rows = getattr(sampler, "batch_size", None)
     if not isinstance(rows, int):
         return None
-    # The ranks of one copy of a model have the same rows.
-    copies = accelerator.num_processes // getattr(accelerator.parallelism_config, "tp_size", 1)
+    # The ranks of one copy of a model, and of a sequence, have the same rows.
+    copies = accelerator.num_processes // ranks_of_a_batch(accelerator)
     ranks, micro_batches = copies, micro_batches_of(accelerator)
     if getattr(sampler, "split_batches", False):
         rows //= ranks
@@ -53,6 +53,12 @@ def rows_of_a_step(accelerator: Accelerator) -> str | None:
     if ranks == 1:
         return f"{' x '.join(factors)} on one rank; N ranks take N times as many"
     return f"{' x '.join([*factors, f'{ranks} ranks'])} = {rows * micro_batches * ranks}"
+
+
+def ranks_of_a_batch(accelerator: Accelerator) -> int:
+    """How many ranks compute a batch together."""
+    said = accelerator.parallelism_config
+    return 1 if said is None else said.tp_size * said.sp_size
 
 
 def micro_batches_of(accelerator: Accelerator) -> int:
@@ -149,6 +155,7 @@ def announce(
     at_start: AtStart | None = None,
     *,
     accumulates: bool = False,
+    sp_size: int = 1,
 ) -> None:
     """Prints stage, dtypes, buckets and expected bytes a rank to stderr, on rank 0 only.
 
@@ -157,6 +164,7 @@ def announce(
         rows_of_a_step: on all ranks together, in words, where it is known.
         at_start: activations and the peak; None leaves them out.
         accumulates: a step has several micro-batches.
+        sp_size: ranks that compute a sequence together.
     """
     if engine.world_groups.rank != 0:
         return
@@ -166,6 +174,7 @@ def announce(
     rows = [
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
         *_split_rows(engine),
+        *([("sequences", f"each over {sp_size} ranks")] if sp_size > 1 else []),
         *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
         ("transport", f"{engine.groups.backend}, {engine.transport.name}{_hindrances(engine)}"),
         *_quantised_rows(engine, plan),

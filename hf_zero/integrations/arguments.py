@@ -49,7 +49,9 @@ class ZeroArguments(_ArgumentsBase):
         self._refuse_other_engines(config)
         super().__post_init__()
         # After super(), which resets accelerate's shared state.
-        self.parallelism_config = ZeroPlugin(config)
+        plugin = ZeroPlugin(config)
+        plugin.take_sequences_of(vars(self)["parallelism_config"])
+        self.parallelism_config = plugin
 
     def _refuse_other_engines(self, config: ZeroConfig) -> None:
         for name, engine in (("fsdp", "FSDP"), ("deepspeed", "DeepSpeed")):
@@ -59,7 +61,8 @@ class ZeroArguments(_ArgumentsBase):
                     f"own one model. Leave --{name} out to train with hf_zero, or --zero to train with {engine}."
                 )
         other = self.parallelism_config
-        if other is not None and getattr(other, "config", None) != config:
+        cuts = not isinstance(other, ZeroPlugin) and getattr(other, "sp_size", 1) > 1
+        if other is not None and not cuts and getattr(other, "config", None) != config:
             raise ConfigError(
                 f"hf_zero: `--zero {cut(str(self.zero))}` and parallelism_config={type(other).__name__}: two ways to split one "
                 "model. Give one of them."

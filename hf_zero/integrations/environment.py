@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -123,8 +123,9 @@ _SWITCHES = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "--use_deepspeed", "--deepspeed or a deepspeed_plugin"),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "--use_megatron_lm", "a megatron_lm_plugin"),
 }
-_SPLITS = ("DP_SHARD", "CP", "SP")
-"""What hf_zero cannot be combined with; tensor parallelism can, and is told to the plugin."""
+_SPLITS = ("DP_SHARD", "CP")
+"""What hf_zero cannot be combined with; tensor and sequence parallelism can, and are told to the plugin."""
+_PREFIX = "PARALLELISM_CONFIG"
 _YES = ("1", "true", "t", "yes", "y", "on")
 
 
@@ -141,19 +142,42 @@ def refuse_engines_of_the_launch() -> None:
                 f"file, {argument} set. Two engines cannot own one model. Leave that out (and unset {variable}), or do without "
                 "hf_zero."
             )
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _YES:
-        for split in (*_SPLITS, "TP"):
-            _refuse_split(f"PARALLELISM_CONFIG_{split}_SIZE", os.environ.get(f"PARALLELISM_CONFIG_{split}_SIZE", "1"))
+    if _asks_for_parallelism():
+        sizes = {f"{_PREFIX}_{axis}_SIZE": _size_of_launch(axis) for axis in (*_SPLITS, "TP")}
+        _refuse_splits(sizes, cuts_sequences=sp_size_of_launch() > 1)
+
+
+def sp_size_of_launch() -> int:
+    """The ranks of a sequence that accelerate's variables ask for, as `hf-zero run --sp` sets them; 1 by default."""
+    value = _size_of_launch("SP") if _asks_for_parallelism() else ""
+    return int(value) if value.isdigit() else 1
+
+
+def _asks_for_parallelism() -> bool:
+    return os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _YES
+
+
+def _size_of_launch(axis: str) -> str:
+    return os.environ.get(f"{_PREFIX}_{axis}_SIZE", "1")
 
 
 def refuse_split_models(parallelism: ParallelismConfig) -> None:
     """Raises `ConfigError` for accelerate's own way to split a model or its batches over ranks."""
-    for split in _SPLITS:
-        _refuse_split(f"ParallelismConfig.{split.lower()}_size", str(getattr(parallelism, f"{split.lower()}_size", 1)))
+    sizes = {f"{axis.lower()}_size": str(getattr(parallelism, f"{axis.lower()}_size", 1)) for axis in _SPLITS}
+    _refuse_splits({f"ParallelismConfig.{name}": size for name, size in sizes.items()}, parallelism.sp_size > 1)
 
 
-def _refuse_split(name: str, value: str) -> None:
-    if value not in ("", "1", "None"):
+def _refuse_splits(sizes: Mapping[str, str], cuts_sequences: bool) -> None:
+    for name, value in sizes.items():
+        axis = name.rpartition(".")[2].upper().removeprefix(f"{_PREFIX}_")
+        # Beside a sequence's ranks accelerate counts the others as shards. ZeRO shards over all of them.
+        if value in ("", "1", "None") or (axis == "DP_SHARD_SIZE" and cuts_sequences):
+            continue
+        if axis == "CP_SIZE":
+            raise ConfigError(
+                f"hf_zero: {name} is {value}: torch's ring of context parallelism has kernels for accelerators alone, and "
+                "accelerate runs it through FSDP2. Leave it at 1, and take sp_size."
+            )
         raise ConfigError(
             f"hf_zero: {name} is {value}: accelerate would split the model or its batches itself. Two engines cannot "
             "own one model. Leave it at 1; see `comm.shard_group_size`, and ZeroPlugin(tp_size=...) for tensor "

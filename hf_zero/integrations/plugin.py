@@ -19,7 +19,15 @@ from ..guard import mix_in
 from .accelerator import ZeroAcceleratorMixin
 from .accelerator_parts import mesh_of_batches
 from .announce import end_cleanly
-from .environment import CONFIG_VARIABLE, RunRecord, StepWatch, check_environment, refuse_engines_of_the_launch
+from .environment import (
+    CONFIG_VARIABLE,
+    RunRecord,
+    StepWatch,
+    check_environment,
+    refuse_engines_of_the_launch,
+    refuse_split_models,
+    sp_size_of_launch,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,12 +87,21 @@ class ZeroPlugin(ParallelismConfig):
         config: stage number, YAML path, flag text, mapping or ZeroConfig. Without it and without settings, what the
             environment variable HF_ZERO_CONFIG holds (a YAML path, a stage or flag text), or else all defaults.
         tp_size: ranks that hold one copy of the model together, where it was loaded so; Trainer takes it from the model.
+        sp_size: ranks that compute a sequence together, each a part of its tokens; by default those of the launch.
         settings: fields of ZeroConfig by name, in place of `config`.
     """
 
     _watch: StepWatch | None = None
+    sp_size: int
 
-    def __init__(self, config: ConfigLike = None, *, tp_size: int = 1, **settings: "Unpack[ZeroSettings]"):
+    def __init__(
+        self,
+        config: ConfigLike = None,
+        *,
+        tp_size: int = 1,
+        sp_size: int | None = None,
+        **settings: "Unpack[ZeroSettings]",
+    ):
         ErrorHook.installed()
         if config is not None and settings:
             raise ConfigError(
@@ -100,7 +117,44 @@ class ZeroPlugin(ParallelismConfig):
         else:
             self.config = ZeroConfig.of(config)
         super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=tp_size, cp_size=1, sp_size=1)
+        self._cut_sequences(sp_size_of_launch() if sp_size is None else sp_size)
         self._watch = watch_for_steps_without(self, self.config)
+
+    def _cut_sequences(self, sp_size: int) -> None:
+        """Takes the ranks of a sequence.
+
+        Raises:
+            ConfigError: there are none, or the plugin has another number, or a size of split models.
+        """
+        if not isinstance(sp_size, int) or sp_size < 1:
+            raise ConfigError(f"hf_zero: sp_size is {shown(sp_size)}; allowed: a whole number from 1 on.")
+        if sp_size > 1 and self.tp_size > 1:
+            raise ConfigError(
+                f"hf_zero: sp_size is {sp_size} and tp_size is {self.tp_size}. Both deal the ranks of a batch. Leave one of "
+                "them at 1."
+            )
+        if self.sp_size not in (1, sp_size):
+            raise ConfigError(
+                f"hf_zero: sp_size is {self.sp_size} in the ZeroPlugin and {sp_size} in the script's ParallelismConfig. Give one "
+                "of them."
+            )
+        self.sp_size = sp_size
+        if sp_size > 1:
+            # For "deepspeed" Trainer and TRL take DeepSpeed's groups, and cut batches and average losses by themselves.
+            self.sp_backend = "hf_zero"
+
+    def take_sequences_of(self, said: ParallelismConfig | None) -> bool:
+        """Takes `sp_size` from a script's `ParallelismConfig`; returns whether this plugin is to stand in its place.
+
+        Raises:
+            ConfigError: the script asks for what does not go with the engine, or for another `sp_size`.
+        """
+        if isinstance(said, ZeroPlugin):
+            return False
+        if said is not None and max(said.sp_size, said.cp_size) > 1:
+            refuse_split_models(said)
+            self._cut_sequences(said.sp_size)
+        return self.sp_size > 1
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
         """Installs the engine's methods in an existing Accelerator, before anything is prepared; returns it."""
@@ -139,13 +193,16 @@ class ZeroPlugin(ParallelismConfig):
         return self.config.to_dict()
 
     def __repr__(self) -> str:
-        said = self.config.changes() | ({} if self.tp_size == 1 else {"tp_size": self.tp_size})
+        sizes = {"tp_size": self.tp_size, "sp_size": self.sp_size}
+        said = self.config.changes() | {name: size for name, size in sizes.items() if size > 1}
         return f"ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in said.items())})"
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Returns the mesh by which accelerate deals batches: None, unless the model is split."""
-        if self.tp_size == 1:
+        """Returns the mesh by which accelerate deals batches: None, unless several ranks compute a batch together."""
+        if self.tp_size == self.sp_size == 1:
             return None
+        if self.sp_size > 1:
+            return mesh_of_batches(device_type or "cpu", self.sp_size, "sp_size")
         return mesh_of_batches(device_type or "cpu", self.tp_size)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
@@ -167,6 +224,10 @@ class ZeroPlugin(ParallelismConfig):
         run: RunRecord | None = getattr(accelerator, "zero_run", None)
         if run is not None:
             run.refuse_other(self.config)
+        if self.take_sequences_of(accelerator.parallelism_config):
+            # accelerate deals batches by these two, and Trainer and TRL ask them for sizes.
+            accelerator.state.parallelism_config = self
+            accelerator.state.device_mesh = self.get_device_mesh(accelerator.device.type)
         self.stand_aside()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             mix_in(accelerator, ZeroAcceleratorMixin)

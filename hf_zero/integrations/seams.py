@@ -311,8 +311,8 @@ SEAMS = (
     Seam(
         owner="transformers:PretrainedConfig",
         names=("_attn_implementation",),
-        where=("integrations/config_model",),
-        why="A model on the meta device is made without asking what kernels are installed.",
+        where=("integrations/config_model", "sequence/seat"),
+        why="A model on the meta device is made without asking for installed kernels. No public name tells a model's kernel.",
         test="test_hostile_folders.py",
     ),
     Seam(

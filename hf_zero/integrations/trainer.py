@@ -49,6 +49,7 @@ from .trainer_parts import (
     open_plain,
     pass_of,
     refuse_other_base,
+    whole_logits,
 )
 from .trainer_saves import CheckpointSaver
 
@@ -146,6 +147,9 @@ class ZeroTrainerMixin(_TrainerBase):
             _warn_of_early_outer_steps(self)
         self._report_is_due = bool(self.accelerator.zero_config.report)
         self._ignored_keys = asked.get("ignore_keys_for_eval")
+        if "_tp_size" in vars(self):
+            # TRL counts the tokens of all ranks, and divides them by those with the same batch: accelerate's `tp_size` alone.
+            self._tp_size = self.get_tp_size()
         if self._step_figures is None:
             self._step_figures = StepFigures()
             self.add_callback(self._step_figures)
@@ -180,7 +184,18 @@ class ZeroTrainerMixin(_TrainerBase):
         engine = _only_engine(self)
         if self._stop is not None and engine is not None:
             self._stop.before_prediction(engine)
-        return super().prediction_step(*args, **kwargs)
+        wanted = not (args[2] if len(args) > 2 else kwargs["prediction_loss_only"])
+        with whole_logits(engine, super().get_sp_size(), wanted=wanted):
+            return super().prediction_step(*args, **kwargs)
+
+    def get_tp_size(self) -> int:
+        # Of a sequence's ranks each has the whole batch, as those have that hold one copy of a model. Trainer counts tokens and
+        # rows, and scales losses, by this number.
+        return super().get_tp_size() * super().get_sp_size()
+
+    def get_sp_size(self) -> int:
+        # Trainer takes these ranks for DeepSpeed's, which deal each rank other rows than they compute.
+        return 1
 
     def _evaluate_as_owed(self) -> None:
         """Evaluates behind the step that a run goes on from, where the run before was stopped ahead of that."""

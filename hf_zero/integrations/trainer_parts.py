@@ -21,6 +21,7 @@ from ..device import peak_bytes
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import CommReport
 from ..engine.state import EngineState
+from ..extras import extra
 from ..hooks import engine_attached_to
 from ..layout.slots import Interval
 from .elastic import Batch, DataPosition, same_global_batch
@@ -352,6 +353,20 @@ def _weighted_loss(trainer: Any, weight: float) -> Iterator[None]:
         yield
     finally:
         del trainer.compute_loss
+
+
+@contextmanager
+def whole_logits(engine: ZeroEngine | None, sp_size: int, *, wanted: bool) -> Iterator[None]:
+    """Gathers the logits of sequences that lie on several ranks only where they are wanted: they may not fit one rank."""
+    seat = None if engine is None or sp_size == 1 else extra("sequence", "seat_of")(engine.model)
+    if seat is None:
+        yield
+        return
+    seat.wants_logits, before = wanted, seat.wants_logits
+    try:
+        yield
+    finally:
+        seat.wants_logits = before
 
 
 # ---- A resumed Trainer takes as many rows a step as before, from its data position, on any number of ranks ----

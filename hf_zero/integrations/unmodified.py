@@ -119,6 +119,9 @@ class Door:
             _refuse_other_engines(kwargs)
             # Before accelerate sets up NCCL.
             plugin = self._made_plugin()
+            if plugin.take_sequences_of(kwargs.get("parallelism_config")):
+                # accelerate runs sequences through DeepSpeed alone, and refuses them on a CPU.
+                kwargs["parallelism_config"] = plugin
             build(accelerator, *args, **kwargs)
             plugin.install_for_run(accelerator, self.record)
 

@@ -31,7 +31,7 @@ SHARED = {("checkpoint", "hf_zero.comm.all_or_none")}
 
 # Libraries, and the only folders that may import them.
 LIBRARIES = {
-    "transformers": {"diagnose", "foreign", "hub", "integrations", "planner", "cli"},
+    "transformers": {"diagnose", "foreign", "hub", "integrations", "planner", "cli", "sequence"},
     "accelerate": {"diagnose", "foreign", "hub", "integrations", "planner", "cli"},
     "datasets": {"diagnose", "foreign", "hub", "integrations", "planner", "cli"},
     "triton": {"kernels", "wire"},

@@ -12,6 +12,7 @@ PLACES = (
     "buckets",
     "engine",
     "optimizer",
+    "sequence",
     *(
         f"integrations/{name}.py"
         for name in (
@@ -23,6 +24,22 @@ PLACES = (
 """What refuses a training run, below the package."""
 
 ROWS = {
+    "ring of context parallelism": "context parallelism (`cp_size`)",
+    "deal the ranks of": "`sp_size` above 1 beside `tp_size`",
+    "does not divide the {} ranks of this run": "an `sp_size` that does not divide",
+    "share a sequence": "batches that differ between the ranks of a sequence",
+    "attends with {}": "with a value for each head",
+    "attends without a mask": "attention outside of transformers' interface",
+    "does not attend by": "attention outside of transformers' interface",
+    "sp_size is {}, and {} {}": "models without a loss for each token",
+    "holds no model of transformers": "modules without a model of transformers",
+    "how to cut the argument": "other arguments with a value for each token",
+    "a training forward has": "`use_cache`, `logits_to_keep`",
+    "dimensions, and sp_size": "a mask of more than 2 dimensions",
+    "returns its outputs by name": "`return_dict=False`",
+    "the model is compiled": "| `torch.compile` | not built yet",
+    "adds up a sequence's gradients": "| `comm.sync_every` | cannot: a sequence's",
+    "does not go with sp_size": "| `out_of_memory: halve` | not built yet: a sequence's",
     "gathered from two steps": "call outside of the model's forward",
     "steps without the engine: it was prepared": "an optimizer prepared without its model",
     "steps without the engine:": "or steps without it",
@@ -123,6 +140,10 @@ ROWS = {
 """Words of a message → words of the page; the first that fit."""
 
 NO_REFUSALS = {
+    "sp_size is {}; allowed": "the value of a setting",
+    "in the script's ParallelismConfig": "arguments of a call",
+    "takes input_ids or inputs_embeds": "arguments of a call",
+    "the same config object": "an error that hf_zero has noticed in time",
     "give one of the two": "arguments of a call",
     "with_zero takes": "arguments of a call",
     "attach first, then prepare": "order of two calls",

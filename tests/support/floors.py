@@ -19,6 +19,7 @@ FLOOR = {
     "early": 7,
     "wire": 7,
     "report": 7,
+    "sequence": 7,
     "integrations": 8,
     "diagnose": 9,
     "foreign": 9,

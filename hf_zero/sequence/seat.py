@@ -1,0 +1,545 @@
+"""Sequence parallelism (`sp_size`) in models of transformers: each rank of a sequence has a part of its tokens.
+
+All ranks of a sequence are given the whole batch, as those of a split model are. The model's forward cuts the batch: a rank
+embeds, normalises and projects its own tokens. Attention exchanges tokens for heads, and has the whole sequence for some of
+the heads. The loss is the mean over the whole batch's tokens, on each of these ranks.
+"""
+
+import inspect
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
+from transformers.masking_utils import (
+    and_masks,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import ModelOutput
+
+from ..config import ConfigError
+from ..engine.engine import ZeroEngine
+from ..engine.split_model import DifferentBatchesError, digest_of
+from ..hooks import EngineReference, WeakHook, engine_attached_to
+from .exchange import SequenceRanks
+
+_KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+_LAYERS = {"full_attention", "sliding_attention"}
+_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification)
+_IGNORED = -100
+"""The label of a token that is not trained on."""
+
+# ---- Attention over a sequence that lies on several ranks ----
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeMask:
+    """The mask of a whole sequence, in the place of one of this rank's tokens. Layers pass it on, and recompute with it.
+
+    Attributes:
+        values: for the kernel; None where the kernel needs none.
+        ranks: of the sequence.
+        position_ids: (rows, tokens), of the whole sequence.
+    """
+
+    values: torch.Tensor | None
+    ranks: SequenceRanks
+    position_ids: torch.Tensor
+
+
+class _Shown:
+    """An object with some other attributes: an attention module as a kernel must see it that has some of the heads."""
+
+    def __init__(self, shown: Any, **instead: Any):
+        self.__dict__.update(instead)
+        self._shown = shown
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shown, name)
+
+
+def _attend(
+    kernel: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: WholeMask,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attention of this rank's heads over the whole sequence.
+
+    Args:
+        query, key, value: (rows, heads, this rank's tokens, width).
+
+    Returns:
+        (rows, this rank's tokens, heads, width), and no weights.
+    """
+    ranks = mask.ranks
+    heads, pairs = query.shape[1], key.shape[1]
+    for name in ("position_bias", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"hf_zero: {type(module).__name__} attends with {name}, a value for each head, and sp_size {ranks.size} deals "
+                "heads to ranks. Train this model with sp_size 1."
+            )
+    # Fewer heads of keys than ranks: each of them goes to several ranks, and backward adds up what these send back.
+    repeats = math.lcm(pairs, ranks.size) // pairs
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    query = ranks.exchange(query, 1, 2, "queries")
+    key = ranks.exchange(key, 1, 2, "keys")
+    value = ranks.exchange(value, 1, 2, "values")
+    # Kernels for flash attention are chosen by the config's name, and find packed sequences by their positions.
+    config = _Shown(module.config, _attn_implementation=kernel)
+    shown = _Shown(module, config=config, num_key_value_groups=heads // (pairs * repeats))
+    if "position_ids" in kwargs:
+        kwargs["position_ids"] = mask.position_ids
+    attended, _ = _kernel(kernel, module)(shown, query, key, value, mask.values, **kwargs)
+    return ranks.exchange(attended, 1, 2, "what was attended to"), None
+
+
+def _kernel_of(model: PreTrainedModel) -> str:
+    """The kernel by which a model attends, also one whose config comes from a model with a seat."""
+    name = model.config._attn_implementation
+    return getattr(AttentionInterface().get(name), _KERNEL, name)
+
+
+def _kernel(name: str, module: nn.Module) -> Callable[..., Any]:
+    if name != "eager":
+        return AttentionInterface()[name]
+    # transformers has one in the file of each model, as the default of its registry.
+    return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+
+
+# ---- The seat: hooks around the forward of a model ----
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Cut:
+    """A forward whose batch is cut.
+
+    Attributes:
+        rows, tokens: of the batch.
+        length: the tokens with those that fill up the last rank's part.
+        attention_mask: as given, with zeros for what fills up; None where none was given.
+        position_ids: (rows, length).
+        packed: the sequence that each token belongs to, (rows, length); None where a row is one sequence.
+        weight: of this rank's loss in the sum over the ranks; None where there are no labels.
+    """
+
+    rows: int
+    tokens: int
+    length: int
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor
+    packed: torch.Tensor | None
+    weight: torch.Tensor | None
+
+    def arguments_of_mask(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of transformers' mask functions for the whole sequence, from those for this rank's tokens."""
+        is_causal = "allow_is_bidirectional_skip" not in asked
+        mask = self.attention_mask
+        if mask is None and not is_causal and self.length > self.tokens:
+            # Behind a causal sequence nothing attends to what fills up; here everything would.
+            mask = torch.arange(self.length, device=self.position_ids.device).lt(self.tokens).expand(self.rows, -1)
+        whole = {
+            "q_length": self.length,
+            "kv_length": self.length,
+            "q_offset": 0,
+            "kv_offset": 0,
+            "attention_mask": mask,
+        }
+        if is_causal and self.packed is not None:
+            within = remap_positions_for_packed_sequence(asked["mask_function"], self.position_ids)
+            whole["mask_function"] = and_masks(within, packed_sequence_mask_function(self.packed))
+            whole["allow_is_causal_skip"] = False
+        return asked | whole
+
+
+_ATTRIBUTE = "_hf_zero_sequence"
+"""Of a model: its seat."""
+
+_KERNEL = "_hf_zero_kernel"
+"""Of a function in transformers' registry: the kernel that computes a rank's heads."""
+
+_CUT_ALONG = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0, "position_ids": 0}
+"""Arguments that are cut, and what fills them up."""
+
+_FOR_OTHERS = {"seq_idx"}
+"""Arguments with a value for each token that TRL gives for convolutions, which models here have none of."""
+
+_FORWARDS = 2
+"""The first ones, whose batches are compared between the ranks."""
+
+
+class SequenceSeat:
+    """Cuts the batches of a model over the ranks of a sequence, as long as an engine trains it.
+
+    Args:
+        engine: of a model that holds one of transformers.
+        size: ranks that a sequence is cut over, which are neighbours.
+
+    Raises:
+        ConfigError: the model, or a setting, does not go with that; on every rank alike.
+
+    Attributes:
+        wants_logits: without gradients, whole logits are gathered. Where only losses are asked for, they need not be.
+    """
+
+    def __init__(self, engine: ZeroEngine, size: int):
+        self._engine = weakref.ref(engine)
+        self._root = weakref.ref(engine.model)
+        model = _model_of(engine.model, size)
+        _refuse_settings(engine, size)
+        refuse_model(model, size)
+        self._size = size
+        self._kernel = _kernel_of(model)
+        self._is_causal = _loss_of(model) is ForCausalLMLoss
+        self._uses_cache = bool(getattr(model.config.get_text_config(), "use_cache", False))
+        # Others compute the mean of a rank's own tokens, whatever they are told.
+        self._counts_items = "loss_function" in inspect.getsource(type(model).forward)
+        self._signature = inspect.signature(model.forward)
+        self._cut: _Cut | None = None
+        self._has_mask = False
+        self._compared = 0
+        self.wants_logits = True
+        groups = engine.world_groups
+        self._ranks = SequenceRanks.create(
+            size, groups.world_size, engine.device, engine.config.comm, engine.transport.ledger
+        )
+        self._register(model)
+        before, behind = WeakHook(self, SequenceSeat._cut_batch), WeakHook(self, SequenceSeat._join_outputs)
+        self._handles = [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(behind, with_kwargs=True, always_call=True),
+        ]
+        # A copied model, which no engine trains, has none.
+        engine.model.__dict__[_ATTRIBUTE] = EngineReference(self, keeps=True)
+
+    def leave(self, model: PreTrainedModel) -> None:
+        """Removes the hooks, and gives the model its kernel back."""
+        for handle in self._handles:
+            handle.remove()
+        model.set_attn_implementation(self._kernel)
+
+    def _register(self, model: PreTrainedModel) -> None:
+        kernel, reference = self._kernel, weakref.ref(self)
+
+        def attend(
+            module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+        ) -> Any:
+            if isinstance(mask, WholeMask):
+                return _attend(kernel, module, query, key, value, mask, kwargs)
+            seat = reference()
+            if seat is not None and seat._cut is not None:
+                raise ValueError(
+                    f"hf_zero: {type(module).__name__} attends without a mask of transformers.masking_utils, so each rank would "
+                    f"attend to its own tokens alone. Train this model with sp_size 1, not {seat._size}."
+                )
+            return _kernel(kernel, module)(module, query, key, value, mask, **kwargs)
+
+        def make_mask(**asked: Any) -> Any:
+            make: Callable[..., Any] = AttentionMaskInterface()[kernel]
+            seat = reference()
+            if seat is None or seat._cut is None:
+                return make(**asked)
+            seat._has_mask = True
+            values = make(**seat._cut.arguments_of_mask(asked))
+            return WholeMask(values=values, ranks=seat._ranks, position_ids=seat._cut.position_ids)
+
+        # A name for each seat: two engines may train models of one process.
+        name = f"hf_zero_sequence_{id(self)}"
+        setattr(attend, _KERNEL, kernel)
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, make_mask)
+        model.set_attn_implementation(name)
+        for each in _models_in(model):
+            if each.config._attn_implementation != name:
+                model.set_attn_implementation(kernel)
+                raise ConfigError(
+                    f"hf_zero: {type(each).__name__} does not attend by transformers' attention interface, by which sp_size "
+                    f"{self._size} deals heads to ranks. Train this model with sp_size 1, or with tp_size."
+                )
+
+    # ---- before a forward ----
+
+    def _cut_batch(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        self._cut = None
+        root, engine = self._root(), self._engine()
+        if root is None or engine is None or engine_attached_to(root) is not engine:
+            return None
+        said = dict(self._signature.bind_partial(*args, **kwargs).arguments)
+        asked = {name: value for name, value in (said | said.pop("kwargs", {})).items() if value is not None}
+        if self._generates(asked):
+            return None
+        self._compare(engine, asked)
+        held = asked.get("input_ids", asked.get("inputs_embeds"))
+        if held is None:
+            raise ValueError("hf_zero: with sp_size a model takes input_ids or inputs_embeds, and was given neither.")
+        rows, tokens = held.shape[:2]
+        length = -(-tokens // self._size) * self._size
+        targets = self._targets(asked)
+        mask = _fill(_two_dimensional("attention_mask", asked.pop("attention_mask", None)), length, 0)
+        positions, packed = _two_dimensional("position_ids", asked.get("position_ids")), None
+        if positions is None:
+            positions = torch.arange(tokens, device=held.device).unsqueeze(0)
+        elif mask is None and not asked.get("use_cache", self._uses_cache):
+            # As on one rank: transformers takes positions for those of several sequences without a mask and a cache alone.
+            packed = find_packed_sequence_indices(_fill(positions.expand(rows, -1), length, 0))
+        asked["position_ids"] = positions = _fill(positions.expand(rows, -1), length, 0)
+        for name, value in asked.items():
+            if name in _CUT_ALONG:
+                asked[name] = self._part(_fill(value, length, _CUT_ALONG[name]))
+            elif name not in _FOR_OTHERS and torch.is_tensor(value) and value.shape[:2] == held.shape[:2]:
+                raise ValueError(
+                    f"hf_zero: sp_size {self._size} does not know how to cut the argument {name!r} of shape "
+                    f"{tuple(value.shape)}. Known are {', '.join(_CUT_ALONG)}, attention_mask, labels and shift_labels."
+                )
+        self._has_mask = False
+        weight = None
+        if targets is not None:
+            weight = self._label(asked, _fill(targets, length, _IGNORED))
+        # Whole, and all ones: with a mask of this rank's tokens transformers would look for packed sequences in these.
+        asked["attention_mask"] = held.new_ones((rows, length), dtype=torch.bool)
+        if "use_cache" in self._signature.parameters:
+            asked["use_cache"] = False
+        self._cut = _Cut(
+            rows=rows,
+            tokens=tokens,
+            length=length,
+            attention_mask=None if mask is None else mask.bool(),
+            position_ids=positions,
+            packed=packed,
+            weight=weight,
+        )
+        return (), asked
+
+    def _generates(self, asked: dict[str, Any]) -> bool:
+        """Whether a forward is one of generation, which each rank computes whole."""
+        names = [
+            name for name in ("cache", "past_key_values", "use_cache", "logits_to_keep") if _is_set(asked.get(name))
+        ]
+        names += [name for name in ("output_attentions", "output_router_logits") if asked.get(name)]
+        if names and torch.is_grad_enabled():
+            raise ValueError(
+                f"hf_zero: a training forward has {', '.join(names)}, which a rank with a part of the sequence cannot give. "
+                f"Leave it out, or train with sp_size 1, not {self._size}."
+            )
+        return bool(names)
+
+    def _compare(self, engine: ZeroEngine, asked: dict[str, Any]) -> None:
+        """Raises `DifferentBatchesError`, on all ranks, where those of a sequence have different batches. Collective."""
+        if self._compared == _FORWARDS or not torch.is_grad_enabled():
+            return
+        self._compared += 1
+        digests = engine.world.exchange(digest_of([asked]), "comparison of batches")
+        for first in range(0, len(digests), self._size):
+            for rank in range(first, first + self._size):
+                if digests[rank] != digests[first]:
+                    raise DifferentBatchesError(
+                        f"hf_zero: ranks {first} and {rank} share a sequence (sp_size {self._size}) and were given different "
+                        "batches. Prepare the dataloader with accelerate, or give each sequence's ranks the same batch."
+                    )
+
+    def _targets(self, asked: dict[str, Any]) -> torch.Tensor | None:
+        """The label of each token of the whole batch. Takes labels out of a forward's arguments."""
+        labels, shifted = asked.pop("labels", None), asked.pop("shift_labels", None)
+        if shifted is not None:
+            return shifted
+        if labels is None or not self._is_causal:
+            return labels
+        # Before the cut: the last token of a rank predicts the first of the next rank.
+        return F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+
+    def _label(self, asked: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
+        """Gives a forward the labels of this rank's tokens; returns the weight of its loss in the whole batch's."""
+        asked["labels"] = own = self._part(targets).contiguous()
+        if self._is_causal:
+            asked["shift_labels"] = own
+        in_all = targets.ne(_IGNORED).sum()
+        if not self._counts_items:
+            return own.ne(_IGNORED).sum() / in_all
+        # Each rank's loss is then its share of the mean, also where none of its tokens has a label.
+        asked.setdefault("num_items_in_batch", in_all)
+        return torch.ones((), device=targets.device)
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self._size, dim=1)[self._ranks.index]
+
+    # ---- behind it ----
+
+    def _join_outputs(self, model: nn.Module, _args: tuple, _kwargs: dict[str, Any], outputs: Any) -> Any:
+        cut, self._cut = self._cut, None
+        if cut is None or outputs is None:
+            return None
+        if not self._has_mask:
+            raise ValueError(
+                f"hf_zero: {type(model).__name__} has asked transformers for no mask of this sequence; another model may have "
+                "the same config object. Build each model with a config of its own, or train with sp_size 1."
+            )
+        if not isinstance(outputs, ModelOutput):
+            raise ValueError(
+                f"hf_zero: with sp_size a model returns its outputs by name, and this one has returned a "
+                f"{type(outputs).__name__}. Leave return_dict=False out."
+            )
+        loss = outputs.get("loss")
+        if loss is not None and cut.weight is not None:
+            # A rank without a label may have the mean of nothing.
+            share = torch.where(cut.weight > 0, loss * cut.weight, torch.zeros_like(loss))
+            outputs["loss"] = self._ranks.sum(share)
+        # Logits are most of what there is. Where the model has computed the loss, nobody needs all of them on one rank.
+        left = {"loss"}
+        if loss is not None and (torch.is_grad_enabled() or not self.wants_logits):
+            left.add("logits")
+        # In the order of the outputs: one of a set's would be another on each rank.
+        for name in [name for name in outputs if name not in left]:
+            outputs[name] = self._joined(cut, name, outputs[name])
+        return outputs
+
+    def _joined(self, cut: _Cut, name: str, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(self._joined(cut, name, each) for each in value)
+        if isinstance(value, torch.Tensor) and value.shape[:2] == (cut.rows, cut.length // self._size):
+            return self._ranks.gather(value, 1, name)[:, : cut.tokens]
+        return value
+
+
+def seat_sequence(engine: ZeroEngine, size: int) -> None:
+    """Cuts the batches of an engine's model over sequences' ranks from now on. Collective.
+
+    Raises:
+        ConfigError: the model or a setting does not go with that; on every rank alike.
+    """
+    former = seat_of(engine.model)
+    if former is not None:
+        former.leave(_model_of(engine.model, size))
+    SequenceSeat(engine, size)
+
+
+def seat_of(model: nn.Module) -> SequenceSeat | None:
+    """The seat of a model that an engine trains; None without one."""
+    reference = model.__dict__.get(_ATTRIBUTE)
+    return reference() if isinstance(reference, EngineReference) else None
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False and not (isinstance(value, int) and value == 0)
+
+
+def _fill(values: torch.Tensor | None, length: int, value: float) -> Any:
+    """Fills dimension 1 up to a length."""
+    if values is None or values.shape[1] == length:
+        return values
+    return F.pad(values, (0, 0) * (values.ndim - 2) + (0, length - values.shape[1]), value=value)
+
+
+def _two_dimensional(name: str, values: torch.Tensor | None) -> torch.Tensor | None:
+    if values is not None and values.ndim != 2:
+        raise ValueError(
+            f"hf_zero: {name} has {values.ndim} dimensions, and sp_size takes one of (rows, tokens). Give it so, or leave it out."
+        )
+    return values
+
+
+# ---- Models and settings that a sequence cannot be cut in ----
+
+
+def _model_of(root: nn.Module, size: int) -> PreTrainedModel:
+    """The outermost model of transformers in a module."""
+    found = next(_models_in(root), None)
+    if found is None:
+        raise ConfigError(
+            f"hf_zero: {type(root).__name__} holds no model of transformers, and sp_size {size} cuts the batches of these. Train "
+            "it with sp_size 1."
+        )
+    return found
+
+
+def _models_in(root: nn.Module) -> Iterator[PreTrainedModel]:
+    return (module for module in root.modules() if isinstance(module, PreTrainedModel))
+
+
+def refuse_model(model: PreTrainedModel, size: int) -> None:
+    """Raises `ConfigError` for a model that would compute something else from parts of a sequence."""
+    why = _why_not(model, size)
+    if why is not None:
+        raise ConfigError(
+            f"hf_zero: sp_size is {size}, and {type(model).__name__} {why}. Train this model with sp_size 1."
+        )
+
+
+def _loss_of(model: PreTrainedModel) -> Callable[..., torch.Tensor] | None:
+    if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        # Some have names that tell transformers' table nothing, such as GPT2LMHeadModel.
+        return ForCausalLMLoss
+    return LOSS_MAPPING.get(model.loss_type)
+
+
+def _why_not(model: PreTrainedModel, size: int) -> str | None:
+    config = model.config.get_text_config()
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        return "has an encoder and a decoder, whose sequences are two"
+    if config is not model.config:
+        return "takes more than text, which is not cut with the tokens"
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if others:
+        return f"has layers of {', '.join(sorted(others))}, which need the tokens of other ranks"
+    if _loss_of(model) not in _LOSSES:
+        return "has no loss for each token (of a causal, a masked or a token classifying model)"
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads or heads % size:
+        return f"has {heads} attention heads, which {size} ranks cannot share evenly"
+    if _kernel_of(model) not in _KERNELS:
+        return f"attends by {_kernel_of(model)}; allowed: {', '.join(_KERNELS)}"
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" not in parameters or "kwargs" not in parameters:
+        return "takes no position_ids and no further arguments, so that each part would begin at position 0"
+    if _counts_padding(model):
+        return "counts positions from the padding in a row, which a part does not show"
+    if getattr(config, "output_router_logits", False):
+        return "has a loss over its routers (output_router_logits), which is not the sum of the parts' losses"
+    return None
+
+
+def _counts_padding(model: PreTrainedModel) -> bool:
+    """Whether a model takes positions from its input or mask, as far as its source tells; others begin at 0 in each row."""
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        return True
+    return "cumsum(attention_mask" in inspect.getsource(sys.modules[type(model).__module__])
+
+
+def _refuse_settings(engine: ZeroEngine, size: int) -> None:
+    ranks, config = engine.world_groups.world_size, engine.config
+    if ranks % size:
+        raise ConfigError(f"hf_zero: sp_size is {size}, which does not divide the {ranks} ranks of this run.")
+    if engine.state.is_split:
+        raise ConfigError(
+            f"hf_zero: sp_size is {size} and the model is split over ranks (tensor or expert parallel), which both deal the "
+            "ranks of a batch. Load the model without tp_size and ep_size, or leave sp_size at 1."
+        )
+    if engine.entry is not engine.model:
+        raise ConfigError(
+            f"hf_zero: sp_size is {size} and the model is compiled. Attention exchanges heads between ranks, which a compiled "
+            "graph would trace. Leave torch.compile out, or sp_size at 1."
+        )
+    if config.comm.sync_every > 1:
+        raise ConfigError(
+            f"hf_zero config: `comm.sync_every` is {config.comm.sync_every}, and sp_size {size} adds up a sequence's gradients "
+            "in each step. Leave `comm.sync_every` at 1."
+        )
+    if config.out_of_memory == "halve":
+        raise ConfigError(
+            f"hf_zero config: `out_of_memory: halve` does not go with sp_size {size}: the other ranks of a sequence would wait "
+            "for the failed one. Leave `out_of_memory` at stop."
+        )
