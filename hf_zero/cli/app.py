@@ -335,16 +335,29 @@ def run(
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, whatever GPUs there are.")] = False,
     mixed_precision: Annotated[str | None, typer.Option(help="no, fp16 or bf16.")] = None,
     port: Annotated[int | None, typer.Option(help="Where the ranks meet.")] = None,
+    sp: Annotated[int | None, typer.Option(help="Ranks that compute a sequence together.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the command and its environment instead of starting it.")
     ] = False,
 ) -> None:
-    """Trains an unmodified script with the engine: `hf-zero run --zero 2 train.py --its-own arguments`."""
-    from ..integrations.launcher import launch_of
+    """Trains an unmodified script with the engine: `hf-zero run --zero 2 train.py --its-own arguments`.
 
-    words = [*(("--zero", zero) if zero is not None else ()), *(("-m",) if module else ()), *script]
+    With a YAML file of accelerate behind --zero, the ranks and their precision are that file's, too.
+    """
+    from ..integrations.launcher import launch_of, of_accelerate
+
     with said_plainly():
-        launch = launch_of(words, processes=num_processes, cpu=cpu, mixed_precision=mixed_precision, port=port)
+        said = of_accelerate(zero)
+        zero = said.get("zero", zero)
+        words = [*(("--zero", zero) if zero is not None else ()), *(("-m",) if module else ()), *script]
+        launch = launch_of(
+            words,
+            processes=num_processes or said.get("processes"),
+            cpu=cpu,
+            mixed_precision=mixed_precision or said.get("mixed_precision"),
+            port=port,
+            sp=sp or said.get("sp"),
+        )
     if as_json:
         say_json({"command": launch.command, "environment": launch.environment})
         return

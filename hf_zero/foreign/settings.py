@@ -115,6 +115,7 @@ _INSIDE = "a detail of DeepSpeed's own code"
 _REPORTS = (
     "Trainer's log and `engine.memory_report()` report; trackers are those of accelerate or Trainer (`report_to`)"
 )
+_SEQUENCES = "`hf-zero run --sp N` or `ZeroPlugin(sp_size=N)` says it"
 _NOT_ZERO = "it is no part of sharding; hf_zero leaves it to the script"
 
 
@@ -271,15 +272,14 @@ OF_JSON: Table = {
     **{key: instead(_NOT_ZERO) for key in ("curriculum_learning", "data_efficiency", "progressive_layer_drop")},
     **{key: instead(_NOT_ZERO) for key in ("compression_training", "quantize_training", "eigenvalue", "pld")},
     "tensor_parallel": instead("stage 3 shards parameters over data-parallel ranks; layers are not split"),
-    "sequence_parallel_size": instead(
-        "batches are not split over ranks here; take smaller ones, or activation checkpointing"
-    ),
+    "sequence_parallel_size": instead(_SEQUENCES),
     "pipeline": instead("stage 3 shards parameters over data-parallel ranks; layers are not dealt to ranks"),
     "expert_parallel": instead("stage 3 shards experts like all parameters"),
 }
 """Keys of a JSON file for DeepSpeed."""
 
 IN_ACCELERATE: Table = {
+    "seq_parallel_communication_data_type": never("heads are exchanged in their own dtype"),
     "zero_stage": _ZERO["stage"],
     "offload_optimizer_device": tier("optimizer"),
     "offload_optimizer_nvme_path": same("offload.nvme_path"),
@@ -394,6 +394,39 @@ def kind(value: Any, section: Mapping[Any, Any]) -> Translation:
     return unneeded(_LAUNCHER)
 
 
+def axis(advice: str) -> Rule:
+    """Ranks along an axis, which is the launcher's where sequences are cut, and otherwise refused above 1."""
+
+    def rule(value: Any, section: Mapping[Any, Any]) -> Translation:
+        if is_off(value) or value == 1:
+            return unneeded("off, or left to its default")
+        return unsupported(advice)
+
+    return rule
+
+
+def shards(value: Any, section: Mapping[Any, Any]) -> Translation:
+    """Ranks that accelerate counts beside those of a sequence."""
+    if section.get("parallelism_config_sp_size") not in (None, 1):
+        return unneeded("state is sharded over all ranks, those of a sequence among them")
+    return axis("`comm.shard_group_size` is how many ranks share one copy of the state")(value, section)
+
+
+OF_PARALLELISM: Table = {
+    "dp_replicate_size": shards,
+    "dp_shard_size": shards,
+    "tp_size": axis("load the model with `hf_zero.parallel_config(tp_size=...)`"),
+    "cp_size": axis("context parallelism is not there: take `sp_size`"),
+    "cp_backend": never("context parallelism is not there"),
+    "cp_comm_strategy": never("context parallelism is not there"),
+    "sp_size": never(_SEQUENCES),
+    "sp_backend": never("hf_zero cuts sequences by itself"),
+    "sp_seq_length": never("sequences have any length"),
+    "sp_seq_length_is_variable": never("sequences have any length"),
+    "sp_attn_implementation": never("attention is by the model's own `attn_implementation`"),
+}
+"""Keys below `parallelism_config` of an accelerate config, without `parallelism_config_`."""
+
 OF_ACCELERATE: Table = {
     "distributed_type": kind,
     **{f"fsdp_config.{prefix}{path}": rule for path, rule in OF_FSDP.items() for prefix in ("fsdp_", "")},
@@ -402,8 +435,6 @@ OF_ACCELERATE: Table = {
     "downcast_bf16": instead(_TPU),
     **{f"tpu_{key}": instead(_TPU) for key in ("name", "zone", "use_cluster", "use_sudo", "vm", "env")},
     "megatron_lm_config": instead("Megatron-LM splits models by itself; two engines cannot own one model"),
-    "parallelism_config": instead(
-        "`comm.shard_group_size` is how many ranks share one copy of the state; layers are not split"
-    ),
+    **{f"parallelism_config.parallelism_config_{name}": rule for name, rule in OF_PARALLELISM.items()},
 }
 """Keys of an accelerate config."""

@@ -1,16 +1,19 @@
 """`hf-zero run`: its command line, and the launch of its ranks."""
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..config import ConfigError, ZeroConfig
-from ..config.checks import shown
+from ..config.checks import read_yaml, shown
+from ..extras import extra
 
 # ---- The words behind `-m hf_zero.run`: which config, which script, and the script's own arguments ----
 
@@ -82,6 +85,47 @@ def _refuse_missing(script: str) -> None:
         )
 
 
+# ---- A config of accelerate, in the place of one of hf_zero's ----
+
+
+def of_accelerate(zero: str | None) -> dict[str, Any]:
+    """What `--zero FILE` says of a launch, where the file is a config of accelerate; {} for all else.
+
+    Returns:
+        zero: the settings that are equal to the file's, as text. processes, mixed_precision, sp: as the file has them.
+
+    Raises:
+        ConfigError: the file asks for something that is not here.
+    """
+    path = Path(zero or "")
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return {}
+    said = read_yaml(path)
+    if not isinstance(said, dict) or "distributed_type" not in said:
+        return {}
+    found = extra("foreign", "migrate")(said)
+    if found.not_supported:
+        key = found.not_supported[0]
+        raise ConfigError(
+            f"hf_zero: {shown(zero)} has {key.key}: {key.said}. `hf-zero migrate {path.name}` lists all keys."
+        )
+    sizes = said.get("parallelism_config") or {}
+    return {
+        "zero": ",".join(f"{name}={json.dumps(value)}" for name, value in _flat(found.config.changes())),
+        "processes": said.get("num_processes"),
+        "mixed_precision": said.get("mixed_precision"),
+        "sp": sizes.get("parallelism_config_sp_size"),
+    }
+
+
+def _flat(settings: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
 # ---- The `accelerate launch` command that starts the ranks of an unmodified script on this machine ----
 
 
@@ -109,6 +153,7 @@ def launch_of(
     cpu: bool = False,
     mixed_precision: str | None = None,
     port: int | None = None,
+    sp: int | None = None,
     module: str = "hf_zero.run",
     options: Sequence[str] = (),
 ) -> Launch:
@@ -120,6 +165,7 @@ def launch_of(
         cpu: do without the GPUs that there are.
         mixed_precision: `no`, `fp16` or `bf16`; by default what accelerate's own config file says.
         port: where the ranks meet; by default accelerate's.
+        sp: ranks that compute a sequence together; by default what the environment says, or 1.
         module: what each rank runs, with its own `options` before the words.
 
     Raises:
@@ -146,4 +192,11 @@ def launch_of(
     accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     # Without it, each rank on a CPU believes that it is alone.
     environment = {} if gpus else {"ACCELERATE_USE_CPU": "true"}
+    if sp is not None:
+        if sp < 1 or ranks % sp:
+            raise ConfigError(
+                f"hf_zero: --sp is {sp}; allowed: a number that divides the {ranks} ranks of --num-processes."
+            )
+        # accelerate's own variables, which ZeroPlugin reads in each rank.
+        environment |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": str(sp)}
     return Launch(command=(*accelerate, *flags, "-m", module, *options, *words), environment=environment)

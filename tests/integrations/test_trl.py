@@ -4,6 +4,9 @@ TRL is no dependency of the tests. `pip install trl` beside them, and these run.
 """
 
 import hashlib
+import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cells import slow
+from launching import own_environment, own_port
 from peft import LoraConfig, get_peft_model
 from shared_ranks import run_on_ranks
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -265,3 +269,49 @@ def test_a_loss_in_chunks_is_ddps(zero, adapts, settings, tmp_path):
     for ours, theirs in zip(run(zero=zero), run(zero=None)):
         assert ours.pop("norms") == pytest.approx(theirs.pop("norms"), rel=1e-5)
         assert ours == theirs
+
+
+# ---- long sequences ----
+
+ALST = """
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  zero_stage: 3
+  seq_parallel_communication_data_type: bf16
+distributed_type: DEEPSPEED
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+parallelism_config:
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 1
+  parallelism_config_tp_size: 1
+  parallelism_config_sp_size: 2
+  parallelism_config_sp_backend: deepspeed
+  parallelism_config_sp_seq_length_is_variable: true
+  parallelism_config_sp_attn_implementation: sdpa
+"""
+
+
+@pytest.mark.slow
+def test_sft_with_a_yaml_for_deepspeeds_sequences_logs_what_one_rank_does(tmp_path):
+    script = Path(__file__).parents[1] / "run/scripts/long_sft.py"
+    (tmp_path / "alst.yaml").write_text(ALST)
+    start = [sys.executable, "-c", "from hf_zero.cli.app import main; main()"]
+    launched = [*start, "run", "--zero", str(tmp_path / "alst.yaml"), "--cpu", "--port", str(own_port())]
+    found = []
+    for name, command in (("two", launched), ("one", [sys.executable])):
+        words = [*command, str(script), str(tmp_path / f"{name}.json"), str(tmp_path / name)]
+        done = subprocess.run(words, env=own_environment(tmp_path), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads((tmp_path / f"{name}.json").read_text()))
+        assert ("each over 2 ranks" in done.stderr) == (name == "two")
+    steps = [[entry for entry in each["history"] if "loss" in entry] for each in found]
+    assert len(steps[0]) == len(steps[1]) == 5
+    for ours, theirs in zip(*steps):
+        for what in ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm"):
+            assert ours[what] == pytest.approx(theirs[what], rel=1e-5)
+    assert found[0]["evaluated"]["eval_loss"] == pytest.approx(found[1]["evaluated"]["eval_loss"], rel=1e-4)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hf_zero import ConfigError, ZeroConfig
 from hf_zero.cli.app import app
-from hf_zero.integrations.launcher import launch_of, script_call
+from hf_zero.integrations.launcher import launch_of, of_accelerate, script_call
 from hf_zero.integrations.unmodified import AfterImport, Door, run_script
 
 HERE = Path(__file__).parent
@@ -243,3 +243,37 @@ def test_the_launch_has_the_flags_and_variables_that_ranks_on_a_cpu_need(script)
     assert document["command"][-4:] == ["2", str(script), "--lr", "3"] and document["environment"] == launch.environment
     refused = CliRunner().invoke(app, ["run", "--zero", "7", str(script)])
     assert refused.exit_code == 1 and "`stage` is 7" in refused.output
+
+
+ALST = """
+deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 4
+parallelism_config:
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_sp_size: 2
+  parallelism_config_sp_backend: deepspeed
+  parallelism_config_sp_seq_length_is_variable: true
+"""
+
+
+def test_a_yaml_of_accelerate_says_stage_ranks_precision_and_sequences(tmp_path):
+    path = tmp_path / "alst.yaml"
+    path.write_text(ALST)
+    said = of_accelerate(str(path))
+    assert ZeroConfig.of(said.pop("zero")) == ZeroConfig.of({"stage": 3, "offload": {"optimizer": "cpu"}})
+    assert said == {"processes": 4, "mixed_precision": "bf16", "sp": 2}
+    assert of_accelerate("3") == of_accelerate(None) == {}
+    path.write_text(ALST.replace("dp_shard_size: 2", "cp_size: 2").replace("sp_size: 2", "sp_size: 1"))
+    with pytest.raises(ConfigError, match="parallelism_config_cp_size: context parallelism is not there"):
+        of_accelerate(str(path))
+
+
+def test_a_launch_tells_the_ranks_how_many_share_a_sequence():
+    words = ("--zero", "3", str(SCRIPTS / "plain_loop.py"))
+    said = launch_of(words, processes=4, cpu=True, sp=2).environment
+    assert said["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true" and said["PARALLELISM_CONFIG_SP_SIZE"] == "2"
+    assert "PARALLELISM_CONFIG_SP_SIZE" not in launch_of(words, processes=4, cpu=True).environment
+    with pytest.raises(ConfigError, match="--sp is 3; allowed: a number that divides the 4 ranks"):
+        launch_of(words, processes=4, cpu=True, sp=3)
