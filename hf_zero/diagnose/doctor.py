@@ -29,7 +29,7 @@ _ENGINES = {
 _KINDS = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "megatron_lm_config": "Megatron-LM"}
 
-_AXES = [f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_SHARD", "CP", "SP", "TP")]
+_AXES = [f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_SHARD", "CP", "TP")]
 
 # Variable → the values that hurt (none listed: any but 0), and why.
 _SLOW: dict[str, tuple[tuple[str, ...], str]] = {
@@ -65,6 +65,9 @@ def _other_engines() -> Iterator[Finding]:
         advice = f"Two engines cannot own one model: unset {variable} (a flag or config file of accelerate sets it)."
         yield bad("another engine", f"{variable} asks for {_ENGINES[variable]}", advice)
     sizes = {variable: os.environ.get(variable, "") for variable in _AXES}
+    if os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1") != "1":
+        # accelerate counts so the ranks beside those of a sequence, over all of which state is sharded.
+        sizes.pop("PARALLELISM_CONFIG_DP_SHARD_SIZE")
     split = {variable: size for variable, size in sizes.items() if size not in ("", "1")}
     if split and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _YES:
         asked += split

@@ -461,29 +461,42 @@ def forecast_at_start(
             raise PlanError("hf_zero: the model is split over ranks")
         batch = _named(_first_batch(accelerator), model)
         shape = _shape_of(batch)
-        with _random_numbers_given_back():
-            traced = trace(
-                model,
-                batch,
-                shape=shape,
-                tokens=0,
-                autocast=_AUTOCAST.get(accelerator.mixed_precision),
-                param_dtype=config.param_dtype,
-                on_host=accelerator.device.type == "cpu",
-            )
+
+        def traced(part: Mapping[str, Any]) -> Activations:
+            with _random_numbers_given_back():
+                return trace(
+                    model,
+                    part,
+                    shape=shape,
+                    tokens=0,
+                    autocast=_AUTOCAST.get(accelerator.mixed_precision),
+                    param_dtype=config.param_dtype,
+                    on_host=accelerator.device.type == "cpu",
+                )
+
         job = Job(
             model=model,
             optimizers=optimizers,
             device=accelerator.device,
             world_size=accelerator.num_processes,
             ranks_a_node=ranks_on_this_host(),
-            activations=traced,
+            activations=traced(batch),
             accumulates=micro_batches_of(accelerator) > 1,
         )
-        return AtStart(batch=shape, ours=job.forecast("", {}, config), ddp=job.forecast_ddp())
+        own, sp_size = job, getattr(accelerator.parallelism_config, "sp_size", 1)
+        if sp_size > 1:
+            # All heads of a rank's tokens have as many bytes as some heads of the whole sequence.
+            own = dataclasses.replace(
+                job, activations=traced({name: _part_of(value, sp_size) for name, value in batch.items()})
+            )
+        return AtStart(batch=shape, ours=own.forecast("", {}, config), ddp=job.forecast_ddp())
     except (ConfigError, ValueError) as error:
         # PlanError is among them. What the engine refuses it will say itself.
         return AtStart(batch=str(error).removeprefix("hf_zero: "))
+
+
+def _part_of(value: Any, sp_size: int) -> Any:
+    return value[:, : -(-value.shape[1] // sp_size)] if torch.is_tensor(value) and value.ndim > 1 else value
 
 
 def _is_quiet() -> bool:
