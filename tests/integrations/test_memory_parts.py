@@ -1,30 +1,24 @@
-"""Parts of other packages that need less memory beside the state: losses in chunks, kept logits, activations in host memory.
+"""Parts of other packages that need less memory beside the state: losses in chunks, and kept logits.
 
 They read a head's weight outside of the head's forward, and again in backward. Losses are those of DDP with the same part.
 """
 
-import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import standin_device
 import torch
 from cells import slow
 from shared_ranks import run_on_ranks, shared_ranks
 from stage3_runs import FAR_AHEAD, KEPT, NOT_AHEAD, SHARDED, Run, same_as_ddp
-from standin_runs import EXACT, prepared, steps
 from torch import nn
 from torch.nn import functional as F
 from training import LENGTH, gpt2, llama
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from triton_interpreter import interpret
-
-from hf_zero.optimizer.loss_scale import GradScaler
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -180,48 +174,3 @@ def test_ligers_fused_loss_trains_in_tritons_interpreter(tmp_path):
     settings = [None, *BELOW, SHARDED, *(in_folder(each, tmp_path) for each in ELSEWHERE)]
     for ddp, *ours in run_on_ranks(ligers_losses, settings=settings):
         assert ours == [ddp] * len(ours)
-
-
-# ---- activations in host memory, by others ----
-
-
-def offloaded(rank: int, world_size: int, *, library: Path, folder: str, part: str, settings: dict) -> bool:
-    """Whether losses on a stand-in device are those of a plain loop with the same part."""
-    standin_device.register(library)
-    with standin_device.process_group(rank, world_size, folder):
-        found = []
-        for each in (None, settings):
-            model, optimizer, engine = prepared(each)
-            if part == "transformers":
-                model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
-            scaler = GradScaler(standin_device.NAME, enabled=False)
-            with PARTS[part](model):
-                found.append(steps(model, optimizer, engine, scaler, range(3)))
-    return found[0] == found[1]
-
-
-def trls(model: nn.Module) -> Any:
-    from trl.models.activation_offloading import get_act_offloading_ctx_manager
-
-    return get_act_offloading_ctx_manager(model)
-
-
-PARTS = {
-    "transformers": lambda model: nullcontext(),
-    "torch": lambda model: torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=standin_device.NAME),
-    "TRL": trls,
-}
-
-
-@pytest.mark.slow
-@standin_device.needs_compiler
-@pytest.mark.parametrize("name", ["stage 1", "stage 2", "stage 3", "state in files", "parameters in cpu, state in cpu"])
-@pytest.mark.parametrize("part", PARTS)
-def test_activations_that_others_move_to_host_memory_come_back(part, name, library, tmp_path):
-    if part == "TRL":
-        pytest.importorskip("trl", reason="TRL is not among the tests' packages")
-    enable = getattr(PreTrainedModel, "activation_checkpointing_enable", None)
-    if part == "transformers" and (enable is None or "offload" not in inspect.signature(enable).parameters):
-        pytest.skip("this transformers keeps activation checkpoints in device memory")
-    settings = in_folder(EXACT[name], tmp_path)
-    assert all(run_on_ranks(offloaded, library=library, folder=str(tmp_path), part=part, settings=settings))
