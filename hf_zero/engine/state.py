@@ -1,6 +1,6 @@
 """Reads and writes the state of an engine: weights, optimizer state and residuals."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -62,18 +62,22 @@ def held_weights(buckets: Iterable[Bucket], holder: StateHolder) -> Iterator[Own
 
 
 def load_weights(
-    buckets: Iterable[Bucket], holder: StateHolder, read: Callable[[nn.Parameter, Interval], torch.Tensor]
+    buckets: Iterable[Bucket],
+    holder: StateHolder,
+    read: Callable[[nn.Parameter, Interval], torch.Tensor],
+    left_out: Container[nn.Parameter] = (),
 ) -> None:
     """Replaces this rank's part of every parameter in a bucket, and its master.
 
     Args:
         read: (parameter, run of its elements) → their values, a 1-D host tensor.
+        left_out: these keep their values.
     """
     for bucket in buckets:
         with holder.fetched_master(bucket) if bucket.trained else nullcontext(), torch.no_grad():
             for slot in bucket.slots:
                 common = slot.interval.intersect(bucket.own_interval)
-                if common is not None:
+                if common is not None and slot.parameter not in left_out:
                     in_own = common.shift(-bucket.own_interval.start)
                     values = read(slot.parameter, common.shift(-slot.interval.start))
                     bucket.memory.write_own_part(in_own, values)
@@ -247,16 +251,24 @@ class EngineState:
             if self._is_first_with(name_of[own.parameter]):
                 yield own
 
-    def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
-        """Replaces this rank's part of the model; `read` gives runs of whole parameters. `share_weights` has to follow."""
+    def load_weights(
+        self, read: Callable[[nn.Parameter, Interval], torch.Tensor], left_out: Container[nn.Parameter] = ()
+    ) -> None:
+        """Replaces this rank's part of the model but for parameters that are left out. `share_weights` has to follow.
+
+        Args:
+            read: gives runs of whole parameters.
+        """
         self.load_own_weights(
-            lambda parameter, interval: read_part(self.box_of(parameter), interval, partial(read, parameter))
+            lambda parameter, interval: read_part(self.box_of(parameter), interval, partial(read, parameter)), left_out
         )
 
-    def load_own_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
+    def load_own_weights(
+        self, read: Callable[[nn.Parameter, Interval], torch.Tensor], left_out: Container[nn.Parameter] = ()
+    ) -> None:
         """The same, where `read` gives intervals of the part of a parameter that this rank's model has (`box_of`)."""
         self._parts.parameter_gather.finish_all()
-        load_weights(self._parts.all_buckets, self._parts.holder, read)
+        load_weights(self._parts.all_buckets, self._parts.holder, read, left_out)
 
     def share_weights(self) -> None:
         """Sends the loaded parts to ranks that hold parameters whole. Collective."""

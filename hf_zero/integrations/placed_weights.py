@@ -207,6 +207,16 @@ def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def tensors_by_saved_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns what a checkpoint has of a model, by its names there: of a model with adapters those alone."""
+    tensors = saved_tensors_of(model)
+    if not is_peft_available():
+        return tensors
+    from peft import PeftModel, get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, tensors) if isinstance(model, PeftModel) else tensors
+
+
 def _save_without_values(
     trainer: Trainer, tensors: Mapping[str, torch.Tensor], folder: Path
 ) -> list[_SavedFile] | None:

@@ -144,10 +144,14 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
     Raises:
         CheckpointError: on every rank: damaged, of another model, or with files that a rank's disk does not have.
     """
-    from .placed_weights import saved_tensors_of
+    from .placed_weights import tensors_by_saved_name
 
-    tensors = saved_tensors_of(engine.model)
-    bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
+    tensors = tensors_by_saved_name(engine.model)
+    parameters = engine.state.bucketed_parameters()
+    bucketed = {id(parameter) for parameter in parameters}
+    saved_here = {id(tensor) for tensor in tensors.values()}
+    # The base of adapters, which is saved by its checksum.
+    left_out = {parameter for parameter in parameters if id(parameter) not in saved_here}
 
     def load_own() -> list[str]:
         with CheckpointReader(checkpoint / ZERO_FOLDER) as reader:
@@ -162,7 +166,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
                     show(values.nbytes)
                     return values
 
-                engine.state.load_weights(read)
+                engine.state.load_weights(read, left_out)
             others = [name for name in reader.manifest.weights if id(tensors[name]) not in bucketed]
             for name in others:
                 if engine.state.group_of(tensors[name]).all_groups.rank > 0:

@@ -251,6 +251,17 @@ def test_adapters_are_saved_without_their_base_and_refuse_another(stage, tmp_pat
         assert "were trained on another base model" in outcome["error"]
 
 
+@pytest.mark.parametrize("stage", [slow(2), 3])
+def test_a_lone_adapter_in_the_ranks_own_files_goes_on(stage, tmp_path):
+    run = {"settings": f"stage={stage},{SHARDED}", "model": "gpt2", "adapt": with_adapters}
+    run |= {"save_steps": 2, "max_steps": 4}
+    whole = run_on_ranks(trains, output_dir=str(tmp_path / "run"), **run)
+    resume = tmp_path / "run" / "checkpoint-2"
+    assert not list(resume.glob("*.safetensors"))
+    for outcome in run_on_ranks(trains, output_dir=str(tmp_path / "again"), resume=str(resume), **run):
+        assert (outcome["error"], outcome["losses"]) == ("", whole[0]["losses"])
+
+
 def with_two_adapters(model: PreTrainedModel) -> PeftModel:
     config = LoraConfig(target_modules=["c_attn"], r=2, task_type="CAUSAL_LM", init_lora_weights=False)
     adapted = get_peft_model(model, config)
