@@ -409,6 +409,12 @@ def _changes(config: Any) -> dict[str, Any]:
     return found
 
 
+def changed(config: ZeroConfig) -> dict[str, Any]:
+    """Returns the stage, and the settings that are not at their defaults, under dotted names."""
+    usual = dict(_flat(ZeroConfig(), ""))
+    return {"stage": config.stage} | {name: value for name, value in _flat(config, "") if value != usual[name]}
+
+
 def differences(first: ZeroConfig, second: ZeroConfig) -> list[str]:
     """Lists in words the fields in which two configs differ: "`stage` 1, and this one 2"."""
     return [

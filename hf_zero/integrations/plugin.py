@@ -15,6 +15,7 @@ from ..buckets.precision import check_cast_owner
 from ..comm.watch import ErrorHook
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
+from ..config.zero import changed
 from ..guard import mix_in
 from .accelerator import ZeroAcceleratorMixin
 from .accelerator_parts import mesh_of_batches
@@ -189,8 +190,11 @@ class ZeroPlugin(ParallelismConfig):
         return {name: value for name, value in self.__dict__.items() if name != "_watch"}
 
     def to_json(self) -> dict[str, Any]:
-        """The settings, for TrainingArguments.to_dict and trackers."""
-        return self.config.to_dict()
+        """The stage and the settings that are not at their defaults, for TrainingArguments.to_dict and trackers.
+
+        MLflow drops an argument of more than 250 characters.
+        """
+        return changed(self.config)
 
     def __repr__(self) -> str:
         sizes = {"tp_size": self.tp_size, "sp_size": self.sp_size}

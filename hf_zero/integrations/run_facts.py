@@ -17,10 +17,19 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoint.files import read_mapping, refuse_links
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.structure import RUN_FIELDS, RUN_NAME, STATE_NAME, is_finite, is_step, read_history, read_run
-from ..config import ZeroConfig
+from ..checkpoint.structure import (
+    RUN_FIELDS,
+    RUN_NAME,
+    STATE_NAME,
+    is_finite,
+    is_foreign,
+    is_step,
+    read_history,
+    read_run,
+)
+from ..config.zero import changed
 from ..hooks import engine_attached_to
-from ..integrations.saved_weights import saved_tensors
+from ..integrations.saved_weights import is_checkpoint_of_ours, saved_tensors
 from ..integrations.state_io import ZERO_FOLDER
 
 if TYPE_CHECKING:
@@ -149,7 +158,7 @@ def write_run(trainer: "Trainer", folder: Path) -> None:
     run = {
         "base_model": base_model if _is_repo_id(base_model) and not Path(base_model).exists() else None,
         "arguments": {name: getattr(args, name) for name in _ARGUMENTS if _was_said(getattr(args, name, None))},
-        "zero": {} if engine is None else _settings(engine.config) | {"ranks": args.world_size},
+        "zero": {} if engine is None else changed(engine.config) | {"ranks": args.world_size},
         "data": _data(trainer),
         "hardware": _hardware(args.world_size),
         "versions": {"python": platform.python_version(), **_versions()},
@@ -160,24 +169,6 @@ def write_run(trainer: "Trainer", folder: Path) -> None:
 def _was_said(value: object) -> bool:
     """Whether an argument does anything: switches that are off and `max_steps=-1` do not."""
     return value is not None and value is not False and value != -1
-
-
-def _settings(config: ZeroConfig) -> dict[str, Any]:
-    """The stage, and the settings that are not at their defaults, under dotted names."""
-    usual = _flat(ZeroConfig().to_dict())
-    return {"stage": config.stage} | {
-        name: value for name, value in _flat(config.to_dict()).items() if value != usual[name]
-    }
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def _data(trainer: "Trainer") -> dict[str, Any]:
@@ -228,7 +219,9 @@ def _model(folder: Path) -> dict[str, Any]:
     if config.get("architectures"):
         named = config["architectures"]
         model["architecture"] = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
-    if (folder / "adapter_config.json").is_file():
+    # TRL's trainers write their card before each save, the first time beside no weights.
+    has_weights = any(folder.glob("*.safetensors")) or is_checkpoint_of_ours(folder) or is_foreign(folder)
+    if not has_weights or (folder / "adapter_config.json").is_file():
         return model
     tensors = saved_tensors(folder)
     model["parameters"] = sum(math.prod(tensor.shape) for tensor in tensors)

@@ -49,6 +49,7 @@ from .trainer_parts import (
     open_plain,
     pass_of,
     refuse_other_base,
+    told_to_trackers,
     whole_logits,
 )
 from .trainer_saves import CheckpointSaver
@@ -155,7 +156,8 @@ class ZeroTrainerMixin(_TrainerBase):
             self.add_callback(self._step_figures)
         self._stop = self.accelerator.zero_stop = begin_in_trainer(self)
         try:
-            outcome = super().train(**asked)
+            with told_to_trackers(self):
+                outcome = super().train(**asked)
             self.accelerator.end_report()
             return outcome
         except BaseException as error:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -17,6 +17,8 @@ from transformers.utils import is_peft_available
 from ..buckets.packed import added_scales
 from ..checkpoint.files import CheckpointError, shown
 from ..checkpoint.manifest import Manifest
+from ..config import ZeroConfig
+from ..config.zero import changed
 from ..device import peak_bytes
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import CommReport
@@ -162,6 +164,44 @@ def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, A
 def _own(value: Any) -> Any:
     # A view of the mapped file would keep all of it open.
     return value.clone() if torch.is_tensor(value) else value
+
+
+# ---- The engine's settings in what trackers keep of a run ----
+
+
+class _Settings(NamedTuple):
+    """In the place of a `parallelism_config`, of which training arguments ask this when trackers ask them."""
+
+    config: ZeroConfig
+
+    def to_json(self) -> dict[str, Any]:
+        return changed(self.config)
+
+
+@contextmanager
+def told_to_trackers(trainer: Any) -> Iterator[None]:
+    """Shows the engine's settings in the training arguments while callbacks set their trackers up.
+
+    `--zero` has them there already. Not for longer: Trainer saves its arguments, and others read them without hf_zero.
+    """
+    args, handler = trainer.args, trainer.callback_handler
+    if args.parallelism_config is not None:
+        yield
+        return
+    stock = handler.on_train_begin
+
+    def begin(*passed: Any, **named: Any) -> Any:
+        args.parallelism_config = _Settings(trainer.accelerator.zero_config)
+        try:
+            return stock(*passed, **named)
+        finally:
+            args.parallelism_config = None
+
+    handler.__dict__["on_train_begin"] = begin
+    try:
+        yield
+    finally:
+        del handler.__dict__["on_train_begin"]
 
 
 # ---- Bytes, waits and seconds of a step as `zero/...` in Trainer's log: means since the last entry ----

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from shared_ranks import run_on_ranks
 from trainer_job import as_launched, make_trainer, run
 from training import bert
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, Trainer
 
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.hub import push as hub
@@ -717,3 +717,21 @@ def test_a_folder_that_changes_while_it_is_pushed_is_found_out(plain, server, mo
     monkeypatch.setattr(server, "take_fault", changes)
     with pytest.raises(HubError, match=r"config\.json has another git-sha1 there"):
         push_folder(plain, Destination(repo_id=REPO), api=api_of(server), message="changes")
+
+
+class WritesItsCardFirst(Trainer):
+    """As TRL's trainers do."""
+
+    def _save_checkpoint(self, model, trial):
+        self.create_model_card(model_name="first")
+        super()._save_checkpoint(model, trial)
+
+
+def writes_cards(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    make_trainer("flag 2", "gpt2", folder, trainer_class=WritesItsCardFirst, **SAVING).train()
+
+
+def test_a_card_may_be_written_before_the_first_save(tmp_path):
+    run_on_ranks(writes_cards, folder=str(tmp_path))
+    assert (tmp_path / "README.md").is_file() and checkpoint_faults(tmp_path / "checkpoint-4", "zero") == []

@@ -9,6 +9,7 @@ from contextlib import nullcontext, redirect_stderr
 from functools import cache, partial
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -482,6 +483,27 @@ def planned(rank: int, world_size: int, door: str, output_dir: str) -> str:
 def test_the_plan_tells_the_rows_of_a_step(door, tmp_path):
     plan = run_on_ranks(planned, door=door, output_dir=str(tmp_path))[0]
     assert "4 a rank x 3 micro-batches x 2 ranks = 24" in plan
+
+
+class NotesArguments(TrainerCallback):
+    """Asks as trackers do."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.settings = args.to_dict()["parallelism_config"]
+
+
+def tells_trackers(rank: int, world_size: int, output_dir: str, door: str) -> tuple[Any, bool]:
+    as_launched(rank, world_size)
+    tracker = NotesArguments()
+    trainer = make_trainer(door, "gpt2", output_dir, callbacks=[tracker], max_steps=1)
+    trainer.train()
+    return tracker.settings, trainer.args.parallelism_config is None
+
+
+@pytest.mark.parametrize(("door", "is_left"), [("callback 2", True), slow("flag 2", False)])
+def test_trackers_are_told_the_settings_of_each_door(door, is_left, tmp_path):
+    found = run_on_ranks(tells_trackers, output_dir=str(tmp_path), door=door)
+    assert found == [({"stage": 2}, is_left)] * 2
 
 
 SAVING_TWICE = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}

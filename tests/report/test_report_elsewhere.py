@@ -1,11 +1,16 @@
-"""The report in a real browser, and its figures in TensorBoard and W&B."""
+"""The report in a real browser, and its figures in TensorBoard, W&B, trackio and MLflow."""
 
 import json
 import os
-import re
 import shutil
+import sqlite3
+import struct
 import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate_job import make_accelerator
@@ -76,37 +81,101 @@ def test_tensorboard_has_the_figures_of_an_accelerate_loop(tmp_path):
     assert tags["eval_loss"] == [2.0]
 
 
-def logged_in_wandb(folder: Path, figure: str) -> list[float]:
-    """What W&B has kept of a figure in the one run below a folder: in its file, names and JSON values are plain text."""
-    [kept] = folder.glob("wandb/offline-run-*/run-*.wandb")
-    # Between name and value: the field of a protobuf message, and the value's length.
-    found = re.findall(re.escape(figure.encode()) + rb"\x82\x01.([\d.e+-]+)", kept.read_bytes(), re.DOTALL)
-    return [float(value) for value in found]
+@dataclass
+class Kept:
+    """What a tracker keeps of a run: its config, and name of a figure → (step, value) as often as the figure was logged."""
+
+    config: dict[str, Any]
+    figures: dict[str, list[tuple[int, float]]]
 
 
-def keeps_in_wandb(rank: int, world_size: int, folder: str, *, by_trainer: bool) -> None:
+def records_of(path: Path) -> Iterator[Any]:
+    """The records of W&B's file: blocks of 32 KiB with pieces of records, as in a log of LevelDB's."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole = path.read_bytes(), len(b":W&B") + 3, b""
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        piece = data[place + 7 : place + 7 + length]
+        place += 7 + length
+        # A whole record, or the first, a middle or the last of its pieces.
+        whole = piece if kind in (1, 2) else whole + piece
+        if kind in (1, 4):
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+
+
+def kept_by_wandb(folder: Path) -> Kept:
+    [file] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    kept = Kept({}, {})
+    for record in records_of(file):
+        for item in [*record.run.config.update, *record.config.update]:
+            kept.config[item.key or item.nested_key[0]] = json.loads(item.value_json)
+        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for name, value in row.items():
+            # Trainer has a step of its own beside W&B's.
+            kept.figures.setdefault(name, []).append((row.get("train/global_step", row["_step"]), value))
+    return kept
+
+
+def kept_by_trackio(folder: Path) -> Kept:
+    [file] = folder.glob("trackio/*.db")
+    with closing(sqlite3.connect(file)) as database:
+        [[config]] = database.execute("select config from configs").fetchall()
+        rows = [json.loads(row) for [row] in database.execute("select metrics from metrics order by id")]
+    kept = Kept(json.loads(config), {})
+    for row in rows:
+        for name, value in row.items():
+            kept.figures.setdefault(name, []).append((row["train/global_step"], value))
+    return kept
+
+
+def kept_by_mlflow(folder: Path) -> Kept:
+    with closing(sqlite3.connect(folder / "mlflow.db")) as database:
+        kept = Kept(dict(database.execute("select key, value from params").fetchall()), {})
+        for name, step, value in database.execute("select key, step, value from metrics order by step"):
+            kept.figures.setdefault(name, []).append((step, value))
+    return kept
+
+
+TRACKERS = {"wandb": kept_by_wandb, "trackio": kept_by_trackio, "mlflow": kept_by_mlflow}
+
+
+def keeps_in(rank: int, world_size: int, folder: str, tracker: str, *, by_trainer: bool) -> None:
     os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
+    os.environ |= {"TRACKIO_DIR": f"{folder}/trackio", "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
     if by_trainer:
-        trains(rank, world_size, folder, reported=False, max_steps=3, report_to=["wandb"])
+        trains(rank, world_size, folder, max_steps=3, save_strategy="no", eval_strategy="no", report_to=[tracker])
     else:
-        logs_to(rank, world_size, folder, "wandb")
-    if rank == 0:
+        logs_to(rank, world_size, folder, tracker)
+    if rank == 0 and tracker == "wandb":
         import wandb
 
         wandb.finish()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("by_trainer", [True, False], ids=["Trainer", "accelerate"])
-def test_wandb_has_the_same_figures(tmp_path, by_trainer):
-    pytest.importorskip("wandb", reason="W&B is not installed")
-    arguments = {"folder": str(tmp_path), "by_trainer": by_trainer}
-    run_ranks(keeps_in_wandb, world_size=2, time_limit_s=150, keyword_arguments=arguments)
-    times, prefix = (3, "train/") if by_trainer else (2, "")
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_trackers_have_the_same_figures_once_and_the_settings(tmp_path, tracker, by_trainer):
+    pytest.importorskip(tracker, reason=f"{tracker} is not among the tests' packages")
+    arguments = {"folder": str(tmp_path), "tracker": tracker, "by_trainer": by_trainer}
+    run_ranks(keeps_in, world_size=2, time_limit_s=250, keyword_arguments=arguments)
+    kept = TRACKERS[tracker](tmp_path)
+    # MLflow has Trainer's own names, the others a group for training.
+    prefix = "train/zero/" if by_trainer and tracker != "mlflow" else "zero/"
+    steps = [1, 2, 3] if by_trainer else [1, 3]
     for figure in ("steps_per_s", "samples_per_s", "sent_mib", "wait_s", "peak_mib"):
-        # In the run's history and, once more, in its summary.
-        assert len(logged_in_wandb(tmp_path, f"{prefix}zero/{figure}")) >= times, figure
+        assert [step for step, _ in kept.figures[f"{prefix}{figure}"]] == steps, kept.figures
+    assert all(name.startswith(prefix) for name in kept.figures if "zero" in name), kept.figures.keys()
+    if by_trainer:
+        assert kept.config["zero"] == "stage=2,report=true"
+        settings = kept.config["parallelism_config"]
+        assert settings in ({"stage": 2, "report": True}, "{'stage': 2, 'report': True}")
 
 
 _PROBE = """
