@@ -1,5 +1,6 @@
 """The order of a training step: forward, backward, clip, step, parameters back."""
 
+import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -208,6 +209,7 @@ class TrainingStep:
         find_unused_parameters: bool,
     ):
         self._engine = engine
+        self._process = os.getpid()
         self._model = model
         self._parts = parts
         self._config = parts.config
@@ -399,6 +401,8 @@ class TrainingStep:
         if is_in_backward() or parts.sharded.gathered.is_lent:
             # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
             return
+        if torch.is_grad_enabled():
+            self._refuse_in_fork()
         self._enter(TrainingState.FORWARD if torch.is_grad_enabled() else TrainingState.EVALUATE)
         self.row_writes.refuse_unsent("a forward begins")
         self.gradients.recover()
@@ -414,6 +418,18 @@ class TrainingStep:
         if parts.activations is not None and torch.is_grad_enabled():
             flats = (bucket.flat for bucket in parts.all_buckets)
             parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.parameter_places.frozen, flats))
+
+    def _refuse_in_fork(self) -> None:
+        """Raises RuntimeError in a process forked from the engine's: the group of ranks there is of another time.
+
+        Behind a launcher that forks each rank, as `notebook_launcher` does, all ranks would train alone.
+        """
+        here = os.getpid()
+        if here != self._process:
+            raise RuntimeError(
+                f"hf_zero: this engine was built in process {self._process}, before a launcher forked process {here}. Build the "
+                "Accelerator, Trainer or ZeroEngine in the function that the launcher calls."
+            )
 
     def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
         parts = self._parts

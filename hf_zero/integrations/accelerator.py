@@ -41,7 +41,7 @@ from .accelerator_parts import (
 )
 from .announce import RecordedAccelerator, announce, begin_in_loop, micro_batches_of, rows_of_a_step
 from .elastic import warn_of_scaled_schedule
-from .environment import RunRecord
+from .environment import RunRecord, refuse_earlier_accelerator
 from .signals import LoopStop, StopSignals, follow_loader, follow_signals
 from .state_io import (
     ZERO_FOLDER,
@@ -217,6 +217,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         ]
 
     def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
+        refuse_earlier_accelerator(self)
         former = engine_attached_to(model)
         if former is not None:
             # Before the close: the former engine's shards are the only copy of the state.

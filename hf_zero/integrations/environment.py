@@ -132,8 +132,14 @@ _YES = ("1", "true", "t", "yes", "y", "on")
 def refuse_engines_of_the_launch() -> None:
     """Raises `ConfigError` where the launch, or an argument that accelerate has seen, asks for another engine.
 
-    accelerate notes plugins that it is given in the same variables; on a CPU that is all it does with them.
+    accelerate notes plugins that it is given in the same variables; on a CPU that is all it does with them. A launcher that
+    forks ranks behind CUDA's start is refused, too: torch's own error names neither the notebook nor what to do.
     """
+    if torch.cuda._is_in_bad_fork() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in _YES:
+        raise ConfigError(
+            "hf_zero: CUDA was used before a launcher forked this process, and a fork cannot use CUDA. Restart the notebook; use "
+            "no GPU in a cell before the launcher's. ACCELERATE_USE_CPU=true trains on the CPU."
+        )
     for variable, (engine, flag, argument) in _SWITCHES.items():
         value = os.environ.get(variable, "")
         if value.lower() in _YES:
@@ -220,6 +226,15 @@ def check_environment(accelerator: Accelerator) -> None:
             f"hf_zero: {asked} processes were asked for, and accelerate counts {accelerator.num_processes} in each "
             "of them, so data and state would not be split. On CPU: `ACCELERATE_USE_CPU=true torchrun "
             "--nproc_per_node N script.py`."
+        )
+
+
+def refuse_earlier_accelerator(accelerator: Accelerator) -> None:
+    """Raises `ConfigError` for an Accelerator that was built before a launcher forked this rank."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != accelerator.num_processes:
+        raise ConfigError(
+            f"hf_zero: the process group has {dist.get_world_size()} ranks, and this Accelerator, which was there before, counts "
+            f"{accelerator.num_processes}. Build the Accelerator or Trainer in the function that the launcher calls."
         )
 
 

@@ -53,6 +53,13 @@ REPLACED_CLASSES: Mapping[str, str] = {
 
 SEAMS = (
     Seam(
+        owner="torch.cuda:",
+        names=("_is_in_bad_fork",),
+        where=("integrations/environment",),
+        why="Tells whether a launcher has forked this process after CUDA began, which torch says only when CUDA is used.",
+        test="test_notebooks.py::test_a_fork_behind_cuda_is_refused_unless_it_trains_on_the_cpu",
+    ),
+    Seam(
         owner="torch._C:",
         names=("_current_graph_task_id",),
         where=("engine", "integrations/uneven_inputs"),
