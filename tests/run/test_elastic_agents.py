@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,9 @@ import pytest
 import torch
 from launching import ROOT, port_to_meet_on, run_forked
 from safetensors.torch import load_file
+from shared_ranks import run_on_ranks
+from trainer_job import as_launched
+from transformers.trainer import TRAINER_STATE_NAME
 
 PLAIN = {"max_steps": 12, "save_steps": 3, "logging_steps": 3, "disable_tqdm": True, "report_to": "none", "step_s": 0.1}
 SHAPE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -137,9 +141,20 @@ def workers_below(process: psutil.Process) -> list[psutil.Process]:
     ]
 
 
+def trains_without_ray(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    runpy.run_path(str(RAY_SCRIPT))["train_worker"]({"output_dir": folder, "steps": STEPS, "gpu": False})
+
+
+def losses_of(checkpoint: Path) -> list[float]:
+    history = json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_whose_worker_is_killed_goes_on_from_its_last_checkpoint(tmp_path):
-    pytest.importorskip("ray.train")
+    pytest.importorskip("ray.train", reason="ray[train] is not among the tests' packages")
     storage, said = tmp_path / "run", tmp_path / "said.txt"
     command = [sys.executable, RAY_SCRIPT, "--storage", storage, "--steps", STEPS]
     until = time.monotonic() + SECONDS
@@ -159,3 +174,7 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_last_checkpoint(tmp_path)
         line.split("at step ")[1].split(",")[0] for line in said.read_text().splitlines() if "resumed from" in line
     }
     assert 30 <= int(step) < STEPS
+    run_on_ranks(trains_without_ray, folder=str(tmp_path / "alone"))
+    assert losses_of(storage / "trainer" / f"checkpoint-{STEPS}") == losses_of(
+        tmp_path / "alone" / f"checkpoint-{STEPS}"
+    )
