@@ -172,7 +172,10 @@ def write_record(path: Path, record: Any) -> None:
 
 # ---- what a run is of ----
 
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "torchao", "numpy")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "deepspeed", "torchao", "numpy"),
+    *("trl", "peft", "sentence-transformers", "huggingface-hub"),
+)
 LOAD_BEFORE = os.getloadavg()
 """When this was imported, before anything was measured."""
 

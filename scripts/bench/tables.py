@@ -22,6 +22,7 @@ from typing import Any
 
 from engines import ENGINES
 from harness import BUSY_LOAD, MIB, RESULTS, ROOT, cells, describe_run, keep
+from packaging.version import Version
 
 PICTURES = ROOT / "docs" / "figures"
 DOCUMENTS = ("README.md", "docs/*.md")
@@ -285,9 +286,38 @@ def offload(record: Record) -> dict[str, str]:
     return tables
 
 
+_RELEASES = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "accelerate": "accelerate",
+    "TRL": "trl",
+    "PEFT": "peft",
+    "sentence-transformers": "sentence-transformers",
+    "huggingface_hub": "huggingface-hub",
+}
+
+
+def matrix(record: Record) -> dict[str, str]:
+    """A row a set of releases, and how many of the parts that its packages allow have passed."""
+
+    def passed(row: Record) -> str:
+        tried = [part for part in row["parts"] if part["outcome"] != "not installed"]
+        failed = [part["part"] for part in tried if part["outcome"] == "failed"]
+        return f"{len(tried) - len(failed)} of {len(tried)}" + (f"; not {', '.join(failed)}" if failed else "")
+
+    releases = [
+        (title, lambda row, package=package: row["versions"].get(package)) for title, package in _RELEASES.items()
+    ]
+    columns = [("Python", "python"), *releases, ("passed", passed)]
+    torches = sorted({row["versions"]["torch"] for row in record["rows"].values()}, key=Version)
+    machine = f"{record['cpu_model']}, {record['cores']} cores, cpu"
+    run = f"{machine}; torch {torches[0]} to {torches[-1]}; commit {record['commit']}, {record['date'][:10]}."
+    return {"run": run, "matrix": markdown(columns, record["rows"].values())}
+
+
 REPORTS: dict[str, Callable[[Record], dict[str, str]]] = {
     "steps": steps,
-    **{each.__name__: each for each in (checkpoints, curves, links, host_time, first_step, axes, offload)},
+    **{each.__name__: each for each in (checkpoints, curves, links, host_time, first_step, axes, offload, matrix)},
 }
 
 
