@@ -125,11 +125,12 @@ def kept_by_trackio(folder: Path) -> Kept:
     [file] = folder.glob("trackio/*.db")
     with closing(sqlite3.connect(file)) as database:
         [[config]] = database.execute("select config from configs").fetchall()
-        rows = [json.loads(row) for [row] in database.execute("select metrics from metrics order by id")]
+        rows = database.execute("select step, metrics from metrics order by id").fetchall()
     kept = Kept(json.loads(config), {})
-    for row in rows:
+    for step, text in rows:
+        row = json.loads(text)
         for name, value in row.items():
-            kept.figures.setdefault(name, []).append((row["train/global_step"], value))
+            kept.figures.setdefault(name, []).append((row.get("train/global_step", step), value))
     return kept
 
 
