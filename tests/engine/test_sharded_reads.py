@@ -433,6 +433,7 @@ def test_weights_that_all_ranks_push_are_ddps(make):
     shared_ranks.run(same_as_ddp, script=pushing_each_step, variants=variants, make=make)
 
 
+@pytest.mark.extra("wire")
 @on_ranks(2)
 def test_pushed_weights_are_the_saved_ones_whatever_forwards_compute_with(rank, world_size):
     for settings in ({"gather_dtype": "bfloat16"}, {"comm": {"weights": "int8"}}):
