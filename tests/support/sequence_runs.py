@@ -158,8 +158,10 @@ def train_sequence(rank: int, world_size: int, job: SequenceJob) -> SequenceOutc
         for place, batch in enumerate(micros):
             with engine.no_sync() if place + 1 < len(micros) else torch.enable_grad():
                 loss = model(**batch).loss
-                (loss / len(micros)).backward()
-            losses.append(_mean(loss.item()))
+                losses.append(_mean(loss.item()))
+                # In place, as Trainer does.
+                loss /= len(micros)
+                loss.backward()
         gradients = {name: _numpy(engine.full_grad(p)) for name, p in model.named_parameters()}
         if job.max_norm is not None:
             norms.append(engine.clip_grad_norm_(job.max_norm).item())
