@@ -359,6 +359,11 @@ class Gradients:
         self._start_full(up_to=place)
         return True
 
+    def has_begun(self, bucket: Bucket) -> bool:
+        """Whether a trained bucket has got gradients in this pass."""
+        filling = self._filling_of.get(bucket)
+        return filling is not None and filling.awaited < len(bucket.slots)
+
     def start_early(self, buckets: Iterable[Bucket]) -> None:
         """Starts buckets that get no gradients any more, full or not, and all buckets before them."""
         places = [self._filling_of[bucket].place for bucket in buckets if bucket in self._filling_of]

@@ -52,7 +52,8 @@ class AgreedOrder:
         names: of the units, in their order.
         transport: between all ranks that gather.
         take_part: takes part in a gather that other ranks may need.
-        before_wait: called in a backward before this rank waits for others, with the units gathered since it was called last.
+        before_wait: called in a backward before this rank waits for others, with the units gathered since the last call, and
+            whether units without any gradient so far are to be left.
 
     Attributes:
         steps: optimizer steps so far.
@@ -64,7 +65,7 @@ class AgreedOrder:
         names: Sequence[str],
         transport: Transport,
         take_part: Callable[[int], None],
-        before_wait: Callable[[Iterable[int]], None],
+        before_wait: Callable[[list[int], bool], None],
     ):
         units = self._units = len(names)
         # With the layer's name, for errors that tell where a rank waits.
@@ -118,11 +119,12 @@ class AgreedOrder:
         strayed, is_backward = None, self._units <= number < self._first_end or number == self.backward_end
         while True:
             following = self._next.get(self._last)
-            # Of a gather that all expect, and that this rank needs next, no rank waits in vain.
-            as_expected = following == number and strayed is None and self._last < self._first_end
-            if is_backward and (self.is_apart or not as_expected):
+            if is_backward and (self.is_apart or strayed is not None or self._last >= self._first_end):
                 told, self._told = self._told, len(self._since_end)
-                self._before_wait(each - self._units for each in self._since_end[told:] if each >= self._units)
+                self._before_wait([each - self._units for each in self._since_end[told:] if each >= self._units], False)
+            elif is_backward and following != number:
+                # Reentrant checkpointing reduces a layer at its first use. Another rank may wait for that in the layer's second.
+                self._before_wait([], True)
             if following is None:
                 following = self._agree(number, strayed)
                 strayed = None
@@ -254,6 +256,7 @@ class Unsharding:
 
     Attributes:
         start_reductions: called in a backward, before this rank waits for others, with buckets that get no gradients any more.
+        has_gradients: whether a bucket has got gradients in this backward.
         reshards_after_forward: the same.
         peak_bytes: the most that gathered parameters have taken beyond the shards.
     """
@@ -276,6 +279,7 @@ class Unsharding:
         self.reshards_after_forward = reshard_after_forward
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
         self.start_reductions: Callable[[list[Bucket]], None] = lambda buckets: None
+        self.has_gradients: Callable[[Bucket], bool] = lambda bucket: False
         self._order = AgreedOrder(
             [unit.buckets[0].label("").holds if unit.buckets else unit.name for unit in self.units],
             transport,
@@ -522,8 +526,11 @@ class Unsharding:
         with torch.set_grad_enabled(self._backward_follows):
             self._start(unit, self._wire.forward)
 
-    def _before_wait(self, numbers: Iterable[int]) -> None:
+    def _before_wait(self, numbers: list[int], begun: bool) -> None:
         done = [*self._done_with, *(self.units[number] for number in numbers)]
+        if begun:
+            # Of others the gradients come later: those of two forwards are added up first, as under DDP.
+            done = [unit for unit in done if any(map(self.has_gradients, unit.buckets))]
         self.start_reductions([bucket for unit in done for bucket in unit.buckets])
 
     def _take_part(self, number: int) -> None:

@@ -234,6 +234,7 @@ class TrainingStep:
         )
         if self._gathers_layers:
             parts.sharded.schedule.start_reductions = WeakHook(self.gradients, Gradients.start_early)
+            parts.sharded.schedule.has_gradients = WeakHook(self.gradients, Gradients.has_begun)
         self.bad_steps = BadSteps(self._config, speaks=parts.mesh.dp.all_groups.is_first_of_run)
         self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
         self._batches = BatchLog(model, step_transport)
