@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
 from multiprocessing import current_process
 from pathlib import Path
 
@@ -100,7 +100,8 @@ def launch(launcher: str, function: Callable[..., None]) -> None:
 
 
 def launch_door(launcher: str, train: Callable, folder: str, zero: str | None) -> None:
-    launch(launcher, partial(noted, train, folder, zero))
+    # A launcher asks a function for its name.
+    launch(launcher, update_wrapper(partial(noted, train, folder, zero), noted))
 
 
 def alone(target: Callable[..., object], **arguments: object) -> None:

@@ -24,6 +24,9 @@ PLACES = (
 """What refuses a training run, below the package."""
 
 ROWS = {
+    "before a launcher forked process": "that was built before `notebook_launcher`",
+    "and this Accelerator, which was there before": "that was built before `notebook_launcher`",
+    "a fork cannot use CUDA": "CUDA in a process that a launcher forked",
     "ring of context parallelism": "context parallelism (`cp_size`)",
     "deal the ranks of": "`sp_size` above 1 beside `tp_size`",
     "does not divide the {} ranks of this run": "an `sp_size` that does not divide",
