@@ -233,7 +233,7 @@ def test_ranks_that_need_any_layers_in_any_order_all_get_them_and_gather_in_one_
             assert set(transport.exchange(number)) == {number}
             gathered[rank].append(number)
 
-        order = AgreedOrder(NAMES, transport, gather, lambda units: None)
+        order = AgreedOrder(NAMES, transport, gather, lambda units, begun: None)
         for step in steps:
             forward, backward = step[rank]
             for numbers, end in (
@@ -260,7 +260,7 @@ def test_layers_that_all_ranks_run_need_no_words_but_at_the_ends():
             said.append(values)
             return super().agree_max(values, label)
 
-    order = AgreedOrder(NAMES, Alone(1).of(0), lambda number: None, lambda units: None)
+    order = AgreedOrder(NAMES, Alone(1).of(0), lambda number: None, lambda units, begun: None)
     told = []
     for _ in range(3):
         said.clear()

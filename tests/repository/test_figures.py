@@ -66,7 +66,7 @@ def choices_in_words(found: dict) -> list[str]:
     right, limits = [case["is_right"] for case in found["cases"]], [case["mb"] for case in found["cases"]]
     models = {case["model"] for case in found["cases"]}
     assert len(models) == 3 and min(limits) == 400
-    return [f"It was so in {sum(right)} of {len(right)} cases", f"{min(limits)} to {max(limits)} MB a rank"]
+    return [f"Both happened in {sum(right)} of {len(right)} cases", f"{min(limits)} to {max(limits)} MB a rank"]
 
 
 def links_in_words(found: dict) -> list[str]:
