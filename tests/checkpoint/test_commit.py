@@ -306,7 +306,7 @@ def test_200_killed_runs_go_on_bit_for_bit(undisturbed, tmp_path, capsys):
         seed += 1
     alive = [each for each in struck if each.alive]
     with capsys.disabled():
-        print(f"\n{len(alive)} kills, {sum(each.saving for each in alive)} of them inside a save")
+        print(f"\n{len(alive)} kills, {sum(each.trainer_saves for each in alive)} of them inside a save")
 
 
 # ---- a disk that refuses ----

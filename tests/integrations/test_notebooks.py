@@ -174,7 +174,7 @@ def test_a_fork_behind_cuda_is_refused_unless_it_trains_on_the_cpu(monkeypatch):
 
 @pytest.mark.slow
 def test_what_a_notebook_imports_leaves_the_launcher_its_forks():
-    """accelerate's launcher refuses where bitsandbytes, which may start CUDA, has been imported."""
-    names = "ConfigError, ZeroCallback, ZeroConfig, ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of, with_zero"
+    """accelerate's launcher refuses where bitsandbytes, which may start CUDA, has been imported, as by transformers' Trainer."""
+    names = "ConfigError, ZeroConfig, ZeroEngine, ZeroPlugin, engine_of"
     code = f"import sys; from hf_zero import {names}; ZeroPlugin(2); sys.exit('bitsandbytes' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
