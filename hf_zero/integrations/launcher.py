@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from ..config import ConfigError, ZeroConfig
 from ..config.checks import read_yaml, shown
+from ..config.zero import changed
 from ..extras import extra
 
 # ---- The words behind `-m hf_zero.run`: which config, which script, and the script's own arguments ----
@@ -111,19 +112,11 @@ def of_accelerate(zero: str | None) -> dict[str, Any]:
         )
     sizes = said.get("parallelism_config") or {}
     return {
-        "zero": ",".join(f"{name}={json.dumps(value)}" for name, value in _flat(found.config.changes())),
+        "zero": ",".join(f"{name}={json.dumps(value)}" for name, value in changed(found.config).items()),
         "processes": said.get("num_processes"),
         "mixed_precision": said.get("mixed_precision"),
         "sp": sizes.get("parallelism_config_sp_size"),
     }
-
-
-def _flat(settings: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
 
 
 # ---- The `accelerate launch` command that starts the ranks of an unmodified script on this machine ----

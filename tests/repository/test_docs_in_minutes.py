@@ -65,4 +65,7 @@ def test_a_notebook_runs_offline(path, monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(path.parent)}}
-    nbclient.NotebookClient(notebook, timeout=60 * MINUTES, kernel_name="python3", resources=where).execute()
+    done = nbclient.NotebookClient(notebook, timeout=60 * MINUTES, kernel_name="python3", resources=where).execute()
+    cells = [cell for cell in done.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
