@@ -174,12 +174,19 @@ def start_forking() -> None:
 
 
 @contextmanager
-def joined_process_group(rank: int, world_size: int, store_folder: str | Path, time_limit_s: float) -> Iterator[None]:
+def joined_process_group(
+    rank: int, world_size: int, store_folder: str | Path, time_limit_s: float, store: dist.Store | None = None
+) -> Iterator[None]:
     """A gloo process group that meets in a file, so that only the engines' own bytes travel by network.
 
     A rank that raises does not destroy its group: the others would fail of that, before the reason has been told.
+
+    Args:
+        store_folder: the folder of the file; unused beside `store`.
+        store: the ranks meet here instead. A run whose ranks are killed needs a `TCPStore` of a process that lives on:
+            torch's FileStore reads half a record, which a killed writer leaves, again and again without end.
     """
-    store = dist.FileStore(str(Path(store_folder) / "store"), world_size)
+    store = store or dist.FileStore(str(Path(store_folder) / "store"), world_size)
     limit = timedelta(seconds=time_limit_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     # A rank that has little to do and leaves would fail those that are still joining.

@@ -13,19 +13,20 @@ import resource
 import shutil
 import signal
 import struct
-import tempfile
 import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from cells import short_of
 from ranks import PRELOADED_MODULES, joined_process_group
 from shared_ranks import run_on_ranks
@@ -187,14 +188,15 @@ def watched_run(rank: int, world_size: int, output_dir: str, notes: str, stage: 
     return {**outcome_of(trainer), "start": starts.step, "touches": disk.touches, "seconds": time.monotonic() - began}
 
 
-def _join_and_run(rank: int, world_size: int, store: str, arguments: dict) -> None:
+def _join_and_run(rank: int, world_size: int, port: int, arguments: dict) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # A survivor gives a dead rank's part of a save up, which would take it ten seconds.
     trainer_saves._PATIENCE_S = 1.0
     # A rank that hangs says where.
     faulthandler.dump_traceback_later(50)
-    with joined_process_group(rank, world_size, store, 60):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    with joined_process_group(rank, world_size, "", 60, store):
         watched_run(rank, world_size, **arguments)
 
 
@@ -202,18 +204,19 @@ def run_until_killed(**arguments) -> list[int]:
     """Both ranks' exit codes. Unlike `run_ranks` it leaves the survivors alone: they find out by themselves."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_MODULES)
-    with tempfile.TemporaryDirectory() as store:
-        ranks = [context.Process(target=_join_and_run, args=(rank, 2, store, arguments)) for rank in range(2)]
+    # As a launcher does: the ranks' store lives in a process that is not killed.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [context.Process(target=_join_and_run, args=(rank, 2, store.port, arguments)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
         for process in ranks:
-            process.start()
-        try:
-            for process in ranks:
-                process.join(60)
-        finally:
-            codes = [process.exitcode for process in ranks]
-            for process in ranks:
-                process.kill()
-                process.join()
+            process.join(60)
+    finally:
+        codes = [process.exitcode for process in ranks]
+        for process in ranks:
+            process.kill()
+            process.join()
     return codes
 
 
