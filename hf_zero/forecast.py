@@ -258,6 +258,7 @@ class Activations:
         tile_bytes: of logits that a loss in chunks has at a time.
         pinned_bytes: that the forward itself moves to pinned host memory.
         flops: of the forward and the backward, recomputation included; `forward_flops` of the forward alone.
+        exchanged_bytes: that a rank sends in both to the other ranks of its sequence (`sp_size`).
         tokens: elements of the micro-batch that the model reads.
         shape: rows and length of the micro-batch, in words.
     """
@@ -271,6 +272,7 @@ class Activations:
     saved_logits: int = 0
     tile_bytes: int = 0
     pinned_bytes: int = 0
+    exchanged_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:

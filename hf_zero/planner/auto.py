@@ -55,12 +55,14 @@ class MicroBatch:
     Attributes:
         source: in words.
         micro_batches: of a step.
+        sp_size: ranks that compute a sequence together.
     """
 
     rows: int
     length: int
     source: str
     micro_batches: int = 1
+    sp_size: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,9 @@ class _Answer:
     fault: str | None = None
 
 
-def assume(model: nn.Module, rows: int | None, length: int | None, micro_batches: int = 1) -> MicroBatch:
+def assume(
+    model: nn.Module, rows: int | None, length: int | None, micro_batches: int = 1, sp_size: int = 1
+) -> MicroBatch:
     """Returns the micro-batch to plan with: known values, else the model's longest row and a usual number of rows."""
     most = longest(inner_model(model))
     from_model = min(_LONGEST, most or _LONGEST)
@@ -107,6 +111,7 @@ def assume(model: nn.Module, rows: int | None, length: int | None, micro_batches
         length=min(length or from_model, most or sys.maxsize),
         source=f"rows: {known}; length: {how_long}",
         micro_batches=micro_batches,
+        sp_size=sp_size,
     )
 
 
@@ -265,11 +270,12 @@ def _activations(
             model,
             lambda: batch_of(model, batch.rows, batch.length),
             shape=f"{batch.rows} x {batch.length}",
-            tokens=batch.rows * batch.length,
+            tokens=batch.rows * -(-batch.length // batch.sp_size),
             autocast=_AUTOCAST.get(mixed_precision),
             param_dtype=param_dtype,
             recomputes=recomputes,
             on_host=device.type == "cpu",
+            sp_size=batch.sp_size,
         )
     except PlanError as error:
         return None, str(error).removeprefix("hf_zero: ")
@@ -359,7 +365,9 @@ def _said(
         f"stage: auto is {name}, which {why}",
         f"it {'fits' if fits else 'is close'}: {of(tuned.forecast.device_bytes, room.device)} on the rank that has least, model "
         f"included{f', {size(logits)} for logits' if logits else ''}; what fits leaves {room.reserve:.0%} free",
-        f"for a micro-batch of {batch.rows} x {batch.length} ({batch.source})"
+        f"for a micro-batch of {batch.rows} x {batch.length}"
+        + (f" over {batch.sp_size} ranks" if batch.sp_size > 1 else "")
+        + f" ({batch.source})"
         + (f"; activations are not counted: {unknown}" if unknown else ""),
         f"left out: {left_out}" if left_out else "no other set-up had to be left out",
         f"buckets are {buckets}{ahead}; gradients travel {wire}. To keep this: {_as_flag(settings)}",
@@ -427,7 +435,11 @@ def _micro_batch(accelerator: Accelerator, model: nn.Module, args: Sequence[Any]
         length = getattr(trainer.args, "max_length", None) or getattr(tokenizer, "model_max_length", None)
     is_length = isinstance(length, int) and 0 < length < _UNSET_LENGTH
     return assume(
-        model, rows if isinstance(rows, int) else None, length if is_length else None, micro_batches_of(accelerator)
+        model,
+        rows if isinstance(rows, int) else None,
+        length if is_length else None,
+        micro_batches_of(accelerator),
+        _sp_size_of(accelerator),
     )
 
 
@@ -462,16 +474,17 @@ def forecast_at_start(
         batch = _named(_first_batch(accelerator), model)
         shape = _shape_of(batch)
 
-        def traced(part: Mapping[str, Any]) -> Activations:
+        def traced(sp_size: int = 1) -> Activations:
             with _random_numbers_given_back():
                 return trace(
                     model,
-                    part,
+                    batch,
                     shape=shape,
                     tokens=0,
                     autocast=_AUTOCAST.get(accelerator.mixed_precision),
                     param_dtype=config.param_dtype,
                     on_host=accelerator.device.type == "cpu",
+                    sp_size=sp_size,
                 )
 
         job = Job(
@@ -480,23 +493,20 @@ def forecast_at_start(
             device=accelerator.device,
             world_size=accelerator.num_processes,
             ranks_a_node=ranks_on_this_host(),
-            activations=traced(batch),
+            activations=traced(),
             accumulates=micro_batches_of(accelerator) > 1,
         )
-        own, sp_size = job, getattr(accelerator.parallelism_config, "sp_size", 1)
+        own, sp_size = job, _sp_size_of(accelerator)
         if sp_size > 1:
-            # All heads of a rank's tokens have as many bytes as some heads of the whole sequence.
-            own = dataclasses.replace(
-                job, activations=traced({name: _part_of(value, sp_size) for name, value in batch.items()})
-            )
+            own = dataclasses.replace(job, activations=traced(sp_size))
         return AtStart(batch=shape, ours=own.forecast("", {}, config), ddp=job.forecast_ddp())
     except (ConfigError, ValueError) as error:
         # PlanError is among them. What the engine refuses it will say itself.
         return AtStart(batch=str(error).removeprefix("hf_zero: "))
 
 
-def _part_of(value: Any, sp_size: int) -> Any:
-    return value[:, : -(-value.shape[1] // sp_size)] if torch.is_tensor(value) and value.ndim > 1 else value
+def _sp_size_of(accelerator: Accelerator) -> int:
+    return getattr(accelerator.parallelism_config, "sp_size", 1)
 
 
 def _is_quiet() -> bool:

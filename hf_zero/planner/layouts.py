@@ -431,7 +431,7 @@ def step_time(layout: Layout, machine: Machine, activations: Activations, micro_
     groups, config = layout.groups, layout.config
     group = groups.shard if groups.shard.size > 1 else groups.replicate
     nodes = len({groups.nodes[rank] for rank in group.ranks})
-    work = _work(layout, activations, micro_batches)
+    work = _work(layout, machine, activations, micro_batches)
     return simulate(_pieces(layout), config, machine, work, ranks=group.size, nodes=nodes)
 
 
@@ -445,7 +445,7 @@ def ddp_step_time(layout: Layout, machine: Machine, activations: Activations, mi
         pieces += [each] * parts
     group = layout.groups.replicate
     nodes = len({layout.groups.nodes[rank] for rank in group.ranks})
-    work = _work(layout, activations, micro_batches)
+    work = _work(layout, machine, activations, micro_batches)
     return simulate(pieces, config, machine, work, ranks=group.size, nodes=nodes)
 
 
@@ -464,7 +464,7 @@ def _pieces(layout: Layout) -> list[Piece]:
     return list(found.values())
 
 
-def _work(layout: Layout, activations: Activations, micro_batches: int) -> Work:
+def _work(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> Work:
     offload = layout.config.offload
     stepped, in_files, reduced, parameters = 0, 0, 0, 0
     for cost in (bucket.cost for bucket in layout.buckets if bucket.cost.trained):
@@ -486,4 +486,6 @@ def _work(layout: Layout, activations: Activations, micro_batches: int) -> Work:
         moved_bytes=reduced + parameters if moves else 0,
         disk_bytes=in_files,
         fetched_bytes=fetched,
+        # The ranks of a sequence are neighbours.
+        exchange_s=activations.exchanged_bytes / machine.node_bytes_a_second,
     )

@@ -21,7 +21,7 @@ from .request import (
     PlanRequest,
     SetUp,
     batch_of,
-    inner_model,
+    is_checkpointed,
     longest,
     model_without_memory,
     optimizer_like_trainers,
@@ -80,7 +80,9 @@ class Plan:
             raise PlanError(" ".join(self.choice.why))
         settings = dict(self.settings) or {"stage": 0}
         why = "".join(f"# {line}\n" for line in self.choice.why)
-        return f"# {self.model}: {self.request.world_size} ranks\n{why}{yaml.safe_dump(settings, sort_keys=False)}"
+        axis = f", sequences over {self.request.sp_size}: hf-zero run --sp {self.request.sp_size}"
+        ranks = f"{self.request.world_size} ranks{axis * (self.request.sp_size > 1)}"
+        return f"# {self.model}: {ranks}\n{why}{yaml.safe_dump(settings, sort_keys=False)}"
 
     def to_dict(self) -> dict[str, Any]:
         request = {name: getattr(self.request, name) for name in self.request.__dataclass_fields__}
@@ -176,7 +178,8 @@ def make_plan(
     )
     room = _room_of(request, job.device)
     found, faults = candidates_of(job, wanted, request.machine, request.accumulation, request.mixed_precision)
-    if not kept:
+    # DDP has no ranks that compute a sequence together.
+    if not kept and request.sp_size == 1:
         found = [_ddp(job, request), *found]
     if not found:
         raise PlanError(
@@ -315,7 +318,7 @@ def parts_that_help(
     plain = job.activations
     is_on = {
         _IN_CHUNKS: plain is None or not plain.has_logits,
-        _RECOMPUTED: getattr(inner_model(job.model), "is_gradient_checkpointing", True),
+        _RECOMPUTED: not hasattr(job.model, "gradient_checkpointing_enable") or is_checkpointed(job.model),
         _IN_HOST_MEMORY: job.on_host or any(each.config.offload.activations == "cpu" for each in wanted),
     }
     with_checkpoints: list[Activations | None] = []
@@ -365,17 +368,18 @@ def _traced(
     length = request.seq or min(_LONGEST, most or _LONGEST)
     if most is not None and length > most:
         raise PlanError(f"hf_zero: seq is {length}, and the model reads {most} at most.")
-    rows = request.batch
+    rows, ranks = request.batch, request.sp_size
     try:
         traced = trace(
             model,
             batch if batch is not None else lambda: batch_of(model, rows, length),
             shape="as given" if batch is not None else f"{rows} x {length}",
-            tokens=rows * length,
+            tokens=rows * -(-length // ranks),
             autocast=_AUTOCAST[request.mixed_precision],
             param_dtype=param_dtype,
             recomputes=recomputes,
             on_host=request.on_cpu,
+            sp_size=ranks,
         )
     except PlanError as error:
         return None, [str(error).removeprefix("hf_zero: ")]
@@ -413,8 +417,9 @@ def header(plan: Plan) -> Iterator[str]:
     if plan.activations is not None:
         traced = plan.activations
         logits = traced.peak_beside(0)[1]
+        over = "a rank" if request.sp_size == 1 else f"over {request.sp_size} ranks (sp_size), of a rank"
         yield (
-            f"a micro-batch of {traced.shape} a rank, {request.accumulation} a step: {traced.flops / 1e12:.3g} TFLOP, and "
+            f"a micro-batch of {traced.shape} {over}, {request.accumulation} a step: {traced.flops / 1e12:.3g} TFLOP, and "
             f"{size(traced.saved_bytes)} saved for backward"
             + (f"; logits, with what the loss makes of them, take {size(logits)}" if logits else "")
         )

@@ -112,12 +112,13 @@ class PlanRequest:
         nodes: hosts.
         tp_size: ranks over which each layer is split, as transformers does it.
         ep_size: ranks over which experts are split; 1, where they are split as other layers.
+        sp_size: ranks that compute a sequence together, each a part of its tokens.
         gpu_memory: of an accelerator, in bytes or as `24GB`; on the CPU, what a rank may take.
         host_memory: of a node, for what is offloaded; None plans without it.
         disk: of a node, likewise.
         on_cpu: the ranks train on the host.
         seq: length of a row; None is the model's longest, up to 2048.
-        batch: rows of a micro-batch on a rank.
+        batch: rows of a micro-batch on a rank; with `sp_size`, the rows that the ranks of a sequence compute together.
         accumulation: micro-batches of a step.
         dtype: of the parameters. A 16-bit one is trained through an fp32 master.
         mixed_precision: `no`, or accelerate's and Trainer's `bf16` and `fp16`.
@@ -134,6 +135,7 @@ class PlanRequest:
     nodes: int = 1
     tp_size: int = 1
     ep_size: int = 1
+    sp_size: int = 1
     gpu_memory: int | str = "24GB"
     host_memory: int | str | None = None
     disk: int | str | None = None
@@ -152,13 +154,17 @@ class PlanRequest:
     utilisation: float = 0.45
 
     def __post_init__(self):
-        for name in ("gpus", "nodes", "batch", "accumulation", "tp_size", "ep_size"):
+        for name in ("gpus", "nodes", "batch", "accumulation", "tp_size", "ep_size", "sp_size"):
             whole_number(name, getattr(self, name), 1)
         if self.gpus % self.tp_size:
             raise refuse("tp_size", self.tp_size, f"a number that divides the {self.gpus} ranks of a node")
         if self.ep_size > 1 and (self.ep_size % self.tp_size or self.world_size % self.ep_size):
             fitting = f"a multiple of tp_size ({self.tp_size}) that divides the {self.world_size} ranks"
             raise refuse("ep_size", self.ep_size, f"1, {fitting}")
+        if self.sp_size > 1 and self.is_split:
+            raise refuse("sp_size", self.sp_size, "1, beside tp_size or ep_size")
+        if self.world_size % self.sp_size:
+            raise refuse("sp_size", self.sp_size, f"a number that divides the {self.world_size} ranks")
         for name in ("seq", "lora"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1)
@@ -273,6 +279,34 @@ def batch_of(model: nn.Module, rows: int, length: int) -> dict[str, Any]:
     if "use_cache" in inspect.signature(inner.forward).parameters:
         inputs["use_cache"] = False
     return inputs
+
+
+def part_of(batch: Mapping[str, Any], sp_size: int) -> dict[str, Any]:
+    """Returns a rank's part of a batch whose sequences `sp_size` ranks compute together: its first tokens."""
+
+    def cut(value: Any) -> Any:
+        return value[:, : -(-value.shape[1] // sp_size)] if torch.is_tensor(value) and value.ndim > 1 else value
+
+    return {name: cut(value) for name, value in batch.items()}
+
+
+def exchanged_bytes(model: nn.Module, tokens: int, sp_size: int, itemsize: int) -> int:
+    """Counts what a rank sends in a forward to the other ranks of its sequences: queries, keys, values and results.
+
+    Backward sends as much. Fewer heads of keys than ranks are sent to several.
+
+    Args:
+        tokens: of all rows, on this rank.
+        itemsize: bytes of an element.
+    """
+    config: Any = getattr(inner_model(model), "config", None)
+    if not all(hasattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")):
+        return 0
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    pairs = math.lcm(getattr(config, "num_key_value_heads", None) or heads, sp_size)
+    elements = config.num_hidden_layers * tokens * width * 2 * (heads + pairs)
+    return elements * itemsize * (sp_size - 1) // sp_size
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -467,6 +501,12 @@ def checkpoint(model: nn.Module) -> None:
     except ValueError as error:
         name = type(inner_model(model)).__name__
         raise PlanError(f"hf_zero: {name} does not support activation checkpointing ({reason(error)}).") from error
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether activation checkpointing is switched on."""
+    # transformers' own property has another name in each major version.
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 # ---- A rank's part of a tensor-parallel model without memory, by transformers' own plan ----

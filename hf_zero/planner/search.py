@@ -150,6 +150,7 @@ class Work:
         step_bytes: that the optimizer reads and writes; `host_step_bytes`, `moved_bytes`, `disk_bytes`: of these on the host,
             between host and accelerator, and from and to files.
         fetched_bytes: of parameters that come from host memory for each gather.
+        exchange_s: for which a micro-batch waits for the other ranks of its sequence.
     """
 
     forward_flops: float
@@ -161,6 +162,7 @@ class Work:
     moved_bytes: float = 0.0
     disk_bytes: float = 0.0
     fetched_bytes: float = 0.0
+    exchange_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +223,7 @@ class _Simulation:
             is_last = index == work.micro_batches - 1
             now = self._forward(now, after_step=index == 0)
             reduces = is_last or not self._config.accumulates_locally
-            now = self._backward(now, reduces=reduces)
+            now = self._backward(now, reduces=reduces) + work.exchange_s
         optimizer_s = self._optimizer_s()
         compute_s = work.micro_batches * (work.forward_flops + work.backward_flops) / machine.flops
         step_s = now + optimizer_s
@@ -229,7 +231,7 @@ class _Simulation:
             step_s=step_s,
             compute_s=compute_s,
             exposed_s=max(0.0, now - compute_s),
-            communication_s=self._link.busy_s,
+            communication_s=self._link.busy_s + work.micro_batches * work.exchange_s,
             optimizer_s=optimizer_s,
             mfu=work.micro_batches * work.model_flops / step_s / machine.peak_flops,
             flops_a_second=work.micro_batches * (work.forward_flops + work.backward_flops) / step_s,

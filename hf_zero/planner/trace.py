@@ -1,12 +1,14 @@
 """Traces a model's activations, and measures free memory."""
 
 import copy
+import dataclasses
 import inspect
 import os
 import resource
+import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from ..device import free_bytes
 from ..engine.backward import differentiable_tensors
 from ..forecast import RESERVE, Activations, Live, PlanError
 from ..offload.host_memory import available_host_bytes, ranks_on_this_host
-from .request import checkpoint, inner_model
+from .request import checkpoint, exchanged_bytes, inner_model, is_checkpointed, part_of
 
 # ---- The memory of a micro-batch: a forward and a backward on tensors without memory, counted while they live ----
 #
@@ -66,20 +68,36 @@ def trace(
     param_dtype: str = AUTO,
     recomputes: bool = False,
     on_host: bool = True,
+    sp_size: int = 1,
 ) -> Activations:
     """Counts the memory of a forward and a backward of `model`, without touching the model or allocating any.
 
     Args:
         batch: keyword arguments of the model's forward; tensors on the meta device will do. A function makes them inside.
-        shape: of the micro-batch, in words; `tokens`: its elements.
+        shape: of the micro-batch, in words; `tokens`: its elements on a rank.
         autocast: the dtype of mixed precision, if any.
         param_dtype: of floating-point parameters, as the config says it; `auto` leaves them as they are.
         recomputes: activation checkpointing is switched on, whether the model has done so or not.
         on_host: the training device is the host.
+        sp_size: ranks that compute each sequence together; counts one rank's part.
 
     Raises:
         PlanError: the model cannot be copied, or its forward needs values.
     """
+    if sp_size > 1:
+        same: dict[str, Any] = {"shape": shape, "tokens": tokens, "autocast": autocast, "param_dtype": param_dtype}
+        same |= {"recomputes": recomputes, "on_host": on_host}
+        whole = trace(model, batch, **same)
+        # All heads of a rank's tokens have as many bytes as some heads of the whole sequence, and not as many operations.
+        part = trace(model, lambda: part_of(batch() if callable(batch) else batch, sp_size), **same)
+        passes = 3 if recomputes or is_checkpointed(model) else 2
+        itemsize = (autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())).itemsize
+        return dataclasses.replace(
+            part,
+            flops=whole.flops // sp_size,
+            forward_flops=whole.forward_flops // sp_size,
+            exchanged_bytes=passes * exchanged_bytes(model, tokens, sp_size, itemsize),
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         living = _LivingBytes(_vocabulary_of(model), tiles=_TILES_ON_HOST if on_host else 1)
@@ -94,7 +112,7 @@ def trace(
             inputs[_FUSED_HEAD] = True
         recursively_apply(living.leave_out, inputs)
         casts: AbstractContextManager = torch.autocast("cpu", autocast) if autocast else nullcontext()
-        with torch.random.fork_rng(devices=[]), mode, living:
+        with torch.random.fork_rng(devices=[]), _packed_as(made.get("position_ids")), mode, living:
             with torch.enable_grad(), casts:
                 loss = _loss_of(fake(**inputs))
             saved, saved_logits, forward_flops = living.now, living.logits, living.flops
@@ -121,6 +139,27 @@ def trace(
         pinned_bytes=living.pinned_bytes,
     )
     return traced.in_chunks() if in_chunks else traced
+
+
+@contextmanager
+def _packed_as(position_ids: torch.Tensor | None) -> Iterator[None]:
+    """Tells transformers whether rows hold several sequences, which positions without values do not say.
+
+    Otherwise a row of one sequence is traced with a mask of length x length in each layer.
+
+    Args:
+        position_ids: of the batch, with their values; None where the model makes them.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    stock = getattr(masks, "find_packed_sequence_indices", None)
+    if stock is None or (position_ids is not None and (position_ids.is_meta or stock(position_ids) is not None)):
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = stock
 
 
 def _vocabulary_of(model: nn.Module) -> int | None:

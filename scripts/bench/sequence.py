@@ -5,8 +5,9 @@
     python scripts/bench/sequence.py --quick    # a short sequence: does the harness run?
 
 Peaks are resident bytes of a step above those before it, with parameters and gradients in place: activations, logits, and what is
-exchanged. Bytes are those that sockets have counted in a forward and a backward without a step, and the ledger's of the same,
-beside their formula: a layer's four exchanges, in forward and again in backward, of a rank's part of each tensor.
+exchanged. The planner's forecast of activations and logits stands beside them. Bytes are those that sockets have counted in a
+forward and a backward without a step, and the ledger's, beside their formula: a layer's four exchanges, in forward and
+again in backward, of a rank's part of each tensor.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ def _engine(model: Any, ranks: int) -> Any:
 
 
 def measure(rank: int, world_size: int, *, sizes: dict[str, int], tokens: int) -> dict[str, Any]:
-    """One rank's peak and bytes."""
+    """One rank's peak and bytes, and those that the planner forecasts."""
+    from hf_zero.planner.trace import trace
+
     model = _model(sizes)
     engine = _engine(model, world_size)
     ids = torch.randint(sizes["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))
-    found: dict[str, Any] = {}
+    batch = {"input_ids": ids, "labels": ids}
+    traced = trace(model, batch, shape="", tokens=tokens // world_size, sp_size=world_size)
+    found: dict[str, Any] = {"forecast": traced.peak_bytes, "exchange_forecast": traced.exchanged_bytes}
 
     def step() -> None:
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(**batch).loss
         loss.backward()
         found["loss"] = loss.item()
 
@@ -141,6 +146,8 @@ def main() -> None:
         Column("loss", "loss", ".6f"),
         Column("peak, MiB a rank", lambda row: row["peak"] / _MIB, ".1f"),
         Column("of one rank's", "of one", ".3f"),
+        Column("forecast, MiB", lambda row: row["forecast"] / _MIB, ".1f"),
+        Column("forecast / peak", lambda row: row["forecast"] / row["peak"], ".3f"),
         Column("exchanged, KiB", lambda row: row.get("exchanged", 0) / 1024, ".1f"),
         Column("formula, KiB", lambda row: row["formula"] / 1024, ".1f"),
         Column("at the socket, KiB", lambda row: row.get("socket", 0) / 1024, ".1f"),

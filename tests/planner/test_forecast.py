@@ -114,6 +114,19 @@ def test_a_trace_counts_what_autograd_saves(name, attention):
     assert traced.peak_bytes >= traced.saved_bytes
 
 
+def test_a_row_of_one_sequence_has_no_mask_in_a_trace():
+    model = llama()
+    model.config.use_cache = False
+
+    def saved(length: int, **more) -> int:
+        batch = batch_of(model, 1, length) | {name: ids[:, :length] for name, ids in more.items()}
+        return trace(model, batch, shape="", tokens=length).saved_bytes
+
+    one, several = torch.arange(64)[None], torch.arange(64)[None] % 16
+    assert saved(64) == saved(64, position_ids=one) <= 2 * saved(32)
+    assert saved(64, position_ids=several) > 2 * saved(32, position_ids=several) > 2 * saved(32)
+
+
 def test_checkpointing_saves_less_and_computes_more():
     found = []
     for recomputes in (False, True):

@@ -74,6 +74,26 @@ def test_a_plan_names_the_part_with_which_something_would_fit(tmp_path):
     assert moved.exit_code == 0, moved.output
 
 
+def test_ranks_of_a_sequence_have_a_part_of_its_activations_and_of_its_work(config, tmp_path):
+    def planned(*arguments) -> dict:
+        return json.loads(hf_zero("plan", config, "--gpus", 4, "--batch", 2, "--json", *arguments).stdout)
+
+    whole, part, alone = planned("--seq", 1024), planned("--seq", 1024, "--sp-size", 2), planned("--seq", 512)
+    assert part["activations"]["peak_bytes"] == alone["activations"]["peak_bytes"]
+    # Attention of all tokens, by half of the heads.
+    assert part["activations"]["flops"] == whole["activations"]["flops"] // 2 > alone["activations"]["flops"]
+    of_stage_2 = [next(each for each in plan["set_ups"] if each["name"] == "stage 2") for plan in (whole, part)]
+    states = [{name: n for name, n in each["device"].items() if name != "activations"} for each in of_stage_2]
+    assert states[0]["optimizer state"] == states[1]["optimizer state"]
+    assert of_stage_2[0]["step"]["step_s"] > of_stage_2[1]["step"]["step_s"]
+    assert "DDP" in [each["name"] for each in whole["set_ups"]]
+    assert "DDP" not in [each["name"] for each in part["set_ups"]]
+    written = tmp_path / "zero.yaml"
+    said = hf_zero("plan", config, "--gpus", 4, "--sp-size", 2, "--seq", 1024, "--write", written).output
+    assert "1 x 1024 over 2 ranks (sp_size), of a rank" in " ".join(said.split())
+    assert "hf-zero run --sp 2" in written.read_text()
+
+
 def test_adapters_leave_little_to_train(config):
     pytest.importorskip("peft")
     both = [json.loads(hf_zero("plan", config, "--json", "--seq", 32, *more).stdout) for more in ((), ("--lora", 4))]
@@ -113,6 +133,8 @@ def test_a_base_that_its_config_calls_quantised_is_planned_as_the_loaded_one(say
         (("CONFIG", "--gpu-memory", "lots"), "gpu_memory"),
         (("CONFIG", "--gpus", "0"), "gpus"),
         (("CONFIG", "--seq", "100000"), "reads 1024 at most"),
+        (("CONFIG", "--gpus", "4", "--sp-size", "3"), "a number that divides the 4 ranks"),
+        (("CONFIG", "--gpus", "4", "--sp-size", "2", "--tp-size", "2"), "1, beside tp_size or ep_size"),
         (("CONFIG", "--seq", "32", "--write", "/proc/no/such"), "No such file"),
     ],
 )

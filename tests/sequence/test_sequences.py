@@ -39,6 +39,8 @@ from transformers import (
 from hf_zero import ZeroEngine, ZeroPlugin
 from hf_zero.config import ConfigError
 from hf_zero.engine.split_model import DifferentBatchesError
+from hf_zero.planner.request import exchanged_bytes
+from hf_zero.planner.trace import trace
 from hf_zero.sequence.seat import refuse_model, seat_of, seat_sequence
 
 LAYOUTS = {kind: ("plain", "padded", "packed") if kind in CAUSAL else ("plain", "padded") for kind in KINDS}
@@ -116,6 +118,7 @@ def test_a_layer_exchanges_heads_eight_times_a_step_and_no_more_bytes_than_its_t
     heads = 2 * config.num_attention_heads + 2 * 2
     numel = job.rows * job.tokens // 2 * heads * config.head_dim
     assert sent == config.num_hidden_layers * 2 * numel * 4 // 2
+    assert sent == 2 * exchanged_bytes(model_of(job), job.rows * job.tokens // 2, 2, 4)
 
 
 def test_accelerates_loop_evaluates_whole_and_generates_as_on_one_rank():
@@ -262,7 +265,10 @@ def test_a_rank_of_two_keeps_half_of_the_activations_and_logits(rank, world_size
     [[batch]] = batches(job, 0, 1)
     whole = _saved_bytes(model_of(job), batch)
     model, engine = _seated(rank)
-    assert _saved_bytes(model, batch) <= 0.55 * whole
+    saved = _saved_bytes(model, batch)
+    assert saved <= 0.55 * whole
+    planned = [trace(model_of(job), batch, shape="", tokens=512 // size, sp_size=size).saved_bytes for size in (1, 2)]
+    assert planned[1] / planned[0] == pytest.approx(saved / whole, abs=0.03)
     engine.close()
 
 
