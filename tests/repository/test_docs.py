@@ -38,7 +38,7 @@ from hf_zero import ConfigError, ZeroConfig
 from hf_zero.cli.app import app
 from hf_zero.config.checks import CUT
 
-DOCUMENTS = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"]
+DOCUMENTS = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "scripts/bench/RESULTS.md"]
 MOST_LINES = 200
 """Of the README: what is longer belongs to a page of its own."""
 
