@@ -25,7 +25,10 @@ GROUPS = {
 }
 """The public names as the page of the API has them."""
 
-LOG_KEYS = {"gradients-and-reports.md": "Figures in Trainer's log", "report.md": "In TensorBoard and W&B"}
+LOG_KEYS = {
+    "gradients-and-reports.md": "Figures in Trainer's log",
+    "report.md": "In TensorBoard, W&B, trackio and MLflow",
+}
 """Pages whose sections say which keys a run logs."""
 
 
@@ -92,11 +95,18 @@ def api_page() -> str:
 
 
 def log_keys_page() -> str:
-    """The sections on keys of the log, from the pages that have them."""
+    """The sections on keys of the log, from the pages that have them.
+
+    Raises:
+        ValueError: a page has no such section.
+    """
     parts = ["# Keys of the log\n"]
     for name, title in LOG_KEYS.items():
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        _, heading, rest = text.partition(f"## {title}\n")
+        if not heading:
+            raise ValueError(f"docs/{name} has no section {title!r}, which LOG_KEYS of {__file__} names.")
+        section = rest.partition("\n## ")[0]
         parts.append(f"## {title}\n{section}")
     return "\n".join(parts)
 

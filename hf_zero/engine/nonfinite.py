@@ -163,7 +163,7 @@ class BadSteps:
         if self._in_a_row > self._limit:
             raise NonFiniteGradientError(
                 f"hf_zero: the gradient norm is {norm}, and {self._limit} bad steps in a row have been left out "
-                f"before (`nonfinite_limit`). {where}Resume from a checkpoint with a lower learning rate, or without "
+                f"before. {where}Resume from a checkpoint with a lower learning rate, or without "
                 "the data that causes this."
             )
         # The 1st, 2nd, 4th, 8th...: a run with thousands of them is not to drown in them.

@@ -4,7 +4,7 @@
 #     bash scripts/bench/all.sh                    # everything that fits this machine: hours on two cores
 #     bash scripts/bench/all.sh --quick            # the same on small models: less than five minutes on two cores
 #     bash scripts/bench/all.sh step curves        # some of the parts
-#     bash scripts/bench/all.sh --keep             # into scripts/bench/results, README.md and docs/
+#     bash scripts/bench/all.sh --keep             # into scripts/bench/results, README.md, docs/ and RESULTS.md
 #
 # Parts: step, curves, checkpoints, offload, host_time, first_step, axes, links (needs root, `ip`, `tc` and /dev/net/tun). The quick form of
 # step has the usual engines and not every peer, that of curves one curve. Figures go to outputs/bench, or $RESULTS. Ends with

@@ -2,7 +2,7 @@
 
     python scripts/bench/tables.py outputs/bench/step.json                    # its tables, on the screen
     python scripts/bench/tables.py outputs/bench/*.json --out outputs/bench   # all tables in one page, and a PNG for each
-    python scripts/bench/tables.py --docs                                     # the kept figures in README.md and docs/
+    python scripts/bench/tables.py --docs                                     # the kept figures in README.md, docs/, RESULTS.md
 
 In a document a table stands between `<!-- figures: FILE NAME -->`, with a file of scripts/bench/results and a table of it, and
 `<!-- end of figures -->`. Pictures of kept files are in docs/figures.
@@ -25,7 +25,7 @@ from harness import BUSY_LOAD, MIB, RESULTS, ROOT, cells, describe_run, keep
 from packaging.version import Version
 
 PICTURES = ROOT / "docs" / "figures"
-DOCUMENTS = ("README.md", "docs/*.md")
+DOCUMENTS = ("README.md", "docs/*.md", "scripts/bench/RESULTS.md")
 _KINDS = {"host_time": "host_time", "checkpoints": "checkpoints", "io": "checkpoints", "step": "steps"}
 """Of files that do not say it themselves, by the beginning of their names."""
 
@@ -516,7 +516,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, help="files of figures")
     parser.add_argument("--out", type=Path, help="a folder for tables.md and the pictures")
-    parser.add_argument("--docs", action="store_true", help="write the kept figures into README.md and docs/")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the kept figures into README.md, docs/ and RESULTS.md"
+    )
     options = parser.parse_args(arguments)
     if options.docs:
         write_documents()

@@ -111,7 +111,7 @@ class Launch:
         found = re.fullmatch(
             r"(?P<settings>(?:[A-Z_]+=\S+ )*)"
             r"(?P<launcher>python|hf-zero run|torchrun --standalone --nproc_per_node 2"
-            r"|accelerate launch --config_file \S+/cpu2\.yaml)"
+            r"|accelerate launch (?:--config_file \S+/cpu2\.yaml|--multi_gpu --num_processes 2))"
             r" (?P<script>\S+\.py|-m hf_zero\.run|(?=--zero ))(?P<arguments>.*)",
             command,
         )
