@@ -22,9 +22,9 @@ from hf_zero import ConfigError, ZeroConfig
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Made by `python scripts/write_docs.py` from the docstrings of hf_zero/config. Edit those, then run it again. -->
+<!-- Made by `python scripts/write_docs.py` from docstrings of hf_zero/config. -->
 
-A YAML file, a dict, `key=value` text or keyword arguments of `ZeroPlugin` all become one `ZeroConfig`. Every setting is optional:
+Settings are a YAML file, a dict, text or keyword arguments of `ZeroPlugin`. Every setting is optional:
 
 ```yaml
 stage: 2
@@ -33,12 +33,10 @@ comm:
   timeout_s: 600
 ```
 
-The same as text, for `--zero` and for `ZeroConfig.of`: `stage=2,grad_accumulation=local,comm.timeout_s=600`.
+The same as text, for `--zero` and `ZeroConfig.of`: `stage=2,grad_accumulation=local,comm.timeout_s=600`.
 
-There is no setting for learning rate, batch size, clipping threshold or scheduler. Those come from your training arguments or
-your script. An unknown setting or a value that is not allowed is a `ConfigError` that names the setting, the value and what is
-allowed.
-Some settings exclude each other: see [what is refused](what-is-refused.md).
+Learning rate, batch size, clipping and scheduler stay in your script. Unknown settings and
+values end with a `ConfigError`. For settings that exclude each other, see [what is refused](what-is-refused.md).
 """
 
 _TITLES = {
@@ -81,6 +79,14 @@ _PAGES = {
     "checkpoint": "checkpoints-and-hub.md",
 }
 """Where a setting is explained at length. One without a page of its own has that of the settings it stands below."""
+
+_WORDS = {
+    "report": "true, false",
+    "offload.speculate_bytes": "auto, 0",
+    "comm.late_s": "0",
+    "checkpoint.on_signal": "none, auto",
+}
+"""What a setting may be beside what the error for another value lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +143,10 @@ def _entry(setting: Setting) -> str:
     text = textwrap.fill(_sentences(setting.text) + more, width=130, break_long_words=False, break_on_hyphens=False)
     takes = allowed(setting.name)
     # Where the word is looked for before the number is.
-    takes = f"{default}, {takes}" if default in ("auto", "null") and not re.search(rf"\b{default}\b", takes) else takes
+    words = _WORDS.get(setting.name, default if default in ("auto", "null") else "")
+    takes = f"{words}, {takes}" if words and not re.search(rf"\b{words}\b", takes.split(" from ")[0]) else takes
+    # Bounds that no reader comes near, and one that the words have named.
+    takes = re.sub(r"(?<=0 for never), from 0|(?<=0 for none), from 0", "", re.sub(r" to \d{8,}$", "", takes))
     return f"### `{setting.name}`\n\nDefault `{default}`. Allowed: {takes}.\n\n{text}\n"
 
 

@@ -27,22 +27,21 @@ class OffloadConfig:
     """Where a shard's state lives; `none` is the training device."""
 
     optimizer: str = "none"
-    """Optimizer state, masters and the reduced gradient: `cpu` is host memory, where the step then runs, too; `nvme` keeps
-    state and masters in files below `nvme_path`, and steps a bucket at a time."""
+    """Where optimizer state, masters and reduced gradients are. `cpu`: host memory, where the step runs. `nvme`: state and
+    masters in files below `nvme_path`, stepped one bucket at a time."""
     params: str = "none"
-    """Stage 3: this rank's shard of the parameters, frozen ones too: `cpu` is host memory, `nvme` files below `nvme_path`. A
-    layer is fetched from there for its forward and for its backward."""
+    """Stage 3: where this rank's shard of the parameters is, frozen ones included. `cpu`: host memory; `nvme`: files below
+    `nvme_path`."""
     activations: str = "none"
-    """What a training forward saves for its backward: `cpu` copies it to host memory behind the forward, and back ahead of
-    the backward."""
+    """`cpu` keeps what a training forward saves in host memory until backward; `nvme` is not built yet."""
     ratio: float = 1.0
-    """The part of the state that `optimizer` moves away: the buckets whose gradients arrive first, until they hold it."""
+    """Part of the state that `optimizer` moves; buckets whose gradients arrive first move first."""
     nvme_path: str | None = None
-    """`nvme`: a folder on a local disk, on every host; it is looked for when the engine is built."""
+    """For `nvme`: an existing, writable folder on a local disk of every host."""
     speculate_bytes: int | str = AUTO
-    """What a rank may take for copies of state on which buckets are stepped during backward: host memory with `cpu`, disk with
-    `nvme`. 0 steps all of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on
-    the CPU, and with `optimizer: cpu` and `params: nvme` together, whose copies are in both."""
+    """Bytes per rank for copies of state, with which buckets are stepped during backward: memory with `cpu`, disk with `nvme`.
+    0: none. `auto`: half of what state leaves free beside an accelerator; 0 on the CPU, and for `optimizer: cpu` with `params:
+    nvme`."""
 
     def __post_init__(self):
         to_python_numbers(self)
@@ -117,29 +116,28 @@ class CommConfig:
     """How bytes travel between ranks."""
 
     shard_group_size: int | Literal["auto"] = AUTO
-    """Ranks that share one copy of the state; `auto` is the whole world. Neighbours, so that they may be those of one node.
-    With `sync_every`, `auto` is the ranks of a node, or 1 where there is one node only."""
+    """Neighbouring ranks that share one copy of the state. `auto`: all ranks; with `sync_every`, those of a node, or 1 on a
+    single node."""
     node_size: int | Literal["auto"] = AUTO
-    """Neighbouring ranks that are on one node; `auto` is what the launcher says."""
+    """Neighbouring ranks on one node; `auto` asks the launcher."""
     secondary_shard: str = "none"
-    """Stage 3: `node` keeps a part of what a forward has gathered on each rank of a node until the step, so that the backward's
-    gathers stay inside the node."""
+    """Stage 3: `node` keeps gathered parameters in parts on a node's ranks until the step, so that backward gathers inside the
+    node."""
     weights: str = "none"
-    """Parameters travel as they are (`none`), or as `int8` in blocks of 256 with a scale each, at stages 1 to 3."""
+    """`int8` sends parameters in blocks of 256 with one scale each, at stages 1 to 3."""
     gradients: str = "none"
-    """Likewise gradients, in `int8` or `int4`. What that loses of a gradient is kept, and sent with the next one."""
+    """`int8`, `int4`: likewise for gradients. The quantisation error is sent with the next gradients."""
     sync_every: int = 1
-    """Steps that each shard group takes by itself before an outer step brings the models of all together (DiLoCo): the links
-    between them carry 1/sync_every of the bytes. Not exact. 1: all ranks take each step together."""
+    """Steps that each shard group takes alone before an outer step joins the models (DiLoCo). Links between groups carry
+    1/sync_every of the bytes. Not exact. 1: no outer steps."""
     outer: OuterConfig = field(default_factory=OuterConfig)
     """`sync_every`: learning rate and momentum of the outer steps."""
     timeout_s: float | Literal["auto"] = AUTO
-    """Seconds after which a collective that a peer never joined is an error that names it. `auto` is the process group's own
-    limit: Trainer's `ddp_timeout`, the `timeout` of `InitProcessGroupKwargs` or of `init_process_group`."""
+    """Limit for a collective that a rank never joins; the error names the rank. `auto`: the process group's (Trainer's
+    `ddp_timeout`, or `timeout` of `InitProcessGroupKwargs` or `init_process_group`)."""
     late_s: float | Literal["auto"] = AUTO
-    """Seconds that a rank may be late at a collective of training, a save, or a `state_dict()` or `gathered` of stage 3. Then all
-    ranks are asked where they are, and end with an error that says so. `auto` is 120, or 600 on accelerators, where a rank may
-    compile for minutes. Never more than `timeout_s`. 0: only `timeout_s` ends a wait."""
+    """Limit for a rank that is late at a training collective, a save, or stage 3's `state_dict()` or `gathered`; the error says
+    where each rank is. `auto`: 120, or 600 on accelerators, at most `timeout_s`. 0: only `timeout_s` applies."""
 
     @property
     def limit_s(self) -> float:
@@ -194,23 +192,21 @@ class CheckpointConfig:
     """How checkpoints are written."""
 
     layout: str = "hf"
-    """`hf`: all ranks write into the files that `from_pretrained` reads. `sharded`: each rank writes its part of the model to
-    a file of its own, on a disk of its own host if need be; `hf-zero consolidate` makes a model folder of it."""
+    """`hf`: all ranks write the files that `from_pretrained` reads. `sharded`: each rank writes its part, if need be to its
+    host's own disk; `hf-zero consolidate` makes a model folder."""
     full_every: int = 0
-    """Steps after which a checkpoint of layout `hf` is written and kept, whatever `save_total_limit` says; those between
-    are `sharded`. 0: all have `layout`, and none is kept for good."""
+    """At this interval a checkpoint of layout `hf` is written and kept whatever `save_total_limit` says; others are
+    `sharded`."""
     on_failure: str = "stop"
-    """What a save that fails (a full disk) does to training: `stop` it with the reason, or `continue` with a warning."""
+    """After a failed save (a full disk), `stop` ends training; `continue` warns."""
     async_save: bool = True
-    """Trainer's checkpoints are written behind training. The next save and the end wait for it. What is not written when the next
-    optimizer step would change it is copied into up to half of the free host memory, and the rest is written before that step."""
+    """Writes Trainer's checkpoints during training, from copies in up to half of the free host memory."""
     resume: str = "asked"
-    """Whether Trainer resumes only where `resume_from_checkpoint` says so (`asked`), or goes on from the newest good checkpoint
-    of `output_dir` where there is one (`auto`), with the rows a step that it was saved with, as a restarted run has to."""
+    """`asked`: Trainer resumes where `resume_from_checkpoint` says so. `auto`: from the newest good checkpoint of `output_dir`,
+    if there is one, with its rows per step."""
     on_signal: str = "none"
-    """On SIGTERM or SIGUSR1 to any rank, all ranks finish the step, save, and end with status 128 + the signal's number. `auto`
-    saves in Trainer's `output_dir`, or in `checkpoints` of the Accelerator's `project_dir`. In a plain loop, a path with `{step}`
-    names the folder. `none`: signals do as they do without hf_zero."""
+    """On SIGTERM or SIGUSR1 to any rank, all ranks finish the step, save and end. `auto` saves in Trainer's `output_dir`, or in
+    `checkpoints` of the Accelerator's `project_dir`. In a plain loop, a path with `{step}` names the folder."""
 
     def __post_init__(self):
         to_python_numbers(self)

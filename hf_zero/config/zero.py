@@ -40,46 +40,40 @@ class ZeroConfig:
     """The settings of an engine. Every field has a default that suits BERT- and GPT-class fine-tuning.
 
     Args:
-        stage: 0 shards nothing (all-reduce, DDP's equal), 1 the optimizer state, 2 also the gradients, 3 also the
-            parameters. `auto`: what fits the memory that is free when the model is prepared, and is fastest; accelerate's and
-            Trainer's doors choose it then, with `offload`, `bucket_bytes` and `prefetch_units` where these are not set.
-        bucket_bytes: gradients reduced together, in bytes of the reduce dtype; `auto` sizes them for the model, the ranks and
-            the device.
+        stage: 0 shards nothing, as DDP; 1 the optimizer state; 2 also gradients; 3 also parameters. `auto`: accelerate and
+            Trainer take the fastest that fits the free memory, and choose `offload`, `bucket_bytes` and `prefetch_units` where
+            these are not set.
+        bucket_bytes: bytes of gradients, in the reduce dtype, that are reduced together; `auto` fits model, ranks and device.
         grad_accumulation: `local` keeps whole gradients between micro-batches and reduces once a step, in DDP's order of
-            addition; `sharded` reduces every micro-batch into the shard. `auto`: local at stages 0 and 1, sharded at 2
-            and 3.
-        param_dtype: dtype of the parameters in forward and backward; `auto` keeps the model's. A 16-bit one is trained
-            through an fp32 master copy held by the shard; float16 needs loss scaling too, which accelerate and Trainer then do.
-        gather_dtype: dtype in which stage 3 gathers float32 parameters for forward and backward; their shards, what is saved and
-            what `gathered` shows stay float32. `auto` is bfloat16 under bf16 mixed precision of accelerate or Trainer, unless
-            `param_dtype` says another dtype, and float32 everywhere else.
-        rounding: how a bfloat16 parameter is made of the optimizer's float32 update: `nearest`, from a master that the shard
-            keeps; `stochastic`, by chance in proportion to the distance, from the parameter itself, so that no master is kept.
-        moments: `32bit` leaves the optimizer's moments as it makes them; `8bit` keeps them in blocks of 256 8-bit codes with a
-            scale each between steps, and steps a bucket at a time.
-        reduce_dtype: dtype in which gradients travel; `auto` is each parameter's dtype.
-        broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
-        check_replicas_every: steps after which ranks that hold copies of the same parameters or optimizer state compare checksums
-            of all steps since, and end where they differ; 0 for never.
-        nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
-            on all ranks, drops its gradients and goes on, for up to ten such steps in a row; `ignore` does not look for them, and
-            steps with them.
-        out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
-            step's gradients and takes its micro-batches again in twice as many parts, on all ranks, at stages 0 to 2. With
-            Trainer and `hf_zero.Rescue`.
-        report: keep a log of the run on rank 0, and make a page of it at the end: true in Trainer's `output_dir`, or accelerate's
-            `logging_dir` or `project_dir`; or the path of another folder. `hf-zero report` makes the page of any run.
-        kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
-            runs on the training device, `never`, or `always`, which elsewhere does the same arithmetic as plain torch operations.
-        prefetch_units: units (layers) that stage 3 gathers ahead of the one in use, in forward and in backward.
-        reshard_after_forward: drop a unit's gathered parameters after its forward and gather them again for its backward;
-            `false` keeps them until the optimizer's step, with the memory and traffic of stage 2; `auto` keeps them where
-            they take less than a quarter of the free memory.
-        persist_below_numel: parameters of fewer elements stay whole on each rank at stage 3.
-        unit_modules: class names of the modules that stage 3 gathers one at a time; `auto` finds the model's layers.
-        unit_bytes: stage 3 gathers layers that follow one another as one unit until it has this many bytes, since a small layer
-            takes longer to ask for than to send; 0 gathers each by itself. `auto` is 16 MiB on accelerators and 1 MiB on the
-            CPU, and 0 with `unit_modules`.
+            addition. `sharded` reduces each micro-batch, at stages 2 and 3. `auto`: local at stages 0 and 1, else sharded.
+        param_dtype: dtype of parameters in forward and backward; `auto` keeps the model's. Beside a 16-bit dtype the shard
+            keeps an fp32 master. float16 needs loss scaling, which accelerate and Trainer do.
+        gather_dtype: dtype in which stage 3 gathers float32 parameters; shards, checkpoints and `gathered` stay float32.
+            `auto`: bfloat16 under bf16 mixed precision unless `param_dtype` is set; else float32.
+        rounding: how a bfloat16 parameter is made from its float32 update: `nearest` rounds a master that the shard keeps;
+            `stochastic` rounds at random, in proportion to the distance, and keeps no master.
+        moments: `8bit` keeps the optimizer's moments in blocks of 256 8-bit codes with one scale each, and steps one bucket at
+            a time.
+        reduce_dtype: dtype in which gradients are sent; `auto`: each parameter's dtype.
+        broadcast_buffers: sends rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
+        check_replicas_every: at this interval, ranks with copies of the same parameters or optimizer state compare checksums of
+            all steps since, and end on a difference.
+        nonfinite: on NaN or infinite gradients, `stop` ends the run before the step; `skip` drops the step on all ranks, up to
+            ten in a row; `ignore` does not check.
+        out_of_memory: when a forward or backward runs out of memory, `stop` ends the run; `halve` repeats the step in twice as
+            many micro-batches on all ranks, at stages 0 to 2, with Trainer or `hf_zero.Rescue`.
+        report: logs the run on rank 0 and writes a page at its end; `true`: in Trainer's `output_dir`, or accelerate's
+            `logging_dir` or `project_dir`.
+        kernels: fused kernels for gradient norms and for AdamW, Adam, SGD and Lion. `auto`: where triton runs on the training
+            device; `always`: elsewhere too, as plain torch operations.
+        prefetch_units: units (layers) that stage 3 gathers ahead of the one in use.
+        reshard_after_forward: `true` drops a unit's gathered parameters after its forward and gathers them again for backward.
+            `false` keeps them until the step, with stage 2's memory and traffic. `auto` keeps them if they take less than a
+            quarter of the free memory.
+        persist_below_numel: stage 3 keeps parameters with fewer elements whole on each rank.
+        unit_modules: classes of modules that stage 3 gathers one at a time; `auto` finds the layers.
+        unit_bytes: stage 3 gathers consecutive layers together until they have this size; 0 gathers each alone. `auto`: 16 MiB
+            on accelerators, 1 MiB on the CPU, 0 with `unit_modules`.
     """
 
     stage: int = 2

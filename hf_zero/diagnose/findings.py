@@ -229,7 +229,7 @@ def peer_access(count: int) -> Finding:
     if closed:
         advice = (
             "Collectives go through host memory: links of a few GB/s. Turn IOMMU/ACS off in the BIOS (or give the virtual "
-            "machine pass-through); `comm.weights: auto` and `comm.gradients: auto` send less."
+            "machine pass-through); `comm.weights: int8` and `comm.gradients: int8` send less."
         )
         return bad("access between GPUs", f"PCIe without peer access: {_pairs(closed)}", advice)
     return good("access between GPUs", f"all {len(pairs) // 2} pairs")

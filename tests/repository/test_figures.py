@@ -126,10 +126,11 @@ def recoveries_in_words(found: dict) -> list[str]:
 
 
 def published_in_words(found: dict) -> list[str]:
+    errors = [100 * point["error"] for point in found["points"] if not point["fitted"]]
+    gpus = [point["gpus"] for point in found["points"]]
     return [
-        f"| {point['gpus']} | {point['rows']} | {'fitted' if point['fitted'] else 'predicted'} | "
-        f"{point['published_tflops']} | {point['simulated_tflops']:.0f} |"
-        for point in found["points"]
+        f"on {min(gpus)} to {max(gpus):,} GPUs",
+        f"the {len(errors)} predicted ones are between {-min(errors):.0f} % below and {max(errors):.0f} % above",
     ]
 
 
