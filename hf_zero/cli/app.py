@@ -43,12 +43,14 @@ _STYLES = {"good": "green", "hint": "yellow", "bad": "bold red", "absent": "dim"
 
 def doctor(
     folder: Annotated[Path, typer.Option(help="Measure the disk of this folder.")] = Path("."),
-    processes: Annotated[int | None, typer.Option(min=2, help="Ranks to start for the links.")] = None,
-    tp_size: Annotated[int, typer.Option(min=1, help="Ranks that will hold one copy of the model together.")] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="Do not measure disk and links.")] = False,
+    processes: Annotated[
+        int | None, typer.Option(min=2, help="Number of ranks to start for measuring the links.")
+    ] = None,
+    tp_size: Annotated[int, typer.Option(min=1, help="Number of ranks that hold one copy of the model together.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the measurements of disk and links.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Versions, devices, limits, disk, links, settings in conflict, each with what to do. Exits with 1 on a fault."""
+    """Checks versions, devices, limits, disk, links and conflicting settings, and advises on each. Exits with 1 on a fault."""
     with said_plainly():
         found = extra("diagnose", "doctor")(folder, processes, tp_size=tp_size, measure=not quick)
     if as_json:
@@ -74,26 +76,27 @@ _PARAMETERS_SHOWN = 10
 
 def parity(
     script: Annotated[
-        list[str], typer.Argument(help="A Python file, or a module's name behind -m, and its own arguments.")
+        list[str], typer.Argument(help="A Python file, or a module's name after -m, and the script's own arguments.")
     ],
     zero: Annotated[
-        str | None, typer.Option(help="A stage (0, 1, 2, 3), a YAML file, or settings; else HF_ZERO_CONFIG.")
+        str | None, typer.Option(help="A stage (0, 1, 2, 3), a YAML file, or settings; default: HF_ZERO_CONFIG.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 3,
     tolerance: Annotated[
-        float | None, typer.Option(min=0, help="Relative difference that passes; by default what is to be expected.")
+        float | None,
+        typer.Option(min=0, help="Largest relative difference that passes; default: by the settings."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random numbers of a script that does not seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for a script that sets none.")] = 0,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
     num_processes: Annotated[
-        int | None, typer.Option(help="Ranks; one for each GPU by default, or two on a CPU.")
+        int | None, typer.Option(help="Number of ranks; default: one for each GPU, or two on a CPU.")
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, whatever GPUs there are.")] = False,
-    mixed_precision: Annotated[str | None, typer.Option(help="no, fp16 or bf16.")] = None,
-    port: Annotated[int | None, typer.Option(help="Where the ranks meet.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, even on a machine with GPUs.")] = False,
+    mixed_precision: Annotated[str | None, typer.Option(help="Precision of autocast: no, fp16 or bf16.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port on which the ranks meet.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
-    """Runs an unmodified script without and with the engine, and compares its first steps. Exits with 1 where they differ."""
+    """Runs an unmodified script without and with the engine and compares the first steps. Exits with 1 if the steps differ."""
     with said_plainly():
         try:
             report = extra("diagnose", "parity_of_script")(
@@ -144,41 +147,49 @@ class MixedPrecision(str, Enum):
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A name of the Hub, a folder, or a config.json. No weights are read.")],
-    gpus: Annotated[int, typer.Option(help="Accelerators of a node, one rank each.")] = 1,
-    nodes: Annotated[int, typer.Option(help="Hosts.")] = 1,
-    tp_size: Annotated[int, typer.Option(help="Ranks over which each layer is split.")] = 1,
-    ep_size: Annotated[int, typer.Option(help="Ranks over which a mixture's experts are split.")] = 1,
-    sp_size: Annotated[int, typer.Option(help="Ranks that compute each sequence together, as with run's --sp.")] = 1,
-    gpu_memory: Annotated[str, typer.Option(help="Of an accelerator, such as 24GB; with --cpu, of a rank.")] = "24GB",
-    host_memory: Annotated[str | None, typer.Option(help="Of a node, for what is offloaded.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Of a node, for what is offloaded.")] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="The ranks train on the host.")] = False,
+    model: Annotated[str, typer.Argument(help="A name on the Hub, a folder, or a config.json. No weights are read.")],
+    gpus: Annotated[int, typer.Option(help="Number of accelerators of a node, one rank each.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
+    tp_size: Annotated[int, typer.Option(help="Number of ranks over which each layer is split.")] = 1,
+    ep_size: Annotated[int, typer.Option(help="Number of ranks over which a mixture's experts are split.")] = 1,
+    sp_size: Annotated[int, typer.Option(help="Number of ranks that compute a sequence together.")] = 1,
+    gpu_memory: Annotated[
+        str, typer.Option(help="Memory of an accelerator, such as 24GB; with --cpu, of a rank.")
+    ] = "24GB",
+    host_memory: Annotated[str | None, typer.Option(help="Host memory of a node for offload.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Disk space of a node for offload.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Plan for training on CPUs.")] = False,
     seq: Annotated[
-        int | None, typer.Option(help="Length of a row; the model's longest, up to 2048, by default.")
+        int | None, typer.Option(help="Tokens of a row; default: the model's longest row, at most 2048.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows of a micro-batch on a rank.")] = 1,
-    accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
+    batch: Annotated[int, typer.Option(help="Number of rows in a rank's micro-batch.")] = 1,
+    accumulation: Annotated[int, typer.Option(help="Number of micro-batches in a step.")] = 1,
     dtype: Annotated[
-        Dtype, typer.Option(help="Of the parameters; 16 bits are trained with fp32 masters.")
+        Dtype, typer.Option(help="Dtype of the parameters; 16-bit parameters have fp32 masters.")
     ] = Dtype.float32,
     mixed_precision: Annotated[MixedPrecision, typer.Option(help="Autocast, as in accelerate.")] = MixedPrecision.no,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing.")] = False,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Count activation checkpointing.")] = False,
     chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss", help="A loss in chunks, without whole logits: TRL's, Liger's or torch's.")
+        bool,
+        typer.Option(
+            "--chunked-loss", help="Count a loss in chunks (TRL's, Liger's or torch's), without whole logits."
+        ),
     ] = False,
     offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Activations in host memory (offload.activations: cpu).")
+        bool, typer.Option("--offload-activations", help="Count activations in host memory (offload.activations: cpu).")
     ] = False,
-    lora: Annotated[int | None, typer.Option(help="Rank of adapters on all linear layers (needs peft).")] = None,
-    link_gbps: Annotated[float, typer.Option(help="Of each node's links to the others, together.")] = 1600.0,
-    peak_tflops: Annotated[float, typer.Option(help="Of an accelerator, as its maker says.")] = 312.0,
-    utilisation: Annotated[float, typer.Option(help="The part of that which kernels reach.")] = 0.45,
-    write: Annotated[Path | None, typer.Option(help="Write the recommended set-up to this YAML file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the memory of all set-ups (needs matplotlib).")] = None,
+    lora: Annotated[int | None, typer.Option(help="LoRA rank of adapters on all linear layers (needs peft).")] = None,
+    link_gbps: Annotated[float, typer.Option(help="Rate of all links of a node to other nodes together.")] = 1600.0,
+    peak_tflops: Annotated[float, typer.Option(help="Peak TFLOP/s of an accelerator, from its data sheet.")] = 312.0,
+    utilisation: Annotated[float, typer.Option(help="The fraction of --peak-tflops that kernels reach.")] = 0.45,
+    write: Annotated[Path | None, typer.Option(help="Write the recommended settings to this YAML file.")] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(help="Draw the memory of all set-ups to this file (needs matplotlib)."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """What each stage and tier needs for a model on a machine, which one to take, and why. Exits with 1 where nothing fits."""
+    """Shows the memory and step time of each stage and offload setting, and recommends one. Exits with 1 if nothing fits."""
     options: dict[str, Any] = {
         "gpus": gpus,
         "nodes": nodes,
@@ -227,10 +238,10 @@ def plan(
 
 def migrate(
     source: Annotated[Path, typer.Argument(help="DeepSpeed's JSON file, an accelerate config, or an FSDP config.")],
-    write: Annotated[Path | None, typer.Option(help="Write the config here to this new YAML file.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the config of hf_zero to this new YAML file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """The equal config of hf_zero, with a word on every key: mapped, not needed, or not supported and what instead."""
+    """Translates a config of DeepSpeed, accelerate or FSDP, and lists each key as mapped, not needed or not supported."""
     with said_plainly():
         found = extra("foreign", "migrate")(source)
         if write is not None:
@@ -263,13 +274,13 @@ def _say_list(name: str, keys: Sequence[Any]) -> None:
 
 
 def rendezvous(
-    port: Annotated[int | None, typer.Option(help="Where agents reach it; 29400 by default, 0 is a free one.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the store; default: 29400; 0: any free port.")] = None,
     host: Annotated[str | None, typer.Option(help="Name or address to listen on; default: this host's name.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print host and port as JSON.")] = False,
 ) -> None:
-    """Keeps the store of torchrun's c10d rendezvous until it is ended, so that the loss of any node is survived.
+    """Serves the store of torchrun's c10d rendezvous, so that a run survives the loss of any node. Ends on Ctrl-C or SIGTERM.
 
-    Start it on a host that is not lost with a node (a login node, the batch step), then on each node torchrun with
+    Start the store on a host outside the run's nodes (a login node, the batch step). Then start torchrun on each node with
     --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0.
     """
     from ..comm.arrivals import PORT, keep_store
@@ -297,13 +308,15 @@ def rendezvous(
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run: Trainer's output_dir, or where its log is.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of a run: Trainer's output_dir, or the folder of zero_log.jsonl.")
+    ],
     output: Annotated[
-        Path | None, typer.Option(help="The HTML file to write; zero_report.html in the folder by default.")
+        Path | None, typer.Option(help="HTML file to write; default: zero_report.html in FOLDER.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Writes one HTML page of a training run: loss, speed, where time, memory and bytes went, and what went wrong."""
+    """Writes one HTML page about a training run: loss, speed, time, memory, traffic and faults."""
     with said_plainly():
         write_page = extra("report", "write_page")
         try:
@@ -325,26 +338,26 @@ SCRIPT_WORDS = {"allow_interspersed_args": False, "ignore_unknown_options": True
 
 def run(
     script: Annotated[
-        list[str], typer.Argument(help="A Python file, or a module's name behind -m, and its own arguments.")
+        list[str], typer.Argument(help="A Python file, or a module's name after -m, and the script's own arguments.")
     ],
     zero: Annotated[
-        str | None, typer.Option(help="A stage (0, 1, 2, 3, auto), a YAML file, or settings; else HF_ZERO_CONFIG.")
+        str | None, typer.Option(help="A stage (0, 1, 2, 3, auto), a YAML file, or settings; default: HF_ZERO_CONFIG.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
     num_processes: Annotated[
-        int | None, typer.Option(help="Ranks; one for each GPU by default, or two on a CPU.")
+        int | None, typer.Option(help="Number of ranks; default: one for each GPU, or two on a CPU.")
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, whatever GPUs there are.")] = False,
-    mixed_precision: Annotated[str | None, typer.Option(help="no, fp16 or bf16.")] = None,
-    port: Annotated[int | None, typer.Option(help="Where the ranks meet.")] = None,
-    sp: Annotated[int | None, typer.Option(help="Ranks that compute a sequence together.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, even on a machine with GPUs.")] = False,
+    mixed_precision: Annotated[str | None, typer.Option(help="Precision of autocast: no, fp16 or bf16.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port on which the ranks meet.")] = None,
+    sp: Annotated[int | None, typer.Option(help="Number of ranks that compute a sequence together (sp_size).")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the command and its environment instead of starting it.")
     ] = False,
 ) -> None:
     """Trains an unmodified script with the engine: `hf-zero run --zero 2 train.py --its-own arguments`.
 
-    With a YAML file of accelerate behind --zero, the ranks and their precision are that file's, too.
+    If --zero is a YAML file of accelerate, the file also sets the number of ranks and the precision.
     """
     from ..integrations.launcher import launch_of, of_accelerate
 
@@ -371,7 +384,7 @@ def run(
 
 # ---- The command `hf-zero`: the list of its commands ----
 
-app = typer.Typer(help="Training with hf_zero, and its checkpoints.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Training with hf_zero, and work on checkpoints.", no_args_is_help=True, add_completion=False)
 for command in (verify, inspect, consolidate, push, convert, migrate, plan, report, doctor, rendezvous):
     app.command()(command)
 app.command(context_settings=SCRIPT_WORDS)(run)
@@ -393,10 +406,10 @@ def _tell_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say the version and end.")
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Training with hf_zero, and its checkpoints."""
+    """Training with hf_zero, and work on checkpoints."""
 
 
 def main() -> None:

@@ -73,13 +73,15 @@ def said_plainly() -> Iterator[None]:
 def consolidate(
     checkpoint: Annotated[Path, typer.Argument(help="The checkpoint to read.")],
     out: Annotated[Path, typer.Argument(help="The model folder to write; new or empty.")],
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; the saved one by default.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB.")] = "5GB",
-    part: Annotated[list[Path] | None, typer.Option(help="The same checkpoint on another host's disk.")] = None,
-    masters: Annotated[bool, typer.Option("--masters", help="The fp32 masters of a run in 16 bits.")] = False,
+    dtype: Annotated[Dtype | None, typer.Option(help="Dtype of the weights; default: as saved.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file.")] = "5GB",
+    part: Annotated[
+        list[Path] | None, typer.Option(help="The checkpoint's part on another host's disk; repeatable.")
+    ] = None,
+    masters: Annotated[bool, typer.Option("--masters", help="Write the fp32 masters of a 16-bit run.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Writes the model of a checkpoint as a folder for from_pretrained, a tensor at a time."""
+    """Writes a checkpoint's model as a folder for from_pretrained, one tensor at a time."""
     import torch
 
     from ..integrations.run_facts import carry_run
@@ -116,11 +118,13 @@ def consolidate(
 def convert(
     source: Annotated[Path, typer.Argument(help="A checkpoint of DeepSpeed ZeRO-1, -2 or -3, or of FSDP (sharded).")],
     out: Annotated[Path, typer.Argument(help="The checkpoint to write; new or empty.")],
-    config: Annotated[Path | None, typer.Option(help="Folder with the model's config.json; SOURCE by default.")] = None,
-    optimizer: Annotated[str, typer.Option(help="Class of the optimizer, which the source does not record.")] = "AdamW",
+    config: Annotated[Path | None, typer.Option(help="Folder with the model's config.json; default: SOURCE.")] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="Class of the optimizer; the source does not record the class.")
+    ] = "AdamW",
     as_json: Json = False,
 ) -> None:
-    """Makes a checkpoint of hf_zero, weights and optimizer state, of a DeepSpeed or FSDP one. Runs nothing that it holds."""
+    """Converts a DeepSpeed or FSDP checkpoint, with optimizer state, to one of hf_zero. Executes nothing from the source."""
     from ..integrations.state_io import progress_of
 
     with said_plainly(), progress_of(f"converting {source.name}") as show:
@@ -142,7 +146,7 @@ _LAYOUTS = {
 
 
 def inspect(folder: Folder, as_json: Json = False) -> None:
-    """What a checkpoint holds, as a table."""
+    """Shows the contents of a checkpoint as a table."""
     with said_plainly():
         facts = _facts(folder)
     if as_json:
@@ -238,7 +242,7 @@ _FAULTS_SHOWN = 50
 
 
 def verify(folder: Folder, as_json: Json = False) -> None:
-    """Checksums, every element once, names and shapes against the config's model, no empty tensor. Exits with 1 on a fault."""
+    """Verifies checksums, names and shapes, and that each element is stored once. Exits with 1 on a fault."""
     from ..integrations.saved_weights import is_checkpoint_of_ours
     from ..integrations.state_io import progress_of
     from ..integrations.weights import folder_faults
@@ -266,14 +270,16 @@ def verify(folder: Folder, as_json: Json = False) -> None:
 
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a model folder.")],
-    repo_id: Annotated[str, typer.Argument(help="Such as my-model or OWNER/my-model; made if not there.")],
-    private: Annotated[bool | None, typer.Option(help="Of a repository that is made; the account's default.")] = None,
-    revision: Annotated[str | None, typer.Option(help="A branch, made when it is not there; main by default.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; the saved one by default.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB.")] = "5GB",
+    repo_id: Annotated[str, typer.Argument(help="Repository, such as my-model or OWNER/my-model; created if missing.")],
+    private: Annotated[
+        bool | None, typer.Option(help="Visibility of a new repository; default: the account's.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, created if missing; default: main.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Dtype of the weights; default: as saved.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file.")] = "5GB",
     as_json: Json = False,
 ) -> None:
-    """Uploads the model to the Hub with a model card, and compares what arrived. Takes the token of `hf auth login`."""
+    """Uploads the model to the Hub with a model card, and checks the uploaded files. Uses the token of `hf auth login`."""
     import torch
     from huggingface_hub import HfApi
 

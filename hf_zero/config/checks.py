@@ -35,7 +35,7 @@ _LONGEST_PATH = 4096
 
 
 class ConfigError(ValueError):
-    """Refuses a setting: names the field, the value and the allowed values."""
+    """Raised for a setting that is refused. The message names the setting, the value and the allowed values."""
 
 
 class _Shown(reprlib.Repr):

@@ -380,9 +380,9 @@ class Diagnosis:
 def doctor(
     folder: str | Path = ".", processes: int | None = None, *, tp_size: int = 1, measure: bool = True
 ) -> Diagnosis:
-    """Versions, devices, limits, settings in conflict, the disk's speed, and the links between ranks that it starts itself.
+    """Checks versions, devices, limits, conflicting settings, the disk's speed, and the links between ranks that it starts.
 
-    Call it in one process, not in each rank.
+    Call this function in one process, not on each rank.
 
     Args:
         folder: whose disk is measured; checkpoints or offloaded state are to be written there.

@@ -107,14 +107,14 @@ class _MicroBatch:
 
 
 class Rescue:
-    """Takes the micro-batches of an engine's steps; where one runs out of memory, the step's are taken again in more parts.
+    """Runs the micro-batches of a step, and repeats the step's micro-batches in more parts if one runs out of memory.
 
-    All ranks cut alike, since a backward is collective. From then on each micro-batch is taken in as many parts.
+    All ranks cut micro-batches into the same number of parts, and keep this number for the rest of the run.
 
-    At stages 0 to 2: at stage 3 the other ranks wait in gathers for the rank that has failed.
+    Works at stages 0 to 2. At stage 3 the other ranks would wait in gathers for the rank that has failed.
 
     Attributes:
-        parts: into which a micro-batch is cut.
+        parts: the number of parts into which a micro-batch is cut.
     """
 
     def __init__(self, engine: ZeroEngine):

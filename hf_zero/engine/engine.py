@@ -35,7 +35,7 @@ class ZeroEngine:
     """Trains `model` in place with its state sharded over the ranks of torch.distributed (or on one rank without it).
 
     After construction an ordinary loop does the rest: forward, `loss.backward()`, `clip_grad_norm_`, `optimizer.step()`,
-    `optimizer.zero_grad()`. Building it is collective: parameters and buffers become rank 0's on every rank.
+    `optimizer.zero_grad()`. Building an engine is collective: every rank takes over rank 0's parameters and buffers.
 
     Args:
         model: any module with trainable floating-point parameters; at stage 3 they may all be frozen.

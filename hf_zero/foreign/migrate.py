@@ -75,7 +75,7 @@ class Migration:
 
 
 def migrate(source: str | Path | Mapping[Any, Any]) -> Migration:
-    """The config here that is equal to one of DeepSpeed (JSON), accelerate (YAML) or FSDP (either).
+    """Translates a config of DeepSpeed (JSON), accelerate (YAML) or FSDP (either) into one of hf_zero.
 
     Args:
         source: a file, or what it holds.

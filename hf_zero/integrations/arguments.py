@@ -80,17 +80,17 @@ class ZeroArguments(_ArgumentsBase):
 
 @dataclass(repr=False)
 class ZeroTrainingArguments(ZeroArguments, TrainingArguments):
-    """TrainingArguments whose `zero` installs the engine in the Trainer that gets them; nothing else is needed.
+    """TrainingArguments with a field `zero`, which installs the engine in the Trainer.
 
-    Without `zero` they are plain TrainingArguments: stock DDP, whatever HF_ZERO_CONFIG says.
+    Without `zero`, these are plain TrainingArguments: the Trainer uses DDP, whatever HF_ZERO_CONFIG says.
     """
 
 
 def with_zero(arguments: type[TrainingArguments]) -> type[TrainingArguments]:
-    """A class of training arguments with the flag `--zero`: `HfArgumentParser(with_zero(Seq2SeqTrainingArguments))`.
+    """Returns a class of training arguments with the flag `--zero`: `HfArgumentParser(with_zero(Seq2SeqTrainingArguments))`.
 
-    It is a subclass of `arguments` with one more field, the last. The same class comes each time, and its objects can be
-    pickled where hf_zero and the module of `arguments` can be imported.
+    The class is a subclass of `arguments` with one more field at the end. Repeated calls return the same class. Its objects
+    can be pickled where hf_zero and the module of `arguments` can be imported.
 
     Raises:
         TypeError: `arguments` is no subclass of TrainingArguments.
@@ -135,8 +135,8 @@ class ZeroCallback(TrainerCallback):
     """`Trainer(..., callbacks=[ZeroCallback(2)])` trains with the engine. Works on subclasses of Trainer too.
 
     Args:
-        config: stage number, YAML path, dict, ZeroConfig or ZeroPlugin; None is what the arguments already installed, or
-            all defaults.
+        config: stage number, YAML path, dict, ZeroConfig or ZeroPlugin; None takes the config that the
+            training arguments have installed, or else all defaults.
     """
 
     def __init__(self, config: ZeroPlugin | ConfigLike = None):

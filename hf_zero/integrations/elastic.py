@@ -116,10 +116,10 @@ class Batch:
 
 
 def same_global_batch(global_rows: int, *, rows: int, world_size: int) -> Batch:
-    """The dealing of `global_rows` to ranks that take at most `rows` in a micro-batch.
+    """Divides the `global_rows` rows of a step among the ranks, with at most `rows` rows in a micro-batch.
 
-    It has exactly `global_rows` wherever their number can be divided by `world_size`, with the largest micro-batch that does;
-    elsewhere it has fewer than `world_size * accumulation` rows less.
+    If `world_size` divides `global_rows`, a step has exactly `global_rows` rows, in the largest micro-batches that allow this.
+    Otherwise a step has fewer rows, by less than `world_size * accumulation`.
 
     Raises:
         ValueError: there are more ranks than rows.
@@ -145,13 +145,13 @@ _NUMBERED = re.compile(r"^(?!\.).*[-_](\d+)$")
 
 
 def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) -> str | None:
-    """Finds the newest whole and undamaged state in `folder`, for `load_state`; None without one. Collective.
+    """Returns the newest complete and undamaged state in `folder`, for `load_state`; None if there is no state. Collective.
 
     Newest is the highest number at the end of a name, such as `step_100` or accelerate's `checkpoint_3`. With accelerate's
     automatic naming, the next save has a number of its own.
 
     Args:
-        folder: in which `save_state` has made folders; by default that of automatic naming, `project_dir/checkpoints`.
+        folder: the folder that has the folders of `save_state`; by default `project_dir/checkpoints`, of automatic naming.
 
     Raises:
         ValueError: on every rank: there are states and none is good, each with its faults; or no folder is known.

@@ -13,7 +13,7 @@ from ..hooks import engine_attached_to
 
 
 def engine_of(owner: object) -> ZeroEngine:
-    """The engine of an Accelerator, a Trainer, or a model that was prepared by one.
+    """Returns the engine of an Accelerator, a Trainer, or a prepared model.
 
     Raises:
         ValueError: there is none, or an Accelerator has several (ask with the model then).
@@ -48,13 +48,13 @@ def _none_on(what: str, owner: object) -> str:
 
 @contextmanager
 def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], writeback: bool = False) -> Iterator[None]:
-    """Whole parameters to read or edit, at any stage: `with hf_zero.gathered(model.lm_head): print(model.lm_head.weight)`.
+    """Gathers whole parameters to read or edit, at any stage: `with hf_zero.gathered(model.head): print(model.head.weight)`.
 
-    Collective: every rank enters it. A model that is not prepared is whole anyway, and nothing happens.
+    Collective: every rank must enter the context. Nothing happens for a model that is not prepared.
 
     Args:
         target: a module, a parameter or several of one model.
-        writeback: keep what is written inside; rank 0's values are what all ranks have afterwards.
+        writeback: keep edits made inside the context; all ranks take over rank 0's values.
 
     Raises:
         CommunicationError: some rank did not come within `comm.late_s`.
@@ -73,7 +73,7 @@ def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], writebac
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """The whole model for many forwards, such as `generate`: gathered once instead of at each forward. Collective.
+    """Gathers the whole model once for many forwards, such as `generate`. Collective.
 
     Raises:
         MemoryError: it does not fit; without this context, forwards gather a layer at a time.

@@ -23,7 +23,7 @@ _HEADER_BYTES = 64 * 1024
 
 @contextmanager
 def init(plugin: Any = None) -> Iterator[None]:
-    """`with hf_zero.init(plugin): model = AutoModel.from_pretrained(path)`: weights stay in their files until prepared.
+    """`with hf_zero.init(plugin): model = AutoModel.from_pretrained(path)`: weights stay in their files until `prepare`.
 
     Inside, `from_pretrained` leaves each weight a view of its memory-mapped file, in the file's dtype. When the model is
     prepared at stage 3, each rank reads the bytes of its own shard from there and casts them to the dtype that

@@ -33,7 +33,7 @@ def _config_class() -> type:
 
 
 def parallel_config(*, tp_size: int = 1, ep_size: int = 1, **kwargs: Any) -> Any:
-    """Returns the loading arguments for a model split over some ranks, with hf_zero over the others.
+    """Returns the `distributed_config` with which transformers loads a model split over ranks; hf_zero shards over the copies.
 
         model = AutoModelForCausalLM.from_pretrained(path, distributed_config=hf_zero.parallel_config(tp_size=2))
 

@@ -85,10 +85,10 @@ class ZeroPlugin(ParallelismConfig):
     """Installs hf_zero in an Accelerator: `Accelerator(parallelism_config=ZeroPlugin(stage=2))`.
 
     Args:
-        config: stage number, YAML path, flag text, mapping or ZeroConfig. Without it and without settings, what the
-            environment variable HF_ZERO_CONFIG holds (a YAML path, a stage or flag text), or else all defaults.
-        tp_size: ranks that hold one copy of the model together, where it was loaded so; Trainer takes it from the model.
-        sp_size: ranks that compute a sequence together, each a part of its tokens; by default those of the launch.
+        config: stage number, YAML path, flag text, mapping or ZeroConfig. Without `config` and `settings`, the
+            value of the environment variable HF_ZERO_CONFIG (a YAML path, a stage or flag text), or else all defaults.
+        tp_size: number of ranks that hold one copy of a split model together; Trainer takes this number from the model.
+        sp_size: number of ranks that compute a sequence together, each a part of its tokens; by default the launch's.
         settings: fields of ZeroConfig by name, in place of `config`.
     """
 

@@ -91,7 +91,7 @@ class _OverShards(_ScalerBase):
 
 
 class GradScaler(_OverShards, torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for optimizers of a `ZeroEngine` (and others): an overflow on one rank skips the step on all.
+    """`torch.amp.GradScaler` for optimizers of a `ZeroEngine` (and others): an overflow on one rank skips the step on all ranks.
 
     Use it as torch's: `scaler.scale(loss).backward()`, `scaler.unscale_(optimizer)` before a clip, `scaler.step(optimizer)`,
     `scaler.update()`. Unscaling is collective. `state_dict` is a dict of numbers, the same on all ranks.

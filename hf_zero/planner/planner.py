@@ -130,7 +130,7 @@ def make_plan(
     optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> Plan:
-    """Forecasts memory and step time of each stage and tier, and says which to take. Needs no weights and no accelerator.
+    """Forecasts memory and step time of each stage and offload setting, and recommends one. Needs no weights or accelerator.
 
     Args:
         model: a Hub name, a folder, a config.json, or a model, with or without memory.

@@ -169,14 +169,14 @@ _MIB = 2**20
 
 
 class RunRecorder:
-    """Records the training of one engine's model on rank 0, and nothing on other ranks. Nothing here is collective.
+    """Records the training of one engine's model, on rank 0 only. No method is collective.
 
-    For a loop without accelerate and Trainer, which do it by `report: true`: `with RunRecorder(engine, "runs/first") as run:`
-    around the loop, and `run.log({"loss": ...})` where a loss is known.
+    Accelerate and Trainer record by `report: true`. In another loop, put `with RunRecorder(engine, "runs/first") as run:` around
+    the loop, and call `run.log({"loss": ...})` for each loss.
 
     Args:
-        folder: for the log and, at the end, the page.
-        step: that the run goes on from.
+        folder: where the log is written and, at the end, the page.
+        step: the optimizer step from which a resumed run continues.
         plan: bytes a rank by kind as planned, and what DDP would hold, as {"plan": {kind: bytes}, "ddp": {kind: bytes}}.
 
     Attributes:
