@@ -84,9 +84,7 @@ def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[s
             )
     if path.is_file() and not is_our_card(path):
         return False
-    drawn = bool(facts.losses) and find_spec("matplotlib") is not None
-    if drawn:
-        _draw(facts, folder / PLOT_NAME)
+    drawn = bool(facts.losses) and find_spec("matplotlib") is not None and _draw(facts, folder / PLOT_NAME)
     path.write_text(render(facts, name=name, metadata=metadata or {}, drawn=drawn), encoding="utf-8")
     return True
 
@@ -140,10 +138,16 @@ def _thinned(losses: tuple[tuple[int, float], ...]) -> list[tuple[int, str]]:
     return [(step, f"{loss:.4f}" if abs(loss) < 1e6 else _cell(loss)) for step, loss in losses]
 
 
-def _draw(facts: CardFacts, path: Path) -> None:
-    # Without pyplot, which keeps figures and a backend for the whole process.
-    from matplotlib.figure import Figure
-
+def _draw(facts: CardFacts, path: Path) -> bool:
+    """Returns whether a picture was written."""
+    try:
+        # Without pyplot, which keeps figures and a backend for the whole process.
+        from matplotlib.figure import Figure
+    except ValueError as error:
+        why = str(error).partition(";")[0]
+        # A notebook's MPLBACKEND reaches commands in other environments, where that backend is missing.
+        logger.warning(f"hf_zero: the card has no picture, since matplotlib refuses MPLBACKEND ({why}). Unset it.")
+        return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(*zip(*facts.losses), label="training")
@@ -154,6 +158,7 @@ def _draw(facts: CardFacts, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=100, metadata={"Software": None})
+    return True
 
 
 # ---- Model folders to the Hugging Face Hub: uploaded, and compared with the local files afterwards ----

@@ -525,8 +525,12 @@ def draw(plan: Plan, path: Path) -> None:
     """Writes the picture as a PNG. Raises `PlanError`: there is no matplotlib."""
     if find_spec("matplotlib") is None:
         raise PlanError("hf_zero: a picture needs matplotlib: pip install 'hf-zero[card]'.")
-    # Without pyplot, which keeps figures and a backend for the whole process.
-    from matplotlib.figure import Figure
+    try:
+        # Without pyplot, which keeps figures and a backend for the whole process.
+        from matplotlib.figure import Figure
+    except ValueError as error:
+        why = str(error).partition(";")[0]
+        raise PlanError(f"hf_zero: no picture, since matplotlib refuses MPLBACKEND ({why}). Unset it.") from error
 
     rows = list(plan.candidates)[::-1]
     figure = Figure(figsize=(10, 1.6 + 0.42 * len(rows)), layout="constrained")

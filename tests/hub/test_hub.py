@@ -547,7 +547,7 @@ def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp
     monkeypatch.setattr("hf_zero.hub.push.find_spec", lambda name: None)
     assert make_card(folder)
     card = (folder / "README.md").read_text()
-    assert "matplotlib was not installed" in card and "loss.png" not in card and not (folder / "loss.png").exists()
+    assert "matplotlib was missing" in card and "loss.png" not in card and not (folder / "loss.png").exists()
 
 
 def test_the_template_at_the_top_is_the_one_that_is_installed():

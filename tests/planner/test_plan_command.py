@@ -1,6 +1,8 @@
 """`hf-zero plan`: the table, JSON, YAML and picture of a plan, and what it refuses."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -152,6 +154,14 @@ def test_a_folder_without_an_architecture_or_of_a_stranger_is_refused(tmp_path):
 def test_a_picture_without_matplotlib_is_refused(config, monkeypatch, tmp_path):
     monkeypatch.setattr("hf_zero.planner.planner.find_spec", lambda name: None)
     assert "hf-zero[card]" in refusals("plan", config, "--seq", "32", "--png", tmp_path / "plan.png")[0]
+
+
+def test_a_backend_that_is_missing_is_no_traceback(config, tmp_path):
+    picture, start = tmp_path / "plan.png", "from hf_zero.cli.app import main; main()"
+    command = [sys.executable, "-c", start, "plan", str(config), "--seq", "32", "--png", str(picture)]
+    asked = subprocess.run(command, env={**os.environ, "MPLBACKEND": "missing"}, capture_output=True, text=True)
+    assert asked.returncode == 1 and asked.stderr.rstrip().endswith("Unset it."), asked.stderr
+    assert "Traceback" not in asked.stderr and not picture.exists()
 
 
 def test_a_model_in_hand_is_planned_with_its_own_optimizer():
