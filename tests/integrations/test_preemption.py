@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from accelerate.utils import ProjectConfiguration
 from launching import SUPPORT
 from preemption import DOORS, STEPS, Trial, drawn, prepare_forks, run_trial
@@ -298,6 +299,8 @@ class Notes:
 
 
 def test_a_followed_loader_gives_the_same_batches_and_can_be_pickled():
+    # A loader is pickled with accelerate's state, which has references to a former test's loader where that one was left early.
+    GradientState._reset_state()
     notes, loader = Notes(), prepared()
     follow_loader(loader, WeakHook(notes, Notes.batch))
     assert isinstance(loader, FollowedLoader) and isinstance(loader, DataLoader)

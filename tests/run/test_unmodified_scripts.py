@@ -258,6 +258,7 @@ parallelism_config:
 """
 
 
+@pytest.mark.extra("foreign")
 def test_a_yaml_of_accelerate_says_stage_ranks_precision_and_sequences(tmp_path):
     path = tmp_path / "alst.yaml"
     path.write_text(ALST)
