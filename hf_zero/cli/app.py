@@ -94,6 +94,7 @@ def parity(
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, even on a machine with GPUs.")] = False,
     mixed_precision: Annotated[str | None, typer.Option(help="Precision of autocast: no, fp16 or bf16.")] = None,
     port: Annotated[int | None, typer.Option(help="Port on which the ranks meet.")] = None,
+    sp: Annotated[int | None, typer.Option(help="Number of ranks that compute a sequence together (sp_size).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
     """Runs an unmodified script without and with the engine and compares the first steps. Exits with 1 if the steps differ."""
@@ -108,6 +109,7 @@ def parity(
                 cpu=cpu,
                 mixed_precision=mixed_precision,
                 port=port,
+                sp=sp,
             )
         except extra("diagnose", "ParityError") as error:
             say_error(str(error))

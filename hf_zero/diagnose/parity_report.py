@@ -40,12 +40,16 @@ class Facts:
 
 
 class Recording:
-    """Reads a `Recorder`'s files."""
+    """Reads a `Recorder`'s files.
 
-    def __init__(self, folder: Path):
+    Args:
+        every: ranks that compute a sequence together; their losses are those of the first.
+    """
+
+    def __init__(self, folder: Path, *, every: int = 1):
         self._folder = folder
         traces = sorted(folder.glob("trace-*.pt"), key=lambda path: int(path.stem.removeprefix("trace-")))
-        self._traces = [torch.load(path, weights_only=True) for path in traces]
+        self._traces = [torch.load(path, weights_only=True) for path in traces[::every]]
 
     @property
     def facts(self) -> Facts | None:
@@ -133,6 +137,11 @@ def reasons_of(stock: Recording, engine: Recording) -> list[Reason]:
 
 def _of_the_run(facts: Facts, config: ZeroConfig, stock: Recording) -> Iterator[Reason]:
     accumulation = max((len(step) for step in stock.losses[0]), default=1) if stock.losses else 1
+    if stock.facts is not None and stock.facts.world_size != facts.world_size:
+        yield Reason(
+            text=f"{facts.world_size // stock.facts.world_size} ranks compute a sequence: its tokens are added in another order",
+            tolerance=ROUNDING,
+        )
     if facts.world_size > 2:
         yield Reason(
             text=f"{facts.world_size} ranks: gradients of more than two are added in another order", tolerance=ROUNDING

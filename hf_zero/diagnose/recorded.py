@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..integrations.accelerator import ZeroAcceleratorMixin
-from ..integrations.launcher import CONFIG_VARIABLE, launch_of, script_call
+from ..integrations.launcher import CONFIG_VARIABLE, launch_of, ranks_of, script_call
 from ..integrations.seams import replaced
 from ..integrations.unmodified import run_as_main, run_script
 from .parity import Recorder, is_split, seed_everything
@@ -37,6 +37,7 @@ def parity_of_script(
     cpu: bool = False,
     mixed_precision: str | None = None,
     port: int | None = None,
+    sp: int | None = None,
 ) -> ParityReport:
     """Runs a script that knows nothing of hf_zero twice under accelerate's launcher, and compares its first steps.
 
@@ -48,6 +49,7 @@ def parity_of_script(
         steps: optimizer steps, those of all optimizers counted.
         tolerance, seed: see `hf_zero.parity`; scripts that seed by themselves have their own.
         processes, cpu, mixed_precision, port: see `launch_of`.
+        sp: ranks that compute a sequence together. The run without the engine has a rank for each of these sets.
 
     Raises:
         ParityError: a run failed, or the two cannot be compared.
@@ -56,9 +58,11 @@ def parity_of_script(
     def run(name: str, *options: str) -> Recording:
         folder = Path(root, name)
         folder.mkdir()
+        has_sets = sp is not None and "--stock" not in options
         launch = launch_of(
             words,
-            processes=processes,
+            processes=processes if sp is None or has_sets else ranks_of(processes, cpu=cpu) // sp,
+            sp=sp if has_sets else None,
             cpu=cpu,
             mixed_precision=mixed_precision,
             port=port,
@@ -73,8 +77,10 @@ def parity_of_script(
             raise ParityError(
                 f"hf_zero parity: the run {which} the engine ended with status {status}; what it said stands above."
             )
-        return Recording(folder)
+        return Recording(folder, every=sp if sp is not None and has_sets else 1)
 
+    # Before a run of minutes: whether `sp` divides the ranks.
+    launch_of(words, processes=processes, cpu=cpu, sp=sp)
     with tempfile.TemporaryDirectory(prefix="hf-zero-parity-") as root:
         stock, engine = run("stock", "--stock"), run("engine")
         report = compare(stock, engine, tolerance)

@@ -135,7 +135,12 @@ def refuse_engines_of_the_launch() -> None:
     accelerate notes plugins that it is given in the same variables; on a CPU that is all it does with them. A launcher that
     forks ranks behind CUDA's start is refused, too: torch's own error names neither the notebook nor what to do.
     """
-    if torch.cuda._is_in_bad_fork() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in _YES:
+    # torch notes a fork behind a mere count of GPUs, also where there are none: a CUDA build on a machine with CPUs only.
+    if (
+        torch.cuda._is_in_bad_fork()
+        and torch.cuda.device_count()
+        and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in _YES
+    ):
         raise ConfigError(
             "hf_zero: CUDA was used before a launcher forked this process, and a fork cannot use CUDA. Restart the notebook; use "
             "no GPU in a cell before the launcher's. ACCELERATE_USE_CPU=true trains on the CPU."

@@ -139,6 +139,16 @@ class Launch:
     environment: dict[str, str]
 
 
+def _gpus(*, cpu: bool) -> int:
+    # A driver that is too old for this torch still counts its GPUs.
+    return 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+
+
+def ranks_of(processes: int | None, *, cpu: bool) -> int:
+    """Returns the ranks that `launch_of` starts: `processes`, else one for each GPU, or two on a CPU."""
+    return processes if processes is not None else _gpus(cpu=cpu) or RANKS_ON_A_CPU
+
+
 def launch_of(
     words: Sequence[str],
     *,
@@ -165,9 +175,7 @@ def launch_of(
         ConfigError: the words are not valid, or there are fewer GPUs than ranks.
     """
     script_call(words)
-    # A driver that is too old for this torch still counts its GPUs.
-    gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
-    ranks = processes if processes is not None else gpus or RANKS_ON_A_CPU
+    gpus, ranks = _gpus(cpu=cpu), ranks_of(processes, cpu=cpu)
     allowed = (
         f"1 to {gpus}, as this machine has {gpus} GPUs, or any number with --cpu" if gpus else "a number from 1 on"
     )

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 from transformers.masking_utils import (
     and_masks,
     find_packed_sequence_indices,
     packed_sequence_mask_function,
-    remap_positions_for_packed_sequence,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
@@ -161,7 +160,9 @@ class _Cut:
             "attention_mask": mask,
         }
         if is_causal and self.packed is not None:
-            within = remap_positions_for_packed_sequence(asked["mask_function"], self.position_ids)
+            # Older releases, 5.17 among them, count a window by places in the row and not in the packed sequence.
+            remap = getattr(masking_utils, "remap_positions_for_packed_sequence", lambda function, _: function)
+            within = remap(asked["mask_function"], self.position_ids)
             whole["mask_function"] = and_masks(within, packed_sequence_mask_function(self.packed))
             whole["allow_is_causal_skip"] = False
         return asked | whole

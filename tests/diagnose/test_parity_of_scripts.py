@@ -10,6 +10,7 @@ import pytest
 from command_runs import hf_zero
 from launching import ROOT, SECONDS, own_environment, own_port, run_forked
 
+from hf_zero.config import ConfigError
 from hf_zero.diagnose import recorded as recordings
 from hf_zero.diagnose.parity_report import ParityError, ParityReport, Recording, compare
 
@@ -72,6 +73,36 @@ def test_the_command_launches_the_script_twice_and_ends_with_0(tmp_path):
     good = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
     assert good.returncode == 0, good.stderr[-3000:]
     assert json.loads(good.stdout)["passed"]
+
+
+LONG = """
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+accelerator = Accelerator()
+size = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+model = LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=4))
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(100, (16, 63))]
+optimizer, loader = torch.optim.AdamW(model.parameters()), torch.utils.data.DataLoader(rows, batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_a_sequence_over_two_ranks_is_compared_with_one_rank(tmp_path):
+    script = tmp_path / "long.py"
+    script.write_text(LONG)
+    report = recordings.parity_of_script(["--zero", "3", str(script)], processes=2, cpu=True, sp=2, port=own_port())
+    assert report.passed and report.steps == 3 and report.loss < 1e-5, str(report)
+    assert [reason for reason in report.reasons if "2 ranks compute a sequence" in reason]
+    with pytest.raises(ConfigError, match="divides the 4 ranks"):
+        recordings.parity_of_script(["--zero", "3", str(script)], processes=4, cpu=True, sp=3)
 
 
 @pytest.mark.slow

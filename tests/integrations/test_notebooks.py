@@ -163,9 +163,12 @@ def test_a_trainer_that_was_built_before_the_launch_is_refused(door, tmp_path):
         alone(trainer_before, launcher="notebook", folder=str(tmp_path), door=door)
 
 
-def test_a_fork_behind_cuda_is_refused_unless_it_trains_on_the_cpu(monkeypatch):
+def test_a_fork_behind_cuda_is_refused_unless_there_is_no_gpu_or_it_trains_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    ZeroPlugin(stage=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="CUDA was used before a launcher forked this process"):
         ZeroPlugin(stage=2)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
