@@ -57,7 +57,7 @@ SEAMS = (
         names=("_is_in_bad_fork",),
         where=("integrations/environment",),
         why="Tells whether a launcher has forked this process after CUDA began, which torch says only when CUDA is used.",
-        test="test_notebooks.py::test_a_fork_behind_cuda_is_refused_unless_it_trains_on_the_cpu",
+        test="test_notebooks.py::test_a_fork_behind_cuda_is_refused_unless_there_is_no_gpu_or_it_trains_on_the_cpu",
     ),
     Seam(
         owner="torch._C:",
