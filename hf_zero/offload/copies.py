@@ -50,9 +50,9 @@ class _StreamDeviceToHost(DeviceToHost):
     What is wider there travels as it is here: torch would widen it first, and send twice the bytes.
 
     [Note: sums beside backward]
-    What micro-batches have reduced into the shard is added up in host memory, by a thread of its own: backward goes on while the
-    bus and the host are behind. What comes lands in memory of its own, one shard a bucket at most: where the host is a whole
-    micro-batch behind, backward waits for it.
+    A thread adds the reduced gradients of micro-batches up in host memory, so backward does not wait for the bus and the host.
+    Each arriving shard has a buffer of its own, at most one for each bucket. Backward waits where the host is a whole micro-batch
+    behind.
 
     Args:
         cores: that sums are taken on.
