@@ -417,9 +417,9 @@ def header(plan: Plan) -> Iterator[str]:
     if plan.activations is not None:
         traced = plan.activations
         logits = traced.peak_beside(0)[1]
-        over = "a rank" if request.sp_size == 1 else f"over {request.sp_size} ranks (sp_size), of a rank"
+        over, part = ("a rank", "") if request.sp_size == 1 else (f"over {request.sp_size} ranks", " on each rank")
         yield (
-            f"a micro-batch of {traced.shape} {over}, {request.accumulation} a step: {traced.flops / 1e12:.3g} TFLOP, and "
+            f"a micro-batch of {traced.shape} {over}, {request.accumulation} a step: {traced.flops / 1e12:.3g} TFLOP{part}, and "
             f"{size(traced.saved_bytes)} saved for backward"
             + (f"; logits, with what the loss makes of them, take {size(logits)}" if logits else "")
         )

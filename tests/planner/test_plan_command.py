@@ -92,7 +92,7 @@ def test_ranks_of_a_sequence_have_a_part_of_its_activations_and_of_its_work(conf
     assert "DDP" not in [each["name"] for each in part["set_ups"]]
     written = tmp_path / "zero.yaml"
     said = hf_zero("plan", config, "--gpus", 4, "--sp-size", 2, "--seq", 1024, "--write", written).output
-    assert "1 x 1024 over 2 ranks (sp_size), of a rank" in " ".join(said.split())
+    assert "1 x 1024 over 2 ranks, 1 a step:" in " ".join(said.split())
     assert "hf-zero run --sp 2" in written.read_text()
 
 
