@@ -55,14 +55,16 @@ def parity_of_script(
         ParityError: a run failed, or the two cannot be compared.
     """
 
+    ranks = ranks_of(processes, cpu=cpu)
+
     def run(name: str, *options: str) -> Recording:
         folder = Path(root, name)
         folder.mkdir()
-        has_sets = sp is not None and "--stock" not in options
+        in_sequences = None if "--stock" in options else sp
         launch = launch_of(
             words,
-            processes=processes if sp is None or has_sets else ranks_of(processes, cpu=cpu) // sp,
-            sp=sp if has_sets else None,
+            processes=ranks if in_sequences else ranks // (sp or 1),
+            sp=in_sequences,
             cpu=cpu,
             mixed_precision=mixed_precision,
             port=port,
@@ -77,7 +79,7 @@ def parity_of_script(
             raise ParityError(
                 f"hf_zero parity: the run {which} the engine ended with status {status}; what it said stands above."
             )
-        return Recording(folder, every=sp if sp is not None and has_sets else 1)
+        return Recording(folder, every=in_sequences or 1)
 
     # Before a run of minutes: whether `sp` divides the ranks.
     launch_of(words, processes=processes, cpu=cpu, sp=sp)

@@ -146,7 +146,9 @@ def _draw(facts: CardFacts, path: Path) -> bool:
     except ValueError as error:
         why = str(error).partition(";")[0]
         # A notebook's MPLBACKEND reaches commands in other environments, where that backend is missing.
-        logger.warning(f"hf_zero: the card has no picture, since matplotlib refuses MPLBACKEND ({why}). Unset it.")
+        logger.warning(
+            f"hf_zero: the card has no picture, since matplotlib refuses MPLBACKEND ({why}). Unset MPLBACKEND."
+        )
         return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()

@@ -530,7 +530,9 @@ def draw(plan: Plan, path: Path) -> None:
         from matplotlib.figure import Figure
     except ValueError as error:
         why = str(error).partition(";")[0]
-        raise PlanError(f"hf_zero: no picture, since matplotlib refuses MPLBACKEND ({why}). Unset it.") from error
+        raise PlanError(
+            f"hf_zero: no picture, since matplotlib refuses MPLBACKEND ({why}). Unset MPLBACKEND."
+        ) from error
 
     rows = list(plan.candidates)[::-1]
     figure = Figure(figsize=(10, 1.6 + 0.42 * len(rows)), layout="constrained")

@@ -160,7 +160,7 @@ def test_a_backend_that_is_missing_is_no_traceback(config, tmp_path):
     picture, start = tmp_path / "plan.png", "from hf_zero.cli.app import main; main()"
     command = [sys.executable, "-c", start, "plan", str(config), "--seq", "32", "--png", str(picture)]
     asked = subprocess.run(command, env={**os.environ, "MPLBACKEND": "missing"}, capture_output=True, text=True)
-    assert asked.returncode == 1 and asked.stderr.rstrip().endswith("Unset it."), asked.stderr
+    assert asked.returncode == 1 and asked.stderr.rstrip().endswith("Unset MPLBACKEND."), asked.stderr
     assert "Traceback" not in asked.stderr and not picture.exists()
 
 
