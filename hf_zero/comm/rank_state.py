@@ -20,6 +20,15 @@ _INNERMOST = 20
 """Frames of a stack that are told."""
 
 
+class ScriptCollective(str):
+    """The name of a function of torch.distributed that the script called by itself."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"script's own torch.distributed.{self[:]}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     """A rank's answer about itself.
@@ -58,7 +67,7 @@ class RankState:
         """Names the awaited collective and its place; None outside of one."""
         if self.waits_in is not None:
             return f"{self.waits_in}{in_brackets(self.holds, self.place)}"
-        return None if self.torch_call is None else f"torch.distributed.{self.torch_call}{in_brackets(self.place)}"
+        return None if self.torch_call is None else f"{ScriptCollective(self.torch_call)}{in_brackets(self.place)}"
 
     def __str__(self) -> str:
         at = in_brackets(self.holds, self.place, self.line)
@@ -67,7 +76,7 @@ class RankState:
         if self.waits_in is not None:
             return f"has waited {self.seconds:.0f} s in the {self.waits_in}{at}"
         if self.torch_call is not None:
-            return f"is in torch.distributed.{self.torch_call}, which the script called by itself{at}"
+            return f"is in the {ScriptCollective(self.torch_call)}{at}"
         return f"is in no collective{at}"
 
 

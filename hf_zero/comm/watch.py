@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..config import ConfigError
 from .arrivals import CommunicationError
-from .rank_state import script_line
+from .rank_state import ScriptCollective, script_line
 
 # ---- A bounded log of a rank's last collectives: name, part of training, bytes, start and end ----
 
@@ -116,15 +116,6 @@ def end_process(said: str) -> None:
 
 SAVE = "save"
 """Where training is in a save, and the kind of collective that a save is as a whole."""
-
-
-class ScriptCollective(str):
-    """The name of a function of torch.distributed that the script called by itself."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return f"script's own torch.distributed.{self[:]}"
 
 
 class Wait:
