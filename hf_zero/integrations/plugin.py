@@ -93,6 +93,7 @@ class ZeroPlugin(ParallelismConfig):
     """
 
     _watch: StepWatch | None = None
+    tp_size: int
     sp_size: int
 
     def __init__(
@@ -125,15 +126,10 @@ class ZeroPlugin(ParallelismConfig):
         """Takes the ranks of a sequence.
 
         Raises:
-            ConfigError: there are none, or the plugin has another number, or a size of split models.
+            ConfigError: there are none, or the plugin has another number.
         """
         if not isinstance(sp_size, int) or sp_size < 1:
             raise ConfigError(f"hf_zero: sp_size is {shown(sp_size)}; allowed: a whole number from 1 on.")
-        if sp_size > 1 and self.tp_size > 1:
-            raise ConfigError(
-                f"hf_zero: sp_size is {sp_size} and tp_size is {self.tp_size}. Both deal the ranks of a batch. Leave one of "
-                "them at 1."
-            )
         if self.sp_size not in (1, sp_size):
             raise ConfigError(
                 f"hf_zero: sp_size is {self.sp_size} in the ZeroPlugin and {sp_size} in the script's ParallelismConfig. Give one "
@@ -145,7 +141,10 @@ class ZeroPlugin(ParallelismConfig):
             self.sp_backend = "hf_zero"
 
     def take_sequences_of(self, said: ParallelismConfig | None) -> bool:
-        """Takes `sp_size` from a script's `ParallelismConfig`; returns whether this plugin is to stand in its place.
+        """Takes `sp_size`, and `tp_size` beside it, from a script's `ParallelismConfig`.
+
+        Returns:
+            Whether this plugin is to stand in its place.
 
         Raises:
             ConfigError: the script asks for what does not go with the engine, or for another `sp_size`.
@@ -155,6 +154,8 @@ class ZeroPlugin(ParallelismConfig):
         if said is not None and max(said.sp_size, said.cp_size) > 1:
             refuse_split_models(said)
             self._cut_sequences(said.sp_size)
+            # Beside a sequence's ranks: by the plugin's mesh accelerate deals batches now.
+            self.tp_size = said.tp_size if said.tp_size > 1 else self.tp_size
         return self.sp_size > 1
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
@@ -203,11 +204,10 @@ class ZeroPlugin(ParallelismConfig):
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Returns the mesh by which accelerate deals batches: None, unless several ranks compute a batch together."""
-        if self.tp_size == self.sp_size == 1:
+        sizes = {name: size for name, size in (("tp_size", self.tp_size), ("sp_size", self.sp_size)) if size > 1}
+        if not sizes:
             return None
-        if self.sp_size > 1:
-            return mesh_of_batches(device_type or "cpu", self.sp_size, "sp_size")
-        return mesh_of_batches(device_type or "cpu", self.tp_size)
+        return mesh_of_batches(device_type or "cpu", self.tp_size * self.sp_size, " x ".join(sizes))
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         self._install(accelerator)

@@ -11,6 +11,7 @@ parameters behind them then have the gradient of one rank with the whole sequenc
 gathered outputs, have that gradient on each rank, and its mean is the same.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,20 +45,19 @@ class SequenceRanks:
 
     @classmethod
     def create(
-        cls, size: int, world_size: int, device: torch.device, comm: CommConfig, ledger: Ledger
+        cls, sets: Sequence[tuple[int, ...]], device: torch.device, comm: CommConfig, ledger: Ledger
     ) -> "SequenceRanks":
-        """Makes the groups of each `size` neighbouring ranks of the run. Collective.
+        """Makes the groups of all sequences. Collective.
 
         Args:
-            size: divides `world_size`.
+            sets: the ranks of each sequence, as many in each. Each rank of the run is in one of them.
             comm: of the engine, for limits of time.
             ledger: to count in.
         """
-        sets = [tuple(range(first, first + size)) for first in range(0, world_size, size)]
         plain = CommConfig(timeout_s=comm.timeout_s, late_s=comm.late_s, node_size=comm.node_size)
         groups = Groups.create(stage=1, device_type=device.type, comm=plain, apart=sets)
         transport = choose_transport(groups, device, groups.timeout_s, ledger)
-        return cls(size=size, index=groups.rank, transport=transport)
+        return cls(size=len(sets[0]), index=groups.rank, transport=transport)
 
     def exchange(self, tensor: torch.Tensor, split: int, join: int, what: str) -> torch.Tensor:
         """Sends part i of dimension `split` to rank i, and joins what comes along `join`, in rank order. Collective.

@@ -189,7 +189,7 @@ class SequenceSeat:
 
     Args:
         engine: of a model that holds one of transformers.
-        size: ranks that a sequence is cut over, which are neighbours.
+        size: ranks that a sequence is cut over: neighbours among the ranks that hold the same part of the model.
 
     Raises:
         ConfigError: the model, or a setting, does not go with that; on every rank alike.
@@ -203,7 +203,7 @@ class SequenceSeat:
         self._root = weakref.ref(engine.model)
         model = _model_of(engine.model, size)
         _refuse_settings(engine, size)
-        refuse_model(model, size)
+        refuse_model(model, size, engine.state.split_sizes[0])
         self._size = size
         self._kernel = _kernel_of(model)
         self._is_causal = _loss_of(model) is ForCausalLMLoss
@@ -215,10 +215,8 @@ class SequenceSeat:
         self._has_mask = False
         self._compared = 0
         self.wants_logits = True
-        groups = engine.world_groups
-        self._ranks = SequenceRanks.create(
-            size, groups.world_size, engine.device, engine.config.comm, engine.transport.ledger
-        )
+        self._sets = _sequences_of(engine, size)
+        self._ranks = SequenceRanks.create(self._sets, engine.device, engine.config.comm, engine.transport.ledger)
         self._register(model)
         before, behind = WeakHook(self, SequenceSeat._cut_batch), WeakHook(self, SequenceSeat._join_outputs)
         self._handles = [
@@ -345,8 +343,8 @@ class SequenceSeat:
             return
         self._compared += 1
         digests = engine.world.exchange(digest_of([asked]), "comparison of batches")
-        for first in range(0, len(digests), self._size):
-            for rank in range(first, first + self._size):
+        for first, *others in self._sets:
+            for rank in others:
                 if digests[rank] != digests[first]:
                     raise DifferentBatchesError(
                         f"hf_zero: ranks {first} and {rank} share a sequence (sp_size {self._size}) and were given different "
@@ -434,6 +432,12 @@ def seat_of(model: nn.Module) -> SequenceSeat | None:
     return reference() if isinstance(reference, EngineReference) else None
 
 
+def _sequences_of(engine: ZeroEngine, size: int) -> list[tuple[int, ...]]:
+    """Lists the ranks of each sequence. Collective. A sequence's ranks hold the same part of a split model."""
+    everyone = engine.world.exchange(tuple(engine.groups.world.ranks), "ranks of a sequence")
+    return [ranks[at : at + size] for ranks in dict.fromkeys(everyone) for at in range(0, len(ranks), size)]
+
+
 def _is_set(value: Any) -> bool:
     return value is not None and value is not False and not (isinstance(value, int) and value == 0)
 
@@ -471,9 +475,13 @@ def _models_in(root: nn.Module) -> Iterator[PreTrainedModel]:
     return (module for module in root.modules() if isinstance(module, PreTrainedModel))
 
 
-def refuse_model(model: PreTrainedModel, size: int) -> None:
-    """Raises `ConfigError` for a model that would compute something else from parts of a sequence."""
-    why = _why_not(model, size)
+def refuse_model(model: PreTrainedModel, size: int, tp_size: int = 1) -> None:
+    """Raises `ConfigError` for a model that would compute something else from parts of a sequence.
+
+    Args:
+        tp_size: ranks that the model's heads are split over already.
+    """
+    why = _why_not(model, size, size * tp_size)
     if why is not None:
         raise ConfigError(
             f"hf_zero: sp_size is {size}, and {type(model).__name__} {why}. Train this model with sp_size 1."
@@ -487,7 +495,7 @@ def _loss_of(model: PreTrainedModel) -> Callable[..., torch.Tensor] | None:
     return LOSS_MAPPING.get(model.loss_type)
 
 
-def _why_not(model: PreTrainedModel, size: int) -> str | None:
+def _why_not(model: PreTrainedModel, size: int, ranks_of_heads: int) -> str | None:
     config = model.config.get_text_config()
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "has an encoder and a decoder, whose sequences are two"
@@ -499,8 +507,8 @@ def _why_not(model: PreTrainedModel, size: int) -> str | None:
     if _loss_of(model) not in _LOSSES:
         return "has no loss for each token (of a causal, a masked or a token classifying model)"
     heads = getattr(config, "num_attention_heads", 0)
-    if not heads or heads % size:
-        return f"has {heads} attention heads, which {size} ranks cannot share evenly"
+    if not heads or heads % ranks_of_heads:
+        return f"has {heads} attention heads, which {ranks_of_heads} ranks cannot share evenly"
     if _kernel_of(model) not in _KERNELS:
         return f"attends by {_kernel_of(model)}; allowed: {', '.join(_KERNELS)}"
     parameters = inspect.signature(model.forward).parameters
@@ -521,14 +529,16 @@ def _counts_padding(model: PreTrainedModel) -> bool:
 
 
 def _refuse_settings(engine: ZeroEngine, size: int) -> None:
-    ranks, config = engine.world_groups.world_size, engine.config
-    if ranks % size:
-        raise ConfigError(f"hf_zero: sp_size is {size}, which does not divide the {ranks} ranks of this run.")
-    if engine.state.is_split:
+    (together, copy), config = engine.state.split_sizes, engine.config
+    if together != copy:
         raise ConfigError(
-            f"hf_zero: sp_size is {size} and the model is split over ranks (tensor or expert parallel), which both deal the "
-            "ranks of a batch. Load the model without tp_size and ep_size, or leave sp_size at 1."
+            f"hf_zero: sp_size is {size} and ep_size {copy} is above tp_size {together}: experts get tokens of several "
+            "sequences. Load the model with an ep_size of tp_size, or leave sp_size at 1."
         )
+    ranks = engine.groups.world_size
+    if ranks % size:
+        beside = f" that tp_size {together} leaves" if together > 1 else ""
+        raise ConfigError(f"hf_zero: sp_size is {size}, which does not divide the {ranks} ranks{beside} of this run.")
     if engine.entry is not engine.model:
         raise ConfigError(
             f"hf_zero: sp_size is {size} and the model is compiled. Attention exchanges heads between ranks, which a compiled "

@@ -87,6 +87,19 @@ def test_ten_steps_of_each_family_are_one_ranks(kind, size):
 
 
 @pytest.mark.slow
+def test_layers_and_sequences_split_over_two_ranks_each_are_one_ranks():
+    jobs = [
+        SequenceJob(kind="llama", tp=2, layout="packed", settings={"stage": 3}, trained=0.2, checkpoints=True),
+        SequenceJob(
+            kind="mistral", tp=2, layout="padded", tokens=23, accumulation=2, settings={"stage": 1}, max_norm=0.1
+        ),
+    ]
+    for job, ours in zip(jobs, four_ranks.run(train_each_sequence, jobs=[replace(job, size=2) for job in jobs])[0]):
+        found = furthest(ours, train_sequence(0, 1, replace(job, tp=1)))
+        assert max(found.values()) < LIMIT, (job, found)
+
+
+@pytest.mark.slow
 def test_two_sequences_on_four_ranks_are_two_data_parallel_ranks():
     jobs = [
         SequenceJob(kind=kind, trained=0.3, layout="padded", settings={"stage": stage}, accumulation=2)
@@ -121,9 +134,10 @@ def test_a_layer_exchanges_heads_eight_times_a_step_and_no_more_bytes_than_its_t
     assert sent == 2 * exchanged_bytes(model_of(job), job.rows * job.tokens // 2, 2, 4)
 
 
-def test_accelerates_loop_evaluates_whole_and_generates_as_on_one_rank():
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_accelerates_loop_evaluates_whole_and_generates_as_on_one_rank(tp):
     job = SequenceJob(kind="llama", trained=0.3, accumulation=2, steps=2, tokens=23, settings={"stage": 3})
-    [ours, other] = run_on_ranks(loop_with_accelerate, job=replace(job, size=2))
+    ours, *_, other = run_on_ranks(loop_with_accelerate, world_size=2 * tp, job=replace(job, size=2, tp=tp))
     [theirs] = run_on_ranks(loop_with_accelerate, world_size=1, job=job)
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=LIMIT)
     assert ours["evaluated"] == pytest.approx(theirs["evaluated"], rel=LIMIT) == other["evaluated"]
@@ -139,12 +153,13 @@ def test_accelerates_loop_evaluates_whole_and_generates_as_on_one_rank():
         SequenceJob(kind="llama", trained=0.1, accumulation=2, tokens=23, settings={"stage": 3}),
         SequenceJob(kind="gpt2", layout="padded", settings={"stage": 2}),
         SequenceJob(kind="modernbert", layout="padded", trained=0.3, settings={"stage": 1}),
+        SequenceJob(kind="llama", tp=2, layout="packed", trained=0.3, settings={"stage": 3}),
     ],
 )
 def test_trainer_logs_and_evaluates_as_on_one_rank(job, tmp_path):
     overrides = {"folder": str(tmp_path), "include_num_input_tokens_seen": "all"}
-    ours = run_on_ranks(train_with_trainer, job=replace(job, size=2), **overrides)[0]
-    theirs = run_on_ranks(train_with_trainer, world_size=1, job=job, **overrides)[0]
+    ours = run_on_ranks(train_with_trainer, world_size=2 * job.tp, job=replace(job, size=2), **overrides)[0]
+    theirs = run_on_ranks(train_with_trainer, world_size=1, job=replace(job, tp=1), **overrides)[0]
     assert np.array(ours["logs"]) == pytest.approx(np.array(theirs["logs"]), rel=1e-4)
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     assert ours["accuracy"] == pytest.approx(theirs["accuracy"])
@@ -275,8 +290,7 @@ def test_a_rank_of_two_keeps_half_of_the_activations_and_logits(rank, world_size
 def test_a_plugin_takes_sizes_that_go_together():
     assert repr(ZeroPlugin(2, sp_size=4)) == "ZeroPlugin(stage=2, sp_size=4)"
     assert ZeroPlugin(2).sp_size == 1
-    with pytest.raises(ConfigError, match="Leave one of them at 1"):
-        ZeroPlugin(2, sp_size=2, tp_size=2)
+    assert repr(ZeroPlugin(2, sp_size=2, tp_size=2)) == "ZeroPlugin(stage=2, tp_size=2, sp_size=2)"
     with pytest.raises(ConfigError, match="allowed: a whole number from 1 on"):
         ZeroPlugin(2, sp_size=0)
 

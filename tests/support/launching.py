@@ -152,6 +152,8 @@ def _run_script(script: Path, words: list[str], environment: dict[str, str], fol
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    # Like a new process's: forked ranks would draw the same random rows, and ranks of a launcher do not.
+    torch.seed()
     sys.argv = [str(script), *words]
     sys.path.insert(0, str(Path(script).resolve().parent))
     torch.set_num_threads(1)

@@ -1,15 +1,18 @@
 """Training runs of small models whose sequences lie on several ranks, and the same on one rank."""
 
 import copy
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from safetensors.torch import save_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from trainer_job import as_launched
 from transformers import (
@@ -31,6 +34,7 @@ from transformers import (
 
 from hf_zero import ZeroPlugin
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.model_parallel import parallel_config
 from hf_zero.sequence.seat import seat_sequence
 
 VOCABULARY = 97
@@ -71,6 +75,7 @@ class SequenceJob:
 
     Attributes:
         size: ranks of a sequence; 1 is each rank with whole sequences.
+        tp: ranks that each layer is split over.
         tokens: of a row.
         layout: `plain`, `padded` (on the right, rows of several lengths) or `packed` (several sequences in a row).
         trained: the share of tokens with a label in the first half of a row; in the second half all have one.
@@ -80,6 +85,7 @@ class SequenceJob:
 
     kind: str = "llama"
     size: int = 1
+    tp: int = 1
     settings: dict = field(default_factory=lambda: {"stage": 2})
     steps: int = 3
     rows: int = 2
@@ -109,6 +115,13 @@ def model_of(job: SequenceJob) -> nn.Module:
     torch.manual_seed(0)
     make, config = KINDS[job.kind]
     model = make._from_config(copy.deepcopy(config), attn_implementation=job.kernel, dtype=job.dtype).train()
+    if job.tp > 1:
+        with tempfile.TemporaryDirectory() as folder:
+            # Not `save_pretrained`, by which rank 0 alone writes.
+            model.config.save_pretrained(folder)
+            save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
+            split = parallel_config(tp_size=job.tp)
+            model = make.from_pretrained(folder, attn_implementation=job.kernel, distributed_config=split).train()
     # transformers looks for several sequences in a row only where there is no cache.
     model.config.use_cache = False
     if job.checkpoints:
@@ -154,7 +167,8 @@ def train_sequence(rank: int, world_size: int, job: SequenceJob) -> SequenceOutc
     if job.size > 1:
         seat_sequence(engine, job.size)
     losses, gradients, norms = [], {}, []
-    for micros in batches(job, rank // job.size, world_size // job.size):
+    together = job.size * job.tp
+    for micros in batches(job, rank // together, world_size // together):
         for place, batch in enumerate(micros):
             with engine.no_sync() if place + 1 < len(micros) else torch.enable_grad():
                 loss = model(**batch).loss
@@ -162,14 +176,17 @@ def train_sequence(rank: int, world_size: int, job: SequenceJob) -> SequenceOutc
                 # In place, as Trainer does.
                 loss /= len(micros)
                 loss.backward()
-        gradients = {name: _numpy(engine.full_grad(p)) for name, p in model.named_parameters()}
+        gradients = {
+            name: _numpy(engine.state.as_whole(p, cast(torch.Tensor, engine.full_grad(p))))
+            for name, p in model.named_parameters()
+        }
         if job.max_norm is not None:
             norms.append(engine.clip_grad_norm_(job.max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
     rows = {row.kind: (row.calls, row.bytes_sent) for row in engine.comm_report().rows}
     engine.close()
-    parameters = {name: _numpy(p) for name, p in model.named_parameters()}
+    parameters = {name: _numpy(_whole(p)) for name, p in model.named_parameters()}
     return SequenceOutcome(losses, gradients, parameters, rows, norms)
 
 
@@ -188,6 +205,10 @@ def furthest(ours: SequenceOutcome, theirs: SequenceOutcome) -> dict[str, float]
         scale = max(float(np.abs(each).max()) for each in others.values())
         found[what] = max(float(np.abs(mine[name] - others[name]).max()) for name in others) / scale
     return found
+
+
+def _whole(values: torch.Tensor) -> torch.Tensor:
+    return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 def _numpy(values: torch.Tensor | None) -> np.ndarray:
@@ -215,11 +236,11 @@ def rows_of(job: SequenceJob, count: int) -> list[dict[str, torch.Tensor]]:
 def loop_with_accelerate(rank: int, world_size: int, job: SequenceJob) -> dict[str, Any]:
     """Losses of a loop with accelerate, with those of an evaluation behind it, whole logits, and generated tokens."""
     as_launched(rank, world_size)
-    plugin = ZeroPlugin(job.settings, sp_size=job.size)
+    plugin = ZeroPlugin(job.settings, sp_size=job.size, tp_size=job.tp)
     accelerator = Accelerator(parallelism_config=plugin, gradient_accumulation_steps=job.accumulation)
     model = model_of(job)
     optimizer = torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=0.9)
-    count = job.steps * job.accumulation * job.rows * world_size // job.size
+    count = job.steps * job.accumulation * job.rows * world_size // (job.size * job.tp)
     loader = DataLoader(rows_of(job, count), batch_size=job.rows)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
@@ -257,7 +278,9 @@ def train_with_trainer(rank: int, world_size: int, job: SequenceJob, folder: str
         "save_strategy": "no",
         **overrides,
     }
-    arguments = TrainingArguments(**settings, parallelism_config=ZeroPlugin(job.settings, sp_size=job.size))
+    arguments = TrainingArguments(
+        **settings, parallelism_config=ZeroPlugin(job.settings, sp_size=job.size, tp_size=job.tp)
+    )
     rows = rows_of(job, 24)
     trainer = Trainer(
         model=model_of(job), args=arguments, train_dataset=rows, eval_dataset=rows[:6], compute_metrics=_accuracy
