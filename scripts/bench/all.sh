@@ -56,7 +56,7 @@ curves() {
 
 checkpoints() {
     # shellcheck disable=SC2046
-    python $bench/io.py $(sized "--quick --stages 3" "") --json "$results/checkpoints.json"
+    python $bench/checkpoints.py $(sized "--quick --stages 3" "") --json "$results/checkpoints.json"
 }
 
 offload() {

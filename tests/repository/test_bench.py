@@ -186,7 +186,7 @@ def test_host_time_says_by_how_much_a_goal_is_missed():
 @pytest.mark.timeout(300)
 def test_io_saves_and_resumes_end_to_end(tmp_path):
     figures_path = tmp_path / "io.json"
-    run_as_main(BENCH_FOLDER / "io.py", "--quick", "--stages", 3, "--folder", tmp_path, "--json", figures_path)
+    run_as_main(BENCH_FOLDER / "checkpoints.py", "--quick", "--stages", 3, "--folder", tmp_path, "--json", figures_path)
     figures = json.loads(figures_path.read_text())
     assert {"stage 3: stall", "stage 3: at once", "torch.save", "DCP", "safetensors"} <= figures["saves"].keys()
     assert all(seconds > 0 for way in figures["saves"].values() for seconds in way)

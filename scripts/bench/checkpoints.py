@@ -1,7 +1,7 @@
 """Saving and resuming: seconds, how long training stands still, and bytes that a rank reads, beside torch's own ways.
 
-    python scripts/bench/io.py                 # GPT-2's 124 M parameters, two ranks: some minutes and 8 GB of disk
-    python scripts/bench/io.py --quick         # a tiny model: does the harness run?
+    python scripts/bench/checkpoints.py                 # GPT-2's 124 M parameters, two ranks: some minutes and 8 GB of disk
+    python scripts/bench/checkpoints.py --quick         # a tiny model: does the harness run?
 
 Resumes are cold: the system is told to forget the checkpoint's pages before each. Seconds are of ranks that share a disk; bytes
 are counted where each rank has a copy of its own, as on hosts of their own, so that none is served by what another has read.
