@@ -64,7 +64,6 @@ _PAGES = {
     "prefetch_units": "stage-3.md",
     "reshard_after_forward": "memory-and-traffic.md",
     "gather_dtype": "precision.md",
-    "persist_below_numel": "stage-3.md",
     "unit_modules": "stage-3.md",
     "unit_bytes": "stage-3.md",
     "offload": "offload.md",

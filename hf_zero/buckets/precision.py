@@ -395,7 +395,6 @@ def choose_sizes(model: nn.Module, config: ZeroConfig, groups: Groups, device: t
     """
     trained = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
     gathered = GatheredDtypes(model, config)
-    # What `persist_below_numel` keeps whole is small.
     dtypes = {p: (wanted_dtype(p), gathered.of(p, sharded=config.stage == 3)) for p in trained}
     itemsize = {of: resolve_precision(config, of[0], gathered=of[1]).reduce.itemsize for of in set(dtypes.values())}
     smallest = min(itemsize.values())

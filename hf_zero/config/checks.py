@@ -193,6 +193,7 @@ CUT: Final = {
     "grad_buffers": "Leave it out: three buckets of gradients are on their way; `bucket_bytes` says how large they are",
     "check_nonfinite": "Leave it out; `nonfinite: ignore` steps with NaN and infinite gradients, as `check_nonfinite: false` did",
     "split_parameters": "Leave it out: a trial step of the optimizer shows whether parameters may be cut; `stage: 0` cuts none",
+    "persist_below_numel": "Leave it out: a layer's small parameters are gathered in one message with its large ones",
     "overlap_param_gather": "Leave it out: reads of parameters wait; `engine_of(model).finish_parameters()` waits for all",
     "nonfinite_limit": "Leave it out: `nonfinite: skip` ends a run behind ten bad steps in a row",
     "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
@@ -264,7 +265,6 @@ _VALUES = {
     ("offload_param", "device"): "offload.params",
     ("offload_param", "nvme_path"): "offload.nvme_path",
     ("mics_shard_size",): "comm.shard_group_size",
-    ("stage3_param_persistence_threshold",): "persist_below_numel",
 }
 """Below `zero_optimization`: a setting of DeepSpeed's, and the one here that takes the same value."""
 
@@ -291,7 +291,7 @@ _MEANINGS = {
     "reduce_bucket_size": "it is DeepSpeed's; here it is `bucket_bytes`, in bytes",
     "allgather_bucket_size": "it is DeepSpeed's; here it is `bucket_bytes`, in bytes",
     "stage3_prefetch_bucket_size": "it is DeepSpeed's; here it is `prefetch_units`, in layers",
-    "stage3_param_persistence_threshold": "it is DeepSpeed's; here it is `persist_below_numel`",
+    "stage3_param_persistence_threshold": "it is DeepSpeed's; a layer is gathered in one message here, so leave it out",
     "communication_data_type": "it is DeepSpeed's; here it is `reduce_dtype`",
     "zero_quantized_weights": "it is DeepSpeed's; here it is `comm.weights: int8`",
     "zero_quantized_gradients": "it is DeepSpeed's; here it is `comm.gradients: int8`",

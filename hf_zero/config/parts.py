@@ -289,7 +289,6 @@ class ZeroSettings(TypedDict, total=False):
     gather_dtype: str
     prefetch_units: int
     reshard_after_forward: bool | Literal["auto"]
-    persist_below_numel: int
     unit_modules: tuple[str, ...] | str
     unit_bytes: int | str
     offload: OffloadSettings | OffloadConfig

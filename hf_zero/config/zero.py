@@ -70,7 +70,6 @@ class ZeroConfig:
         reshard_after_forward: `true` drops a unit's gathered parameters after its forward and gathers them again for backward.
             `false` keeps them until the step, with stage 2's memory and traffic. `auto` keeps them if they take less than a
             quarter of the free memory.
-        persist_below_numel: stage 3 keeps parameters with fewer elements whole on each rank.
         unit_modules: classes of modules that stage 3 gathers one at a time; `auto` finds the layers.
         unit_bytes: stage 3 gathers consecutive layers together until they have this size; 0 gathers each alone. `auto`: 16 MiB
             on accelerators, 1 MiB on the CPU, 0 with `unit_modules`.
@@ -92,7 +91,6 @@ class ZeroConfig:
     gather_dtype: str = field(default=AUTO, metadata={"stage": 3})
     prefetch_units: int = field(default=1, metadata={"stage": 3})
     reshard_after_forward: bool | Literal["auto"] = field(default=True, metadata={"stage": 3})
-    persist_below_numel: int = field(default=0, metadata={"stage": 3})
     unit_modules: tuple[str, ...] | str = field(default=AUTO, metadata={"stage": 3})
     unit_bytes: int | str = field(default=AUTO, metadata={"stage": 3})
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -123,7 +121,6 @@ class ZeroConfig:
         self._check_gather_dtype()
         whole_number("check_replicas_every", self.check_replicas_every, 0, what=" of steps, 0 for never,")
         whole_number("prefetch_units", self.prefetch_units, 0)
-        whole_number("persist_below_numel", self.persist_below_numel, 0, most=2**63 - 1)
         one_of("rounding", self.rounding, ("nearest", "stochastic"))
         for name in ("optimizer", "params"):
             value = getattr(self.offload, name)

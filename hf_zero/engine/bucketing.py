@@ -266,7 +266,7 @@ def parts_of(
     """Lists the parts that go into buckets, in the order of their gradients: all but `ignored_parameters`.
 
     Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
-    for each unit, frozen parameters too, the last layers first and the root last; then what `persist_below_numel` keeps whole.
+    for each unit, frozen parameters too, the last layers first and the root last.
     On an accelerator what the root has behind its layers (a head) comes first, so that its gradient, which may be the largest
     of all, does not wait for the embeddings'.
 
@@ -281,7 +281,6 @@ def parts_of(
     own = {
         unit: [(name, p) for name, p in held if p not in ignored] for unit, held in own_parameters(model, units).items()
     }
-    least = config.persist_below_numel
     values = {name: [p for _, p in held] for name, held in own.items()}
     layers = reversed(group_layers(units, values, least_unit_bytes(config, device)))
     behind = [] if device.type == "cpu" else _behind_layers(model, own)
@@ -290,12 +289,10 @@ def parts_of(
     of_layers = [(names, [held for name in names for held in own[name]]) for names in layers]
     parts = []
     for names, held in [([], behind), *of_layers, ([], before)]:
-        shared = [(n, p) for n, p in held if p.numel() >= least and p not in unshared]
+        shared = [(n, p) for n, p in held if p not in unshared]
         alone = [(n, p) for n, p in held if p in unshared and p.requires_grad]
         parts.append(Part(modules=tuple(names), parameters=shared, sharded=True))
         parts.append(Part(modules=(), parameters=alone, sharded=False))
-    kept = [(name, p) for name, p in trained if p.numel() < least and p not in unshared]
-    parts.append(Part(modules=(), parameters=kept, sharded=False))
     return [part for part in parts if part.parameters]
 
 

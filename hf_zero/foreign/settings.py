@@ -110,6 +110,7 @@ def whole(value: Any) -> Any:
 _ARGUMENTS = "your training arguments or your script say it: {}"
 _ALWAYS = "always so here"
 _BUCKETS = "`bucket_bytes: auto` sizes buckets for the model, the ranks and the device"
+_ONE_MESSAGE = "the small parameters of a layer are gathered in one message with its large ones"
 _SCHEDULE = "gathered layers are dropped and prefetched a layer at a time: `reshard_after_forward`, `prefetch_units`"
 _INSIDE = "a detail of DeepSpeed's own code"
 _REPORTS = (
@@ -181,8 +182,8 @@ _ZERO: dict[str, Rule] = {
     "cpu_offload": switch({"offload.optimizer": "cpu"}),
     "cpu_offload_params": switch({"offload.params": "cpu"}),
     "cpu_offload_use_pin_memory": never("host memory that a GPU copies from is always pinned"),
-    "stage3_param_persistence_threshold": same("persist_below_numel", whole),
-    "param_persistence_threshold": same("persist_below_numel", whole),
+    "stage3_param_persistence_threshold": never(_ONE_MESSAGE),
+    "param_persistence_threshold": never(_ONE_MESSAGE),
     "mics_shard_size": group,
     "mics_hierarchical_params_gather": instead("leave it out: shards of a group are gathered within the group"),
     "zero_hpz_partition_size": secondary,
@@ -199,7 +200,7 @@ _ZERO: dict[str, Rule] = {
     "max_live_parameters": never(_SCHEDULE),
     "max_reuse_distance": never(_SCHEDULE),
     "prefetch_bucket_size": never(_SCHEDULE),
-    "model_persistence_threshold": never("`persist_below_numel` has no bound for all of them together"),
+    "model_persistence_threshold": never(_ONE_MESSAGE),
     "reduce_bucket_size": never(_BUCKETS),
     "allgather_bucket_size": never(_BUCKETS),
     "sub_group_size": never("the optimizer steps a bucket at a time where its state is offloaded"),
@@ -363,7 +364,7 @@ OF_FSDP: Table = {
     "state_dict_type": never("`checkpoint.layout: hf` writes complete models, `sharded` one file a rank"),
     "cpu_ram_efficient_loading": never("`with hf_zero.init(plugin):` around from_pretrained does the like"),
     "activation_checkpointing": never("your training arguments say it: gradient_checkpointing"),
-    "ignored_modules": instead("freeze what is not to be trained; `persist_below_numel` keeps small parameters whole"),
+    "ignored_modules": instead("freeze what is not to be trained"),
     "mixed_precision_policy": instead("`param_dtype`, `reduce_dtype` and `gather_dtype` say dtypes"),
     "xla": instead(_XLA),
     "xla_fsdp_settings": instead(_XLA),

@@ -282,7 +282,6 @@ def test_tiers_accumulation_and_checks_leave_the_run_as_it_is(folder, tmp_path, 
         {"stage": 2, "offload": {"optimizer": "cpu"}},
         {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}},
         {"stage": 3, "offload": files},
-        {"stage": 3, "persist_below_numel": 2000},
     ]
     near = [{"stage": stage, "comm": {"gradients": "int8", "weights": "int8"}} for stage in (2, 3)]
     near.append({"stage": 2, "moments": "8bit"})

@@ -35,7 +35,6 @@ KEYS_OF_STAGE_3 = {
     "gather_dtype",
     "prefetch_units",
     "reshard_after_forward",
-    "persist_below_numel",
     "unit_modules",
     "unit_bytes",
 }

@@ -294,7 +294,7 @@ def test_a_trainer_evaluates_in_bfloat16_as_under_ddp_and_its_model_stays_as_it_
     as_launched(rank, world_size)
     settings = {"max_steps": 2, "bf16_full_eval": True, "dropout": 0.0}
     seen = []
-    for door in ("flag 2", "flag stage=3,persist_below_numel=200"):
+    for door in ("flag 2", "flag 3"):
         trainer = make_trainer(door, "bert", Path(folder) / door[-3:], **settings)
         trainer.train()
         before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -366,7 +366,7 @@ def merges(rank: int, world_size: int, make: Callable[[], nn.Module], folder: st
     ddp.step()
     expected = ddp.model.merge_and_unload().state_dict()
     for way in ("close", "gathered", "as it is"):
-        run = Run(rank, make, {**SHARDED, "persist_below_numel": 300})
+        run = Run(rank, make, SHARDED)
         run.step()
         if way == "close":
             hf_zero.engine_of(run.model).close()
@@ -429,7 +429,7 @@ def pushing_each_step(run: Run) -> None:
 @pytest.mark.parametrize("make", [gpt2, adapted])
 def test_weights_that_all_ranks_push_are_ddps(make):
     offloaded = {**SHARDED, "offload": {"params": "cpu", "optimizer": "cpu"}}
-    variants = [SHARDED, {**KEPT, "persist_below_numel": 200}, offloaded]
+    variants = [SHARDED, KEPT, offloaded]
     shared_ranks.run(same_as_ddp, script=pushing_each_step, variants=variants, make=make)
 
 
@@ -533,9 +533,8 @@ def editing_each_step(run: Run) -> None:
 
 
 def test_edits_of_each_element_behind_a_step_are_ddps():
-    persisting = {**KEPT, "persist_below_numel": 40}
     offloaded = {**SHARDED, "offload": {"params": "cpu", "optimizer": "cpu"}}
-    shared_ranks.run(same_as_ddp, script=editing_each_step, variants=[SHARDED, persisting, offloaded], make=gpt2)
+    shared_ranks.run(same_as_ddp, script=editing_each_step, variants=[SHARDED, KEPT, offloaded], make=gpt2)
 
 
 @on_ranks(2)
@@ -575,7 +574,7 @@ def averaging_by_torch(run: Run) -> None:
 
 
 def test_an_averaged_model_of_a_sharded_one_is_ddps():
-    variants = [SHARDED, {**KEPT, "persist_below_numel": 200}]
+    variants = [SHARDED, KEPT]
     shared_ranks.run(same_as_ddp, script=averaging_by_torch, variants=variants, make=gpt2)
 
 

@@ -532,7 +532,7 @@ def test_gathered_and_unsharded_do_nothing_to_a_model_that_is_not_prepared():
 
 
 def closes(rank: int, world_size: int, rank0_only: bool) -> None:
-    run = Run(rank, gpt2, {**SHARDED, "persist_below_numel": 100})
+    run = Run(rank, gpt2, SHARDED)
     run.step()
     run.step()
     expected = run.state()
@@ -543,7 +543,7 @@ def closes(rank: int, world_size: int, rank0_only: bool) -> None:
     assert_nothing_is_left_in(model, untouched)
     assert list(model.state_dict()) == list(expected)
     if rank0_only and rank > 0:
-        assert all(p.is_meta for name, p in model.named_parameters() if p.numel() >= 100)
+        assert all(p.is_meta for p in model.parameters())
     else:
         for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert_equal(other.state_dict(), expected)
@@ -592,7 +592,6 @@ SETTINGS = [
     NOT_AHEAD,
     FAR_AHEAD,
     {**KEPT, "prefetch_units": 3},
-    {**SHARDED, "persist_below_numel": 200},
     {"stage": 3, "prefetch_units": 0},
 ]
 
@@ -1007,8 +1006,7 @@ def branching(run: Run) -> None:
 
 
 def test_branches_that_some_ranks_take_around_layers_that_all_run_train_as_under_ddp():
-    each = {"persist_below_numel": 2 * WIDTH + 1, "unit_bytes": 0}
-    variants = [{**settings, **each} for settings in (SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD)]
+    variants = [{**settings, "unit_bytes": 0} for settings in (SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD)]
     make, batch = Branches, gpt2_batch
     shared_ranks.run(same_as_ddp, script=branching, variants=variants, make=make, make_batch=batch, find_unused=True)
 
@@ -1035,7 +1033,7 @@ def images_on_rank_0(generator: torch.Generator, size: int) -> dict[str, torch.T
 
 def test_batches_without_images_on_some_ranks_train_as_under_ddp_where_the_text_layers_alone_are_units():
     units = {"unit_modules": ["LlamaDecoderLayer"], "unit_bytes": 0}
-    variants = [{**SHARDED, **units}, {**KEPT, **units}, {**SHARDED, **units, "persist_below_numel": 300}]
+    variants = [{**SHARDED, **units}, {**KEPT, **units}]
     shared_ranks.run(
         same_as_ddp, script=branching, variants=variants, make=llava, make_batch=images_on_rank_0, find_unused=True
     )

@@ -108,7 +108,7 @@ def copying_deeply(run: Run) -> None:
 
 
 def test_a_copy_of_a_sharded_model_is_an_ordinary_whole_one():
-    variants = [SHARDED, {**KEPT, "persist_below_numel": 200}]
+    variants = [SHARDED, KEPT]
     shared_ranks.run(same_as_ddp, script=copying_deeply, variants=variants, make=gpt2)
 
 

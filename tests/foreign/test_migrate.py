@@ -130,11 +130,10 @@ def test_deepspeeds_settings_have_their_names_here(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(DS))
     found = hf_zero.migrate(path)
-    expected = {"stage": 3, "offload": {"optimizer": "nvme", "nvme_path": "/scratch"}, "persist_below_numel": 100_000}
+    expected = {"stage": 3, "offload": {"optimizer": "nvme", "nvme_path": "/scratch"}}
     assert found.source == "DeepSpeed" and found.config == ZeroConfig.from_dict(expected)
     assert {key.key for key in found.mapped} == {
         "zero_optimization.stage",
-        "zero_optimization.stage3_param_persistence_threshold",
         "zero_optimization.offload_optimizer.device",
         "zero_optimization.offload_optimizer.nvme_path",
     }
@@ -192,6 +191,6 @@ def test_the_command_writes_the_config_and_prints_json(tmp_path):
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
     assert ZeroConfig.from_yaml(out) == migrate(path).config
-    assert said["yaml"] == out.read_text() and said["source"] == "DeepSpeed" and len(said["mapped"]) == 4
+    assert said["yaml"] == out.read_text() and said["source"] == "DeepSpeed" and len(said["mapped"]) == 3
     again = CliRunner().invoke(app, ["migrate", str(path), "--write", str(out)])
     assert again.exit_code == 1 and "is there already" in again.output

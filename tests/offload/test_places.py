@@ -99,10 +99,7 @@ EVERY = list(itertools.product(JOBS, range(4)))
 FEW = list(itertools.product(("clipped", "sgd"), range(4)))
 MANY = ["recomputed by hooks", "recomputed in a graph of its own", "bert with dropout", "dropping", "bert", "odd"]
 OTHERWISE = [
-    *(
-        Case(job=replace(CLIPPED, steps=2), places=ALIKE, settings=more)
-        for more in (LOCAL, {"persist_below_numel": 50})
-    ),
+    Case(job=replace(CLIPPED, steps=2), places=ALIKE, settings=LOCAL),
     *(Case(job=replace(CLIPPED, steps=2), places=ALIKE, settings={"prefetch_units": ahead}) for ahead in (0, 3)),
     Case(job=replace(CLIPPED, steps=2), places=ALIKE, settings={"reshard_after_forward": False}),
     Case(job=replace(CLIPPED, steps=2), places=PAIRS, settings=BF16),
@@ -179,7 +176,7 @@ LONG = [
     ("parameters", 3, of_parameters(["odd", "sgd"], TWO_MIXED)),
     *(("parameters with other settings", ranks, OTHERWISE) for ranks in (1, 2)),
     ("parameters in blocks and two places", 2, on_the_wire(IN_BLOCKS, *TWO_MIXED)),
-    ("parameters in 4 bits, small ones kept", 2, on_the_wire({"gradients": "int4"}, persist_below_numel=100)),
+    ("parameters in 4 bits", 2, on_the_wire({"gradients": "int4"})),
     ("parameters in blocks, bf16", 2, on_the_wire(IN_BLOCKS, **BF16)),
     ("parameters in blocks, local accumulation", 2, on_the_wire(IN_BLOCKS, ALIKE[0], **LOCAL)),
     ("whole parameters in blocks", 2, on_the_wire(IN_BLOCKS, job=MUON)),

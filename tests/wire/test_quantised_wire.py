@@ -106,7 +106,6 @@ OTHERS = [
     setting(2, BOTH),
     setting(3, BOTH),
     setting(2, BOTH, grad_accumulation="local"),
-    setting(3, BOTH, persist_below_numel=100),
 ]
 
 
