@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .config import ConfigError, ZeroConfig
-from .layout.slots import GRAD_BUFFERS, BucketLayout, moment_bytes, pool_numel
+from .layout.slots import GRAD_BUFFERS, BucketLayout, moment_bytes, pool_growth, pool_numel
 
 # ---- What a planner refuses ----
 
@@ -183,7 +183,9 @@ def plan_states(
         residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs)
         if config.comm.gradients != "none"
         else 0,
-        gradient_buffers=_buffer_bytes(costs, GRAD_BUFFERS) if pooled else 0,
+        gradient_buffers=_buffer_bytes(pool_numel([cost.layout for cost in costs], GRAD_BUFFERS), costs)
+        if pooled
+        else 0,
         optimizer=_sum_if_known([_state_bytes(cost, config) for cost in costs]),
         beside=beside,
         in_files=in_files,
@@ -208,11 +210,29 @@ def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int | None:
     return sum(cost.state_itemsizes) * cost.layout.shard_numel
 
 
-def _buffer_bytes(costs: Sequence[BucketCost], limit: int) -> int:
-    """Counts bytes of buffers of whole gradients, and of sums in temporary memory."""
-    whole = pool_numel([cost.layout for cost in costs], limit) * max(cost.reduce_bytes for cost in costs)
+def _buffer_bytes(whole_numel: int, costs: Sequence[BucketCost]) -> int:
+    """Counts bytes of buffers of whole gradients, of so many elements, and of these buckets' sums in temporary memory."""
     beside = [cost.layout.shard_numel * cost.reduced_bytes for cost in costs if cost.apart]
-    return whole + sum(sorted(beside, reverse=True)[:limit])
+    return whole_numel * max(cost.reduce_bytes for cost in costs) + sum(sorted(beside, reverse=True)[:GRAD_BUFFERS])
+
+
+def _buffers_at(gradients: Sequence[str], costs: Sequence[BucketCost]) -> list[int]:
+    """Counts bytes of buffers of whole gradients after each gradient of a backward. A bucket's first gradient opens its buffer.
+
+    Args:
+        gradients: names of parameters, in the order in which their gradients come. Names of no bucket open no buffer.
+    """
+    bucket_of = {slot.name: number for number, cost in enumerate(costs) if cost.trained for slot in cost.layout.slots}
+    order = list(dict.fromkeys(bucket_of[name] for name in gradients if name in bucket_of))
+    opened = [costs[number] for number in order]
+    growth = pool_growth([cost.layout for cost in opened], GRAD_BUFFERS)
+    held = [0, *(_buffer_bytes(numel, opened[: at + 1]) for at, numel in enumerate(growth))]
+    found, seen = [], set()
+    for name in gradients:
+        if name in bucket_of:
+            seen.add(bucket_of[name])
+        found.append(held[len(seen)])
+    return found
 
 
 def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:
@@ -232,19 +252,35 @@ DDP = "DDP"
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """Bytes that are live at most from one gradient to the next. Gradients that have come are not among these.
+    """Bytes that are live when a gradient comes, or at most from then until the next gradient comes.
 
     Attributes:
-        come: bytes of gradients that have come before.
+        gradient: name of the parameter whose gradient came last; "" before the first.
+        come: bytes of gradients that have come before and are not counted as live.
         most: live at most.
         logits: of these, logits and what the loss makes of their shape.
         beside_logits: live at most without logits, maybe at another time.
     """
 
+    gradient: str = ""
     come: int = 0
     most: int = 0
     logits: int = 0
     beside_logits: int = 0
+
+
+class Peak(NamedTuple):
+    """Bytes beside the state at the moment of a backward when there are most.
+
+    Attributes:
+        live: activations, and gradients that have come.
+        logits: of these, logits and what the loss makes of their shape.
+        buffers: of whole gradients.
+    """
+
+    live: int
+    logits: int
+    buffers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,22 +313,26 @@ class Activations:
     @property
     def peak_bytes(self) -> int:
         """Counts live bytes at most, if each gradient is freed as soon as it is computed."""
-        return self.peak_beside(0)[0]
+        return self.peak_beside(0).live
 
     @property
     def has_logits(self) -> bool:
         """Whether logits are whole at any time."""
         return any(live.logits for live in self.curve)
 
-    def peak_beside(self, gradient_bytes: int) -> tuple[int, int]:
-        """Live at most together with gradients that gather while backward goes on, until they take `gradient_bytes`.
+    def peak_beside(self, gradient_bytes: int, buffers: Sequence[int] = ()) -> Peak:
+        """Finds the peak, with gradients that gather while backward goes on, until they take `gradient_bytes`.
 
-        Returns:
-            Bytes, and those of logits among them.
+        Args:
+            buffers: bytes of buffers of whole gradients at each entry of the curve. An empty one: there are no buffers.
         """
         all_bytes = max((live.come for live in self.curve), default=0)
         share = gradient_bytes / all_bytes if all_bytes else 0.0
-        return max(((round(live.most + share * live.come), live.logits) for live in self.curve), default=(0, 0))
+        moments = (
+            Peak(round(live.most + share * live.come), live.logits, held)
+            for live, held in zip(self.curve, buffers or [0] * len(self.curve))
+        )
+        return max(moments, key=lambda peak: (peak.live + peak.buffers, peak.logits), default=Peak(0, 0))
 
     def in_chunks(self) -> "Activations":
         """The same where the loss is computed in chunks: of the logits a tile is live at a time."""
@@ -300,10 +340,7 @@ class Activations:
         return replace(
             self,
             curve=tuple(
-                Live(
-                    come=live.come, most=live.beside_logits + tile * (live.logits > 0), beside_logits=live.beside_logits
-                )
-                for live in self.curve
+                replace(live, most=live.beside_logits + tile * (live.logits > 0), logits=0) for live in self.curve
             ),
             saved_bytes=self.saved_bytes - self.saved_logits,
             saved_logits=0,
@@ -340,11 +377,13 @@ class Forecast:
     Attributes:
         name: of the set-up, for tables.
         settings: of `ZeroConfig`, which make it; {} for DDP.
-        device: kind → bytes on the training device when most is there.
+        device: kind → bytes on the training device when most is there. Gradients count in full, and activations count less what
+            gradients lack at that moment.
         host: kind → bytes in host memory beside an accelerator; {} where the training device is the host.
         pinned_bytes: of host memory that is page-locked.
         disk_bytes: in files.
         save_bytes, load_bytes: host memory at most while a checkpoint is written, and while the model is loaded.
+        buffer_bytes: of gradient buffers at most; `device` has those at the peak.
         unknown: kinds whose bytes are not known beforehand, in words.
     """
 
@@ -356,6 +395,7 @@ class Forecast:
     disk_bytes: int = 0
     save_bytes: int = 0
     load_bytes: int = 0
+    buffer_bytes: int = 0
     unknown: tuple[str, ...] = ()
 
     @property
@@ -368,9 +408,9 @@ class Forecast:
 
     @property
     def state_bytes(self) -> int:
-        """Counts bytes of parameters, gradients, masters and optimizer state, in memory and in files."""
-        kept = (*STATE_KINDS, "gradient buffers")
-        return sum(self.device.get(kind, 0) + self.host.get(kind, 0) for kind in kept) + self.disk_bytes
+        """Counts bytes of parameters, gradients, their buffers, masters and optimizer state, in memory and in files."""
+        kept = sum(self.device.get(kind, 0) + self.host.get(kind, 0) for kind in STATE_KINDS)
+        return kept + self.buffer_bytes + self.disk_bytes
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -422,7 +462,8 @@ def forecast(
 ) -> Forecast:
     """Forecasts a rank's memory under a config.
 
-    Backward and step are not at the same time: the larger of what both take beside the state counts.
+    Backward and step are not at the same time: the larger of what both take beside the state counts. A bucket's gradient
+    buffer is there from the bucket's first gradient on. So no buffer is there beside logits, before the first gradient.
 
     Args:
         plan, costs: of its state (`plan_states`).
@@ -452,18 +493,18 @@ def forecast(
     saved = activations.saved_bytes if activations and moves else 0
     # Gradients that come during backward, and have gone before the next forward.
     coming = device["gradients"] if not accumulates else 0
-    beside = coming + passing.received
-    in_backward, logits = activations.peak_beside(beside) if activations else (beside, 0)
-    if activations and moves:
-        logits = max(0, logits - activations.saved_logits)
+    peak = _peak(plan, costs, coming + passing.received, activations, moves=moves)
+    logits = max(0, peak.logits - activations.saved_logits) if activations and moves else peak.logits
     in_step = coming + (passing.step if on_host or not offload.moves_state else 0) + (passing.window if on_host else 0)
-    passes = max(0, in_backward - saved - coming)
+    in_backward = max(coming, peak.live - saved + peak.buffers)
+    buffers = min(peak.buffers, in_backward - coming)
+    passes = in_backward - coming - buffers
     device |= {
-        "gradient buffers": plan.gradient_buffers,
+        "gradient buffers": buffers,
         "gathered": passing.gathered,
         "activations": max(0, passes - logits),
         "logits": min(passes, logits),
-        "step": max(0, in_step - passing.gathered - max(in_backward - saved, coming)),
+        "step": max(0, in_step - passing.gathered - in_backward),
         "runtime": passing.runtime,
     }
     pinned = activations.pinned_bytes if activations else 0
@@ -477,8 +518,26 @@ def forecast(
         disk_bytes=sum(in_files.values()),
         save_bytes=saved_in_checkpoint + passing.largest_parameter,
         load_bytes=passing.model,
+        buffer_bytes=plan.gradient_buffers,
         unknown=_unknown(plan.optimizer, activations),
     )
+
+
+def _peak(
+    plan: StatePlan, costs: Sequence[BucketCost], gathers: int, activations: Activations | None, *, moves: bool
+) -> Peak:
+    """Finds the peak of a backward.
+
+    Args:
+        gathers: bytes of a step's gradients, which gather during backward.
+        moves: activations move to the host.
+    """
+    if activations is None:
+        return Peak(gathers, 0, plan.gradient_buffers)
+    if moves or not plan.gradient_buffers:
+        # The curve does not say when activations leave the device, and so not which buffers are there at the peak.
+        return activations.peak_beside(gathers)._replace(buffers=plan.gradient_buffers)
+    return activations.peak_beside(gathers, _buffers_at([live.gradient for live in activations.curve], costs))
 
 
 def forecast_ddp(
@@ -486,8 +545,9 @@ def forecast_ddp(
 ) -> Forecast:
     """Forecasts a rank's memory under DistributedDataParallel. `accumulates`: as `forecast`'s."""
     there = state.gradients if accumulates else 0
-    traced, logits = activations.peak_beside(state.gradients - there) if activations else (0, 0)
-    in_passes = max(there + traced, state.gradients + passing.step)
+    peak = activations.peak_beside(state.gradients - there) if activations else Peak(0, 0)
+    logits = peak.logits
+    in_passes = max(there + peak.live, state.gradients + passing.step)
     passes = max(0, in_passes - state.gradients)
     device = {
         "parameters": state.parameters,
@@ -505,6 +565,7 @@ def forecast_ddp(
         device=_ordered(device),
         save_bytes=state.parameters + state.frozen,
         load_bytes=passing.model,
+        buffer_bytes=state.gradient_buckets,
         unknown=_unknown(state.optimizer, activations),
     )
 

@@ -434,13 +434,32 @@ def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
     shared = shared_numel(buckets)
     small = sum(bucket.numel for bucket in buckets if kind_of_buffer(bucket, shared) is BufferKind.SMALL)
     large = [bucket for bucket in buckets if kind_of_buffer(bucket, shared) is not BufferKind.SMALL]
-    keys = len({bucket.key for bucket in large})
+    return small + max((_large_numel(large[:stop], limit) for stop in range(1, len(large) + 1)), default=0)
+
+
+def pool_growth(buckets: Sequence[BucketLayout], limit: int) -> list[int]:
+    """Counts the most elements of all buffers when each bucket has just taken its own; see `pool_numel`.
+
+    Args:
+        buckets: in the order in which their first gradients come.
+        limit: large buffers at a time.
+    """
+    shared = shared_numel(buckets)
+    small, large, found = 0, [], []
+    for bucket in buckets:
+        if kind_of_buffer(bucket, shared) is BufferKind.SMALL:
+            small += bucket.numel
+        else:
+            large.append(bucket)
+        found.append(small + _large_numel(large, limit))
+    return found
+
+
+def _large_numel(taken: Sequence[BucketLayout], limit: int) -> int:
+    """Counts elements of large buffers, at most, when the last of these buckets has just taken its own."""
+    keys = len({bucket.key for bucket in taken})
     if keys > 1:
-        return sum(sorted((bucket.numel for bucket in large), reverse=True)[: max(limit, keys)]) + small
-    most = 0
-    for first in range(len(large)):
-        so_far = large[: first + limit]
-        oversize = [bucket.numel for bucket in so_far[first:] if bucket.oversize]
-        passed_on = sorted((bucket.numel for bucket in so_far if not bucket.oversize), reverse=True)
-        most = max(most, sum(oversize) + sum(passed_on[: limit - len(oversize)]))
-    return most + small
+        return sum(sorted((bucket.numel for bucket in taken), reverse=True)[: max(limit, keys)])
+    oversize = [bucket.numel for bucket in taken[-limit:] if bucket.oversize]
+    passed_on = sorted((bucket.numel for bucket in taken if not bucket.oversize), reverse=True)
+    return sum(oversize) + sum(passed_on[: limit - len(oversize)])

@@ -99,7 +99,7 @@ class Plan:
                 "shape": traced.shape,
                 "peak_bytes": traced.peak_bytes,
                 "saved_bytes": traced.saved_bytes,
-                "logits_bytes": traced.peak_beside(0)[1],
+                "logits_bytes": traced.peak_beside(0).logits,
                 "flops": traced.flops,
             },
             "set_ups": [
@@ -416,7 +416,7 @@ def header(plan: Plan) -> Iterator[str]:
         yield f"split over ranks, {split}: {plan.held:,} parameters a rank, sharded over the ranks that have the same"
     if plan.activations is not None:
         traced = plan.activations
-        logits = traced.peak_beside(0)[1]
+        logits = traced.peak_beside(0).logits
         over, part = ("a rank", "") if request.sp_size == 1 else (f"over {request.sp_size} ranks", " on each rank")
         yield (
             f"a micro-batch of {traced.shape} {over}, {request.accumulation} a step: {traced.flops / 1e12:.3g} TFLOP{part}, and "

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,9 +268,9 @@ def _without_memory(
             module._backward_hooks,
         ):
             hooks.clear()
-    for parameter in fake.parameters():
+    for name, parameter in fake.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(living.take_gradient)
+            parameter.register_post_accumulate_grad_hook(partial(living.take_gradient, name))
     return fake.train()
 
 
@@ -301,10 +302,12 @@ class _LivingBytes(TorchDispatchMode):
         self._left_out.append(storage)
         self._known.add(id(storage))
 
-    def take_gradient(self, parameter: torch.Tensor) -> None:
+    def take_gradient(self, name: str, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
+            come = self.curve[-1].come
+            self.curve.append(self._at_most(Live(gradient=name, come=come)))
             nbytes, parameter.grad = parameter.grad.nbytes, None
-            self.curve.append(self._at_most(Live(come=self.curve[-1].come + nbytes)))
+            self.curve.append(self._at_most(Live(gradient=name, come=come + nbytes)))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _ASKS_FOR_DEVICE and isinstance(args[0], FakeTensor):
@@ -356,7 +359,7 @@ class _LivingBytes(TorchDispatchMode):
         """What is live now beside what has been."""
         most, logits = max((before.most, before.logits), (self.now, self.logits))
         beside = max(before.beside_logits, self.now - self.logits)
-        return Live(come=before.come, most=most, logits=logits, beside_logits=beside)
+        return dataclasses.replace(before, most=most, logits=logits, beside_logits=beside)
 
     def _forget(self, address: int, kind: str, nbytes: int) -> None:
         self._known.discard(address)

@@ -315,9 +315,30 @@ def matrix(record: Record) -> dict[str, str]:
     return {"run": run, "matrix": markdown(columns, record["rows"].values())}
 
 
+def parts(record: Record) -> dict[str, str]:
+    """A row a part that needs less memory: a rank's peak in each set-up, and the error of its forecast."""
+    found = {(cell["model"], cell["set_up"]): cell for cell in record["cells"]}
+    columns: list[tuple[Any, ...]] = [("part", "part")]
+    for set_up in record["options"]["set_ups"]:
+        title = "DDP" if set_up == "ddp" else f"stage {set_up}"
+        columns += [(f"{title}, peak MiB", f"{set_up} peak", ".0f", MIB), ("forecast", f"{set_up} error", "+.1%")]
+    rows = []
+    for part in dict.fromkeys(model for model, _ in found):
+        of_part = {set_up: cell for (model, set_up), cell in found.items() if model == part}
+        row: Record = {"part": part}
+        for set_up in record["options"]["set_ups"]:
+            cell = of_part.get(set_up, {})
+            row |= {f"{set_up} peak": cell.get("measured_peak"), f"{set_up} error": cell.get("peak_error")}
+        rows.append(row)
+    return {"parts": markdown(columns, rows)}
+
+
 REPORTS: dict[str, Callable[[Record], dict[str, str]]] = {
     "steps": steps,
-    **{each.__name__: each for each in (checkpoints, curves, links, host_time, first_step, axes, offload, matrix)},
+    **{
+        each.__name__: each
+        for each in (checkpoints, curves, links, host_time, first_step, axes, offload, matrix, parts)
+    },
 }
 
 

@@ -146,7 +146,7 @@ def test_logits_are_counted_apart_with_what_the_loss_makes_of_them(autocast):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=24, n_layer=2, n_head=4, vocab_size=wide))
     traced = trace(model, lambda: batch_of(model, rows, LENGTH), shape="", tokens=rows * LENGTH, autocast=autocast)
     whole = rows * LENGTH * wide * 4
-    peak, logits = traced.peak_beside(0)
+    peak, logits, _ = traced.peak_beside(0)
     assert (logits, traced.saved_logits) == (3 * whole, whole)
     chunked = traced.in_chunks()
     assert not chunked.has_logits and chunked.saved_bytes == traced.saved_bytes - traced.saved_logits
@@ -154,6 +154,24 @@ def test_logits_are_counted_apart_with_what_the_loss_makes_of_them(autocast):
     with_head = make_plan(model, batch=rows, seq=LENGTH, gpus=2, mixed_precision="bf16" if autocast else "no")
     forecast = with_head.candidates[0].forecast
     assert forecast.device["logits"] == logits and sum(forecast.device.values()) == forecast.device_bytes
+
+
+def test_no_gradient_buffer_is_forecast_beside_logits():
+    """Logits live at the start of backward, and a bucket's first gradient opens the bucket's buffer."""
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=24, n_layer=2, n_head=4, vocab_size=5003))
+    for rows, has_buffers in ((8, False), (1, True)):
+        batch = batch_of(model, rows, LENGTH)
+        optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
+        ways = {"device": torch.device("cpu"), "world_size": 2, "ranks_a_node": 2}
+        traced = trace(model, batch, shape="", tokens=rows * LENGTH)
+        job = Job(model=model, optimizers=optimizers, activations=traced, **ways)
+        found = job.forecast("2", {"stage": 2}, ZeroConfig(stage=2))
+        assert ("gradient buffers" in found.device) == has_buffers
+        assert found.device.get("gradient buffers", 0) <= found.buffer_bytes > 0
+        assert (
+            found.device["gradients"] + found.device["activations"] + found.device.get("logits", 0) >= traced.peak_bytes
+        )
 
 
 def test_a_model_without_a_head_of_words_has_no_logits():
