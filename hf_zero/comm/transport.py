@@ -99,22 +99,19 @@ class Transport(ABC):
     Attributes:
         adds_in_wider: a reduce-scatter into a wider dtype adds in that one, and so rounds less than one in the dtype of what
             is summed. Elsewhere the sum is rounded to that dtype first.
+        watch: knows the collective that this rank waits in.
     """
 
     adds_in_wider: bool = False
 
     def __init__(self, ledger: Ledger | None = None):
         self.ledger = ledger or Ledger()
+        self.watch: Watch = self.ledger.watch
 
     @property
     def name(self) -> str:
         """Names the transport in tables."""
         return type(self).__name__
-
-    @property
-    def watch(self) -> Watch:
-        """Returns the watch, which knows the collective that this rank waits in."""
-        return self.ledger.watch
 
     @abstractmethod
     def start_reduce_scatter(
