@@ -21,7 +21,7 @@ from .assemble import Parts, assemble
 from .backward import never_asked
 from .buffers import broadcast_buffers, ignored_parameters
 from .gathered import IN_GATHERED, parameters_in, put_back
-from .nonfinite import BadSteps
+from .nonfinite import NonFiniteCheck
 from .report_tables import CommReport, MemoryReport
 from .reports import DtypeReport, Places, report_dtypes, report_memory
 from .split_model import whole_tensors
@@ -161,9 +161,9 @@ class ZeroEngine:
         return self.transport.watch.log.step
 
     @property
-    def bad_steps(self) -> BadSteps:
+    def bad_steps(self) -> NonFiniteCheck:
         """How many steps with NaN or infinite gradients were skipped, and whether the last one was."""
-        return self._step.bad_steps
+        return self.nonfinite
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""

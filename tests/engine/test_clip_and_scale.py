@@ -358,7 +358,9 @@ class Rows:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.engine = ZeroEngine(model, [optimizer], {"stage": 2})
         self.elsewhere = False
-        self.engine.nonfinite = NonFiniteCheck(self.engine.config, Agreement(self))
+        self.engine.nonfinite = NonFiniteCheck(
+            model, self.engine.config, Agreement(self), self.engine.transport, speaks=False
+        )
 
     def agree_sum(self, values: torch.Tensor, _label) -> torch.Tensor:
         return values + float(self.elsewhere)
