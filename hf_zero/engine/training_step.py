@@ -438,7 +438,7 @@ class TrainingStep:
             self._enter(TrainingState.BACKWARD)
             # As DDP, which reads what a script has set on it in a forward, for the backward behind it.
             self._choose_reducing()
-            self.gradients.end.watch(outputs)
+            self.gradients.watch(outputs)
             parts.nonfinite.note_batch(outputs)
             if parts.model_buffers is not None:
                 parts.model_buffers.after_forward(under_no_sync=self.is_accumulating)
