@@ -1,15 +1,13 @@
 """One backward pass: gradients fill buckets, full buckets are reduced, all are reduced at its end."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import is_dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
@@ -17,49 +15,8 @@ from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..guard import look_only
-from ..hooks import WeakHook
+from ..hooks import WeakHook, differentiable_tensors
 from .gradient_store import GradientStore
-
-# ---- Tensors that take gradients, in the outputs of a forward ----
-
-_LEAVES = frozenset({type(None), bool, int, float, str})
-
-
-def differentiable_tensors(value: object) -> list[torch.Tensor]:
-    """The tensors that take gradients in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
-    return [tensor for tensor in _tensors(value) if tensor.requires_grad]
-
-
-def has_tensors(value: object) -> bool:
-    """Whether any tensor can be found in the same places."""
-    return next(_tensors(value), None) is not None
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    # Plain nests are looked through here: torch's walk takes several times as long, and each layer is looked at.
-    kind = type(value)
-    if kind in _LEAVES:
-        return
-    if kind is tuple or kind is list or kind is dict:
-        for item in value.values() if kind is dict else value:
-            yield from _tensors(item)
-        return
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors(list(vars(leaf).values()))
-
-
-def is_in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-# ---- One backward: gradients fill buckets, full buckets are reduced meanwhile, and the rest at the end ----
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
 

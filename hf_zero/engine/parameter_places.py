@@ -12,7 +12,7 @@ from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import show_values
 from ..comm.transport import Transport
 from ..guard import look_only
-from ..hooks import WeakHook
+from ..hooks import WeakHook, is_in_backward
 from ..optimizer.holder import StateHolder
 from .buffers import ignored_parameters
 from .collectives import Gather
@@ -182,7 +182,7 @@ class ParameterPlaces:
 
     def _look(self) -> None:
         # Evaluation of a model that has been cast or merged is nobody's concern; nor is a recomputation inside backward.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and not is_in_backward():
             for slot, held in self._strays():
                 # What is no Parameter is there for this call only: torch.func.functional_call puts it back.
                 if held is None or isinstance(held, nn.Parameter):

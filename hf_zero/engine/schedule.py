@@ -18,8 +18,7 @@ import torch
 from ..buckets.bucket import Bucket
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..hooks import WeakHook
-from .backward import differentiable_tensors, has_tensors, is_in_backward
+from ..hooks import WeakHook, differentiable_tensors, has_tensors, is_in_backward
 from .collectives import Gather, Wire
 from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 

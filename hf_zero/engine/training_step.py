@@ -17,13 +17,13 @@ from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
-from ..hooks import WeakHook, engine_attached_to
+from ..hooks import WeakHook, engine_attached_to, is_in_backward
 from ..layout import slots
 from ..optimizer.holder import StateHolder
 from ..optimizer.row_writes import RowWrites
 from ..optimizer.sharded_optimizer import ShardedOptimizer, identity_of
 from .assemble import Parts
-from .backward import Gradients, is_in_backward, never_asked
+from .backward import Gradients, never_asked
 from .gradient_store import GradientStore, Landing, choose_store
 from .parameter_gather import is_compiled
 
