@@ -424,7 +424,7 @@ def train_at_stage_1(rank: int, world_size: int, *, dtype: torch.dtype) -> dict:
     held = []
 
     def note() -> None:
-        buffers = [buffer.flat for buffer in engine._step.store._lasting.values()]
+        buffers = list(engine._step.store._lasting.values())
         held.append((resident_bytes(buffers), sum(flat.nbytes for flat in buffers if flat.nbytes < LARGE_BYTES // 4)))
 
     losses = losses_of(model, optimizer, rank, dtype, engine.no_sync, note, note)
