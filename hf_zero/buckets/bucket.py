@@ -331,24 +331,14 @@ class Bucket:
             self._labels[kind] = Label(kind=kind, subject=self.name, channel=self.layout.index, holds=self.contents)
         return self._labels[kind]
 
-    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns all slots of a flat buffer of this layout, as `ParameterSlot.view_of` gives them."""
-        return self._slot_views.of(flat)
-
-    def fill_slots(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
-        """Writes a tensor for each slot, times `factor`, into a flat buffer of this layout, and zeros elsewhere."""
-        self._slot_views.fill(flat, values, factor)
-
-    def row_views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Returns all rows of a flat tensor of the shard's layout, as `Row.of` gives them."""
-        return self._row_views.of(shard)
-
     @cached_property
-    def _slot_views(self) -> FlatViews:
+    def slot_views(self) -> FlatViews:
+        """Cuts flat buffers of this layout into all slots, as `ParameterSlot.view_of` cuts one."""
         return FlatViews((slot.interval, slot.parameter.shape) for slot in self.slots)
 
     @cached_property
-    def _row_views(self) -> FlatViews:
+    def row_views(self) -> FlatViews:
+        """Cuts flat tensors of the shard's layout into all rows, as `Row.of` cuts one."""
         return FlatViews((row.layout.in_shard, row.tensor.shape) for row in self.rows)
 
     def adopt(self, slot: ParameterSlot) -> None:

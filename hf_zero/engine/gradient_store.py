@@ -294,9 +294,9 @@ class GradientStore(ABC):
         is_all = is_as_it_is and len(slots) == len(bucket.slots)
         if is_all and share != 1.0 and flat.numel() <= _AT_ONCE_NUMEL:
             ordered = [gradient for _, gradient in sorted(zip(map(_NUMBER, slots), gradients), key=_FIRST)]
-            bucket.fill_slots(flat, ordered, share)
+            bucket.slot_views.fill(flat, ordered, share)
             return
-        all_views = bucket.views_of(flat)
+        all_views = bucket.slot_views.of(flat)
         views = [all_views[slot.number] for slot in slots]
         if not is_as_it_is:
             # Divided in their own dtype, as `put` does.
@@ -329,7 +329,7 @@ def add_or_set(
     `target` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
     the optimizer steps. Both are there on the arrival.
     """
-    views = zip(bucket.rows, bucket.row_views_of(target))
+    views = zip(bucket.rows, bucket.row_views.of(target))
     if going_on:
         return d2h.start_sum(_sum_into(views, going_on, sets=target is not reduced), reduced, bucket.arrival)
     # Into the same memory.
