@@ -102,14 +102,11 @@ class ShardedModel:
         if not self._is_passed_by(self.root):
             self.schedule.after_forward(self.root, outputs)
 
-    def own_bytes(self, *, trained: bool) -> int:
-        """Bytes of this rank's shards of the trained, or of the frozen parameters."""
-        return sum(
-            bucket.memory.lasting_bytes
-            for unit in self.schedule.units
-            for bucket in unit.buckets
-            if bucket.trained is trained
-        )
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of this rank's shards of the frozen parameters."""
+        buckets = (bucket for unit in self.schedule.units for bucket in unit.buckets)
+        return sum(bucket.memory.lasting_bytes for bucket in buckets if not bucket.trained)
 
     @contextmanager
     def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
