@@ -90,7 +90,8 @@ class ParameterPlaces:
     def before_step(self) -> None:
         """Raises `RuntimeError` for a parameter outside of its memory, which the step would not reach."""
         self._refuse_unfrozen()
-        self.refuse_strays()
+        for slot, held in self._strays():
+            raise _moved(slot, held)
 
     def _refuse_unfrozen(self) -> None:
         # It was frozen when the model was prepared.
@@ -103,11 +104,6 @@ class ParameterPlaces:
                 "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
                 "nothing.)"
             )
-
-    def refuse_strays(self) -> None:
-        """Raises `RuntimeError` for a parameter that a step would not reach."""
-        for slot, held in self._strays():
-            raise _moved(slot, held)
 
     def _strays(self) -> Iterator[tuple[ParameterSlot, torch.Tensor | None]]:
         """Lists slots whose parameter has left its module or its memory, and the present object there.

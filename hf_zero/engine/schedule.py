@@ -427,7 +427,7 @@ class Unsharding:
             self._start(unit, self._wire.exact)
         for unit in units:
             self._finish(unit)
-            unit.leave_to_script()
+            unit.unseen.leave_to_script()
 
     def catch_up(self) -> None:
         """Takes part in gathers that other ranks have started ahead or still need, before collectives outside of a pass."""
