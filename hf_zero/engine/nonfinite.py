@@ -53,7 +53,9 @@ class NonFiniteCheck:
         has_skipped: whether another optimizer of this engine has come to the same step, and skipped it.
     """
 
-    def __init__(self, model: nn.Module, config: ZeroConfig, among: Agreement, transport: Transport, *, speaks: bool):
+    def __init__(
+        self, model: nn.Module, config: ZeroConfig, among: Transport | Agreement, transport: Transport, *, speaks: bool
+    ):
         self._model = model
         self._among = among
         self._transport = transport
