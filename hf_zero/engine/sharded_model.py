@@ -161,13 +161,12 @@ class ShardedModel:
         # Copies on their way have the values before the edit.
         self.schedule.forget_copies(unit)
         bucket = slot.bucket
-        common = slot.interval.intersect(bucket.own_interval)
-        if common is not None:
-            part = common.shift(-bucket.own_interval.start)
+        part = bucket.own_parts.get(slot)
+        if part is not None:
             with torch.no_grad():
-                own = bucket.memory.own_part(part).clone()
+                own = bucket.memory.own_part(part.in_shard).clone()
                 edit(own)
-                bucket.memory.write_own_part(part, own)
+                bucket.memory.write_own_part(part.in_shard, own)
         # On all ranks, also those without elements of it: the versions must stay the same everywhere.
         unit.count_edit(slot)
         return True
