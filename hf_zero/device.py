@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,37 +47,6 @@ PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 << 20
 
 
-class _HostArena:
-    """An anonymous mapping, whose freed pages go back to the system. glibc keeps blocks below 32 MiB in the process.
-
-    Large mappings use huge pages, whose faults cost a fifth of those of small pages. `boundary` is a byte that lies at the
-    start of a huge page, so that the memory on either side can be freed in whole huge pages.
-    """
-
-    def __init__(self, nbytes: int, boundary: int = 0):
-        huge = nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
-        slack = 2 * _HUGE_PAGE_BYTES if huge else 0
-        self._region = mmap.mmap(-1, max(nbytes, PAGE_BYTES) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        everything = torch.frombuffer(self._region, dtype=torch.uint8)
-        self._offset = (-everything.data_ptr() - boundary) % _HUGE_PAGE_BYTES if huge else 0
-        self.bytes = everything[self._offset : self._offset + nbytes]
-        self._end = self._offset + nbytes
-        if huge:
-            start = _page_below(self._offset)
-            # A tail that fills less of its huge page stays on small ones: those take less memory, and no longer to come.
-            spare = -(self._offset + everything.data_ptr() + nbytes) % _HUGE_PAGE_BYTES
-            self._end += spare if spare < _HUGE_PAGE_BYTES // 4 else 0
-            self._region.madvise(mmap.MADV_HUGEPAGE, start, self._end - start)
-
-    def discard(self, start: int, stop: int) -> None:
-        """Frees the whole pages of the bytes `start` to `stop`, which read as zero afterwards."""
-        first = _page_below(self._offset + start + PAGE_BYTES - 1)
-        # Behind the end there is nothing, in the last page and in a huge one.
-        last = _page_below(self._end + PAGE_BYTES - 1 if stop == self.bytes.nbytes else self._offset + stop)
-        if last > first:
-            self._region.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-
 def _page_below(nbytes: int) -> int:
     return nbytes // PAGE_BYTES * PAGE_BYTES
 
@@ -88,7 +57,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     On the host the tensor has a mapping of its own: dropping the last reference returns the memory to the system.
     """
     if device.type == "cpu":
-        return _HostArena(numel * dtype.itemsize).bytes.view(dtype)
+        return HostReservation(numel, dtype, kept=slice(0, 0)).flat
     return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -398,41 +367,48 @@ class Reservation(ABC):
 
 
 class HostReservation(Reservation):
-    """Pages of one mapping: addresses stay, so nothing that still points there can crash the process."""
+    """Pages of one anonymous mapping: addresses stay, so nothing that still points there can crash the process.
 
-    in_place = True
+    Freed pages go back to the system. glibc keeps blocks below 32 MiB in the process. Large mappings use huge pages, whose
+    faults cost a fifth of those of small pages.
 
-    def __init__(self, numel: int, dtype: torch.dtype, kept: slice):
+    Args:
+        apart: `own` has separate memory, and all pages come and go.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, kept: slice, *, apart: bool = False):
         size, nbytes = dtype.itemsize, numel * dtype.itemsize
-        kept_bytes = slice(kept.start * size, kept.stop * size)
-        self._arena = _HostArena(nbytes, boundary=kept_bytes.stop if kept_bytes.stop < nbytes else kept_bytes.start)
-        self.flat = self._arena.bytes.view(dtype)
-        self.own = self.flat[kept]
-        self._passing = [(0, kept_bytes.start), (kept_bytes.stop, nbytes)]
+        own = slice(0, 0) if apart else slice(kept.start * size, kept.stop * size)
+        huge = nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
+        slack = 2 * _HUGE_PAGE_BYTES if huge else 0
+        self._region = mmap.mmap(-1, max(nbytes, PAGE_BYTES) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        everything = torch.frombuffer(self._region, dtype=torch.uint8)
+        # `own` ends, or begins, at the start of a huge page, so that the memory on that side is freed in whole huge pages.
+        boundary = own.stop if own.stop < nbytes else own.start
+        self._offset = (-everything.data_ptr() - boundary) % _HUGE_PAGE_BYTES if huge else 0
+        self._end = self._offset + nbytes
+        if huge:
+            start = _page_below(self._offset)
+            # A tail that fills less of its huge page stays on small ones: those take less memory, and no longer to come.
+            spare = -(self._offset + everything.data_ptr() + nbytes) % _HUGE_PAGE_BYTES
+            self._end += spare if spare < _HUGE_PAGE_BYTES // 4 else 0
+            self._region.madvise(mmap.MADV_HUGEPAGE, start, self._end - start)
+        self.flat = everything[self._offset : self._offset + nbytes].view(dtype)
+        self.in_place = not apart
+        self.own = allocate(kept.stop - kept.start, dtype, torch.device("cpu")) if apart else self.flat[kept]
+        self._passing = [(0, own.start), (own.stop, nbytes)]
 
     def restore(self) -> None:
         """Pages come back when they are written."""
 
     def release(self) -> None:
+        """Frees whole pages, which read as zero afterwards."""
         for start, stop in self._passing:
-            self._arena.discard(start, stop)
-
-
-class ApartHostReservation(Reservation):
-    """Pages of one mapping, all of them temporary, and separate memory for `own`."""
-
-    in_place = False
-
-    def __init__(self, numel: int, dtype: torch.dtype, kept: slice):
-        self._arena = _HostArena(numel * dtype.itemsize)
-        self.flat = self._arena.bytes.view(dtype)
-        self.own = allocate(kept.stop - kept.start, dtype, torch.device("cpu"))
-
-    def restore(self) -> None:
-        """Pages come back when they are written."""
-
-    def release(self) -> None:
-        self._arena.discard(0, self.flat.nbytes)
+            first = _page_below(self._offset + start + PAGE_BYTES - 1)
+            # Behind the end there is nothing, in the last page and in a huge one.
+            last = _page_below(self._end + PAGE_BYTES - 1 if stop == self.flat.nbytes else self._offset + stop)
+            if last > first:
+                self._region.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 class ResizedReservation(Reservation):
@@ -452,19 +428,17 @@ class ResizedReservation(Reservation):
         self.flat.untyped_storage().resize_(0)
 
 
-def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, apart: bool = False) -> Reservation:
     """Allocates a flat tensor of `numel` elements of which only the elements `kept` last.
 
     Views must be made before the first `release`: torch makes none of a storage without memory.
+
+    Args:
+        apart: `own` is outside of `flat` on every device, so that the two may hold different values.
     """
-    kind = HostReservation if device.type == "cpu" else partial(ResizedReservation, device=device)
-    return kind(numel, dtype, kept=kept)
-
-
-def reserve_apart(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-    """Reserves with `own` outside of `flat` on every device, so that the two may hold different values."""
-    kind = ApartHostReservation if device.type == "cpu" else partial(ResizedReservation, device=device)
-    return kind(numel, dtype, kept=kept)
+    if device.type == "cpu":
+        return HostReservation(numel, dtype, kept, apart=apart)
+    return ResizedReservation(numel, dtype, kept, device)
 
 
 def alias(view: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,13 @@
-"""Hooks and references that keep neither a model nor its engine alive."""
+"""Hooks and references that keep neither a model nor its engine alive, and the tensors that hooks look for."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 # ---- Module hooks that are not copied or pickled with the model ----
 
@@ -72,3 +75,42 @@ def engine_attached_to(holder: nn.Module | nn.Parameter) -> Any:
     """Returns the live ZeroEngine of a module that was handed to `ZeroEngine`, or of its parameter; or None."""
     reference = holder.__dict__.get(_ATTRIBUTE)
     return reference() if isinstance(reference, EngineReference) else None
+
+
+# ---- Tensors in what a forward takes and returns, and whether a forward is a recomputation ----
+
+_LEAVES = frozenset({type(None), bool, int, float, str})
+
+
+def differentiable_tensors(value: object) -> list[torch.Tensor]:
+    """The tensors that take gradients in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
+    return [tensor for tensor in _tensors(value) if tensor.requires_grad]
+
+
+def has_tensors(value: object) -> bool:
+    """Whether any tensor can be found in the same places."""
+    return next(_tensors(value), None) is not None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    # Plain nests are looked through here: torch's walk takes several times as long, and each layer is looked at.
+    kind = type(value)
+    if kind in _LEAVES:
+        return
+    if kind is tuple or kind is list or kind is dict:
+        for item in value.values() if kind is dict else value:
+            yield from _tensors(item)
+        return
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors(list(vars(leaf).values()))
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1

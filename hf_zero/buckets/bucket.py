@@ -219,6 +219,7 @@ class Bucket:
         own: this rank's shard of `flat`, (shard_numel,); without memory where it is in a file.
         master: (shard_numel,) of the master dtype; `own` itself without a separate master.
         slots, rows: all parameters of the bucket, and this rank's parts of them; no rows where nothing is trained.
+        own_parts: where this rank's elements of a parameter lie in the parameter and in the shard, of frozen ones, too.
         trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
         share: what one rank's gradient counts for in the mean of the group's: 1 / their number.
         rows_are_parameters: this rank's rows are the parameters themselves.
@@ -268,7 +269,9 @@ class Bucket:
             for number, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True))
         ]
         self.master = tier.empty(layout.shard_numel, precision.master) if precision.has_master else self.own
-        self.rows = self._make_rows(group.groups.shard_rank) if self.trained else []
+        slot_of = {slot.name: slot for slot in self.slots}
+        self.own_parts = {slot_of[part.name]: part for part in rows_of_shard(layout, group.groups.shard_rank)}
+        self.rows = self._make_rows() if self.trained else []
         memory.clear_padding(layout)
         if precision.has_master:
             clear_padding(self.master, layout, self.own_interval)
@@ -331,24 +334,14 @@ class Bucket:
             self._labels[kind] = Label(kind=kind, subject=self.name, channel=self.layout.index, holds=self.contents)
         return self._labels[kind]
 
-    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns all slots of a flat buffer of this layout, as `ParameterSlot.view_of` gives them."""
-        return self._slot_views.of(flat)
-
-    def fill_slots(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
-        """Writes a tensor for each slot, times `factor`, into a flat buffer of this layout, and zeros elsewhere."""
-        self._slot_views.fill(flat, values, factor)
-
-    def row_views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Returns all rows of a flat tensor of the shard's layout, as `Row.of` gives them."""
-        return self._row_views.of(shard)
-
     @cached_property
-    def _slot_views(self) -> FlatViews:
+    def slot_views(self) -> FlatViews:
+        """Cuts flat buffers of this layout into all slots, as `ParameterSlot.view_of` cuts one."""
         return FlatViews((slot.interval, slot.parameter.shape) for slot in self.slots)
 
     @cached_property
-    def _row_views(self) -> FlatViews:
+    def row_views(self) -> FlatViews:
+        """Cuts flat tensors of the shard's layout into all rows, as `Row.of` cuts one."""
         return FlatViews((row.layout.in_shard, row.tensor.shape) for row in self.rows)
 
     def adopt(self, slot: ParameterSlot) -> None:
@@ -558,13 +551,11 @@ class Bucket:
                 values = row.of(self.own) if is_wanted_so else as_loaded.reshape(-1)[cut.start : cut.stop]
                 row.of(self.master).view(-1).copy_(values.reshape(-1))
 
-    def _make_rows(self, shard_rank: int) -> list[Row]:
-        slot_of = {slot.name: slot for slot in self.slots}
+    def _make_rows(self) -> list[Row]:
         # By `data`: its count of writes begins anew, and parameters that are gathered beside the rows do not count there.
         master = self.master.data
         rows = []
-        for layout in rows_of_shard(self.layout, shard_rank):
-            slot = slot_of[layout.name]
+        for slot, layout in self.own_parts.items():
             shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
             tensor = slot.parameter if self.rows_are_parameters else nn.Parameter(_part(master, layout.in_shard, shape))
             slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = (

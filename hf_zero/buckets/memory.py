@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from ..device import alias, allocate, ask_for, reserve, reserve_apart, side_queue
+from ..device import alias, allocate, ask_for, reserve, side_queue
 from ..guard import look_only
 from ..layout.slots import BucketLayout, Interval
 from ..offload.copies import HostToDevice
@@ -216,7 +216,7 @@ class GatheredMemory(ParameterMemory):
         rounded: bool = False,
     ):
         in_flat = slice(shard.start, shard.stop) if kept == dtype else slice(0, 0)
-        self._reservation = (reserve_apart if rounded else reserve)(layout.numel, dtype, device, in_flat)
+        self._reservation = reserve(layout.numel, dtype, device, in_flat, apart=rounded)
         self._own = self._reservation.own
         if kept not in (None, dtype):
             self._own = allocate(layout.shard_numel, kept, device)

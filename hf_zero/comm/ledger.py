@@ -87,12 +87,26 @@ class _Span(NamedTuple):
 
 
 class _Waiting(AbstractContextManager):
-    """Times a wait. No generator, which is slower: each collective of a step makes one."""
+    """Times a wait. No generator, which is slower: each collective of a step makes one.
 
-    __slots__ = ("_is_exposed", "_is_part", "_kind", "_ledger", "_start")
+    Args:
+        entry: in the log, of a collective whose end this is and whose start `Ledger.began` has noted.
+        ends: the wait is for the end of that collective.
+    """
 
-    def __init__(self, ledger: "Ledger", kind: str, is_exposed: bool = True):
+    __slots__ = ("_ends", "_entry", "_is_exposed", "_is_part", "_kind", "_ledger", "_start")
+
+    def __init__(
+        self,
+        ledger: "Ledger",
+        kind: str,
+        *,
+        entry: list[Any] | None = None,
+        ends: bool = False,
+        is_exposed: bool = True,
+    ):
         self._ledger, self._kind, self._is_exposed = ledger, kind, is_exposed
+        self._entry, self._ends = entry, ends
 
     def __enter__(self) -> None:
         ledger = self._ledger
@@ -103,30 +117,14 @@ class _Waiting(AbstractContextManager):
         self._start = ledger.now() if counts else None
 
     def __exit__(self, *_error: object) -> None:
-        self._count()
-
-    def _count(self) -> Moment | None:
-        """Ends the wait; returns its end if it counts."""
+        ledger, end = self._ledger, None
         if not self._is_part:
-            self._ledger.is_waiting = False
-        if self._start is None:
-            return None
-        end = self._ledger.now()
-        self._ledger.add(self._kind, "wait_seconds", self._start, end)
-        return end
-
-
-class _Finishing(_Waiting):
-    """Times the wait for the end of a collective that `Ledger.began` knows."""
-
-    __slots__ = ("_entry",)
-
-    def __init__(self, ledger: "Ledger", kind: str, entry: list[Any] | None, is_exposed: bool):
-        super().__init__(ledger, kind, is_exposed)
-        self._entry = entry
-
-    def __exit__(self, *_error: object) -> None:
-        self._ledger.ended(self._kind, self._entry, self._count())
+            ledger.is_waiting = False
+        if self._start is not None:
+            end = ledger.now()
+            ledger.add(self._kind, "wait_seconds", self._start, end)
+        if self._ends:
+            ledger.ended(self._kind, self._entry, end)
 
 
 class _Rows(dict[str, CommRow]):
@@ -218,7 +216,7 @@ class Ledger:
         Args:
             is_exposed: False counts the end but no wait.
         """
-        return _Finishing(self, kind, entry, is_exposed)
+        return _Waiting(self, kind, entry=entry, ends=True, is_exposed=is_exposed)
 
     def rows(self) -> tuple[CommRow, ...]:
         """Returns the counts by kind. Times cover the part that the device has passed."""

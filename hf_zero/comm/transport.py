@@ -99,22 +99,19 @@ class Transport(ABC):
     Attributes:
         adds_in_wider: a reduce-scatter into a wider dtype adds in that one, and so rounds less than one in the dtype of what
             is summed. Elsewhere the sum is rounded to that dtype first.
+        watch: knows the collective that this rank waits in.
     """
 
     adds_in_wider: bool = False
 
     def __init__(self, ledger: Ledger | None = None):
         self.ledger = ledger or Ledger()
+        self.watch: Watch = self.ledger.watch
 
     @property
     def name(self) -> str:
         """Names the transport in tables."""
         return type(self).__name__
-
-    @property
-    def watch(self) -> Watch:
-        """Returns the watch, which knows the collective that this rank waits in."""
-        return self.ledger.watch
 
     @abstractmethod
     def start_reduce_scatter(
@@ -155,6 +152,11 @@ class Transport(ABC):
     @abstractmethod
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         """Returns the elementwise sum over the shard group of a small tensor, on its own device."""
+
+    def agree_largest(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the largest of the ranks' float64 scalars, on its own device; NaN if one is NaN."""
+        # Python's own `max` passes over a NaN that is not the first.
+        return value.new_tensor(self.exchange(value.item())).max()
 
     @abstractmethod
     def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
@@ -243,6 +245,9 @@ class LocalTransport(Transport):
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         return values
+
+    def agree_largest(self, value: torch.Tensor) -> torch.Tensor:
+        return value
 
     def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
         return lambda: values
@@ -351,18 +356,13 @@ class StepsInOrder:
 
 
 class Agreement:
-    """Sums small values over the ranks in two stages, with the same bits on all of them.
+    """Sums small values over all ranks of a split model in two stages, with the same bits on all of them.
 
     First over the ranks with the same part of the model, then over the ranks of one copy.
-
-    Args:
-        dp_group: between ranks that hold the same part.
-        copy: between the ranks of one copy; None where each holds all.
-        replicated: ranks that hold the same part have found the same already.
     """
 
-    def __init__(self, dp_group: Transport, copy: Transport | None = None, *, replicated: bool = False):
-        self._transports = [each for each in (None if replicated else dp_group, copy) if each is not None]
+    def __init__(self, dp_group: Transport, copy: Transport):
+        self._transports = (dp_group, copy)
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         """Returns the elementwise sum over the ranks of a small tensor, on its own device."""
@@ -373,8 +373,7 @@ class Agreement:
     def agree_largest(self, value: torch.Tensor) -> torch.Tensor:
         """Returns the largest of the ranks' float64 scalars, on its own device; NaN if one is NaN."""
         for transport in self._transports:
-            # Python's own `max` passes over a NaN that is not the first.
-            value = value.new_tensor(transport.exchange(value.item())).max()
+            value = transport.agree_largest(value)
         return value
 
 

@@ -118,8 +118,13 @@ SAVE = "save"
 """Where training is in a save, and the kind of collective that a save is as a whole."""
 
 
-class Wait:
-    """A collective that a thread of this rank is starting or waiting for.
+class Wait(AbstractContextManager):
+    """A collective that a thread of this rank is starting or waiting for, and the context in which the thread does.
+
+    No generator, which is slower: each collective of a step makes two of these.
+
+    Args:
+        watch: knows the wait inside of the context. None for a wait that is found from outside, and is no context.
 
     Attributes:
         what: names it in words.
@@ -128,15 +133,16 @@ class Wait:
         end: the error that it is to fail with; set before it has failed where a rank is late.
     """
 
-    __slots__ = ("end", "failure", "line", "seconds_at_failure", "since_s", "what")
+    __slots__ = ("_outer", "_thread", "_watch", "end", "failure", "line", "seconds_at_failure", "since_s", "what")
 
-    def __init__(self, what: object):
+    def __init__(self, what: object, watch: "Watch | None" = None):
         self.what = what
         self.since_s = time.monotonic()
         self.failure: str | None = None
         self.line = ""
         self.seconds_at_failure: float | None = None
         self.end: CommunicationError | None = None
+        self._watch: Any = watch
 
     @property
     def holds(self) -> str:
@@ -170,6 +176,29 @@ class Wait:
             self.failure = str(error).strip().partition("\n")[0].removeprefix("hf_zero: ")
             self.line = script_line()[0]
 
+    def __enter__(self) -> "Wait":
+        waits = self._watch.waits
+        self._thread = threading.get_ident()
+        # None, or the wait that this one is a part of.
+        self._outer = waits.get(self._thread)
+        waits[self._thread] = self
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        # A report keeps the wait that has failed, and must not keep the watch: a watchdog's threads end with the last reference
+        # to the watchdog.
+        watch, self._watch = self._watch, None
+        try:
+            if isinstance(error, RuntimeError):
+                watch.fail(self, error)
+                if not isinstance(error, CommunicationError):
+                    raise watch.explain(self, error) from error
+        finally:
+            if self._outer is None:
+                watch.waits.pop(self._thread, None)
+            else:
+                watch.waits[self._thread] = self._outer
+
 
 class Watch:
     """Knows the collectives that this rank's threads wait in.
@@ -181,6 +210,7 @@ class Watch:
         log: the last collectives.
         ended: what was found of a rank that was late, once waits have been ended for it.
         is_left_by_others: `leave` is called at the end of Python.
+        waits: the innermost wait of each thread, by the thread's number.
     """
 
     def __init__(self):
@@ -190,16 +220,15 @@ class Watch:
         self.log = CollectiveLog()
         self.ended: str | None = None
         self.is_left_by_others = False
-        # By thread.
-        self._inside: dict[int, Wait] = {}
+        self.waits: dict[int, Wait] = {}
 
-    def inside(self, what: object) -> AbstractContextManager[Wait]:
+    def inside(self, what: object) -> Wait:
         """Marks a wait. An error of the backend becomes a `CommunicationError` that names the wait.
 
         Args:
             what: a `Label`, or words.
         """
-        return _Inside(self, self._inside, what)
+        return Wait(what, self)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -222,7 +251,7 @@ class Watch:
     @property
     def longest(self) -> Wait | None:
         """Returns the oldest unfinished wait of this rank."""
-        return min(list(self._inside.values()), key=lambda wait: wait.since_s, default=None)
+        return min(list(self.waits.values()), key=lambda wait: wait.since_s, default=None)
 
     def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
         return CommunicationError(
@@ -240,34 +269,6 @@ class Watch:
     def leave(self, patience_s: float) -> list[int]:
         """Waits for the other ranks to finish too; returns those that have not."""
         return []
-
-
-class _Inside(AbstractContextManager):
-    """A wait of one thread. No generator, which is slower: each collective of a step makes two of these."""
-
-    __slots__ = ("_outer", "_thread", "_wait", "_waits", "_watch")
-
-    def __init__(self, watch: Watch, waits: dict[int, Wait], what: object):
-        self._watch, self._waits, self._wait = watch, waits, Wait(what)
-        self._thread = threading.get_ident()
-
-    def __enter__(self) -> Wait:
-        # None, or the wait that this one is a part of.
-        self._outer = self._waits.get(self._thread)
-        self._waits[self._thread] = self._wait
-        return self._wait
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        try:
-            if isinstance(error, RuntimeError):
-                self._watch.fail(self._wait, error)
-                if not isinstance(error, CommunicationError):
-                    raise self._watch.explain(self._wait, error) from error
-        finally:
-            if self._outer is None:
-                self._waits.pop(self._thread, None)
-            else:
-                self._waits[self._thread] = self._outer
 
 
 # ---- An error that ends a rank: told to the other ranks, to the launcher, and once on the screen ----

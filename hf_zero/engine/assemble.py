@@ -228,7 +228,7 @@ def _assemble(
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, mesh)
     # Before the first bucket: afterwards the model is in pieces, and the script cannot go on.
     refuse_unless_it_fits(config, needed, world)
-    nonfinite = NonFiniteCheck(config, mesh.agreement)
+    nonfinite = NonFiniteCheck(model, config, mesh.agreement, mesh.dp.transport, speaks=all_groups.is_first_of_run)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
     wire = choose_wire(config, mesh.dp.groups, device)
     kinds = SplitKinds(parts=split.parts, experts=split.experts, expert_shards=mesh.expert_dp.groups.shard_size)

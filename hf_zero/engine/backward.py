@@ -1,15 +1,13 @@
 """One backward pass: gradients fill buckets, full buckets are reduced, all are reduced at its end."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import is_dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
@@ -17,84 +15,8 @@ from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..guard import look_only
-from ..hooks import WeakHook
+from ..hooks import WeakHook, differentiable_tensors
 from .gradient_store import GradientStore
-
-# ---- A callback at the end of each backward pass, also of a plain `loss.backward()` ----
-
-_LEAVES = frozenset({type(None), bool, int, float, str})
-
-
-def differentiable_tensors(value: object) -> list[torch.Tensor]:
-    """The tensors that take gradients in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
-    return [tensor for tensor in _tensors(value) if tensor.requires_grad]
-
-
-def has_tensors(value: object) -> bool:
-    """Whether any tensor can be found in the same places."""
-    return next(_tensors(value), None) is not None
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    # Plain nests are looked through here: torch's walk takes several times as long, and each layer is looked at.
-    kind = type(value)
-    if kind in _LEAVES:
-        return
-    if kind is tuple or kind is list or kind is dict:
-        for item in value.values() if kind is dict else value:
-            yield from _tensors(item)
-        return
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors(list(vars(leaf).values()))
-
-
-def is_in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-class BackwardEnd:
-    """Calls `on_end` once after each backward pass.
-
-    Attributes:
-        armed: True from the first gradient of a pass to its end.
-
-    A tensor hook on the root module's outputs queues an autograd callback on the outer graph task. Queued from a
-    parameter's hook it would run after each inner backward of reentrant checkpointing, too early; that is left for losses
-    that bypass the outputs, where an early end costs a further reduction and no gradient.
-    """
-
-    def __init__(self, on_end: Callable[[], None]):
-        self._on_end = on_end
-        self.armed = False
-
-    def watch(self, outputs: object) -> None:
-        """Hooks every tensor of a forward's outputs that takes gradients."""
-        for tensor in differentiable_tensors(outputs):
-            tensor.register_hook(self.arm)
-
-    def arm(self, _gradient: torch.Tensor | None = None) -> None:
-        """Queues the end of the running pass, once. Called inside a backward."""
-        if not self.armed:
-            self.armed = True
-            Variable._execution_engine.queue_callback(self._end)
-
-    def abandon(self) -> None:
-        """Forgets a pass that an exception ended before its callback ran."""
-        self.armed = False
-
-    def _end(self) -> None:
-        self.armed = False
-        self._on_end()
-
-
-# ---- One backward: gradients fill buckets, full buckets are reduced meanwhile, and the rest at the end ----
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
 
@@ -180,7 +102,8 @@ class Gradients:
         self.ended = 0
         self._before_rest = before_rest
         self._after_pass = after_pass
-        self.end = BackwardEnd(self._end_pass)
+        # True from the first gradient of a pass to its end.
+        self._end_is_queued = False
         self._begin_pass()
 
     def install(self) -> list[RemovableHandle]:
@@ -189,6 +112,20 @@ class Gradients:
             slot.parameter.register_post_accumulate_grad_hook(_hook_of(self, index))
             for index, slot in enumerate(self._slots)
         ]
+
+    def watch(self, outputs: object) -> None:
+        """Has the backward of a forward's outputs end the pass: hooks every tensor of them that takes gradients."""
+        # On the root module's outputs, the hook queues autograd's callback on the outer graph task. Queued from a parameter's
+        # hook it would run after each inner backward of reentrant checkpointing, too early; that is left for losses that bypass
+        # the outputs, where an early end costs a further reduction and no gradient.
+        for tensor in differentiable_tensors(outputs):
+            tensor.register_hook(self._queue_end)
+
+    def _queue_end(self, _gradient: torch.Tensor | None = None) -> None:
+        """Queues the end of the running pass, once. Called inside a backward."""
+        if not self._end_is_queued:
+            self._end_is_queued = True
+            Variable._execution_engine.queue_callback(self._end_pass)
 
     def refuse_unreduced(self) -> None:
         """Raises `RuntimeError` for a gradient that was accumulated without communication and not reduced since."""
@@ -205,9 +142,9 @@ class Gradients:
         Raises:
             RuntimeError: reductions were already under way, so the ranks may no longer agree.
         """
-        if not self.end.armed and not self._touched:
+        if not self._end_is_queued and not self._touched:
             return
-        self.end.abandon()
+        self._end_is_queued = False
         if self._next > 0 and self._world_size > 1:
             raise RuntimeError(
                 "hf_zero: the last backward ended with an error after some of its gradients had been sent to the other "
@@ -224,7 +161,7 @@ class Gradients:
 
         They get zeros in place of those that have not come. Collective with their backward.
         """
-        self.end.abandon()
+        self._end_is_queued = False
         if self.reducing and self._world_size > 1:
             self._finish_pass()
 
@@ -249,8 +186,8 @@ class Gradients:
     def take(self, slot: ParameterSlot) -> None:
         """Takes the gradient that autograd has accumulated in `slot.parameter.grad`: for each parameter, in each backward."""
         gradient, bucket = slot.parameter.grad, slot.bucket
-        if not self.end.armed:
-            self.end.arm()
+        if not self._end_is_queued:
+            self._queue_end()
         if gradient is None or (isinstance(gradient, ShardedGradient) and gradient.pending is None):
             self._take_undefined(slot)
             return
@@ -395,6 +332,7 @@ class Gradients:
         self._store.start(bucket)
 
     def _end_pass(self) -> None:
+        self._end_is_queued = False
         # First: a rank that still gathers layers has not started its reductions.
         self._before_rest()
         if self._touched:

@@ -21,9 +21,9 @@ from .assemble import Parts, assemble
 from .backward import never_asked
 from .buffers import broadcast_buffers, ignored_parameters
 from .gathered import IN_GATHERED, parameters_in, put_back
-from .nonfinite import BadSteps
+from .nonfinite import NonFiniteCheck
 from .report_tables import CommReport, MemoryReport
-from .reports import DtypeReport, Places, report_dtypes, report_memory
+from .reports import DtypeReport, report_dtypes, report_memory
 from .split_model import whole_tensors
 from .state import EngineState
 from .training_step import TrainingStep, rank_allocations
@@ -161,9 +161,9 @@ class ZeroEngine:
         return self.transport.watch.log.step
 
     @property
-    def bad_steps(self) -> BadSteps:
+    def bad_steps(self) -> NonFiniteCheck:
         """How many steps with NaN or infinite gradients were skipped, and whether the last one was."""
-        return self._step.bad_steps
+        return self.nonfinite
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
@@ -298,9 +298,8 @@ class ZeroEngine:
 
     def memory_report(self) -> MemoryReport:
         """Counts bytes of state on this rank by kind, beside DDP's of the same kind."""
-        places = Places(self.tier, self.parameter_tier, self._parts.holder, self.activations, self._parts.outer)
         held = self._step.store.held_bytes() | self._parts.wire.held_bytes()
-        return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, places, self.device)
+        return report_memory(self.model, self._parts, self.optimizers, held)
 
     def dtype_report(self) -> DtypeReport:
         """Lists the dtypes of parameters, gradients, masters and moments."""

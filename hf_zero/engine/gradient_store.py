@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import Literal, cast
 
@@ -23,19 +22,6 @@ from ..offload.tiers import Tier
 from .collectives import Reduction
 
 # ---- A pool of bucket-sized gradient buffers, which stages 2 and 3 fill and reduce one after the other ----
-
-
-class OpenBuffer:
-    """A bucket's flat gradient buffer (numel,) of the reduce dtype."""
-
-    def __init__(self, bucket: Bucket, flat: torch.Tensor):
-        self.flat = flat
-        self._bucket = bucket
-
-    @cached_property
-    def views(self) -> list[torch.Tensor]:
-        """Of the bucket's slots, in their order; made when the first is needed."""
-        return self._bucket.views_of(self.flat)
 
 
 class BufferPool:
@@ -143,7 +129,8 @@ class GradientStore(ABC):
     def __init__(self, reduction: Reduction, landing: Landing):
         self._reduction = reduction
         self._landing = landing
-        self._open: dict[Bucket, OpenBuffer] = {}
+        # Flat gradient buffers that are being filled, (numel,) of the reduce dtype.
+        self._open: dict[Bucket, torch.Tensor] = {}
         self._started: dict[Bucket, Handle] = {}
         self._arriving: list[Bucket] = []
         # Put when the bucket starts.
@@ -169,7 +156,7 @@ class GradientStore(ABC):
         """
 
     @abstractmethod
-    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
+    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
         """A buffer to fill."""
 
     @abstractmethod
@@ -208,7 +195,7 @@ class GradientStore(ABC):
         # Divided before the sum, as DDP does: the other order rounds differently, and the losses would not be bitwise
         # equal.
         share = bucket.share
-        view = self._buffer(bucket).views[slot.number]
+        view = slot.view_of(self._buffer(bucket))
         is_there = gradient.data_ptr() == view.data_ptr()
         if slot.arrived:
             # The slot's first gradient may still wait among the small ones: it must be in the view before the addition.
@@ -247,14 +234,14 @@ class GradientStore(ABC):
         self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        buffer = self._buffer(bucket)
+        flat = self._buffer(bucket)
         self._put_small(bucket)
         for slot in bucket.slots:
             if not slot.arrived:
-                buffer.views[slot.number].zero_()
+                slot.view_of(flat).zero_()
             slot.arrived = False
         # In this order: there may be no memory to start it with, and the buffer is discarded as an open one then.
-        self._started[bucket] = self._start_reduction(bucket, buffer.flat)
+        self._started[bucket] = self._start_reduction(bucket, flat)
         del self._open[bucket]
         most = self._landing.most_under_way
         if most is not None and len(self._started) > most:
@@ -302,14 +289,15 @@ class GradientStore(ABC):
         slots, gradients = self._small.pop(bucket, None), self._small_gradients.pop(bucket, [])
         if not slots:
             return
-        buffer, share = self._buffer(bucket), bucket.share
-        is_as_it_is = set(map(_DTYPE, gradients)) == {buffer.flat.dtype}
+        flat, share = self._buffer(bucket), bucket.share
+        is_as_it_is = set(map(_DTYPE, gradients)) == {flat.dtype}
         is_all = is_as_it_is and len(slots) == len(bucket.slots)
-        if is_all and share != 1.0 and buffer.flat.numel() <= _AT_ONCE_NUMEL:
+        if is_all and share != 1.0 and flat.numel() <= _AT_ONCE_NUMEL:
             ordered = [gradient for _, gradient in sorted(zip(map(_NUMBER, slots), gradients), key=_FIRST)]
-            bucket.fill_slots(buffer.flat, ordered, share)
+            bucket.slot_views.fill(flat, ordered, share)
             return
-        views = [buffer.views[slot.number] for slot in slots]
+        all_views = bucket.slot_views.of(flat)
+        views = [all_views[slot.number] for slot in slots]
         if not is_as_it_is:
             # Divided in their own dtype, as `put` does.
             torch._foreach_copy_(views, torch._foreach_mul(gradients, share))
@@ -318,17 +306,17 @@ class GradientStore(ABC):
         if share != 1.0:
             torch._foreach_mul_(views, share)
 
-    def _buffer(self, bucket: Bucket) -> OpenBuffer:
+    def _buffer(self, bucket: Bucket) -> torch.Tensor:
         found = self._open.get(bucket)
         if found is None:
             found = self._open[bucket] = self._open_buffer(bucket)
         return found
 
 
-def new_buffer(bucket: Bucket) -> OpenBuffer:
+def new_buffer(bucket: Bucket) -> torch.Tensor:
     """A flat gradient buffer of the reduce dtype, zero where no parameter lies."""
     flat = Tier(bucket.device).scratch(bucket.layout.numel, bucket.precision.reduce)
-    return OpenBuffer(bucket, clear_padding(flat, bucket.layout))
+    return clear_padding(flat, bucket.layout)
 
 
 def add_or_set(
@@ -341,7 +329,7 @@ def add_or_set(
     `target` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
     the optimizer steps. Both are there on the arrival.
     """
-    views = zip(bucket.rows, bucket.row_views_of(target))
+    views = zip(bucket.rows, bucket.row_views.of(target))
     if going_on:
         return d2h.start_sum(_sum_into(views, going_on, sets=target is not reduced), reduced, bucket.arrival)
     # Into the same memory.
@@ -395,7 +383,7 @@ class ReplicatedGradients(GradientStore):
 
     def __init__(self, reduction: Reduction, landing: Landing):
         super().__init__(reduction, landing)
-        self._lasting: dict[Bucket, OpenBuffer] = {}
+        self._lasting: dict[Bucket, torch.Tensor] = {}
         # Of the parameters' dtype, where gradients travel in another.
         self._reduced: dict[Bucket, torch.Tensor] = {}
         self._under_way: dict[Bucket, torch.Tensor] = {}
@@ -408,11 +396,9 @@ class ReplicatedGradients(GradientStore):
         if gradient.dtype != slot.bucket.precision.reduce:
             # Autograd itself keeps adding to `p.grad`, which may have no other dtype than the parameter.
             return
-        lasting = self._lasting_buffer(slot.bucket)
-        view = lasting.views[slot.number]
+        view = slot.view_of(self._lasting_buffer(slot.bucket))
         if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-            slot.parameter.grad = slot.view_of(lasting.flat)
+            slot.parameter.grad = view.copy_(gradient)
 
     def release(self, bucket: Bucket) -> None:
         """Frees nothing: `p.grad` lasts until the script zeroes it."""
@@ -435,13 +421,13 @@ class ReplicatedGradients(GradientStore):
                 self.put(slot, slot.parameter.grad)
         super().start(bucket)
 
-    def _lasting_buffer(self, bucket: Bucket) -> OpenBuffer:
+    def _lasting_buffer(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._lasting:
             self._lasting[bucket] = new_buffer(bucket)
             self._count(bucket)
         return self._lasting[bucket]
 
-    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
+    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
         # What comes late finds the bucket's own buffer on its way, or with `p.grad` in it.
         is_late = bucket in self._started or bucket in self._again
         return new_buffer(bucket) if is_late else self._lasting_buffer(bucket)
@@ -460,7 +446,7 @@ class ReplicatedGradients(GradientStore):
         return add_or_set(bucket, flat, self._reduced[bucket], DeviceToHost(), going_on)
 
     def _count(self, bucket: Bucket) -> None:
-        flat, reduced = self._lasting[bucket].flat, self._reduced.get(bucket)
+        flat, reduced = self._lasting[bucket], self._reduced.get(bucket)
         self._held_bytes[bucket] = flat.nbytes + (0 if reduced is None else reduced.nbytes)
 
 
@@ -499,7 +485,7 @@ class ShardedGradients(GradientStore):
         self._shards: dict[Bucket, torch.Tensor] = {}
         self._shard_bytes: dict[Bucket, int] = {}
         self._targets: dict[Bucket, torch.Tensor] = {}
-        self._lasting: dict[Bucket, OpenBuffer] = {}
+        self._lasting: dict[Bucket, torch.Tensor] = {}
         self._reservations: dict[Bucket, Reservation] = {}
         self._lasting_bytes: dict[Bucket, int] = {}
         # Buffers of the pool, and the buckets that are reduced in them.
@@ -520,12 +506,10 @@ class ShardedGradients(GradientStore):
         if self._buffers == "pooled" or not is_of_buffer:
             return
         self._accumulated.add(slot.bucket)
-        lasting = self._lasting_buffer(slot.bucket)
-        view = lasting.views[slot.number]
+        view = slot.view_of(self._lasting_buffer(slot.bucket))
         if gradient.data_ptr() != view.data_ptr():
             self._spill(slot.bucket)
-            view.copy_(gradient)
-            slot.parameter.grad = slot.view_of(lasting.flat)
+            slot.parameter.grad = view.copy_(gradient)
 
     def release(self, bucket: Bucket) -> None:
         lasts = self._lasts(bucket)
@@ -599,15 +583,15 @@ class ShardedGradients(GradientStore):
         """Whether the bucket's buffer lasts in this step."""
         return self._buffers == "lasting" or bucket in self._accumulated
 
-    def _lasting_buffer(self, bucket: Bucket) -> OpenBuffer:
+    def _lasting_buffer(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._lasting:
             reservation = reserve(bucket.layout.numel, bucket.precision.reduce, bucket.device, kept=slice(0, 0))
             flat = clear_padding(reservation.flat, bucket.layout)
-            self._reservations[bucket], self._lasting[bucket] = reservation, OpenBuffer(bucket, flat)
+            self._reservations[bucket], self._lasting[bucket] = reservation, flat
             self._lasting_bytes[bucket] = flat.nbytes
         return self._lasting[bucket]
 
-    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
+    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
         if self._lasts(bucket):
             self._spill(bucket)
             return self._lasting_buffer(bucket)
@@ -619,11 +603,11 @@ class ShardedGradients(GradientStore):
             if self._in_flight:
                 self.finish(self._in_flight[0])
         self._lent[bucket] = self._pool.take(bucket)
-        return OpenBuffer(bucket, clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout))
+        return clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout)
 
     def _spill(self, bucket: Bucket) -> None:
         """Moves a shard reduced earlier out of the buffer that is about to be filled again."""
-        flat = self._lasting_buffer(bucket).flat
+        flat = self._lasting_buffer(bucket)
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         if any(row.tensor.grad is not None and begin <= row.tensor.grad.data_ptr() < end for row in bucket.rows):
             self._widen(bucket)

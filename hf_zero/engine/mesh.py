@@ -94,13 +94,15 @@ class Mesh:
         )
 
     @property
-    def agreement(self) -> Agreement:
+    def agreement(self) -> Transport | Agreement:
         """Between the ranks of which each has its share of a step's gradients."""
         if self.split.experts:
             # Ranks that share the experts are not those that share the rest.
-            return Agreement(self.world)
-        copy = None if self.split.is_empty else self.model_parallel
-        return Agreement(self.dp.transport, copy, replicated=self.dp.groups.shard_size == 1)
+            return self.world
+        if self.dp.groups.shard_size == 1:
+            # Ranks that hold the same part have found the same already.
+            return self.model_parallel
+        return self.dp.transport if self.split.is_empty else Agreement(self.dp.transport, self.model_parallel)
 
 
 def _data_parallel(

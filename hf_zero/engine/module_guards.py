@@ -38,28 +38,54 @@ _PUSHING = frozenset({"trl.generation.vllm_generation", "trl.experimental.online
 
 
 class ShardedParameters(dict):
-    """The `_parameters` of a module while some of them are sharded.
+    """Takes the place of one module's `_parameters` while any unit with a parameter of the module is sharded.
 
     Shapes, dtypes and names can be looked at. A value read by another module's forward is gathered first; copying and
     pickling raise.
 
-    Args:
-        parameters: the module's own dict, which takes this one's place again later.
-        before_read: called with the name of what is about to be read.
-
     Attributes:
-        stock: the module's own dict.
+        slots: unit and slot of each of the module's sharded parameters, by its name in the module.
     """
 
-    def __init__(self, parameters: dict, before_read: Callable[[str], None]):
-        super().__init__(parameters)
-        self.stock = parameters
-        self._before_read = before_read
+    def __init__(self, module: nn.Module, slots: Mapping[str, tuple[Unit, ParameterSlot]], schedule: Unsharding):
+        super().__init__()
+        self.slots = dict(slots)
+        # Nearly every module's parameters are of one unit.
+        self._unit, *self._others = dict.fromkeys(unit for unit, _ in slots.values())
+        self._schedule = schedule
+        self._module = module
+        # The module's own dict, which takes this one's place again.
+        self._stock: dict[str, nn.Parameter | None] = {}
 
-    def follow(self) -> bool:
-        """Copies the entries of the module's own dict; False if that has lost a name."""
-        dict.update(self, self.stock)
-        return len(self) == len(self.stock)
+    def follow_units(self) -> None:
+        """Follows a change of state of one of the units. Each module of each unit comes here twice in a pass."""
+        if not (self._unit.is_sharded or (self._others and any([unit.is_sharded for unit in self._others]))):
+            self.remove()
+            return
+        # Past `nn.Module.__getattr__`, for speed.
+        held: Any = self._module.__dict__["_parameters"]
+        if held is self:
+            return
+        if held is not self._stock:
+            self._stock = held
+            self.clear()
+        self.update(held)
+        if len(self) != len(held):
+            # The module's own dict has lost a name.
+            self.clear()
+            self.update(held)
+        self._module.__dict__["_parameters"] = self
+
+    def remove(self) -> None:
+        """Restores the module's own dict, in any state."""
+        if self._module.__dict__["_parameters"] is self:
+            self._module.__dict__["_parameters"] = self._stock
+
+    def _before_read(self, name: str) -> None:
+        # Outside a pass a read is a look at shape or dtype, maybe on one rank alone. What is whole is read as it is: its layer is
+        # at work, or is kept. (A dict that waits for other parameters of the module may still lead here.)
+        if name in self.slots and self._schedule.in_pass and are_hidden(self.slots[name][1].parameter):
+            self._schedule.before_read(self.slots[name][0])
 
     def __getitem__(self, name: str):
         self._before_read(name)
@@ -67,14 +93,14 @@ class ShardedParameters(dict):
 
     def __setitem__(self, name: str, value) -> None:
         super().__setitem__(name, value)
-        self.stock[name] = value
+        self._stock[name] = value
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
-        del self.stock[name]
+        del self._stock[name]
 
     def pop(self, name: str, *default):
-        self.stock.pop(name, None)
+        self._stock.pop(name, None)
         return super().pop(name, *default)
 
     def __deepcopy__(self, memo: dict):
@@ -90,44 +116,6 @@ def _refusal(verb: str) -> ShardedParametersError:
         "save_pretrained, accelerator.save_model or torch.save(model.state_dict()) on all ranks, or copy it before "
         "accelerator.prepare or after engine.close()."
     )
-
-
-class ModuleGuard:
-    """Puts `ShardedParameters` into one module while any unit with a parameter of the module is sharded."""
-
-    def __init__(self, module: nn.Module, slots: Mapping[str, tuple[Unit, ParameterSlot]], schedule: Unsharding):
-        self.slots = dict(slots)
-        # Nearly every module's parameters are of one unit.
-        self._unit, *self._others = dict.fromkeys(unit for unit, _ in slots.values())
-        self._schedule = schedule
-        self._module = module
-        self._guarded: ShardedParameters | None = None
-
-    def update(self) -> None:
-        """Follows a change of state of one of the units. Each module of each unit comes here twice in a pass."""
-        if not (self._unit.is_sharded or (self._others and any([unit.is_sharded for unit in self._others]))):
-            self.remove()
-            return
-        # Past `nn.Module.__getattr__`, for speed.
-        held: Any = self._module.__dict__["_parameters"]
-        if type(held) is ShardedParameters:
-            return
-        guarded = self._guarded
-        if guarded is None or guarded.stock is not held or not guarded.follow():
-            guarded = self._guarded = ShardedParameters(held, self._before_read)
-        self._module.__dict__["_parameters"] = guarded
-
-    def remove(self) -> None:
-        """Restores the module's own dict, in any state."""
-        held: Any = self._module.__dict__["_parameters"]
-        if type(held) is ShardedParameters:
-            self._module.__dict__["_parameters"] = held.stock
-
-    def _before_read(self, name: str) -> None:
-        # Outside a pass a read is a look at shape or dtype, maybe on one rank alone. What is whole is read as it is: its layer is
-        # at work, or is kept. (A dict that waits for other parameters of the module may still lead here.)
-        if name in self.slots and self._schedule.in_pass and are_hidden(self.slots[name][1].parameter):
-            self._schedule.before_read(self.slots[name][0])
 
 
 class ReplacedMethod:
@@ -175,10 +163,10 @@ class ModuleMethods:
         "generate",
     )
 
-    def __init__(self, model: nn.Module, guards: Mapping[nn.Module, ModuleGuard], gathered: GatheredParameters):
-        self._guards = guards
+    def __init__(self, model: nn.Module, sharded: Mapping[nn.Module, ShardedParameters], gathered: GatheredParameters):
+        self._sharded = sharded
         self._gathered = gathered
-        self._modules = [module for module in model.modules() if any(m in guards for m in module.modules())]
+        self._modules = [module for module in model.modules() if any(m in sharded for m in module.modules())]
         # Of adapters that are being merged: what is gathered just now.
         self._merging: ExitStack | None = None
         # What models from the Hub with a way of their own to generate have in the place of their class's.
@@ -206,7 +194,7 @@ class ModuleMethods:
             changed.named_parameters = ReplacedMethod(self._named_parameters_of, module)
             changed._apply = ReplacedMethod(self._apply, module)
             changed.zero_grad = ReplacedMethod(self._zero_grad, module)
-            if module in guards:
+            if module in sharded:
                 changed._load_from_state_dict = ReplacedMethod(self._load_from_state_dict, module)
 
     def remove(self) -> None:
@@ -344,7 +332,7 @@ class ModuleMethods:
     def _load_from_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         sharded = {
             slot: unit
-            for name, (unit, slot) in self._guards[module].slots.items()
+            for name, (unit, slot) in self._sharded[module].slots.items()
             if f"{prefix}{name}" in state_dict and not unit.holds
         }
         self._gathered.release(set(sharded.values()))
@@ -363,7 +351,7 @@ class ModuleMethods:
 
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for inner in module.modules() if recurse else [module]:
-            for _, slot in self._guards[inner].slots.values() if inner in self._guards else ():
+            for _, slot in self._sharded[inner].slots.values() if inner in self._sharded else ():
                 here = torch.empty(0, dtype=slot.parameter.dtype, device=slot.bucket.device)
                 there = fn(here)
                 # What is gathered in another dtype than it is kept in is of both.

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,6 @@ from ..comm.transport import Agreement, Transport
 from ..config import ZeroConfig
 from ..device import HostValue
 from .norm import Measured
-
-# Finding NaN and infinite gradients before a step, unless a loss scaler sees to them, and what is done about them.
 
 _log = logging.getLogger(__name__)
 
@@ -30,29 +28,49 @@ class NonFiniteGradientError(FloatingPointError):
 
 
 class NonFiniteCheck:
-    """Looks at each step's gradient norm.
+    """Looks at each step's gradient norm, and stops the run or skips the step where the norm is not finite, by `nonfinite`.
 
     On the host the norm is at hand. On an accelerator reading it would stop the device's queue, so with `nonfinite: stop` a
     step's norm is read at the next step; the run still ends one step later with the same message. Until then `found_inf` holds
     kernels back from writing. A step that is to be skipped has to be known as such before it: then the norm is read at once.
     Gradients that a loss scaler has unscaled are its own affair: it skips the step, and the run goes on.
 
+    The ranks find the same norm, and so come to the same answers.
+
     Args:
+        model: whose parameters an error names.
         config: with `nonfinite`.
+        among: the ranks with a share of the gradients.
+        transport: of the ranks that step together.
+        speaks: whether this rank tells of skipped steps.
 
     Attributes:
         found_inf: one float32 element on the training device, 1 where the gradients that were looked at last are not finite,
             else 0; None where nobody has looked that way, or the step is to be taken whatever they are.
+        skipped: steps that were not taken.
+        was_skipped: whether the last step was not taken.
+        skips: whether the step that is about to be taken is to be skipped.
+        has_skipped: whether another optimizer of this engine has come to the same step, and skipped it.
     """
 
-    def __init__(self, config: ZeroConfig, among: Agreement):
+    def __init__(
+        self, model: nn.Module, config: ZeroConfig, among: Transport | Agreement, transport: Transport, *, speaks: bool
+    ):
+        self._model = model
         self._among = among
+        self._transport = transport
+        self._speaks = speaks
         self._wanted = config.nonfinite != "ignore"
-        self._reads_at_once = config.nonfinite == "skip"
+        self._may_skip = config.nonfinite == "skip"
         self._last: HostValue | None = None
         self._has_looked = False
         self._unscaled: set[torch.optim.Optimizer] = set()
         self.found_inf: torch.Tensor | None = None
+        self._in_a_row = 0
+        self.skipped = 0
+        self.was_skipped = self.skips = self.has_skipped = False
+        # Of the step's micro-batches until now, where the model returns one; the host has not waited for them.
+        self._losses: list[torch.Tensor | None] = []
 
     def agree(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
         """Whether a loss scaler found a NaN or infinite gradient of this optimizer on any rank. Collective.
@@ -77,8 +95,8 @@ class NonFiniteCheck:
         self._unscaled.discard(optimizer)
 
     def forget(self) -> None:
-        """Called when a backward has changed the gradients since somebody looked."""
-        self._has_looked = False
+        """Called behind each backward: the gradients are others."""
+        self._has_looked = self.skips = self.has_skipped = False
 
     def look(self, measured: Measured, *, at_all: bool) -> float | None:
         """Returns a NaN or infinite norm, the same on all ranks; None for a finite one.
@@ -95,7 +113,7 @@ class NonFiniteCheck:
         value = HostValue(measured.norm.detach())
         # On an accelerator a read stops the queue: with `stop`, the norm is read at the next step. A skip must be known
         # before its step.
-        at_once = self._reads_at_once or measured.norm.device.type == "cpu"
+        at_once = self._may_skip or measured.norm.device.type == "cpu"
         last, self._last = (value, None) if at_once else (self._last, value)
         return None if last is None or math.isfinite(last.value()) else last.value()
 
@@ -115,42 +133,19 @@ class NonFiniteCheck:
             "float16. Train through accelerate or Trainer, use hf_zero.GradScaler, or train in bfloat16."
         )
 
-
-class BadSteps:
-    """Decides on a step with NaN or infinite gradients, by `nonfinite`: the run stops, or the step is skipped.
-
-    The ranks find the same norm, and so come to the same answers.
-
-    Args:
-        speaks: whether this rank tells of skipped steps.
-
-    Attributes:
-        skipped: steps that were not taken.
-        was_skipped: whether the last step was not taken.
-        skips: whether the step that is about to be taken is to be skipped.
-        has_skipped: whether another optimizer of this engine has come to the same step, and skipped it.
-    """
-
-    def __init__(self, config: ZeroConfig, *, speaks: bool):
-        self._limit = _MOST_IN_A_ROW if config.nonfinite == "skip" else None
-        self._speaks = speaks
-        self._in_a_row = 0
-        self.skipped = 0
-        self.was_skipped = self.skips = self.has_skipped = False
-
-    def found(self, norm: float, said: Callable[[], str]) -> None:
-        """Called when the gradients of the coming step have a norm that is not finite.
+    def found(self, norm: float, rows: Sequence[Row]) -> None:
+        """Called when the gradients of the coming step have a norm that is not finite. Collective.
 
         Args:
-            said: where it comes from, in sentences. Collective.
+            rows: this rank's, with their gradients.
 
         Raises:
             NonFiniteGradientError: the run is to end.
         """
-        if self._limit is None:
+        if not self._may_skip:
             raise NonFiniteGradientError(
                 f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused. "
-                f"{said()}Lower the learning rate, or mend the data; `nonfinite: skip` leaves such steps out, "
+                f"{self._where_from(rows)}Lower the learning rate, or mend the data; `nonfinite: skip` leaves such steps out, "
                 "`nonfinite: ignore` takes them."
             )
         if self.skips:
@@ -159,10 +154,10 @@ class BadSteps:
         self.skips = True
         self._in_a_row += 1
         # Collective: on all ranks, also those that do not print.
-        where = said()
-        if self._in_a_row > self._limit:
+        where = self._where_from(rows)
+        if self._in_a_row > _MOST_IN_A_ROW:
             raise NonFiniteGradientError(
-                f"hf_zero: the gradient norm is {norm}, and {self._limit} bad steps in a row have been left out "
+                f"hf_zero: the gradient norm is {norm}, and {_MOST_IN_A_ROW} bad steps in a row have been left out "
                 f"before. {where}Resume from a checkpoint with a lower learning rate, or without "
                 "the data that causes this."
             )
@@ -177,60 +172,34 @@ class BadSteps:
                 where,
             )
 
-    def forget(self) -> None:
-        """Called behind each backward: the gradients are others."""
-        self.skips = self.has_skipped = False
-
     def skip(self) -> None:
         """Called in a step that is skipped, when its gradients have been dropped."""
         self.skipped += 1
         self.was_skipped = self.has_skipped = True
 
-    def taken(self) -> None:
-        """Called behind each step that was taken."""
-        self.was_skipped = False
-        self._in_a_row = 0
+    def end_step(self, *, is_taken: bool) -> None:
+        """Called behind each step, and each that was skipped."""
+        self.forget_batches()
+        if is_taken:
+            self.was_skipped = False
+            self._in_a_row = 0
 
+    # ---- which micro-batches the step had, to name the one that brought a gradient that is not finite ----
 
-# ---- Which micro-batches a step had, to name the one that brought a gradient that is not finite ----
-
-
-class BatchLog:
-    """Keeps the losses of a step's micro-batches, where the model returns one, without waiting for the device.
-
-    Attributes:
-        step: the number of the step that is under way, from 1.
-    """
-
-    def __init__(self, model: nn.Module, transport: Transport):
-        self._model = model
-        self._transport = transport
-        self._losses: list[torch.Tensor | None] = []
-        self.step = 1
-
-    def forward(self, outputs: object) -> None:
-        """Called behind each forward that trains."""
+    def note_batch(self, outputs: object) -> None:
+        """Keeps the loss, where the model returns one, behind each forward that trains."""
         found = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
         if found is None and isinstance(outputs, Mapping):
             found = outputs.get("loss")
         is_loss = isinstance(found, torch.Tensor) and found.numel() == 1
         self._losses.append(found.detach() if is_loss and isinstance(found, torch.Tensor) else None)
 
-    def end_step(self) -> None:
-        """Called behind each step, and each that was skipped."""
-        self.step += 1
-        self.forget()
-
-    def forget(self) -> None:
+    def forget_batches(self) -> None:
         """The micro-batches until now are none of this step's."""
         self._losses.clear()
 
-    def where_from(self, rows: Sequence[Row]) -> str:
-        """Where a gradient that is not finite comes from, in sentences; the same on all ranks. Collective.
-
-        Args:
-            rows: this rank's, with their gradients.
-        """
+    def _where_from(self, rows: Sequence[Row]) -> str:
+        """Where a gradient that is not finite comes from, in sentences; the same on all ranks. Collective."""
         place_of = {name: place for place, (name, _) in enumerate(self._model.named_parameters())}
         mine = [r.slot.name for r in rows if r.tensor.grad is not None and not torch.isfinite(r.tensor.grad).all()]
         bad_losses = [
@@ -247,7 +216,7 @@ class BatchLog:
 
     def _of_batches(self, everyone: Sequence[tuple[int, list[str], list[tuple[int, float]], int]]) -> str:
         count = max(len(self._losses), 1)
-        step = f"It is step {self.step} since the engine was built"
+        step = f"It is step {self._transport.watch.log.step + 1} since the engine was built"
         for rank, _, bad, _ in everyone:
             if bad:
                 micro, loss = bad[0]

@@ -10,7 +10,7 @@ import torch
 from ..arithmetic import FLOAT_DTYPES, sums_of_squares, uses_kernels
 from ..buckets.bucket import Bucket, Row
 from ..comm.ledger import Label
-from ..comm.transport import Agreement
+from ..comm.transport import Agreement, Transport
 from ..config import ZeroConfig
 from ..extras import extra
 
@@ -44,7 +44,7 @@ class GradientNorm:
 
     def __init__(
         self,
-        among: Agreement,
+        among: Transport | Agreement,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -86,7 +86,7 @@ class GradientNorm:
 def choose_norm(
     config: ZeroConfig,
     buckets: Sequence[Bucket],
-    among: Agreement,
+    among: Transport | Agreement,
     *,
     device: torch.device,
     counts: Callable[[Row], bool] | None,

@@ -12,7 +12,7 @@ from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import show_values
 from ..comm.transport import Transport
 from ..guard import look_only
-from ..hooks import WeakHook
+from ..hooks import WeakHook, is_in_backward
 from ..optimizer.holder import StateHolder
 from .buffers import ignored_parameters
 from .collectives import Gather
@@ -90,7 +90,8 @@ class ParameterPlaces:
     def before_step(self) -> None:
         """Raises `RuntimeError` for a parameter outside of its memory, which the step would not reach."""
         self._refuse_unfrozen()
-        self.refuse_strays()
+        for slot, held in self._strays():
+            raise _moved(slot, held)
 
     def _refuse_unfrozen(self) -> None:
         # It was frozen when the model was prepared.
@@ -103,11 +104,6 @@ class ParameterPlaces:
                 "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
                 "nothing.)"
             )
-
-    def refuse_strays(self) -> None:
-        """Raises `RuntimeError` for a parameter that a step would not reach."""
-        for slot, held in self._strays():
-            raise _moved(slot, held)
 
     def _strays(self) -> Iterator[tuple[ParameterSlot, torch.Tensor | None]]:
         """Lists slots whose parameter has left its module or its memory, and the present object there.
@@ -182,7 +178,7 @@ class ParameterPlaces:
 
     def _look(self) -> None:
         # Evaluation of a model that has been cast or merged is nobody's concern; nor is a recomputation inside backward.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and not is_in_backward():
             for slot, held in self._strays():
                 # What is no Parameter is there for this call only: torch.func.functional_call puts it back.
                 if held is None or isinstance(held, nn.Parameter):

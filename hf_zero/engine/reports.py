@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,77 +12,57 @@ from ..buckets.precision import Precision
 from ..config import ZeroConfig
 from ..device import peak_bytes
 from ..layout.slots import is_in_blocks
-from ..offload.activations import ActivationsInHostMemory
-from ..offload.shards import ParameterTier
-from ..offload.tiers import Tier
 from ..optimizer.holder import StateHolder
 from ..optimizer.sharded_optimizer import ShardedOptimizer
 from ..optimizer.state_kinds import state_kinds
 from ..optimizer.state_rows import state_of
+from .assemble import Parts
 from .report_tables import IN_FILES, MemoryReport, MemoryRow, TrafficReport, render
 from .sharded_model import ShardedModel
 
 # ---- Bytes that this rank holds, by kind, counted from the tensors themselves ----
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where masters and optimizer state live, where shards of parameters do, who has the state between steps, what outer
-    steps keep, and what is done with what a forward saves for its backward."""
-
-    state: Tier
-    parameters: ParameterTier
-    holder: StateHolder
-    activations: ActivationsInHostMemory | None
-    outer: Any
-
-    def traffic(self) -> TrafficReport | None:
-        """Counts the traffic of files, if there are files."""
-        files = self.state.files or self.parameters.files
-        if files is None:
-            return None
-        read, written = files.moved_bytes
-        return TrafficReport(
-            folder=files.folder.path,
-            held_bytes=sum(shard.file.nbytes for shard in files.shards),
-            window_bytes=self.holder.window_bytes(),
-            read_bytes_a_step=read,
-            written_bytes_a_step=written,
-        )
-
-
 def report_memory(
-    model: nn.Module,
-    buckets: Sequence[Bucket],
-    gradient_bytes: Mapping[str, int],
-    optimizers: Sequence[ShardedOptimizer],
-    sharded: ShardedModel,
-    places: Places,
-    device: torch.device,
+    model: nn.Module, parts: Parts, optimizers: Sequence[ShardedOptimizer], gradient_bytes: Mapping[str, int]
 ) -> MemoryReport:
     """Counts bytes of state by kind, beside DDP's of the same kind.
 
     Args:
-        buckets: of trained parameters.
         gradient_bytes: of the gradient store and of what travels, by kind.
-        places: where what is.
     """
+    buckets, sharded, holder, outer = parts.buckets, parts.sharded, parts.holder, parts.outer
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
-    moved = 0 if places.activations is None else places.activations.most_bytes
+    moved = 0 if parts.activations is None else parts.activations.most_bytes
     return MemoryReport(
         rows=(
-            *_parameter_rows(model, buckets, trained, sharded, places.parameters.name),
+            *_parameter_rows(model, buckets, trained, sharded, parts.parameter_tier.name),
             *_gradient_rows(buckets, _kept_bytes(trained, sharded), gradient_bytes),
-            *_state_rows(buckets, trained, optimizers, places.holder),
-            *([] if places.outer is None else _in_memory("outer steps", buckets, places.outer.held_bytes)),
+            *_state_rows(buckets, trained, optimizers, holder),
+            *([] if outer is None else _in_memory("outer steps", buckets, outer.held_bytes)),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
             *([MemoryRow(kind="activations, at most", bytes=moved, ddp_bytes=0, where="host memory")] if moved else []),
         ),
-        peak_bytes=peak_bytes(device),
-        traffic=places.traffic(),
-        most_beside_bytes=places.holder.timing.most_beside_bytes(),
-        early=places.holder.timing.report(),
-        kernels=places.holder.choice.report(),
+        peak_bytes=peak_bytes(parts.device),
+        traffic=_traffic(parts),
+        most_beside_bytes=holder.timing.most_beside_bytes(),
+        early=holder.timing.report(),
+        kernels=holder.choice.report(),
+    )
+
+
+def _traffic(parts: Parts) -> TrafficReport | None:
+    """Counts the traffic of files, if there are files."""
+    files = parts.tier.files or parts.parameter_tier.files
+    if files is None:
+        return None
+    read, written = files.moved_bytes
+    return TrafficReport(
+        folder=files.folder.path,
+        held_bytes=sum(shard.file.nbytes for shard in files.shards),
+        window_bytes=parts.holder.window_bytes(),
+        read_bytes_a_step=read,
+        written_bytes_a_step=written,
     )
 
 
@@ -103,7 +82,7 @@ def _parameter_rows(
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers()) + bytes_beside(model)
     frozen_ddp = _kept_bytes(frozen, sharded) + buffer_bytes
     frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + buffer_bytes
-    apart = MemoryRow(kind="frozen parameters", bytes=sharded.own_bytes(trained=False), ddp_bytes=0, where=where)
+    apart = MemoryRow(kind="frozen parameters", bytes=sharded.frozen_bytes, ddp_bytes=0, where=where)
     is_apart = apart.where != "device" and apart.bytes > 0
     return [
         MemoryRow(

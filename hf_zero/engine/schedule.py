@@ -18,8 +18,7 @@ import torch
 from ..buckets.bucket import Bucket
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..hooks import WeakHook
-from .backward import differentiable_tensors, has_tensors, is_in_backward
+from ..hooks import WeakHook, differentiable_tensors, has_tensors, is_in_backward
 from .collectives import Gather, Wire
 from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 
@@ -428,7 +427,7 @@ class Unsharding:
             self._start(unit, self._wire.exact)
         for unit in units:
             self._finish(unit)
-            unit.leave_to_script()
+            unit.unseen.leave_to_script()
 
     def catch_up(self) -> None:
         """Takes part in gathers that other ranks have started ahead or still need, before collectives outside of a pass."""

@@ -17,7 +17,7 @@ from ..hooks import WeakHook
 from ..optimizer.holder import StateHolder
 from .buffers import place_buffers
 from .gathered import GatheredParameters
-from .module_guards import ModuleGuard, ModuleMethods
+from .module_guards import ModuleMethods, ShardedParameters
 from .schedule import Unsharding
 from .unit import Unit, runs_transformed
 
@@ -79,12 +79,12 @@ class ShardedModel:
         self.gathered = GatheredParameters(
             self.unit_of, self.schedule, transport, holder, device, config.comm.meeting_timeout_s
         )
-        self._guards = self._guard_modules()
-        self._methods = ModuleMethods(model, self._guards, self.gathered)
+        self._sharded = self._guard_modules()
+        self._methods = ModuleMethods(model, self._sharded, self.gathered)
         self._handles = self._install_hooks(layers)
         self._codes = CodesInPlace(model) if self.unit_of else None
         if device.type == "cpu":
-            self._handles += cast_norm_inputs(module for module in self._guards if self._casts_weights_of(module))
+            self._handles += cast_norm_inputs(module for module in self._sharded if self._casts_weights_of(module))
 
     @property
     def is_empty(self) -> bool:
@@ -102,14 +102,11 @@ class ShardedModel:
         if not self._is_passed_by(self.root):
             self.schedule.after_forward(self.root, outputs)
 
-    def own_bytes(self, *, trained: bool) -> int:
-        """Bytes of this rank's shards of the trained, or of the frozen parameters."""
-        return sum(
-            bucket.memory.lasting_bytes
-            for unit in self.schedule.units
-            for bucket in unit.buckets
-            if bucket.trained is trained
-        )
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of this rank's shards of the frozen parameters."""
+        buckets = (bucket for unit in self.schedule.units for bucket in unit.buckets)
+        return sum(bucket.memory.lasting_bytes for bucket in buckets if not bucket.trained)
 
     @contextmanager
     def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
@@ -164,13 +161,12 @@ class ShardedModel:
         # Copies on their way have the values before the edit.
         self.schedule.forget_copies(unit)
         bucket = slot.bucket
-        common = slot.interval.intersect(bucket.own_interval)
-        if common is not None:
-            part = common.shift(-bucket.own_interval.start)
+        part = bucket.own_parts.get(slot)
+        if part is not None:
             with torch.no_grad():
-                own = bucket.memory.own_part(part).clone()
+                own = bucket.memory.own_part(part.in_shard).clone()
                 edit(own)
-                bucket.memory.write_own_part(part, own)
+                bucket.memory.write_own_part(part.in_shard, own)
         # On all ranks, also those without elements of it: the versions must stay the same everywhere.
         unit.count_edit(slot)
         return True
@@ -188,21 +184,21 @@ class ShardedModel:
         self._methods.remove()
         for unit in self.schedule.units:
             unit.followers.clear()
-        for guard in self._guards.values():
-            guard.remove()
+        for sharded in self._sharded.values():
+            sharded.remove()
         for parameter in self.unit_of:
             show_values(parameter)
 
-    def _guard_modules(self) -> dict[nn.Module, ModuleGuard]:
-        guards = {}
+    def _guard_modules(self) -> dict[nn.Module, ShardedParameters]:
+        found = {}
         for module in self._model.modules():
             slots = {name: self.unit_of[p] for name, p in module._parameters.items() if p in self.unit_of}
             if slots:
-                guard = guards[module] = ModuleGuard(module, slots, self.schedule)
+                sharded = found[module] = ShardedParameters(module, slots, self.schedule)
                 for unit in {unit for unit, _ in slots.values()}:
-                    unit.followers.append(guard.update)
-                guard.update()
-        return guards
+                    unit.followers.append(sharded.follow_units)
+                sharded.follow_units()
+        return found
 
     def _install_hooks(self, layers: Iterable[Unit]) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
@@ -216,7 +212,7 @@ class ShardedModel:
             handles.append(module.register_forward_hook(look))
             # always_call: non-reentrant checkpointing leaves the recomputed forward by an exception.
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        for module in self._guards:
+        for module in self._sharded:
             if any(p in self.unit_of and self.unit_of[p][0] is self.root for p in module._parameters.values()):
                 # An encoder or embedding may be called by itself, past the model's own forward.
                 hook = WeakHook(self, ShardedModel._before_part_of_root)

@@ -453,10 +453,10 @@ class CopyChecks:
                 if own is None:
                     held[slot.name, 0, slot.interval.numel] = slot.view_of(bucket.flat)
                     continue
-                common = slot.interval.intersect(bucket.own_interval)
-                if common is not None:
-                    in_own, run = common.shift(-bucket.own_interval.start), common.shift(-slot.interval.start)
-                    held[slot.name, run.start, run.stop] = own[in_own.start : in_own.stop]
+                part = bucket.own_parts.get(slot)
+                if part is not None:
+                    run = part.in_parameter
+                    held[slot.name, run.start, run.stop] = own[part.in_shard.start : part.in_shard.stop]
         sums = torch.stack([checksum(values) for values in held.values()]).tolist() if held else []
         return dict(zip(held, sums, strict=True))
 

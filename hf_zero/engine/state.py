@@ -50,15 +50,9 @@ def held_weights(buckets: Iterable[Bucket], holder: StateHolder) -> Iterator[Own
                     values=master.to(bucket.precision.kept),
                 )
             continue
-        for slot in bucket.slots:
-            common = slot.interval.intersect(bucket.own_interval)
-            if common is not None:
-                in_own = common.shift(-bucket.own_interval.start)
-                yield OwnWeights(
-                    parameter=slot.parameter,
-                    interval=common.shift(-slot.interval.start),
-                    values=bucket.memory.own_part(in_own),
-                )
+        for slot, part in bucket.own_parts.items():
+            values = bucket.memory.own_part(part.in_shard)
+            yield OwnWeights(parameter=slot.parameter, interval=part.in_parameter, values=values)
 
 
 def load_weights(
@@ -75,14 +69,12 @@ def load_weights(
     """
     for bucket in buckets:
         with holder.fetched_master(bucket) if bucket.trained else nullcontext(), torch.no_grad():
-            for slot in bucket.slots:
-                common = slot.interval.intersect(bucket.own_interval)
-                if common is not None and slot.parameter not in left_out:
-                    in_own = common.shift(-bucket.own_interval.start)
-                    values = read(slot.parameter, common.shift(-slot.interval.start))
-                    bucket.memory.write_own_part(in_own, values)
+            for slot, part in bucket.own_parts.items():
+                if slot.parameter not in left_out:
+                    values = read(slot.parameter, part.in_parameter)
+                    bucket.memory.write_own_part(part.in_shard, values)
                     if bucket.precision.has_master:
-                        bucket.master[in_own.start : in_own.stop].copy_(values)
+                        bucket.master[part.in_shard.start : part.in_shard.stop].copy_(values)
 
 
 # ---- This rank's part of what a checkpoint saves and loads: masters, optimizer state, weights ----

@@ -17,15 +17,14 @@ from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
-from ..hooks import WeakHook, engine_attached_to
+from ..hooks import WeakHook, engine_attached_to, is_in_backward
 from ..layout import slots
 from ..optimizer.holder import StateHolder
 from ..optimizer.row_writes import RowWrites
 from ..optimizer.sharded_optimizer import ShardedOptimizer, identity_of
 from .assemble import Parts
-from .backward import Gradients, is_in_backward, never_asked
+from .backward import Gradients, never_asked
 from .gradient_store import GradientStore, Landing, choose_store
-from .nonfinite import BadSteps, BatchLog
 from .parameter_gather import is_compiled
 
 # ---- Edits of parameters that their masters would not follow, because autograd does not count them ----
@@ -193,7 +192,6 @@ class TrainingStep:
         row_writes: sees what a script writes to those rows between steps.
         store: where gradients lie between backward and the step.
         gradients: takes them from autograd.
-        bad_steps: what is done about NaN and infinite gradients.
         last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
         has_rescue: whether somebody looks after passes that run out of memory.
         stop_due: the number of the signal for which all ranks stop behind the last step; 0 for none.
@@ -235,9 +233,7 @@ class TrainingStep:
         if self._gathers_layers:
             parts.sharded.schedule.start_reductions = WeakHook(self.gradients, Gradients.start_early)
             parts.sharded.schedule.has_gradients = WeakHook(self.gradients, Gradients.has_begun)
-        self.bad_steps = BadSteps(self._config, speaks=parts.mesh.dp.all_groups.is_first_of_run)
         self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
-        self._batches = BatchLog(model, step_transport)
         # What a step has written back so far, what it has still to send, and whether it sends buckets as they are stepped.
         self._written: set[Bucket] = set()
         self._to_send: deque[Bucket] = deque()
@@ -352,7 +348,7 @@ class TrainingStep:
         bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
         if bad is not None:
             self._look_for_flipped_bits()
-            self.bad_steps.found(bad, lambda: self._batches.where_from(rows))
+            nonfinite.found(bad, rows)
         self._parts.holder.choice.scale_gradients(rows, measured.coefficient)
         return measured.norm
 
@@ -392,7 +388,7 @@ class TrainingStep:
             return False
         self.gradients.recover()
         self.gradients.drop()
-        self._batches.forget()
+        self._parts.nonfinite.forget_batches()
         return True
 
     # ---- forward ----
@@ -442,8 +438,8 @@ class TrainingStep:
             self._enter(TrainingState.BACKWARD)
             # As DDP, which reads what a script has set on it in a forward, for the backward behind it.
             self._choose_reducing()
-            self.gradients.end.watch(outputs)
-            self._batches.forward(outputs)
+            self.gradients.watch(outputs)
+            parts.nonfinite.note_batch(outputs)
             if parts.model_buffers is not None:
                 parts.model_buffers.after_forward(under_no_sync=self.is_accumulating)
 
@@ -457,7 +453,6 @@ class TrainingStep:
         if self._gathers_layers:
             self._parts.sharded.schedule.end_backward()
         self._parts.nonfinite.forget()
-        self.bad_steps.forget()
         if self._parts.mesh.dp.groups.shard_size > 1:
             for bucket in self._parts.buckets:
                 bucket.refuse_norms()
@@ -495,7 +490,7 @@ class TrainingStep:
         if is_first:
             for allocation in self.allocations:
                 allocation.before_step()
-        if self.bad_steps.has_skipped:
+        if nonfinite.has_skipped:
             return False
         self._refuse_without_rescue()
         if self._uncounted_edits.watched:
@@ -506,9 +501,9 @@ class TrainingStep:
         if nonfinite.is_due(optimizer):
             self.clip_grad_norm_(float("inf"))
         nonfinite.end(optimizer)
-        if self.bad_steps.skips:
+        if nonfinite.skips:
             self.gradients.drop()
-            self.bad_steps.skip()
+            nonfinite.skip()
             return False
         self._written, self._to_send = set(), deque(reversed(buckets))
         self._sends_early = self._may_send_early and sharded.keeps_stepped_rows
@@ -537,12 +532,10 @@ class TrainingStep:
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], *, is_taken: bool, is_first: bool
     ) -> None:
         """`is_first`: as of `_before_step`."""
-        if is_first:
-            self._batches.end_step()
         if is_taken:
             self._hand_over(optimizer, buckets)
-        if is_taken and is_first:
-            self.bad_steps.taken()
+        if is_first:
+            self._parts.nonfinite.end_step(is_taken=is_taken)
         if self._parts.model_buffers is not None:
             self._parts.model_buffers.after_step()
         self._log.step += is_first

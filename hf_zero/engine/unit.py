@@ -237,10 +237,6 @@ class Unit:
             memory.keep_edits()
         self.forget_edits()
 
-    def leave_to_script(self) -> None:
-        """Tells that a script outside of a pass has the whole parameters."""
-        self.unseen.leave_to_script()
-
     def forget_edits(self) -> None:
         """Ignores a script's edits of the whole parameters, which are dropped with them."""
         with look_only():

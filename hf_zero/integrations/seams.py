@@ -62,7 +62,7 @@ SEAMS = (
     Seam(
         owner="torch._C:",
         names=("_current_graph_task_id",),
-        where=("engine", "integrations/uneven_inputs"),
+        where=("hooks",),
         why="Tells whether a forward is a recomputation inside backward, which steps and checks must leave alone.",
         test="test_gradients.py::test_a_layer_used_again_under_reentrant_checkpointing_has_the_sum_of_its_gradients",
     ),
@@ -166,7 +166,7 @@ SEAMS = (
     Seam(
         owner="torch.utils:_pytree",
         names=("tree_leaves", "tree_map_only"),
-        where=("engine/backward", "buckets/sharded"),
+        where=("hooks", "buckets/sharded"),
         why="Tensors inside whatever containers models return, as torch itself sees them.",
         test="test_stage3.py::test_outputs_in_dataclasses_and_nested_containers_announce_their_backward",
     ),

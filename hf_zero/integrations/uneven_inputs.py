@@ -22,9 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..config import ConfigError
-from ..engine.backward import differentiable_tensors
 from ..engine.engine import ZeroEngine
-from ..hooks import engine_attached_to
+from ..hooks import differentiable_tensors, engine_attached_to, is_in_backward
 
 _PURPOSE = "batches that may be uneven"
 
@@ -106,7 +105,7 @@ class JoinedRanks:
 
         def hook(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             self = known()
-            if self is None or self._follows or torch._C._current_graph_task_id() != -1:
+            if self is None or self._follows or is_in_backward():
                 return
             joined = self._joined[place]
             joined.inputs = (args, kwargs)
@@ -125,7 +124,7 @@ class JoinedRanks:
 
         def hook(_model: nn.Module, _args: tuple, outputs: object) -> None:
             self = known()
-            if self is None or self._follows or torch._C._current_graph_task_id() != -1:
+            if self is None or self._follows or is_in_backward():
                 return
             told: list[bool] = []
             number = self._joined[place].forwards

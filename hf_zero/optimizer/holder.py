@@ -26,19 +26,6 @@ from .state_kinds import DUE, group_with, own_step
 _WORD = Label(kind="agreement on state in files", subject="the step")
 
 
-def _untold(bucket: Bucket) -> None:
-    """Tells nobody of a bucket's step."""
-
-
-def _always() -> bool:
-    return True
-
-
-def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
-    """Reports no bucket as stepped before its time."""
-    return ()
-
-
 class BucketStep:
     """Steps the rows of one bucket by the optimizer's present group: here with the optimizer's own arithmetic."""
 
@@ -106,9 +93,9 @@ class BucketSteps:
         transport: Transport,
         step: BucketStep,
         *,
-        commit: Callable[[torch.optim.Optimizer], Collection[Bucket]] = _none_ahead,
-        stepped: Callable[[Bucket], None] = _untold,
-        wanted: Callable[[], bool] = _always,
+        commit: Callable[[torch.optim.Optimizer], Collection[Bucket]] = lambda optimizer: (),
+        stepped: Callable[[Bucket], None] = lambda bucket: None,
+        wanted: Callable[[], bool] = lambda: True,
     ):
         self.optimizer = optimizer
         self._stepped = stepped

@@ -9,7 +9,7 @@ from ..buckets.bucket import Bucket, Row
 from ..buckets.dynamic import SIGNED, UNSIGNED, DynamicCode
 from ..buckets.rows import PackedPart, PackedState
 from ..config import ConfigError
-from ..layout.slots import block_bytes, has_blocks, is_in_blocks
+from ..layout.slots import block_bytes, is_in_blocks
 from .bucket_state import Placeholders, Regions, StatePlace, States, is_elementwise
 from .state_kinds import state_kinds
 
@@ -29,25 +29,17 @@ CODES: dict[str, DynamicCode] = {
 square is subtracted under a root; averages of parameters (ASGD), step sizes (Rprop)."""
 
 
-class MomentCodes:
-    """The codes of the moments that each optimizer keeps in each of its groups.
+def codes_of_groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[tuple[int, int], dict[str, DynamicCode]]:
+    """Returns (optimizer, group), by number → name → code of each moment that the optimizer keeps in the group.
 
     Raises:
         ConfigError: an optimizer with other state, or one that a trial step tells nothing about.
     """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
-        self._codes = {
-            (index, group): _codes_for(optimizer, settings)
-            for index, optimizer in enumerate(optimizers)
-            for group, settings in enumerate(optimizer.param_groups)
-        }
-
-    def of(self, bucket: Bucket) -> dict[str, DynamicCode]:
-        """Returns the codes by name; empty for a bucket whose moments are not in blocks."""
-        if not bucket.trained or not has_blocks(bucket.layout):
-            return {}
-        return self._codes.get((bucket.key.optimizer, bucket.key.group), {})
+    return {
+        (index, group): _codes_for(optimizer, settings)
+        for index, optimizer in enumerate(optimizers)
+        for group, settings in enumerate(optimizer.param_groups)
+    }
 
 
 class PackedMoments:

@@ -12,12 +12,12 @@ from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import MASTER, PackedPart, PackedState
 from ..config import ZeroConfig
 from ..device import allocate
-from ..layout.slots import BLOCK_NUMEL, Interval, blocks
+from ..layout.slots import BLOCK_NUMEL, Interval, blocks, has_blocks
 from ..offload.files import Kind, StoredShard
 from ..offload.shards import Region
 from ..offload.tiers import StateFiles, Tier
 from .bucket_state import BucketState, MasterPlace, Placeholders, Regions, StatePlace, States, is_elementwise
-from .moments8 import MomentCodes, PackedMoments, StateInBlocks
+from .moments8 import PackedMoments, StateInBlocks, codes_of_groups
 from .state_kinds import kinds_by_size, state_kinds
 
 # ---- bfloat16 parameters without a master: stepped in a temporary float32 copy, and rounded stochastically ----
@@ -329,7 +329,7 @@ class Places:
     def __init__(self, config: ZeroConfig, tier: Tier, optimizers: Sequence[torch.optim.Optimizer]):
         self._tier = tier
         self._optimizers = optimizers
-        self._codes = MomentCodes(optimizers if config.quantises_moments else ())
+        self._codes = codes_of_groups(optimizers if config.quantises_moments else ())
         self.placeholders = Placeholders()
 
     def of(self, bucket: Bucket) -> BucketState:
@@ -341,7 +341,9 @@ class Places:
         """
         is_stepped = bucket.trained and bucket.key.optimizer >= 0
         optimizer = self._optimizers[bucket.key.optimizer] if is_stepped else None
-        moments = PackedMoments(bucket, self._codes.of(bucket), self.placeholders)
+        codes = self._codes.get((bucket.key.optimizer, bucket.key.group), {})
+        is_in_blocks = bucket.trained and has_blocks(bucket.layout)
+        moments = PackedMoments(bucket, codes if is_in_blocks else {}, self.placeholders)
         files = self._tier.files
         if files is None or optimizer is None or bucket.tier is not self._tier:
             return BucketState(bucket, optimizer, self._master_in_memory(bucket, optimizer), _in_memory(moments))

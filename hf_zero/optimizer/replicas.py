@@ -192,11 +192,8 @@ class ReplicaCheck:
                 yield from self._parts_of(bucket, bucket.memory.read_own())
 
     def _parts_of(self, bucket: Bucket, own: torch.Tensor) -> Iterator[tuple[_Copy, torch.Tensor]]:
-        for slot in bucket.slots:
-            common = slot.interval.intersect(bucket.own_interval)
-            if common is not None:
-                run = common.shift(-bucket.own_interval.start)
-                yield self._copy_of(slot), own[run.start : run.stop]
+        for slot, part in bucket.own_parts.items():
+            yield self._copy_of(slot), own[part.in_shard.start : part.in_shard.stop]
 
     def _state(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]

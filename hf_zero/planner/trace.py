@@ -24,8 +24,8 @@ from ..buckets.packed import is_packed
 from ..buckets.precision import uncast_parameters
 from ..config import AUTO
 from ..device import free_bytes
-from ..engine.backward import differentiable_tensors
 from ..forecast import RESERVE, Activations, Live, PlanError
+from ..hooks import differentiable_tensors
 from ..offload.host_memory import available_host_bytes, ranks_on_this_host
 from .request import checkpoint, exchanged_bytes, inner_model, is_checkpointed, part_of
 

@@ -19,7 +19,7 @@ from training import adamw_in_two_groups, gpt2, gpt2_batch
 
 from hf_zero import GradScaler, ZeroPlugin
 from hf_zero.buckets.sharded import ClippedGradient
-from hf_zero.comm.transport import Agreement
+from hf_zero.comm.transport import Transport
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.nonfinite import NonFiniteCheck
 from hf_zero.optimizer.holder import StepChoice
@@ -209,7 +209,7 @@ def test_a_scaler_unscales_what_has_been_clipped():
 
 def test_the_largest_gradient_of_all_ranks_is_nan_where_one_rank_has_nan():
     ranks = SimpleNamespace(exchange=lambda value: [1.0, value])
-    assert Agreement(ranks).agree_largest(torch.tensor(float("nan"), dtype=torch.float64)).isnan()
+    assert Transport.agree_largest(ranks, torch.tensor(float("nan"), dtype=torch.float64)).isnan()
 
 
 # ---- scaled losses ----
@@ -358,7 +358,7 @@ class Rows:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.engine = ZeroEngine(model, [optimizer], {"stage": 2})
         self.elsewhere = False
-        self.engine.nonfinite = NonFiniteCheck(self.engine.config, Agreement(self))
+        self.engine.nonfinite = NonFiniteCheck(model, self.engine.config, self, self.engine.transport, speaks=False)
 
     def agree_sum(self, values: torch.Tensor, _label) -> torch.Tensor:
         return values + float(self.elsewhere)

@@ -272,7 +272,7 @@ QUARTER = NUMEL // 4
 def test_a_released_bucket_keeps_only_the_shards_pages_whichever_rank_has_them(rank):
     kept = slice(rank * QUARTER, (rank + 1) * QUARTER)
     reservation = reserve(NUMEL, torch.float32, torch.device("cpu"), kept)
-    region = reservation._arena._region
+    region = reservation._region
     start = torch.frombuffer(region, dtype=torch.uint8).data_ptr()
     reservation.flat.fill_(1.0)
     reservation.release()
@@ -348,19 +348,19 @@ CASES = [
 @contextmanager
 def memory_that_holds_anything() -> Iterator[None]:
     """Every byte of `device.allocate` is 0xff, and every element of `torch.empty` is NaN or the greatest integer."""
-    make_arena = device._HostArena.__init__
+    make = device.HostReservation.__init__
 
-    def make_filled(arena: device._HostArena, *arguments, **keyword_arguments) -> None:
-        make_arena(arena, *arguments, **keyword_arguments)
-        arena.bytes.fill_(0xFF)
+    def make_filled(made: device.HostReservation, *arguments, **keyword_arguments) -> None:
+        make(made, *arguments, **keyword_arguments)
+        made.flat.view(torch.uint8).fill_(0xFF)
 
-    device._HostArena.__init__ = make_filled
+    device.HostReservation.__init__ = make_filled
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(1).isnan() and device.allocate(1, torch.float32, torch.device("cpu")).isnan()
         yield
     finally:
-        device._HostArena.__init__ = make_arena
+        device.HostReservation.__init__ = make
         torch.use_deterministic_algorithms(False)
 
 
@@ -418,7 +418,7 @@ def train_at_stage_1(rank: int, world_size: int, *, dtype: torch.dtype) -> dict:
     held = []
 
     def note() -> None:
-        buffers = [buffer.flat for buffer in engine._step.store._lasting.values()]
+        buffers = list(engine._step.store._lasting.values())
         held.append((resident_bytes(buffers), sum(flat.nbytes for flat in buffers if flat.nbytes < LARGE_BYTES // 4)))
 
     losses = losses_of(model, optimizer, rank, dtype, engine.no_sync, note, note)

@@ -75,7 +75,9 @@ def test_a_shard_that_is_its_own_master_is_taken_over_from_an_early_step(tmp_pat
 
 
 def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing(tmp_path):
-    def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> ResizedReservation:
+    def resized(
+        numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, apart: bool = False
+    ) -> ResizedReservation:
         return ResizedReservation(numel, dtype, kept, device)
 
     with mock.patch.object(memory, "reserve", resized):
