@@ -1,7 +1,8 @@
-"""Hooks and references that keep neither a model nor its engine alive."""
+"""Functions of ours in modules and packages of others: hooks that keep no model alive, names that are replaced for a while."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -72,3 +73,17 @@ def engine_attached_to(holder: nn.Module | nn.Parameter) -> Any:
     """Returns the live ZeroEngine of a module that was handed to `ZeroEngine`, or of its parameter; or None."""
     reference = holder.__dict__.get(_ATTRIBUTE)
     return reference() if isinstance(reference, EngineReference) else None
+
+
+# ---- A name of another package, replaced for a while ----
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces a name of a class or module of another package by `value` inside."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

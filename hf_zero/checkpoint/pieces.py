@@ -19,8 +19,7 @@ import torch
 from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
 from ..layout.boxes import Box
 from ..layout.slots import Interval
-from .files import CheckpointError
-from .headers import is_whole_safetensors, spans_in
+from .files import CheckpointError, is_whole_safetensors, spans_in
 
 # ---- Tensors of an accelerator on their way into files, through two pinned buffers that take turns ----
 

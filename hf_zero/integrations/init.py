@@ -1,24 +1,19 @@
 """Loads a pretrained model without a copy on each rank."""
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, core_model_loading
 
-from ..buckets.precision import mark_loaded, wanted_dtype
-from ..checkpoint.pieces import mapped_tensors
+from ..buckets.precision import mark_loaded
 from ..comm.watch import ErrorHook
 from ..config import ZeroConfig
 from ..engine.assemble import FILES_ATTRIBUTE
-from .saved_weights import weight_files
-from .seams import replaced
-
-_HEADER_BYTES = 64 * 1024
+from ..hooks import replaced
+from .saved_weights import describe_files
 
 
 @contextmanager
@@ -76,43 +71,5 @@ def _leave_in_files(
         if buffer.data_ptr() in views:
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module)._buffers[leaf] = buffer.to(views[buffer.data_ptr()][1])
-    model.__dict__[FILES_ATTRIBUTE] = _describe_files(checkpoint_files or ())
+    model.__dict__[FILES_ATTRIBUTE] = describe_files(checkpoint_files or ())
     return result
-
-
-def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
-    """Makes each parameter a view of a checkpoint's memory-mapped weights file, as `init` does with pretrained ones.
-
-    Returns:
-        False, and the model untouched, where the files do not have exactly the model's tensors under their own names.
-    """
-    files = [folder / name for name in weight_files(folder)]
-    views: dict[str, torch.Tensor] = {}
-    for file in files:
-        views |= mapped_tensors(file)
-    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    held = {id(tensors[name]) for name in views if name in tensors}
-    if not views.keys() <= tensors.keys() or not all(id(p) in held for p in model.parameters()):
-        return False
-    if any(tensors[name].shape != view.shape for name, view in views.items()):
-        return False
-    for name, view in views.items():
-        tensor = tensors[name]
-        if isinstance(tensor, torch.nn.Parameter):
-            wanted = wanted_dtype(tensor)
-            tensor.data = view
-            mark_loaded(tensor, wanted)
-        else:
-            tensor.copy_(view)
-    model.__dict__[FILES_ATTRIBUTE] = _describe_files(files)
-    return True
-
-
-def _describe_files(files: Iterable[str | Path]) -> str:
-    """Sizes and headers of the files, by which ranks see that they read the same model."""
-    described = []
-    for file in map(Path, files):
-        with file.open("rb") as opened:
-            header = hashlib.sha256(opened.read(_HEADER_BYTES)).hexdigest()[:12]
-        described.append(f"{file.name} ({file.stat().st_size} bytes, begins {header})")
-    return ", ".join(described)

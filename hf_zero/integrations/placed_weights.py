@@ -20,9 +20,8 @@ from ..checkpoint.pieces import Piece, dtype_name, lay_out
 from ..checkpoint.writer import Row
 from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
-from ..hooks import WeakHook
+from ..hooks import WeakHook, replaced
 from ..layout.slots import Interval
-from .seams import replaced
 
 # ---- Model files that all ranks write at once, laid out by transformers itself ----
 #

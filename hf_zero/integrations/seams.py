@@ -4,10 +4,8 @@ Any release may change these without notice. `tests/repository/test_seams.py` lo
 where the package uses a private name that is not here.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +27,6 @@ class Seam:
     why: str
     test: str
     since: str = ""
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces a name of a class or module of another package by `value` inside."""
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 REPLACED_CLASSES: Mapping[str, str] = {

@@ -26,18 +26,18 @@ from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import is_foreign
 from ..engine.engine import ZeroEngine
 from ..engine.sharded_model import computing_in
+from ..engine.split_model import is_dtensor
 from ..extras import extra
 from ..guard import mix_in
-from ..hooks import engine_attached_to
+from ..hooks import engine_attached_to, replaced
 from .environment import find_in_callers
 from .file_weights import load_weights_into
 from .gathered import gathered
-from .init import init, leave_in_checkpoint
-from .model_parallel import as_if_whole, is_split
+from .init import init
+from .model_parallel import as_if_whole
 from .resume import alone_in_output_dir, checkpoint_to_resume
 from .run_facts import write_run
-from .saved_weights import has_row_weights, is_checkpoint_of_ours
-from .seams import replaced
+from .saved_weights import has_row_weights, is_checkpoint_of_ours, leave_in_checkpoint
 from .signals import TrainerStop, begin_in_trainer, evaluation_is_owed
 from .state_io import ZERO_FOLDER, load_state, open_own, say_resumed
 from .trainer_parts import (
@@ -405,7 +405,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
-        is_whole = not is_split(self.model if model is None else model)
+        is_whole = not _is_split(self.model if model is None else model)
         if is_whole and not is_checkpoint_of_ours(folder) and is_foreign(folder):
             load_foreign_weights = extra("foreign", "load_foreign_weights")
             self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
@@ -503,6 +503,12 @@ def _only_engine(trainer: Trainer) -> ZeroEngine | None:
 def _attached_to(trainer: Trainer) -> ZeroEngine | None:
     """Returns the engine of the Trainer's model, also one of a former Trainer."""
     return engine_attached_to(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+
+
+def _is_split(model: nn.Module) -> bool:
+    """Whether tensor or expert parallelism has split a model over ranks. An engine has made its DTensors plain parameters."""
+    engine = engine_attached_to(model)
+    return any(map(is_dtensor, model.parameters())) or (engine is not None and engine.state.is_split)
 
 
 def _gather_to_sync(callback: Any) -> None:

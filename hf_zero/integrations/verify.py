@@ -16,11 +16,12 @@ from ..checkpoint.files import (
     entry_faults,
     faults_of,
     files_below,
+    is_whole_safetensors,
     no_folder,
     read_mapping,
+    tensors_in,
     untold,
 )
-from ..checkpoint.headers import is_whole_safetensors, tensors_in
 from ..checkpoint.manifest import WEIGHTS, Manifest, SavedRow
 from ..checkpoint.structure import STATE_NAME, is_foreign, structure_faults
 from ..comm.all_or_none import Exchange

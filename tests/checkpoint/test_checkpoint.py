@@ -26,15 +26,13 @@ from training import adamw_in_two_groups, gpt2, gpt2_batch, save_engine
 from hf_zero import engine_of, gathered
 from hf_zero.checkpoint import files
 from hf_zero.checkpoint.commit import Disk, seal
-from hf_zero.checkpoint.files import CHUNK_BYTES, CheckpointError, FileRecord, chunks_in, share_of
-from hf_zero.checkpoint.headers import tensors_in
+from hf_zero.checkpoint.files import CHUNK_BYTES, CheckpointError, FileRecord, chunks_in, share_of, tensors_in
 from hf_zero.checkpoint.manifest import Manifest, SavedRow
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.checkpoint.structure import plain_settings, restore_settings
 from hf_zero.checkpoint.writer import plan_rows, write_pieces
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations import verify
-from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
+from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, plain_settings, restore_settings
 from hf_zero.integrations.verify import checkpoint_faults, own_chunks
 from hf_zero.layout.slots import Interval
 

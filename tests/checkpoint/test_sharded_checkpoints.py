@@ -25,8 +25,8 @@ from hf_zero.checkpoint.commit import Disk, disk_with, find_disk
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.cli.app import app
+from hf_zero.comm.all_or_none import exchange_between_ranks
 from hf_zero.integrations import accelerator as door
-from hf_zero.integrations.elastic import exchange_between_ranks
 from hf_zero.integrations.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(180)
