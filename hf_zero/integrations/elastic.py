@@ -12,10 +12,9 @@ from accelerate.logging import get_logger
 
 from ..checkpoint.files import CheckpointError, shown
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.structure import POSITION_NAME, read_position
+from ..checkpoint.structure import POSITION_NAME, checkpoint_faults, read_position
 from ..comm.all_or_none import exchange_between_ranks
 from .state_io import ZERO_FOLDER
-from .verify import checkpoint_faults
 
 # ---- A trap of torchrun: workers that are started again meet in the store of those before them ----
 

@@ -21,9 +21,9 @@ from ..buckets.rows import MASTER
 from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError, is_inside, no_folder, read_mapping, refuse_links
 from ..checkpoint.manifest import WEIGHTS, Manifest
-from ..checkpoint.pieces import dtype_name, dtype_named, mapped_tensors
-from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.structure import is_foreign, weight_shards_of
+from ..checkpoint.reader import CheckpointReader, dtype_named, mapped_tensors
+from ..checkpoint.structure import is_foreign, newest_first, weight_shards_of
+from ..checkpoint.writer import dtype_name
 from ..comm.ledger import Label
 from ..engine.assemble import FILES_ATTRIBUTE
 from ..engine.engine import ZeroEngine
@@ -32,8 +32,7 @@ from ..extras import extra
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from .config_model import expected_tensors, meta_model
-from .state_io import ZERO_FOLDER, progress_bar
-from .verify import newest_first
+from .state_io import ZERO_FOLDER, progress_bar, tensors_by_saved_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -190,8 +189,6 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
     Raises:
         CheckpointError: on every rank: damaged, of another model, or with files that a rank's disk does not have.
     """
-    from .placed_weights import tensors_by_saved_name
-
     tensors = tensors_by_saved_name(engine.model)
     parameters = engine.state.bucketed_parameters()
     bucketed = {id(parameter) for parameter in parameters}

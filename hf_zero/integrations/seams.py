@@ -167,7 +167,7 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_parameters", "_buffers", "_modules"),
-        where=("engine", "optimizer", "buckets/packed", "integrations/init", "integrations/placed_weights"),
+        where=("engine", "optimizer", "buckets/packed", "integrations/init", "integrations/state_io"),
         why="Which module holds a parameter, and whether it still does. `_parameters` is another dict until a gather has ended.",
         test="test_gradients.py",
     ),
@@ -181,7 +181,7 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_save_to_state_dict", "_state_dict_hooks", "_state_dict_pre_hooks", "_non_persistent_buffers_set"),
-        where=("integrations/placed_weights", "engine/buffers"),
+        where=("integrations/placed_weights", "integrations/state_io", "engine/buffers"),
         why="Whether a module saves its parameters as they are, or computes what it saves; and whether buffers are saved.",
         test="test_sharded_checkpoints.py::test_every_so_many_steps_a_whole_checkpoint_is_written_and_kept",
     ),

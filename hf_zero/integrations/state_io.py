@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..buckets.rows import KindsOf, Read
 from ..checkpoint.commit import Disk, on_all_ranks, seal
 from ..checkpoint.files import CheckpointError, shown
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.pieces import Piece
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.writer import Row, plan_rows, write_pieces
+from ..checkpoint.structure import checkpoint_faults
+from ..checkpoint.writer import Piece, Row, plan_rows, write_pieces
 from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
@@ -26,7 +27,6 @@ from ..engine.state import EngineState, SavedState
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from ..optimizer.state_kinds import state_names
-from .verify import checkpoint_faults
 
 # ---- Bars for what may take long: on the main rank, on a terminal, and where nobody has turned bars off ----
 
@@ -89,6 +89,33 @@ def _are_wanted() -> bool:
     """Whether `transformers.utils.logging.disable_progress_bar` has not been called. The Hub's own switch its bars heed."""
     logging = sys.modules.get("transformers.utils.logging")
     return logging is None or logging.is_progress_bar_enabled()
+
+
+# ---- A model's tensors under the names that a checkpoint has them by ----
+
+
+def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the entries of `state_dict` by name, tied weights under each name, without gathering a sharded model."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in [*module._parameters.items(), *kept.items()]:
+            if tensor is not None:
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def tensors_by_saved_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns what a checkpoint has of a model, by its names there: of a model with adapters those alone."""
+    tensors = saved_tensors_of(model)
+    # Here, not above: importing hf_zero does not take the time that transformers takes.
+    from transformers.utils import is_peft_available
+
+    if not is_peft_available():
+        return tensors
+    from peft import PeftModel, get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, tensors) if isinstance(model, PeftModel) else tensors
 
 
 # ---- An optimizer group's settings as JSON values, and back ----

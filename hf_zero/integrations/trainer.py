@@ -31,9 +31,8 @@ from ..extras import extra
 from ..guard import mix_in
 from ..hooks import engine_attached_to, replaced
 from .environment import find_in_callers
-from .file_weights import load_weights_into
 from .gathered import gathered
-from .init import init
+from .init import init, load_weights_into
 from .model_parallel import as_if_whole
 from .resume import alone_in_output_dir, checkpoint_to_resume
 from .run_facts import write_run

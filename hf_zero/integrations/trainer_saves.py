@@ -21,8 +21,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..checkpoint.commit import Background, Disk, abandon, begin, commit, discard, disk_asked, find_disk, on_all_ranks
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.pieces import LivePieces
-from ..checkpoint.writer import write_live
+from ..checkpoint.structure import newest_first, step_of
+from ..checkpoint.writer import LivePieces, write_live
 from ..comm.all_or_none import Exchange
 from ..comm.arrivals import CommunicationError
 from ..comm.transports import StoreExchange
@@ -36,7 +36,6 @@ from .placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be
 from .run_facts import write_run
 from .state_io import ZERO_FOLDER, plan_state, progress_bar, seal_state, state_bytes
 from .trainer_parts import FrozenBase, StepFigures
-from .verify import newest_first, step_of
 
 logger = logging.get_logger(__name__)
 

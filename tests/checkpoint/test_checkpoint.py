@@ -29,11 +29,11 @@ from hf_zero.checkpoint.commit import Disk, seal
 from hf_zero.checkpoint.files import CHUNK_BYTES, CheckpointError, FileRecord, chunks_in, share_of, tensors_in
 from hf_zero.checkpoint.manifest import Manifest, SavedRow
 from hf_zero.checkpoint.reader import CheckpointReader
+from hf_zero.checkpoint.structure import checkpoint_faults, own_chunks
 from hf_zero.checkpoint.writer import plan_rows, write_pieces
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations import verify
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, plain_settings, restore_settings
-from hf_zero.integrations.verify import checkpoint_faults, own_chunks
 from hf_zero.layout.slots import Interval
 
 pytestmark = pytest.mark.timeout(120)
