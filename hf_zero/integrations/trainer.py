@@ -10,12 +10,11 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import Trainer, TrainingArguments, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
@@ -24,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..checkpoint.files import CheckpointError, in_one_line
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import is_foreign
+from ..comm.groups import set_limit
 from ..engine.engine import ZeroEngine
 from ..engine.sharded_model import computing_in
 from ..engine.split_model import is_dtensor
@@ -80,7 +80,7 @@ def install_in_trainer(trainer: Trainer) -> None:
         _train_on_one_gpu(trainer)
     if dist.is_initialized() and trainer.args.ddp_timeout != _USUAL_DDP_TIMEOUT_S:
         # Trainer gives `ddp_timeout` to groups of accelerators alone, and to none that was there before its arguments.
-        _set_pg_timeout(trainer.args.ddp_timeout_delta, dist.group.WORLD)
+        set_limit(trainer.args.ddp_timeout_delta, cast(dist.ProcessGroup, dist.group.WORLD))
 
 
 def _train_on_one_gpu(trainer: Trainer) -> None:

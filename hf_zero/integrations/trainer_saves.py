@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Trainer, logging
 from transformers.integrations import WandbCallback
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -383,7 +383,8 @@ def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk, position: DataPo
         with disk_asked(folder):
             if disk.leads:
                 torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
-            trainer._save_scaler(str(folder))
+            if trainer.accelerator.scaler is not None and trainer.args.should_save:
+                torch.save(trainer.accelerator.scaler.state_dict(), folder / SCALER_NAME)
             trainer._save_rng_state(str(folder))
     if disk.leads:
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
