@@ -107,6 +107,7 @@ EXTRAS = {
             "push:write_trainer_card",
             "push:push_model",
             "push:Destination",
+            "push:HubError",
         ),
     ),
 }

@@ -1,7 +1,8 @@
-"""Hooks and references that keep neither a model nor its engine alive, and the tensors that hooks look for."""
+"""Hooks and references that keep neither a model nor its engine alive, the tensors that hooks look for, and replaced names."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -114,3 +115,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def is_in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+# ---- A name of another package, replaced for a while ----
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces a name of a class or module of another package by `value` inside."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -101,7 +101,7 @@ class ShardedGradient(torch.Tensor):
     state: GradientState
     _name: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own Parameter has it
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # dispatches as a plain tensor, at no cost
 
     @staticmethod
     def __new__(cls, name: str, parameter: torch.Tensor, device: torch.device | None = None) -> "ShardedGradient":
@@ -206,7 +206,7 @@ class RowGradient(Guarded):
                 "only. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ on all ranks; for a "
                 "whole gradient, engine.full_grad(parameter)."
             )
-        result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        result = torch.nn.Parameter.__torch_function__(func, types, args, kwargs or {})
         return result.as_subclass(cls) if func in ALIASING else result
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # torch's takes an argument for printed values
@@ -346,7 +346,7 @@ class ShardedValues(Guarded):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in LOOKS:
-            return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+            return torch.nn.Parameter.__torch_function__(func, types, args, kwargs)
         # An alias may only serve a look at the dtype: its values are refused when they are read.
         if func in ALIASING:
             return _alias_of(_parameter_behind(args[0]))

@@ -20,8 +20,19 @@ import torch
 
 from ..comm.all_or_none import Exchange, Result, all_results_or_none
 from ..device import enter_thread, in_units
-from .files import CheckpointError, Chunk, FileRecord, by_file, files_below, hashes_of, is_inside, share_of, shown, sync
-from .headers import is_whole_safetensors
+from .files import (
+    CheckpointError,
+    Chunk,
+    FileRecord,
+    by_file,
+    files_below,
+    hashes_of,
+    is_inside,
+    is_whole_safetensors,
+    share_of,
+    shown,
+    sync,
+)
 from .manifest import MANIFEST_NAME, Manifest
 
 # ---- A step of a checkpoint succeeds on all ranks, or raises the first failure's reason on all ----

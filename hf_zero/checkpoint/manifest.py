@@ -2,22 +2,25 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import xxhash
 
 from ..layout.boxes import Box
 from ..layout.slots import Interval
-from . import manifest_fields as due
 from .files import (
     HASH_DIGITS,
     CheckpointError,
     FileRecord,
     chunks_in,
     is_inside,
+    is_shape,
+    is_size,
     parse_json,
     read_text,
     refuse_links,
@@ -178,7 +181,7 @@ class Manifest:
             manifest = _of_content(content, folder)
             # Reading takes the fields' word for each other. A row beyond its parameter would read another row's bytes.
             _refuse_contradictions(manifest)
-        except due.FieldError as error:
+        except _FieldError as error:
             raise CheckpointError(
                 f"hf_zero: {path} is damaged ({error}); resume from an earlier checkpoint."
             ) from error
@@ -187,30 +190,30 @@ class Manifest:
 
 def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
     names = _FIELDS if content["format_version"] == FORMAT_WITH_BOXES else _FIELDS - {"boxes"}
-    held = due.fields(content, "the manifest", {"format_version", *names})
+    held = _as_fields(content, "the manifest", {"format_version", *names})
     return Manifest(
-        world_size=due.size(held["world_size"], "world_size"),
-        stage=due.size(held["stage"], "stage"),
-        shapes=due.mapping(held["shapes"], "shapes", due.shape),
-        kinds=due.mapping(held["kinds"], "kinds", lambda kinds, what: due.listing(kinds, what, due.text)),
-        rows=due.listing(held["rows"], "rows", lambda row, what: _row(folder, row, what)),
-        scalars=due.mapping(held["scalars"], "scalars", lambda values, what: due.mapping(values, what, due.scalar)),
-        optimizers=due.listing(held["optimizers"], "optimizers", due.optimizer),
-        own_shapes=due.mapping(
-            held["own_shapes"], "own_shapes", lambda shapes, what: due.mapping(shapes, what, due.shape)
+        world_size=_as_size(held["world_size"], "world_size"),
+        stage=_as_size(held["stage"], "stage"),
+        shapes=_as_mapping(held["shapes"], "shapes", _as_shape),
+        kinds=_as_mapping(held["kinds"], "kinds", lambda kinds, what: _as_list(kinds, what, _as_text)),
+        rows=_as_list(held["rows"], "rows", lambda row, what: _row(folder, row, what)),
+        scalars=_as_mapping(held["scalars"], "scalars", lambda values, what: _as_mapping(values, what, _as_scalar)),
+        optimizers=_as_list(held["optimizers"], "optimizers", _as_optimizer),
+        own_shapes=_as_mapping(
+            held["own_shapes"], "own_shapes", lambda shapes, what: _as_mapping(shapes, what, _as_shape)
         ),
-        versions=due.mapping(held["versions"], "versions", due.text),
-        weights=due.mapping(held["weights"], "weights", _weight),
-        is_kept=due.truth(held["is_kept"], "is_kept"),
-        base=due.optional_text(held["base"], "base"),
-        step=due.optional_size(held["step"], "step"),
-        written_at=due.text(held["written_at"], "written_at"),
-        elsewhere=due.listing(held["elsewhere"], "elsewhere", due.text),
+        versions=_as_mapping(held["versions"], "versions", _as_text),
+        weights=_as_mapping(held["weights"], "weights", _weight),
+        is_kept=_as_bool(held["is_kept"], "is_kept"),
+        base=_as_optional_text(held["base"], "base"),
+        step=_as_optional_size(held["step"], "step"),
+        written_at=_as_text(held["written_at"], "written_at"),
+        elsewhere=_as_list(held["elsewhere"], "elsewhere", _as_text),
         files={
             name: _record(folder, name, *record)
-            for name, record in due.mapping(held["files"], "files", _size_and_hashes).items()
+            for name, record in _as_mapping(held["files"], "files", _size_and_hashes).items()
         },
-        boxes=due.mapping(held.get("boxes", {}), "boxes", lambda boxes, what: due.mapping(boxes, what, _box)),
+        boxes=_as_mapping(held.get("boxes", {}), "boxes", lambda boxes, what: _as_mapping(boxes, what, _box)),
     )
 
 
@@ -220,63 +223,63 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest))
 def _refuse_contradictions(manifest: Manifest) -> None:
     """Raises `FieldError` where a field names a parameter, a kind or elements that the others do not have."""
     for name in ("kinds", "scalars", "own_shapes"):
-        due.refuse_unknown(manifest.shapes, getattr(manifest, name), name)
+        _refuse_unknown(manifest.shapes, getattr(manifest, name), name)
     for optimizer in manifest.optimizers:
         for group in optimizer["groups"]:
-            due.refuse_unknown(manifest.shapes, dict.fromkeys(group["parameters"]), "optimizers")
-            due.refuse_mixed({name: manifest.scalars.get(name, {}) for name in group["parameters"]}, "scalars")
+            _refuse_unknown(manifest.shapes, dict.fromkeys(group["parameters"]), "optimizers")
+            _refuse_mixed({name: manifest.scalars.get(name, {}) for name in group["parameters"]}, "scalars")
     for row in manifest.rows:
         whole = manifest.whole_shape(row.kind, row.name)
         if whole is None:
-            raise due.FieldError(f"rows have {row.kind[:200]!r} of {row.name[:200]!r}, and `kinds` has not")
+            raise _FieldError(f"rows have {row.kind[:200]!r} of {row.name[:200]!r}, and `kinds` has not")
         box = manifest.box_of(row)
         if box.shape != whole:
-            raise due.FieldError(f"`boxes` have a part of {box.shape} of {row.name[:200]!r}, which is {whole}")
-        due.refuse_beyond(*row.interval, box.local_shape, f"a row of {row.kind} of {row.name[:200]!r}")
+            raise _FieldError(f"`boxes` have a part of {box.shape} of {row.name[:200]!r}, which is {whole}")
+        _refuse_beyond(*row.interval, box.local_shape, f"a row of {row.kind} of {row.name[:200]!r}")
 
 
 def _row(folder: Path, row: Any, what: str) -> SavedRow:
-    kind, name, start, stop, file, key, dtype = due.items(row, what, 7)
-    if not is_inside(due.text(file, f"{what}.file")) or Path(file).name != file:
+    kind, name, start, stop, file, key, dtype = _as_items(row, what, 7)
+    if not is_inside(_as_text(file, f"{what}.file")) or Path(file).name != file:
         raise CheckpointError(
             f"hf_zero: {folder / MANIFEST_NAME} names {file[:200]!r}, which is not a file of that folder."
         )
     return SavedRow(
-        kind=due.text(kind, f"{what}.kind"),
-        name=due.text(name, f"{what}.name"),
-        interval=Interval(due.size(start, f"{what}.start"), due.size(stop, f"{what}.stop")),
+        kind=_as_text(kind, f"{what}.kind"),
+        name=_as_text(name, f"{what}.name"),
+        interval=Interval(_as_size(start, f"{what}.start"), _as_size(stop, f"{what}.stop")),
         file=file,
-        key=due.text(key, f"{what}.key"),
-        dtype=due.text(dtype, f"{what}.dtype"),
+        key=_as_text(key, f"{what}.key"),
+        dtype=_as_text(dtype, f"{what}.dtype"),
     )
 
 
 def _box(value: Any, what: str) -> Box:
-    shape, ranges = due.items(value, what, 2)
-    whole = due.shape(shape, f"{what}.shape")
-    found = due.listing(ranges, f"{what}.ranges", lambda along, where: due.listing(along, where, _range))
+    shape, ranges = _as_items(value, what, 2)
+    whole = _as_shape(shape, f"{what}.shape")
+    found = _as_list(ranges, f"{what}.ranges", lambda along, where: _as_list(along, where, _range))
     if len(found) != len(whole):
-        raise due.FieldError(f"{what} has ranges along {len(found)} dimensions of {len(whole)}")
+        raise _FieldError(f"{what} has ranges along {len(found)} dimensions of {len(whole)}")
     for size, along in zip(whole, found):
         ends = [0, *(end for each in along for end in each), size]
         if ends != sorted(ends):
-            raise due.FieldError(f"{what} has ranges that overlap or go beyond {size}")
+            raise _FieldError(f"{what} has ranges that overlap or go beyond {size}")
     return Box(whole, found)
 
 
 def _range(value: Any, what: str) -> Interval:
-    start, stop = due.items(value, what, 2)
-    return Interval(due.size(start, f"{what}.start"), due.size(stop, f"{what}.stop"))
+    start, stop = _as_items(value, what, 2)
+    return Interval(_as_size(start, f"{what}.start"), _as_size(stop, f"{what}.stop"))
 
 
 def _weight(value: Any, what: str) -> SavedWeight:
-    dtype, shape = due.items(value, what, 2)
-    return SavedWeight(dtype=due.text(dtype, f"{what}.dtype"), shape=due.shape(shape, f"{what}.shape"))
+    dtype, shape = _as_items(value, what, 2)
+    return SavedWeight(dtype=_as_text(dtype, f"{what}.dtype"), shape=_as_shape(shape, f"{what}.shape"))
 
 
 def _size_and_hashes(value: Any, what: str) -> tuple[int, str]:
-    nbytes, xxh3 = due.items(value, what, 2)
-    return due.size(nbytes, f"{what}.size"), due.text(xxh3, f"{what}.xxh3")
+    nbytes, xxh3 = _as_items(value, what, 2)
+    return _as_size(nbytes, f"{what}.size"), _as_text(xxh3, f"{what}.xxh3")
 
 
 def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
@@ -305,3 +308,144 @@ def _text(content: Mapping[str, Any]) -> str:
 
 def _hash(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+# ---- JSON values, held against the format before anything relies on them ----
+
+Value = TypeVar("Value")
+
+
+class _FieldError(ValueError):
+    """A value of another kind than the format says; names the field."""
+
+
+def _as_mapping(value: Any, what: str, of: Callable[[Any, str], Value]) -> dict[str, Value]:
+    """Checks a mapping, and each value with `of`."""
+    if not isinstance(value, dict):
+        raise _other(value, what, "a mapping")
+    return {name: of(each, f"{what} of {name[:200]!r}") for name, each in value.items()}
+
+
+def _as_list(value: Any, what: str, of: Callable[[Any, str], Value]) -> tuple[Value, ...]:
+    """Checks a list, and each value with `of`."""
+    if not isinstance(value, list):
+        raise _other(value, what, "a list")
+    return tuple(of(each, f"{what}[{number}]") for number, each in enumerate(value))
+
+
+def _as_fields(value: Any, what: str, names: set[str]) -> dict[str, Any]:
+    """A mapping that has these names and no others."""
+    if not isinstance(value, dict) or value.keys() != names:
+        raise _other(value, what, f"a mapping of {', '.join(sorted(names))}")
+    return value
+
+
+def _as_items(value: Any, what: str, count: int) -> list[Any]:
+    """A list of so many values."""
+    if not isinstance(value, list) or len(value) != count:
+        raise _other(value, what, f"a list of {count}")
+    return value
+
+
+def _as_text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise _other(value, what, "a string")
+    return value
+
+
+def _as_optional_text(value: Any, what: str) -> str | None:
+    return None if value is None else _as_text(value, what)
+
+
+def _as_bool(value: Any, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise _other(value, what, "true or false")
+    return value
+
+
+def _as_size(value: Any, what: str) -> int:
+    """A whole number from 0 on that torch can count."""
+    if not is_size(value):
+        raise _other(value, what, "a whole number from 0 to 2**63")
+    return value
+
+
+def _as_optional_size(value: Any, what: str) -> int | None:
+    return None if value is None else _as_size(value, what)
+
+
+def _as_shape(value: Any, what: str) -> tuple[int, ...]:
+    if not is_shape(value):
+        raise _other(value, what, "a list of sizes")
+    return tuple(value)
+
+
+def _as_scalar(value: Any, what: str) -> Any:
+    """A state of a whole parameter: a number, a string, a boolean, None, or a tensor as `{"dtype", "value"}`."""
+    if isinstance(value, dict):
+        held = _as_fields(value, what, {"dtype", "value"})
+        dtype = getattr(torch, _as_text(held["dtype"], f"{what}.dtype"), None)
+        if not isinstance(dtype, torch.dtype):
+            raise _other(held["dtype"], f"{what}.dtype", "the name of a dtype")
+        number = held["value"]
+        is_held = (
+            dtype.is_floating_point if isinstance(number, float) else isinstance(number, int) and abs(number) < 2**63
+        )
+        if not is_held:
+            raise _other(number, f"{what}.value", f"a number that a tensor of {dtype} can hold")
+        return value
+    if not isinstance(value, bool | int | float | str | None):
+        raise _other(value, what, "a number, a string, true, false or null")
+    return value
+
+
+def _as_optimizer(value: Any, what: str) -> dict[str, Any]:
+    """A class name, and groups of settings and parameters' names."""
+    held = _as_fields(value, what, {"class", "groups"})
+    _as_text(held["class"], f"{what}.class")
+    _as_list(held["groups"], f"{what}.groups", _as_group)
+    return held
+
+
+def _refuse_unknown(known: Mapping[str, Any], names: Mapping[str, Any], what: str) -> None:
+    """Raises unless all names are known ones."""
+    for name in names:
+        if name not in known:
+            raise _FieldError(f"{what} has {name[:200]!r}, which no parameter is called")
+
+
+def _refuse_mixed(scalars: Mapping[str, Mapping[str, Any]], what: str) -> None:
+    """Raises where one state of a group's parameters is a tensor for some and a plain value for others.
+
+    torch steps a group's parameters together, and fails of such a mixture in the midst of a step.
+    """
+    form: dict[str, tuple[bool, str]] = {}
+    for name, values in scalars.items():
+        for key, value in values.items():
+            if value is None:
+                continue
+            is_tensor = isinstance(value, dict)
+            was_tensor, other = form.setdefault(key, (is_tensor, name))
+            if is_tensor != was_tensor:
+                raise _FieldError(
+                    f"{what} has {key[:80]!r} as a tensor for one of {other[:200]!r} and {name[:200]!r}, and plain for the other"
+                )
+
+
+def _refuse_beyond(start: int, stop: int, whole: tuple[int, ...], what: str) -> None:
+    """Raises unless elements `start` to `stop` are some of a tensor of shape `whole`."""
+    if not start <= stop <= math.prod(whole):
+        raise _FieldError(f"{what} has elements {start} to {stop} of {math.prod(whole)}")
+
+
+def _as_group(value: Any, what: str) -> dict[str, Any]:
+    held = _as_fields(value, what, {"settings", "parameters"})
+    if not isinstance(held["settings"], dict):
+        raise _other(held["settings"], f"{what}.settings", "a mapping")
+    _as_list(held["parameters"], f"{what}.parameters", _as_text)
+    return held
+
+
+def _other(value: Any, what: str, due: str) -> _FieldError:
+    shown = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    return _FieldError(f"{what} is {shown[:80]}{'…' if len(shown) > 80 else ''}, where {due} is due")

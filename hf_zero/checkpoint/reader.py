@@ -1,19 +1,67 @@
-"""Reads only the bytes that a rank needs from a checkpoint, whatever world size and stage wrote them."""
+"""Reads tensors of checkpoints, of each only the bytes that a rank needs, whatever world size and stage wrote them."""
 
 import math
+import mmap
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..device import ask_for
-from ..layout.boxes import pieces_for
+from ..layout.boxes import Box, pieces_for
 from ..layout.slots import Interval
-from .files import CheckpointError, refuse_links
+from .files import CheckpointError, is_whole_safetensors, refuse_links, spans_in
 from .manifest import Manifest, SavedRow
-from .pieces import dtype_named, mapped_tensors
+from .writer import DTYPE_NAMES
+
+# ---- Tensors of a safetensors file in memory-mapped pages, none of which is read before somebody looks at it ----
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Returns the dtype of a safetensors name. Raises `CheckpointError` for a dtype that torch does not have."""
+    if name not in _DTYPES:
+        raise CheckpointError(f"hf_zero: dtype {name} of a safetensors file is none of {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Maps a safetensors file: name → tensor. Writes to a tensor stay in this process.
+
+    Raises:
+        CheckpointError: not a whole safetensors file.
+        OSError: it cannot be read.
+    """
+    spans = spans_in(path)
+    if spans is None or not is_whole_safetensors(path):
+        raise CheckpointError(
+            f"hf_zero: {path} cannot be read (its header is missing, or says another length); the checkpoint is damaged, "
+            "resume from an earlier one."
+        )
+    with path.open("rb") as file:
+        # safetensors' `get_tensor` touches a tensor's first page, and the system then reads its neighbours too: a rank
+        # would read far more than its part.
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_RANDOM"):
+        pages.madvise(mmap.MADV_RANDOM)
+    tensors = {}
+    for name, span in spans.items():
+        dtype = dtype_named(span.dtype)
+        numel = (span.end - span.begin) // dtype.itemsize
+        flat = (
+            torch.frombuffer(pages, dtype=dtype, count=numel, offset=span.begin)
+            if numel
+            else torch.empty(0, dtype=dtype)
+        )
+        tensors[name] = flat.view(span.shape)
+    return tensors
+
+
+# ---- The rows of a `zero/` folder ----
 
 
 class CheckpointReader:
@@ -146,3 +194,65 @@ def _revive(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"dtype", "value"}:
         return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
     return value
+
+
+# ---- Part of a tensor put together from blocks of it, as checkpoints of other layouts hold them ----
+
+_Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBlock:
+    """Elements of a tensor that lie beside each other along each dimension.
+
+    Attributes:
+        offsets, sizes: in the whole tensor, one a dimension.
+        load: the values, of shape `sizes`.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+
+
+def read_blocks(box: Box, interval: Interval, blocks: Iterable[SavedBlock]) -> torch.Tensor:
+    """Reads the elements `interval`, row-major, of a part of a tensor, 1-D. Only blocks with rows of that are loaded.
+
+    Args:
+        blocks: that have each element of the whole tensor once.
+    """
+    row_numel = math.prod(box.local_shape[1:])
+    if interval.numel == 0 or row_numel == 0:
+        return torch.empty(0)
+    rows = Interval(interval.start // row_numel, -(-interval.stop // row_numel))
+    part = box.narrow(0, rows)
+    wanted = list(part.slices())
+    buffer: torch.Tensor | None = None
+    for block in blocks:
+        common = [both for there, here in wanted if (both := _overlap(block, there, here)) is not None]
+        if not common:
+            continue
+        values = block.load()
+        if buffer is None:
+            buffer = torch.empty(part.local_shape, dtype=values.dtype)
+        for in_block, in_part in common:
+            buffer[in_part] = values[in_block]
+    assert buffer is not None
+    first = interval.start - rows.start * row_numel
+    return buffer.reshape(-1)[first : first + interval.numel]
+
+
+def _overlap(block: SavedBlock, there: _Slices, here: _Slices) -> tuple[_Slices, _Slices] | None:
+    """Returns the common elements of two blocks, in the saved one and in the part.
+
+    Args:
+        there, here: the other block, in the whole tensor and in the part.
+    """
+    in_block, in_part = [], []
+    for offset, size, whole, own in zip(block.offsets, block.sizes, there, here, strict=True):
+        start, stop = max(offset, whole.start), min(offset + size, whole.stop)
+        if start >= stop:
+            return None
+        in_block.append(slice(start - offset, stop - offset))
+        in_part.append(slice(start - whole.start + own.start, stop - whole.start + own.start))
+    return tuple(in_block), tuple(in_part)

@@ -1,113 +1,39 @@
-"""Reads a folder: a checkpoint, a model or a run, and the settings of its save."""
+"""Reads a folder of a checkpoint, a model or a run: whose it is, whether its parts fit together and its bytes are as written."""
 
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
-import numpy as np
-import torch
-
+from ..comm.all_or_none import Exchange
+from ..extras import MissingExtraError, extra
 from ..layout.boxes import Box
 from ..layout.slots import Interval, doubly_covered, uncovered
-from .files import CheckpointError, files_below, read_mapping, shown
-from .headers import TensorSpan, is_whole_safetensors, spans_in
+from .commit import Disk
+from .files import (
+    CHUNK_BYTES,
+    CheckpointError,
+    Chunk,
+    Progress,
+    TensorSpan,
+    chunks_in,
+    entry_faults,
+    faults_of,
+    files_below,
+    is_whole_safetensors,
+    no_folder,
+    read_mapping,
+    shown,
+    spans_in,
+    tensors_in,
+    untold,
+)
 from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
-
-# ---- An optimizer group's settings as JSON values, and back ----
-
-_OF_A_RUN = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "step"}
-"""Settings that schedulers, and steps, put into the groups of any optimizer."""
-
-
-def tell_apart(saved: Iterable[str], group: Iterable[str]) -> tuple[str, str] | None:
-    """Finds a setting of the saved optimizer alone and one of this run's alone; None where both may be one optimizer.
-
-    One of them alone may have more: releases add settings, and scripts keep some of their own in groups.
-    """
-    there, here = set(saved) - _OF_A_RUN, set(group) - _OF_A_RUN - {"params", "param_names"}
-    return (min(there - here), min(here - there)) if there - here and here - there else None
-
-
-def restore_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Puts saved group settings (learning rate, betas, …) back; lists become tuples where the group has tuples.
-
-    Raises:
-        CheckpointError: a setting is of another kind than the group's, such as a string where a number is due.
-    """
-    for key, value in saved.items():
-        current = group.get(key)
-        if not _is_alike(value, current):
-            raise CheckpointError(
-                f"hf_zero: the checkpoint has {shown(repr(value), 80)} for the setting {shown(key, 80)!r}, which is {current!r} "
-                "here. It is damaged or of another optimizer; resume from another checkpoint."
-            )
-        group[key] = _restored(value, current)
-
-
-def _restored(value: Any, current: Any) -> Any:
-    """Converts a saved setting to the group's form: the same tensor, kind of number, kind of list."""
-    if isinstance(current, torch.Tensor) and value is not None:
-        # In the same tensor: a captured or compiled step holds this very one, and would not see another.
-        return current.fill_(value)
-    if isinstance(current, np.generic) and value is not None:
-        return type(current)(value)
-    if isinstance(current, tuple) and value is not None:
-        return tuple(map(_restored, value, current))
-    if isinstance(current, list) and value is not None:
-        return list(map(_restored, value, current))
-    return value
-
-
-def _is_alike(value: Any, current: Any) -> bool:
-    """Whether a saved setting can replace the group's. None, on either side, may become anything."""
-    if value is None or current is None:
-        return True
-    if isinstance(current, np.generic):
-        current = current.item()
-    if isinstance(current, bool | str) or torch.is_tensor(current):
-        kind: Any = (bool, int, float) if torch.is_tensor(current) else type(current)
-        return isinstance(value, kind) or torch.is_tensor(value)
-    if isinstance(current, int | float):
-        return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) or torch.is_tensor(value)
-    if isinstance(current, tuple | list):
-        return isinstance(value, tuple | list) and len(value) == len(current) and all(map(_is_alike, value, current))
-    return True
-
-
-def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a group's settings, without its parameters, as JSON values.
-
-    Raises:
-        CheckpointError: one is no such value, such as a function or a tensor of several numbers.
-    """
-    return {key: _plain(value, key) for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _plain(value: Any, key: str) -> Any:
-    if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
-        value = value.item()
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    if isinstance(value, tuple | list):
-        return [_plain(each, key) for each in value]
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {name: _plain(each, key) for name, each in value.items()}
-    what = f"tensor of {value.numel()} numbers" if torch.is_tensor(value) else type(value).__name__
-    raise CheckpointError(
-        f"hf_zero: the optimizer's group setting {key!r} is a {what}, which cannot be saved; allowed: numbers, "
-        "strings, booleans, None, and lists and dicts of these. Keep it outside of `param_groups`, or train without "
-        "checkpoints."
-    )
-
-
-def same_groups(saved: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]) -> bool:
-    """Whether the saved groups hold the same parameters as these."""
-    return [set(group["parameters"]) for group in saved] == [set(group) for group in names]
-
 
 # ---- Do a checkpoint's parts fit together? Checksums say that files are as written, not that they were right ----
 
@@ -159,7 +85,7 @@ def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[
         try:
             further = Manifest.read(other)
         except CheckpointError as error:
-            faults.append(str(error).removeprefix("hf_zero: ").rstrip("."))
+            faults.append(in_words(error))
             continue
         faults += row_faults(further) or _row_file_faults(other, further)
     return [
@@ -177,7 +103,7 @@ def described_faults(folder: Path) -> list[str]:
         try:
             read(folder)
         except CheckpointError as error:
-            faults.append(str(error).removeprefix("hf_zero: ").rstrip("."))
+            faults.append(in_words(error))
     return list(dict.fromkeys(faults))
 
 
@@ -384,3 +310,221 @@ def _is_deepspeed(folder: Path) -> bool:
 def weight_shards_of(folder: Path) -> list[Path]:
     """The files of `save_pretrained(..., distributed_checkpoint=True)` in a folder, one a rank; none where there is no folder."""
     return sorted(path for path in folder.glob("*.safetensors") if _WEIGHT_SHARD.fullmatch(path.name))
+
+
+# ---- The share of a checkpoint's files that a rank verifies: if possible, the part that it will load ----
+#
+# [Note: whoever loads it checks it] A resume reads a checkpoint twice: to see that it is good, before anything else, and to
+# load it. Ranks of one host share what the system has read, ranks of several do not. So a rank's file in `zero/` is looked
+# at by the rank that stands where its writer stood, and a part of a weights file by the rank that stands where the owner of
+# that parameter's state stood. On as many ranks and at the same stage as before, these are the bytes that a rank loads.
+# Otherwise it is a guess, which costs reading and nothing else: every byte is some rank's in any case.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Bytes of a file, and where they stand among all that the ranks have written, from 0 to 1."""
+
+    begin: int
+    end: int
+    first: float
+    last: float
+
+    def position(self, at: int) -> float:
+        return self.first + (self.last - self.first) * (at - self.begin) / max(1, self.end - self.begin)
+
+
+def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) -> list[Chunk]:
+    """The chunks of a checkpoint's recorded files that one of `world_size` ranks looks at.
+
+    Several look at a chunk of which each will load a part, and all at the headers of safetensors files.
+
+    Args:
+        root: the checkpoint.
+    """
+    owned = _owned_runs(manifest)
+    chunks = []
+    for name, whole in _whole_runs(manifest).items():
+        tensors = tensors_in(root / name) if name.endswith(".safetensors") else {}
+        runs = sorted(
+            (
+                _Run(begin=begin + run.begin * itemsize, end=begin + run.end * itemsize, first=run.first, last=run.last)
+                for tensor, (begin, itemsize) in tensors.items()
+                for run in owned.get(tensor, ())
+            ),
+            key=lambda run: run.begin,
+        )
+        begins, ends = [run.begin for run in runs], [run.end for run in runs]
+        header_bytes = min((begin for begin, _ in tensors.values()), default=0)
+        for index in range(chunks_in(whole.end)):
+            begin, end = index * CHUNK_BYTES, min(whole.end, (index + 1) * CHUNK_BYTES)
+            inside = runs[bisect_right(ends, begin) : bisect_left(begins, end)] or [whole]
+            positions = [run.position((max(begin, run.begin) + min(end, run.end)) // 2) for run in inside]
+            readers = {min(world_size - 1, int(position * world_size)) for position in positions}
+            if rank in readers or begin < header_bytes:
+                chunks.append((name, index))
+    return chunks
+
+
+def _whole_runs(manifest: Manifest) -> dict[str, _Run]:
+    """Returns each file as one run: at a writer's place for a rank's rows, else by its bytes."""
+    writers = sorted({row.file for row in manifest.rows})
+    runs: dict[str, _Run] = {}
+    others = {n: r.size for n, r in sorted(manifest.files.items()) if PurePosixPath(n).name not in writers}
+    total, before = max(1, sum(others.values())), 0
+    for name, record in sorted(manifest.files.items()):
+        if name in others:
+            first, last = before / total, (before + record.size) / total
+            before += record.size
+        else:
+            number = writers.index(PurePosixPath(name).name)
+            first, last = number / len(writers), (number + 1) / len(writers)
+        runs[name] = _Run(begin=0, end=record.size, first=first, last=last)
+    return runs
+
+
+def _owned_runs(manifest: Manifest) -> dict[str, list[_Run]]:
+    """Parameter → runs of its elements, each where the rank stands that had their state."""
+    writers = sorted({row.file for row in manifest.rows})
+    numels = dict.fromkeys(writers, 0)
+    rows = list(_one_kind_of_each(manifest))
+    for row in rows:
+        numels[row.file] += row.interval.numel
+    before = dict.fromkeys(writers, 0)
+    runs: dict[str, list[_Run]] = {}
+    for row in rows:
+        start, number = before[row.file], writers.index(row.file)
+        before[row.file] += row.interval.numel
+        first, last = ((number + at / numels[row.file]) / len(writers) for at in (start, before[row.file]))
+        runs.setdefault(row.name, []).append(
+            _Run(begin=row.interval.start, end=row.interval.stop, first=first, last=last)
+        )
+    return runs
+
+
+def _one_kind_of_each(manifest: Manifest) -> Iterator[SavedRow]:
+    """Rows of a state that has one value an element of its parameter."""
+    kind_of = {
+        name: next((kind for kind in kinds if kind not in manifest.own_shapes.get(name, {})), None)
+        for name, kinds in manifest.kinds.items()
+    }
+    for row in manifest.rows:
+        if row.kind == kind_of.get(row.name, WEIGHTS) and row.interval.numel:
+            yield row
+
+
+# ---- Is this checkpoint good? Which is the newest that is? ----
+
+_NUMBERED = re.compile(r"^checkpoint-(\d+)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A checkpoint folder and its faults; good without any."""
+
+    path: Path
+    faults: tuple[str, ...]
+
+
+def checkpoint_faults(
+    checkpoint: Path, folder: str, *, rank: int = 0, world_size: int = 1, on_progress: Progress = untold
+) -> list[str]:
+    """Lists the faults of this rank's share of a checkpoint's files. Every rank reads a part.
+
+    Args:
+        folder: below the checkpoint, in which the manifest lies. A checkpoint without such a folder, of plain Trainer,
+            DeepSpeed or FSDP, is checked for whole safetensors files, for all ranks' files, and for a readable trainer state.
+        on_progress: called with the bytes of this rank's share that have been read, and all of them.
+    """
+    try:
+        return _faults(checkpoint, folder, rank=rank, world_size=world_size, on_progress=on_progress)
+    except CheckpointError as error:
+        return [in_words(error)]
+    except OSError as error:
+        return [f"it cannot be read ({error})"]
+
+
+def in_words(error: Exception) -> str:
+    """Formats an error as a fault: without a prefix, and without a full stop."""
+    return str(error).removeprefix("hf_zero: ").rstrip(".")
+
+
+def _faults(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_progress: Progress) -> list[str]:
+    if not checkpoint.is_dir():
+        return [no_folder(checkpoint)]
+    faults = entry_faults(checkpoint)
+    if faults:
+        # What these lead to is not looked at.
+        return faults
+    if not (checkpoint / folder).is_dir():
+        return _faults_of_plain(checkpoint)
+    manifest = Manifest.read(checkpoint / folder)
+    chunks = own_chunks(checkpoint, manifest, rank=rank, world_size=world_size)
+    faults = list(dict.fromkeys(faults_of(checkpoint, manifest.files, chunks, on_progress)))
+    # Of files that are not as they were written, no more is asked.
+    return faults if faults or rank else structure_faults(checkpoint, folder, manifest)
+
+
+def newest_first(output_dir: Path) -> Iterator[Path]:
+    """The folders `checkpoint-N` of a run, the highest N first."""
+    found = [path for path in output_dir.glob("checkpoint-*") if path.is_dir() and _NUMBERED.match(path.name)]
+    yield from sorted(found, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The N of a folder `checkpoint-N`."""
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def find_good(
+    output_dir: Path,
+    folder: str,
+    *,
+    disk: Disk,
+    exchange: Exchange,
+    further_faults: Callable[[Path], list[str]] = lambda checkpoint: [],
+    on_progress: Progress = untold,
+) -> tuple[Path | None, list[Candidate]]:
+    """The newest good checkpoint, and those passed over with their faults. Collective: the ranks share the reading.
+
+    Where ranks have disks of their own, it is good on each.
+
+    Args:
+        further_faults: what else is wrong with a checkpoint whose files are good.
+        on_progress: called with the bytes of a checkpoint that this rank has read, and all that it reads of it.
+    """
+    passed: list[Candidate] = []
+    names = {path.name for theirs in exchange(list(newest_first(output_dir))) for path in theirs}
+    for path in sorted((output_dir / name for name in names), key=step_of, reverse=True):
+        mine = checkpoint_faults(path, folder, rank=disk.index, world_size=len(disk.ranks), on_progress=on_progress)
+        reports = exchange(mine or further_faults(path))
+        faults = tuple(dict.fromkeys(fault for report in reports for fault in report))
+        if not faults:
+            return path, passed
+        passed.append(Candidate(path=path, faults=faults))
+    return None, passed
+
+
+def _faults_of_plain(checkpoint: Path) -> list[str]:
+    faults = []
+    names = files_below(checkpoint)
+    if is_foreign(checkpoint):
+        try:
+            extra("foreign", "open_foreign")(checkpoint)
+        except (CheckpointError, MissingExtraError) as error:
+            faults.append(in_words(error))
+    elif not any(name.endswith((".safetensors", ".bin")) for name in names):
+        faults.append("it holds no model weights")
+    if not (checkpoint / STATE_NAME).is_file():
+        faults.append(f"{STATE_NAME} is missing")
+    else:
+        try:
+            read_mapping(checkpoint / STATE_NAME)
+        except CheckpointError:
+            faults.append(f"{STATE_NAME} is cut off or damaged")
+    faults.extend(
+        f"{name} is cut off or damaged"
+        for name in names
+        if name.endswith(".safetensors") and not is_whole_safetensors(checkpoint / name)
+    )
+    return faults

@@ -16,7 +16,6 @@ from rich.text import Text
 from ..checkpoint.files import CheckpointError, read_mapping, refuse_links, shown
 from ..config import ConfigError, parse_bytes
 from ..extras import MissingExtraError, extra
-from ..integrations.reasons import HubError
 
 if TYPE_CHECKING:
     from ..checkpoint.manifest import Manifest
@@ -62,7 +61,7 @@ def said_plainly() -> Iterator[None]:
     """Turns our own errors, and a disk's, into one line and exit status 1."""
     try:
         yield
-    except (CheckpointError, ConfigError, HubError, MissingExtraError, OSError) as error:
+    except (CheckpointError, ConfigError, MissingExtraError, OSError) as error:
         say_error(str(error))
         raise typer.Exit(1) from error
 
@@ -286,15 +285,19 @@ def push(
     from ..integrations.state_io import progress_of
 
     with said_plainly(), progress_of("checking") as on_check, progress_of("writing weights") as show:
-        commit = extra("hub", "push_model")(
-            checkpoint,
-            extra("hub", "Destination")(repo_id=repo_id, private=private, revision=revision),
-            api=HfApi(library_name="hf_zero"),
-            dtype=None if dtype is None else getattr(torch, dtype.value),
-            max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
-            on_check=on_check,
-            on_progress=show,
-        )
+        try:
+            commit = extra("hub", "push_model")(
+                checkpoint,
+                extra("hub", "Destination")(repo_id=repo_id, private=private, revision=revision),
+                api=HfApi(library_name="hf_zero"),
+                dtype=None if dtype is None else getattr(torch, dtype.value),
+                max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
+                on_check=on_check,
+                on_progress=show,
+            )
+        except extra("hub", "HubError") as error:
+            say_error(str(error))
+            raise typer.Exit(1) from error
     if as_json:
         say_json({"commit_url": str(commit.commit_url), "oid": commit.oid})
     else:

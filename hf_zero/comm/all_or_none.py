@@ -1,11 +1,13 @@
 """Runs work that succeeds on every rank or raises on every rank, so that no rank goes on alone.
 
-Needs no process group: callers pass a function that exchanges a small value between the ranks.
+Callers pass a function that exchanges a small value between the ranks.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
 
 Exchange = Callable[[object], list]
 """Every rank's picklable value, in rank order. Collective."""
@@ -103,3 +105,12 @@ def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | Non
         return work(), None
     except Exception as error:
         return None, error
+
+
+def exchange_between_ranks(value: object) -> list:
+    """An `Exchange` by the default process group, for callers without an engine; this rank alone where there is no group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

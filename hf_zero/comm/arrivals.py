@@ -51,8 +51,9 @@ class PeerFailure(RuntimeError):
 def break_all_groups() -> None:
     """Makes all collectives that this process waits in fail. No process group can be used afterwards."""
     for group in list(_world.pg_map):
-        for device in group._device_types:
-            _break(group._get_backend(device), group)
+        # Such as "cpu:gloo,cuda:nccl".
+        for each in dist.get_backend_config(group).split(","):
+            _break(group._get_backend(torch.device(each.partition(":")[0])), group)
 
 
 def _break(backend: Any, group: dist.ProcessGroup) -> None:

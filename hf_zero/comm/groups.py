@@ -4,7 +4,7 @@ import os
 import socket
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -15,7 +15,6 @@ from typing import cast
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ..config import AUTO, CommConfig, ConfigError
 from .arrivals import CommunicationError, await_all_ranks, ended_ranks, in_words
@@ -92,10 +91,8 @@ def _connected(
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     if limit < timeout:
-        # The private name warns from torch 2.14 on, and the public one is not there before.
         # Short while connecting, where a rank may be gone; then the limit of a collective, which may take long.
-        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-        set_timeout(timeout, group)
+        set_limit(timeout, group)
     return group
 
 
@@ -244,6 +241,13 @@ _USUAL_LIMIT_S = 1800.0
 _LATE_S, _LATE_ON_ACCELERATORS_S = 120.0, 600.0
 
 
+def set_limit(limit: timedelta, group: dist.ProcessGroup) -> None:
+    """Sets how long a collective of a group may take."""
+    # Backends that are not torch's own need not have a limit.
+    with suppress(RuntimeError):
+        group.set_timeout(limit)
+
+
 def with_time_limits(comm: CommConfig, device_type: str) -> CommConfig:
     """The settings with `timeout_s` in seconds, by default the default group's own, and a `late_s` that is no longer."""
     timeout_s = _own_limit_s(device_type) if comm.timeout_s == AUTO else float(comm.timeout_s)
@@ -256,14 +260,11 @@ def _own_limit_s(device_type: str) -> float:
     if not (dist.is_available() and dist.is_initialized()):
         return _USUAL_LIMIT_S
     group, device = cast(dist.ProcessGroup, dist.group.WORLD), torch.device(device_type)
-    if device not in group._device_types:
-        # A plan is of models on the meta device.
-        return _USUAL_LIMIT_S
     try:
         return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
-        # Backends that are not torch's own need not have options: torch 2.14 raises there, older ones have None or no
-        # attribute.
+        # A plan is of models on the meta device, for which the group has no backend. Backends that are not torch's own need not
+        # have options: torch 2.14 raises there, older ones have None or no attribute.
         return _USUAL_LIMIT_S
 
 

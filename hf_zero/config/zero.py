@@ -402,8 +402,7 @@ def _changes(config: Any) -> dict[str, Any]:
 
 def changed(config: ZeroConfig) -> dict[str, Any]:
     """Returns the stage, and the settings that are not at their defaults, under dotted names."""
-    usual = dict(_flat(ZeroConfig(), ""))
-    return {"stage": config.stage} | {name: value for name, value in _flat(config, "") if value != usual[name]}
+    return {"stage": config.stage} | {name: value for name, value in _flat(config, "") if value != _USUAL[name]}
 
 
 def differences(first: ZeroConfig, second: ZeroConfig) -> list[str]:
@@ -422,3 +421,7 @@ def _flat(config: Any, prefix: str) -> list[tuple[str, Any]]:
         is_section = dataclasses.is_dataclass(value)
         found += _flat(value, f"{prefix}{field_.name}.") if is_section else [(f"{prefix}{field_.name}", value)]
     return found
+
+
+_USUAL = dict(_flat(ZeroConfig(), ""))
+"""Each setting's default, under its dotted name."""

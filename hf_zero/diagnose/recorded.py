@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ..hooks import replaced
 from ..integrations.accelerator import ZeroAcceleratorMixin
 from ..integrations.launcher import CONFIG_VARIABLE, launch_of, ranks_of, script_call
-from ..integrations.seams import replaced
 from ..integrations.unmodified import run_as_main, run_script
 from .parity import Recorder, is_split, seed_everything
 from .parity_report import ParityError, ParityReport, Recording, compare, repeats

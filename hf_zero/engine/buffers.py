@@ -191,6 +191,6 @@ def _broadcast(held: Sequence[torch.Tensor], transport: Transport, device: torch
     flat = torch.cat([buffer.detach().reshape(-1).view(torch.uint8).to(device) for buffer in buffers])
     # One message for all buffers: each would cost a latency of its own.
     transport.broadcast(flat, _LABEL)
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-        for buffer, values in zip(buffers, flat.split([buffer.nbytes for buffer in buffers])):
-            buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
+    for buffer, values in zip(buffers, flat.split([buffer.nbytes for buffer in buffers])):
+        # By `data`, as DDP does in effect: a backward that has saved the buffer sees no edit.
+        buffer.data.copy_(values.view(buffer.dtype).view(buffer.shape))

@@ -17,8 +17,7 @@ from ..comm.transport import Handle
 from ..config import ZeroConfig
 from ..device import Arrival, Reservation, reserve
 from ..layout.slots import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
-from ..offload.copies import DeviceToHost
-from ..offload.tiers import Tier
+from ..offload.tiers import DeviceToHost, Tier
 from .collectives import Reduction
 
 # ---- A pool of bucket-sized gradient buffers, which stages 2 and 3 fill and reduce one after the other ----

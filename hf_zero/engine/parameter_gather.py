@@ -35,7 +35,7 @@ class ArrivingValues(Guarded):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in LOOKS:
-            return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+            return torch.nn.Parameter.__torch_function__(func, types, args, kwargs)
         for tensor in leaves((args, kwargs)):
             _wait_for(tensor)
         return func(*args, **kwargs)

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.commit import Disk, abandon, begin, commit, seal
 from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, untold
-from ..checkpoint.structure import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, is_dcp, plain_settings
+from ..checkpoint.structure import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, is_dcp
 from ..checkpoint.writer import plan_rows, write_pieces
 from ..engine.state import EngineState
 from ..integrations.config_model import CONFIG_NAME, expected_tensors, meta_model
-from ..integrations.state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
+from ..integrations.state_io import ZERO_FOLDER, SavedOptimizers, plain_settings, refuse_other_state
 from ..layout.slots import Interval
 from .dcp import DcpCheckpoint
 from .deepspeed import DeepSpeedCheckpoint, step_folder_of

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoint.files import CheckpointError
-from ..checkpoint.pieces import SavedBlock, dtype_named, read_blocks
+from ..checkpoint.reader import SavedBlock, dtype_named, read_blocks
 from ..checkpoint.structure import weight_shards_of
 from ..layout.boxes import Box
 from ..layout.slots import Interval

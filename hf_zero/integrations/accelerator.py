@@ -419,7 +419,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         for index, engine in enumerate(self.zero_engines):
             if index == 0 and (in_rows or engine.state.is_split):
                 # Here, not above: it needs transformers' Trainer, which takes seconds to import.
-                from .file_weights import load_weights_into
+                from .init import load_weights_into
 
                 load_weights_into(engine, folder)
             load_engine(engine, _zero_folder(folder, index))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,18 @@ from ..checkpoint.structure import is_foreign
 from ..config import AUTO, ConfigError
 from ..engine.engine import ZeroEngine
 from ..extras import extra
+from ..guard import mix_in
 from ..hooks import engine_attached_to
 from ..optimizer.loss_scale import GradScaler, scale_over_shards
+from ..optimizer.sharded_optimizer import engine_stepped_by
 from .environment import find_in_callers
 from .state_io import ZERO_FOLDER, state_bytes
+
+if TYPE_CHECKING:
+    # Mixed into accelerate's optimizers: a type checker takes their attributes for inherited.
+    from accelerate.optimizer import AcceleratedOptimizer as _OptimizerBase
+else:
+    _OptimizerBase = object
 
 # ---- `model.no_sync()` on a prepared model, for loops that were written for DistributedDataParallel ----
 
@@ -125,26 +133,16 @@ def tell_of_skipped_steps(engine: ZeroEngine, prepared: Iterable[AcceleratedOpti
     for accelerated in prepared:
         # With a loss scaler accelerate finds out by itself.
         if id(accelerated.optimizer) in mine and accelerated.scaler is None:
-            accelerated.optimizer.register_step_post_hook(_Tell(engine, accelerated))
+            mix_in(accelerated, _SkipsBadSteps)
 
 
-class _Tell:
-    """A hook behind an optimizer's step that keeps neither side alive. A copied optimizer gets an idle one."""
+class _SkipsBadSteps(_OptimizerBase):
+    """Mixed into accelerate's wrapper of an optimizer that an engine steps."""
 
-    def __init__(self, engine: ZeroEngine | None = None, accelerated: AcceleratedOptimizer | None = None):
-        self._engine = weakref.ref(engine) if engine is not None else lambda: None
-        self._accelerated = weakref.ref(accelerated) if accelerated is not None else lambda: None
-
-    def __call__(self, _optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
-        engine, accelerated = self._engine(), self._accelerated()
-        if engine is not None and accelerated is not None:
-            accelerated._is_overflow = engine.bad_steps.was_skipped
-
-    def __deepcopy__(self, memo: dict) -> "_Tell":
-        return _Tell()
-
-    def __reduce__(self):
-        return _Tell, ()
+    @property
+    def step_was_skipped(self) -> bool:
+        engine = engine_stepped_by(self.optimizer)
+        return super().step_was_skipped if engine is None else engine.bad_steps.was_skipped
 
 
 # ---- Refuses training without the engine in an Accelerator that has one, at the first forward or step ----

@@ -23,8 +23,7 @@ import huggingface_hub.constants
 import torch
 from torch import nn
 
-from ..checkpoint.files import CheckpointError, read_mapping, refuse_links
-from .reasons import reason
+from ..checkpoint.files import CheckpointError, read_mapping, reason, refuse_links
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

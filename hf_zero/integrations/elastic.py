@@ -6,18 +6,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
 from ..checkpoint.files import CheckpointError, shown
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.structure import POSITION_NAME, read_position
-from ..comm.transport import Value
+from ..checkpoint.structure import POSITION_NAME, checkpoint_faults, read_position
+from ..comm.all_or_none import exchange_between_ranks
 from .state_io import ZERO_FOLDER
-from .verify import checkpoint_faults
 
 # ---- A trap of torchrun: workers that are started again meet in the store of those before them ----
 
@@ -40,18 +37,6 @@ def trap_of_agents_store(environment: Mapping[str, str] = os.environ) -> str | N
         "earlier ones in it, or look for it on a node that is lost, and fail or hang. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
         "for torchrun, on each node."
     )
-
-
-# ---- Small values between the ranks, before there is an engine ----
-
-
-def exchange_between_ranks(value: Value) -> list[Value]:
-    """Returns every rank's picklable value in rank order. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 # ---- The position of training in its data, saved so that any number of ranks can resume there ----

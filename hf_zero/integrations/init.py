@@ -1,24 +1,44 @@
-"""Loads a pretrained model without a copy on each rank."""
+"""Weights of files into a model without a copy of them on each rank: as `from_pretrained` reads them, or of a checkpoint."""
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 
-from ..buckets.precision import mark_loaded, wanted_dtype
-from ..checkpoint.pieces import mapped_tensors
+from ..buckets.precision import mark_loaded
+from ..checkpoint.commit import on_all_ranks
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.reader import SavedBlock, mapped_tensors, read_blocks
+from ..checkpoint.structure import is_foreign
 from ..comm.watch import ErrorHook
 from ..config import ZeroConfig
 from ..engine.assemble import FILES_ATTRIBUTE
-from .saved_weights import weight_files
-from .seams import replaced
+from ..engine.engine import ZeroEngine
+from ..engine.split_model import read_part
+from ..extras import extra
+from ..hooks import replaced
+from ..layout.boxes import Box
+from ..layout.slots import Interval
+from .saved_weights import (
+    FileBlock,
+    blocks_in_files,
+    describe_files,
+    has_row_weights,
+    load_row_weights,
+    names_in,
+    unloaded,
+    weight_files,
+)
+from .state_io import saved_tensors_of
 
-_HEADER_BYTES = 64 * 1024
+# ---- A pretrained model, whose weights stay in their files until it is prepared ----
 
 
 @contextmanager
@@ -76,43 +96,115 @@ def _leave_in_files(
         if buffer.data_ptr() in views:
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module)._buffers[leaf] = buffer.to(views[buffer.data_ptr()][1])
-    model.__dict__[FILES_ATTRIBUTE] = _describe_files(checkpoint_files or ())
+    model.__dict__[FILES_ATTRIBUTE] = describe_files(checkpoint_files or ())
     return result
 
 
-def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
-    """Makes each parameter a view of a checkpoint's memory-mapped weights file, as `init` does with pretrained ones.
+# ---- A checkpoint, into a model that is split over ranks or has its weights in rows ----
 
-    Returns:
-        False, and the model untouched, where the files do not have exactly the model's tensors under their own names.
+_THEN = "Nothing was trained; resume from another checkpoint."
+_COMPUTED = "Save the model with `save_pretrained` from a run with tp_size, or resume with tp_size 1."
+
+
+def load_weights_into(engine: ZeroEngine, checkpoint: Path) -> None:
+    """Replaces the model's values by a checkpoint's, in any layout. Collective.
+
+    Raises:
+        CheckpointError: on every rank: damaged, or of another model.
     """
-    files = [folder / name for name in weight_files(folder)]
-    views: dict[str, torch.Tensor] = {}
-    for file in files:
-        views |= mapped_tensors(file)
-    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    held = {id(tensors[name]) for name in views if name in tensors}
-    if not views.keys() <= tensors.keys() or not all(id(p) in held for p in model.parameters()):
-        return False
-    if any(tensors[name].shape != view.shape for name, view in views.items()):
-        return False
-    for name, view in views.items():
-        tensor = tensors[name]
-        if isinstance(tensor, torch.nn.Parameter):
-            wanted = wanted_dtype(tensor)
-            tensor.data = view
-            mark_loaded(tensor, wanted)
-        else:
-            tensor.copy_(view)
-    model.__dict__[FILES_ATTRIBUTE] = _describe_files(files)
-    return True
+    if has_row_weights(checkpoint):
+        load_row_weights(engine, checkpoint)
+        return
+    tensors = saved_tensors_of(engine.model)
+    bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
+
+    def load_own() -> None:
+        box_of = {id(tensor): engine.state.box_of(tensor) for tensor in tensors.values()}
+        shapes = {name: box_of[id(tensor)].shape for name, tensor in tensors.items()}
+        weights = (
+            _foreign_weights(checkpoint) if is_foreign(checkpoint) else _file_weights(checkpoint, engine.model, shapes)
+        )
+        name_of = names_in(weights.shapes, tensors, shapes, checkpoint)
+
+        def read(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
+            return weights.read(name_of[id(tensor)], box_of[id(tensor)], interval)
+
+        engine.state.load_own_weights(read)
+        for tensor in {id(each): each for each in tensors.values() if id(each) not in bucketed}.values():
+            values = read(tensor, Interval(0, box_of[id(tensor)].numel))
+            tensor.detach().copy_(values.view(tensor.shape))
+
+    on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)
+    engine.state.share_weights()
 
 
-def _describe_files(files: Iterable[str | Path]) -> str:
-    """Sizes and headers of the files, by which ranks see that they read the same model."""
-    described = []
-    for file in map(Path, files):
-        with file.open("rb") as opened:
-            header = hashlib.sha256(opened.read(_HEADER_BYTES)).hexdigest()[:12]
-        described.append(f"{file.name} ({file.stat().st_size} bytes, begins {header})")
-    return ", ".join(described)
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """Weights of a checkpoint by name.
+
+    Attributes:
+        shapes: whole ones.
+        read: the elements of an interval of a part of a weight, 1-D.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str, Box, Interval], torch.Tensor]
+
+
+def _foreign_weights(checkpoint: Path) -> _Weights:
+    foreign = extra("foreign", "open_foreign")(checkpoint)
+    return _Weights(shapes=foreign.weight_shapes(), read=foreign.read_weight)
+
+
+def _file_weights(checkpoint: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> _Weights:
+    """Opens files that `from_pretrained` reads. `shapes`: of the model's whole tensors, by name."""
+    files = [mapped_tensors(checkpoint / file) for file in weight_files(checkpoint)]
+    held = {name: values for file in files for name, values in file.items()}
+    if isinstance(model, PreTrainedModel) and not held.keys() <= shapes.keys():
+        blocks = blocks_in_files(model, shapes, then=_COMPUTED)
+        if not held.keys() <= blocks.keys():
+            # A model that was loaded from files with its own names would be saved with those.
+            blocks = blocks_in_files(unloaded(model), shapes, then=_COMPUTED)
+        return _weights_in_blocks(held, blocks, shapes)
+
+    def read(name: str, box: Box, interval: Interval) -> torch.Tensor:
+        flat = held[name].reshape(-1)
+        return read_part(box, interval, lambda run: flat[run.start : run.stop])
+
+    return _Weights(shapes={name: tuple(values.shape) for name, values in held.items()}, read=read)
+
+
+def _weights_in_blocks(
+    held: Mapping[str, torch.Tensor], blocks: Mapping[str, FileBlock], shapes: Mapping[str, tuple[int, ...]]
+) -> _Weights:
+    """Opens files with several tensors for one of the model's.
+
+    Args:
+        held: of the files, by name there.
+        blocks: what each of them is of the model.
+        shapes: of the model's whole tensors.
+    """
+    found: dict[str, list[SavedBlock]] = {}
+    for name, values in held.items():
+        block = blocks.get(name)
+        if block is None or tuple(values.shape) != block.shape:
+            wanted = "has no such tensor" if block is None else f"wants {block.shape}"
+            raise CheckpointError(
+                f"hf_zero: the files have {name!r} of shape {tuple(values.shape)}, and the model {wanted}. Resume with the model "
+                "config that the checkpoint was made with."
+            )
+        found.setdefault(block.name, []).append(
+            SavedBlock(offsets=block.offsets, sizes=block.sizes, load=partial(values.view, block.sizes))
+        )
+    for name, parts in found.items():
+        numel = sum(math.prod(part.sizes) for part in parts)
+        if numel != math.prod(shapes[name]):
+            raise CheckpointError(
+                f"hf_zero: the files have {numel} of the {math.prod(shapes[name])} elements of {name!r}: tensors of it are "
+                "missing. Resume from another checkpoint."
+            )
+
+    def read(name: str, box: Box, interval: Interval) -> torch.Tensor:
+        return read_blocks(box, interval, found[name])
+
+    return _Weights(shapes={name: shapes[name] for name in found}, read=read)

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..config import ConfigError
-from ..hooks import engine_attached_to
 
 
 @cache
@@ -68,14 +66,6 @@ def parallel_config(*, tp_size: int = 1, ep_size: int = 1, **kwargs: Any) -> Any
 
 
 _OF_PIPELINES = " (transformers' pipeline is for generating: what its stages send each other carries no gradient back.)"
-
-
-def is_split(model: nn.Module) -> bool:
-    """Whether tensor or expert parallelism has split a model over ranks."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return True
-    engine = engine_attached_to(model)
-    return engine is not None and engine.state.is_split
 
 
 @contextmanager

@@ -16,13 +16,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, is_peft_available
 from ..buckets.sharded import ShardedParametersError
 from ..checkpoint.commit import Disk, on_all_ranks
 from ..checkpoint.manifest import WEIGHTS, SavedWeight
-from ..checkpoint.pieces import Piece, dtype_name, lay_out
-from ..checkpoint.writer import Row
+from ..checkpoint.writer import Piece, Row, dtype_name, lay_out
 from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
-from ..hooks import WeakHook
+from ..hooks import WeakHook, replaced
 from ..layout.slots import Interval
-from .seams import replaced
+from .state_io import saved_tensors_of
 
 # ---- Model files that all ranks write at once, laid out by transformers itself ----
 #
@@ -194,27 +193,6 @@ def _has_plain_state(module: nn.Module) -> bool:
         # The engine's own look for writes that no rank has sent, and change nothing.
         and all(isinstance(hook, WeakHook) for hook in module._state_dict_pre_hooks.values())
     )
-
-
-def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the entries of `state_dict` by name, tied weights under each name, without gathering a sharded model."""
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for name, tensor in [*module._parameters.items(), *kept.items()]:
-            if tensor is not None:
-                found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
-
-
-def tensors_by_saved_name(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns what a checkpoint has of a model, by its names there: of a model with adapters those alone."""
-    tensors = saved_tensors_of(model)
-    if not is_peft_available():
-        return tensors
-    from peft import PeftModel, get_peft_model_state_dict
-
-    return get_peft_model_state_dict(model, tensors) if isinstance(model, PeftModel) else tensors
 
 
 def _save_without_values(

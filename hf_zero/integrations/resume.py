@@ -17,11 +17,19 @@ from transformers.trainer_utils import SaveStrategy
 from ..checkpoint.commit import clear_leftovers, disk_with, find_disk, held_alone, on_all_ranks
 from ..checkpoint.files import CheckpointError, Progress, read_mapping, shown
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.structure import STATE_NAME, read_position
+from ..checkpoint.structure import (
+    STATE_NAME,
+    Candidate,
+    checkpoint_faults,
+    find_good,
+    in_words,
+    newest_first,
+    read_position,
+)
 from ..checkpoint.writer import row_file
-from .elastic import exchange_between_ranks, trap_of_agents_store
+from ..comm.all_or_none import exchange_between_ranks
+from .elastic import trap_of_agents_store
 from .state_io import ZERO_FOLDER, progress_of
-from .verify import Candidate, checkpoint_faults, find_good, in_words, newest_first
 
 # ---- Faults of the files that transformers and torch read as a Trainer resumes, beside weights and rows ----
 

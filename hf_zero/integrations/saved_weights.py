@@ -1,9 +1,10 @@
 """Reads saved weights of any layout, row by row."""
 
 import copy
+import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,22 +16,23 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE
 from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 
+from ..buckets.precision import mark_loaded, wanted_dtype
 from ..buckets.rows import MASTER
 from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError, is_inside, no_folder, read_mapping, refuse_links
 from ..checkpoint.manifest import WEIGHTS, Manifest
-from ..checkpoint.pieces import dtype_name, dtype_named
-from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.structure import is_foreign, weight_shards_of
+from ..checkpoint.reader import CheckpointReader, dtype_named, mapped_tensors
+from ..checkpoint.structure import is_foreign, newest_first, weight_shards_of
+from ..checkpoint.writer import dtype_name
 from ..comm.ledger import Label
+from ..engine.assemble import FILES_ATTRIBUTE
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..extras import extra
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from .config_model import expected_tensors, meta_model
-from .state_io import ZERO_FOLDER, progress_bar
-from .verify import newest_first
+from .state_io import ZERO_FOLDER, progress_bar, tensors_by_saved_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -126,6 +128,49 @@ def _block_of(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ..
     return tuple(offsets), tuple(sizes)
 
 
+# ---- Weights that stay in their files until an engine takes its part of each ----
+
+_HEADER_BYTES = 64 * 1024
+
+
+def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
+    """Makes each parameter a view of a checkpoint's memory-mapped weights file, as `hf_zero.init` does with pretrained ones.
+
+    Returns:
+        False, and the model untouched, where the files do not have exactly the model's tensors under their own names.
+    """
+    files = [folder / name for name in weight_files(folder)]
+    views: dict[str, torch.Tensor] = {}
+    for file in files:
+        views |= mapped_tensors(file)
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    held = {id(tensors[name]) for name in views if name in tensors}
+    if not views.keys() <= tensors.keys() or not all(id(p) in held for p in model.parameters()):
+        return False
+    if any(tensors[name].shape != view.shape for name, view in views.items()):
+        return False
+    for name, view in views.items():
+        tensor = tensors[name]
+        if isinstance(tensor, torch.nn.Parameter):
+            wanted = wanted_dtype(tensor)
+            tensor.data = view
+            mark_loaded(tensor, wanted)
+        else:
+            tensor.copy_(view)
+    model.__dict__[FILES_ATTRIBUTE] = describe_files(files)
+    return True
+
+
+def describe_files(files: Iterable[str | Path]) -> str:
+    """Sizes and headers of the files, by which ranks see that they read the same model."""
+    described = []
+    for file in map(Path, files):
+        with file.open("rb") as opened:
+            header = hashlib.sha256(opened.read(_HEADER_BYTES)).hexdigest()[:12]
+        described.append(f"{file.name} ({file.stat().st_size} bytes, begins {header})")
+    return ", ".join(described)
+
+
 # ---- Weights in rows, not in files for `from_pretrained`: back into a model that trains ----
 
 _THEN = "Nothing was trained; resume from another checkpoint."
@@ -144,8 +189,6 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
     Raises:
         CheckpointError: on every rank: damaged, of another model, or with files that a rank's disk does not have.
     """
-    from .placed_weights import tensors_by_saved_name
-
     tensors = tensors_by_saved_name(engine.model)
     parameters = engine.state.bucketed_parameters()
     bucketed = {id(parameter) for parameter in parameters}

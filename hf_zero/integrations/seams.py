@@ -4,10 +4,8 @@ Any release may change these without notice. `tests/repository/test_seams.py` lo
 where the package uses a private name that is not here.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +29,10 @@ class Seam:
     since: str = ""
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces a name of a class or module of another package by `value` inside."""
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 REPLACED_CLASSES: Mapping[str, str] = {
     "guard": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for saving, "
-    "resuming and preparing. GradScalers that a script or accelerate holds already. Parameters whose values are not there, or on "
+    "resuming and preparing. accelerate's optimizers, which schedulers ask whether a step was skipped. "
+    "GradScalers that a script or accelerate holds already. Parameters whose values are not there, or on "
     "their way: reads raise or wait, and no operation can pass. Gradients in an optimizer's groups, whose norm a script may "
     "take for that of the whole; "
     "test_accelerate.py::test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before",
@@ -74,25 +62,11 @@ SEAMS = (
         test="test_skipped_layers.py::test_models_of_transformers_whose_ranks_run_other_layers_train_as_under_ddp",
     ),
     Seam(
-        owner="torch._C:",
-        names=("_disabled_torch_function_impl",),
-        where=("buckets", "engine/parameter_gather"),
-        why="Subclasses of Tensor that dispatch as plain tensors do, at no cost for each operation.",
-        test="test_gradients.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
-    ),
-    Seam(
         owner="torch.autograd:Variable",
         names=("_execution_engine",),
         where=("engine/backward",),
         why="A callback at the end of the whole backward; hooks of tensors end with their own part of it.",
         test="test_gradients.py::test_several_backward_calls_add_up",
-    ),
-    Seam(
-        owner="torch.autograd:",
-        names=("_unsafe_preserve_version_counter",),
-        where=("engine/buffers",),
-        why="Buffers are synchronised between forwards without failing a backward that has saved them, as DDP does.",
-        test="test_standin_device.py::test_buffers_of_all_dtypes_become_rank_0s",
     ),
     Seam(
         owner="torch.autograd:profiler",
@@ -180,7 +154,7 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_parameters", "_buffers", "_modules"),
-        where=("engine", "optimizer", "buckets/packed", "integrations/init", "integrations/placed_weights"),
+        where=("engine", "optimizer", "buckets/packed", "integrations/init", "integrations/state_io"),
         why="Which module holds a parameter, and whether it still does. `_parameters` is another dict until a gather has ended.",
         test="test_gradients.py",
     ),
@@ -194,7 +168,7 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_save_to_state_dict", "_state_dict_hooks", "_state_dict_pre_hooks", "_non_persistent_buffers_set"),
-        where=("integrations/placed_weights", "engine/buffers"),
+        where=("integrations/placed_weights", "integrations/state_io", "engine/buffers"),
         why="Whether a module saves its parameters as they are, or computes what it saves; and whether buffers are saved.",
         test="test_sharded_checkpoints.py::test_every_so_many_steps_a_whole_checkpoint_is_written_and_kept",
     ),
@@ -228,13 +202,6 @@ SEAMS = (
     ),
     Seam(
         owner="torch.distributed.distributed_c10d:",
-        names=("_set_pg_timeout",),
-        where=("comm/groups", "integrations/trainer"),
-        why="Ranks that connect to each other have less time for it than for a collective; Trainer gives none to a CPU's group.",
-        test="test_arrivals.py::test_the_limit_of_making_a_group_is_not_that_of_its_collectives",
-    ),
-    Seam(
-        owner="torch.distributed.distributed_c10d:",
         names=("_world",),
         where=("comm/arrivals",),
         why="A rank that ends for a late one ends all of its waits, in groups that the script has made, too.",
@@ -242,7 +209,7 @@ SEAMS = (
     ),
     Seam(
         owner="torch.distributed:ProcessGroup",
-        names=("_device_types", "_get_backend"),
+        names=("_get_backend",),
         where=("comm/arrivals", "comm/groups"),
         why="The backends of those groups, and the time limit of the default group's.",
         test="test_late_ranks.py::test_a_hang_in_what_the_script_gathers_by_itself_is_told_likewise",
@@ -331,7 +298,7 @@ SEAMS = (
     ),
     Seam(
         owner="transformers:Trainer",
-        names=("_save_checkpoint", "_save_rng_state", "_save_scaler", "_save"),
+        names=("_save_checkpoint", "_save_rng_state", "_save"),
         where=(
             "integrations/trainer",
             "integrations/trainer_saves",
@@ -412,13 +379,6 @@ SEAMS = (
         why="Has Trainer average the gradients of a split model by itself, and refuse checkpoints of it.",
         test="test_split_checkpoints.py::test_trainer_trains_saves_and_resumes",
         since="5.23",
-    ),
-    Seam(
-        owner="accelerate.optimizer:AcceleratedOptimizer",
-        names=("_is_overflow",),
-        where=("integrations/accelerator_parts",),
-        why="Schedulers and Trainer ask accelerate whether a step was skipped, which knows of loss scalers alone.",
-        test="test_bad_steps_doors.py::test_accelerate_tells_of_a_skipped_step_and_its_scheduler_waits",
     ),
     Seam(
         owner="accelerate:Accelerator",

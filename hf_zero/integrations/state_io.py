@@ -9,16 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from ..buckets.rows import KindsOf, Read
 from ..checkpoint.commit import Disk, on_all_ranks, seal
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.files import CheckpointError, shown
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.pieces import Piece
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.structure import plain_settings, restore_settings, same_groups, tell_apart
-from ..checkpoint.writer import Row, plan_rows, write_pieces
+from ..checkpoint.structure import checkpoint_faults
+from ..checkpoint.writer import Piece, Row, plan_rows, write_pieces
 from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
@@ -26,7 +27,6 @@ from ..engine.state import EngineState, SavedState
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from ..optimizer.state_kinds import state_names
-from .verify import checkpoint_faults
 
 # ---- Bars for what may take long: on the main rank, on a terminal, and where nobody has turned bars off ----
 
@@ -89,6 +89,125 @@ def _are_wanted() -> bool:
     """Whether `transformers.utils.logging.disable_progress_bar` has not been called. The Hub's own switch its bars heed."""
     logging = sys.modules.get("transformers.utils.logging")
     return logging is None or logging.is_progress_bar_enabled()
+
+
+# ---- A model's tensors under the names that a checkpoint has them by ----
+
+
+def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the entries of `state_dict` by name, tied weights under each name, without gathering a sharded model."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in [*module._parameters.items(), *kept.items()]:
+            if tensor is not None:
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
+
+
+def tensors_by_saved_name(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns what a checkpoint has of a model, by its names there: of a model with adapters those alone."""
+    tensors = saved_tensors_of(model)
+    # Here, not above: importing hf_zero does not take the time that transformers takes.
+    from transformers.utils import is_peft_available
+
+    if not is_peft_available():
+        return tensors
+    from peft import PeftModel, get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, tensors) if isinstance(model, PeftModel) else tensors
+
+
+# ---- An optimizer group's settings as JSON values, and back ----
+
+_OF_A_RUN = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "step"}
+"""Settings that schedulers, and steps, put into the groups of any optimizer."""
+
+
+def tell_apart(saved: Iterable[str], group: Iterable[str]) -> tuple[str, str] | None:
+    """Finds a setting of the saved optimizer alone and one of this run's alone; None where both may be one optimizer.
+
+    One of them alone may have more: releases add settings, and scripts keep some of their own in groups.
+    """
+    there, here = set(saved) - _OF_A_RUN, set(group) - _OF_A_RUN - {"params", "param_names"}
+    return (min(there - here), min(here - there)) if there - here and here - there else None
+
+
+def restore_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Puts saved group settings (learning rate, betas, …) back; lists become tuples where the group has tuples.
+
+    Raises:
+        CheckpointError: a setting is of another kind than the group's, such as a string where a number is due.
+    """
+    for key, value in saved.items():
+        current = group.get(key)
+        if not _is_alike(value, current):
+            raise CheckpointError(
+                f"hf_zero: the checkpoint has {shown(repr(value), 80)} for the setting {shown(key, 80)!r}, which is {current!r} "
+                "here. It is damaged or of another optimizer; resume from another checkpoint."
+            )
+        group[key] = _restored(value, current)
+
+
+def _restored(value: Any, current: Any) -> Any:
+    """Converts a saved setting to the group's form: the same tensor, kind of number, kind of list."""
+    if isinstance(current, torch.Tensor) and value is not None:
+        # In the same tensor: a captured or compiled step holds this very one, and would not see another.
+        return current.fill_(value)
+    if isinstance(current, np.generic) and value is not None:
+        return type(current)(value)
+    if isinstance(current, tuple) and value is not None:
+        return tuple(map(_restored, value, current))
+    if isinstance(current, list) and value is not None:
+        return list(map(_restored, value, current))
+    return value
+
+
+def _is_alike(value: Any, current: Any) -> bool:
+    """Whether a saved setting can replace the group's. None, on either side, may become anything."""
+    if value is None or current is None:
+        return True
+    if isinstance(current, np.generic):
+        current = current.item()
+    if isinstance(current, bool | str) or torch.is_tensor(current):
+        kind: Any = (bool, int, float) if torch.is_tensor(current) else type(current)
+        return isinstance(value, kind) or torch.is_tensor(value)
+    if isinstance(current, int | float):
+        return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) or torch.is_tensor(value)
+    if isinstance(current, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(current) and all(map(_is_alike, value, current))
+    return True
+
+
+def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns a group's settings, without its parameters, as JSON values.
+
+    Raises:
+        CheckpointError: one is no such value, such as a function or a tensor of several numbers.
+    """
+    return {key: _plain(value, key) for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _plain(value: Any, key: str) -> Any:
+    if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
+        value = value.item()
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(each, key) for each in value]
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {name: _plain(each, key) for name, each in value.items()}
+    what = f"tensor of {value.numel()} numbers" if torch.is_tensor(value) else type(value).__name__
+    raise CheckpointError(
+        f"hf_zero: the optimizer's group setting {key!r} is a {what}, which cannot be saved; allowed: numbers, "
+        "strings, booleans, None, and lists and dicts of these. Keep it outside of `param_groups`, or train without "
+        "checkpoints."
+    )
+
+
+def same_groups(saved: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]) -> bool:
+    """Whether the saved groups hold the same parameters as these."""
+    return [set(group["parameters"]) for group in saved] == [set(group) for group in names]
 
 
 # ---- Masters and optimizer state into an engine, from a checkpoint of whichever format ----

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import Trainer, TrainingArguments, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
@@ -24,20 +23,20 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..checkpoint.files import CheckpointError, in_one_line
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import is_foreign
+from ..comm.groups import set_limit
 from ..engine.engine import ZeroEngine
 from ..engine.sharded_model import computing_in
+from ..engine.split_model import is_dtensor
 from ..extras import extra
 from ..guard import mix_in
-from ..hooks import engine_attached_to
+from ..hooks import engine_attached_to, replaced
 from .environment import find_in_callers
-from .file_weights import load_weights_into
 from .gathered import gathered
-from .init import init, leave_in_checkpoint
-from .model_parallel import as_if_whole, is_split
+from .init import init, load_weights_into
+from .model_parallel import as_if_whole
 from .resume import alone_in_output_dir, checkpoint_to_resume
 from .run_facts import write_run
-from .saved_weights import has_row_weights, is_checkpoint_of_ours
-from .seams import replaced
+from .saved_weights import has_row_weights, is_checkpoint_of_ours, leave_in_checkpoint
 from .signals import TrainerStop, begin_in_trainer, evaluation_is_owed
 from .state_io import ZERO_FOLDER, load_state, open_own, say_resumed
 from .trainer_parts import (
@@ -81,7 +80,7 @@ def install_in_trainer(trainer: Trainer) -> None:
         _train_on_one_gpu(trainer)
     if dist.is_initialized() and trainer.args.ddp_timeout != _USUAL_DDP_TIMEOUT_S:
         # Trainer gives `ddp_timeout` to groups of accelerators alone, and to none that was there before its arguments.
-        _set_pg_timeout(trainer.args.ddp_timeout_delta, dist.group.WORLD)
+        set_limit(trainer.args.ddp_timeout_delta, cast(dist.ProcessGroup, dist.group.WORLD))
 
 
 def _train_on_one_gpu(trainer: Trainer) -> None:
@@ -405,7 +404,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
-        is_whole = not is_split(self.model if model is None else model)
+        is_whole = not _is_split(self.model if model is None else model)
         if is_whole and not is_checkpoint_of_ours(folder) and is_foreign(folder):
             load_foreign_weights = extra("foreign", "load_foreign_weights")
             self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
@@ -503,6 +502,12 @@ def _only_engine(trainer: Trainer) -> ZeroEngine | None:
 def _attached_to(trainer: Trainer) -> ZeroEngine | None:
     """Returns the engine of the Trainer's model, also one of a former Trainer."""
     return engine_attached_to(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+
+
+def _is_split(model: nn.Module) -> bool:
+    """Whether tensor or expert parallelism has split a model over ranks. An engine has made its DTensors plain parameters."""
+    engine = engine_attached_to(model)
+    return any(map(is_dtensor, model.parameters())) or (engine is not None and engine.state.is_split)
 
 
 def _gather_to_sync(callback: Any) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from transformers import Trainer, logging
 from transformers.integrations import WandbCallback
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.commit import Background, Disk, abandon, begin, commit, discard, disk_asked, find_disk, on_all_ranks
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.pieces import LivePieces
-from ..checkpoint.writer import write_live
+from ..checkpoint.structure import newest_first, step_of
+from ..checkpoint.writer import LivePieces, write_live
 from ..comm.all_or_none import Exchange
 from ..comm.arrivals import CommunicationError
 from ..comm.transports import StoreExchange
@@ -36,7 +36,6 @@ from .placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be
 from .run_facts import write_run
 from .state_io import ZERO_FOLDER, plan_state, progress_bar, seal_state, state_bytes
 from .trainer_parts import FrozenBase, StepFigures
-from .verify import newest_first, step_of
 
 logger = logging.get_logger(__name__)
 
@@ -384,7 +383,8 @@ def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk, position: DataPo
         with disk_asked(folder):
             if disk.leads:
                 torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
-            trainer._save_scaler(str(folder))
+            if trainer.accelerator.scaler is not None and trainer.args.should_save:
+                torch.save(trainer.accelerator.scaler.state_dict(), folder / SCALER_NAME)
             trainer._save_rng_state(str(folder))
     if disk.leads:
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm.watch import write_error_file
 from ..config import ConfigError, ZeroConfig
+from ..hooks import replaced
 from .environment import RunRecord
 from .launcher import ScriptCall, script_call
-from .seams import replaced
 
 if TYPE_CHECKING:
     import torch

@@ -14,21 +14,23 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE
 
 from ..buckets.precision import float32_names
 from ..checkpoint.files import CheckpointError, Progress, entry_faults, read_mapping, refuse_links, untold
-from ..checkpoint.pieces import Piece, dtype_named, lay_out
+from ..checkpoint.reader import dtype_named
 from ..checkpoint.structure import (
     LOG_NAME,
     PAGE_NAME,
     POSITION_NAME,
     RUN_NAME,
     STATE_NAME,
+    checkpoint_faults,
     described_faults,
+    in_words,
     weight_shards_of,
 )
 from ..checkpoint.structure import METADATA_NAME as DCP_METADATA_NAME
+from ..checkpoint.writer import Piece, lay_out
 from .config_model import CONFIG_NAME, ExpectedTensor, expected_tensors, is_taken, model_class, read_config
 from .saved_weights import InFiles, MasterWeights, SavedTensor, is_checkpoint_of_ours, open_weights
 from .state_io import ZERO_FOLDER
-from .verify import checkpoint_faults, in_words
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 """peft's."""

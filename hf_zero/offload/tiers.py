@@ -1,191 +1,252 @@
-"""The memory of optimizer state: the device's, the host's, or files in a run's folder."""
+"""The memory of optimizer state, the device's, the host's or files; and the copies between a device and its host's."""
 
-import errno
-import fcntl
-import json
-import os
-import stat
-import sys
-import uuid
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from multiprocessing.util import Finalize
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from threading import Lock
 
 import torch
 
-from ..config import ConfigError
-from ..device import PinnedPool, allocate, pin, unpin
-from .copies import DeviceToHost, HostToDevice, d2h, h2d
-from .files import Kind, StoredShard, Window
+from ..device import Arrival, Mark, PinnedPool, allocate, enter_thread, pin, queue_end, side_queue, unpin
+from .files import Kind, RunFolder, StoredShard, Window
 from .host_memory import HostCores
 
-# ---- The folder of one run's files, below a path that runs share ----
-#
-# [Note: who may remove a folder] A folder's first file and its last is its lock, which the process holds whose run it is.
-# Another process of this user may remove a folder whose lock it can take, and one without a lock. A process that has made a
-# folder looks, once it holds the lock, whether the folder is still there, and makes another where it is not. So no process
-# waits for another, and files that other users have put beside the folders decide nothing.
+# ---- The way of reduced gradients into the memory that they are stepped from ----
 
-_PREFIX = "hf_zero-run-"
-_LOCK = "lock"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_ATTEMPTS = 20
+_LEAST_WIDENED_NUMEL = 4096
+"""Below it, values are widened by way of a copy."""
 
 
-class RunFolder:
-    """A new folder below `parent`, which this process owns by a lock until the process ends.
+class DeviceToHost:
+    """Into memory that is the gradients' own, or which the host copies to at once."""
 
-    This user's folders without a held lock belong to dead runs, and are removed first, with a message.
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        """Copies the 1-D `source` behind the present work of its device's queue. The caller may drop `source` at once.
 
-    Args:
-        parent: has to exist.
+        Args:
+            target: (source.numel(),) of the same or a wider dtype. Read by nobody before the arrival.
+        """
+        target.copy_(source)
+        return Arrival()
 
-    Raises:
-        ConfigError: `parent` is no folder that this process may write in.
-    """
+    def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
+        """Calls `add` with the values of the 1-D `source`, where the memory is that they are added to.
 
-    def __init__(self, parent: Path):
-        if not parent.is_dir():
-            raise ConfigError(
-                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, which is no folder on this host. Create it on the "
-                "NVMe disk, or name another."
-            )
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, in which this user may not write. Change its owner "
-                "or mode, or name another."
-            )
-        try:
-            # A script may go to another folder while it trains.
-            self.path, lock = _new_folder(parent.absolute())
-        except OSError as error:
-            raise ConfigError(
-                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, in which no folder could be made for this "
-                f"run: {error}. Name a folder on a writable local NVMe disk, and none of the system's own (/proc, "
-                "/sys)."
-            ) from error
-        # Of multiprocessing, since it also runs at the end of processes that multiprocessing started, which skip atexit; a
-        # process forked from this one (a DataLoader's worker) has the object, and not the folder.
-        self._finalizer = Finalize(self, _remove_own, args=(self.path, lock), exitpriority=0)
+        Args:
+            behind: what `add` adds to is there on this arrival.
+        """
+        behind.wait()
+        add(source)
+        return Arrival()
 
-    def close(self) -> None:
-        """Removes the folder. Also done when the process ends by itself."""
-        self._finalizer()
+    @property
+    def sum_bytes(self) -> int:
+        """Counts bytes of host memory that sums have taken, their targets aside."""
+        return 0
 
 
-def _new_folder(parent: Path) -> tuple[Path, int]:
-    """Makes a run's folder; returns the path and the held lock."""
-    # Before this run's files: a dead run's may fill the disk.
-    _remove_dead(parent)
-    for _ in range(_ATTEMPTS):
-        path = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        path.mkdir(mode=0o700)
-        lock = _locked(path / _LOCK)
-        if lock is not None:
-            os.write(lock, json.dumps(_identity()).encode())
-            return path, lock
-    raise OSError(errno.EBUSY, f"{_ATTEMPTS} new folders were taken away as soon as they were made")
+class _StreamDeviceToHost(DeviceToHost):
+    """From an accelerator into pinned host memory, on a stream of its own: backward's kernels do not wait for the bus.
 
+    What is wider there travels as it is here: torch would widen it first, and send twice the bytes.
 
-def _locked(path: Path) -> int | None:
-    """Makes and locks the file; None if another process has removed it meanwhile."""
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A lock on a file whose name is gone keeps nobody out.
-        is_held = os.path.samestat(os.fstat(lock), path.lstat())
-    except (BlockingIOError, FileNotFoundError):
-        # Another process removes the file: it has locked the file first, or has taken its name away.
-        is_held = False
-    if is_held:
-        return lock
-    os.close(lock)
-    return None
-
-
-def _identity() -> dict[str, str | int]:
-    boot = _BOOT.read_text().strip() if _BOOT.is_file() else "unknown"
-    return {"pid": os.getpid(), "host": os.uname().nodename, "boot": boot}
-
-
-def _own_folders(parent: Path) -> Iterator[Path]:
-    """Yields the folders of this user's runs. Others may put anything into a shared folder such as /scratch."""
-    for path in sorted(parent.glob(f"{_PREFIX}*")):
-        with suppress(FileNotFoundError):
-            found = path.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-                yield path
-
-
-def _remove_dead(parent: Path) -> None:
-    for folder in _own_folders(parent):
-        try:
-            _remove_if_dead(folder)
-        except OSError as error:
-            print(f"hf_zero: {folder} is of a run that has ended, and stays: {error}.", file=sys.stderr, flush=True)
-
-
-def _remove_if_dead(folder: Path) -> None:
-    lock, owner = None, "unknown"
-    try:
-        with suppress(FileNotFoundError):
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            # The lock decides, not the process id, which a process of another container may have too.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            owner = os.pread(lock, 500, 0).decode(errors="replace")
-        nbytes = _removed_bytes(folder, is_held=lock is not None)
-    except BlockingIOError:
-        return
-    finally:
-        if lock is not None:
-            os.close(lock)
-    if nbytes:
-        print(
-            f"hf_zero: removed {folder} ({nbytes / 2**20:,.1f} MiB), which a run that has ended left behind ({owner}).",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _removed_bytes(folder: Path, *, is_held: bool) -> int:
-    """Removes a folder, its lock last; returns the bytes of its files. See [Note: who may remove a folder].
+    [Note: sums beside backward]
+    A thread adds the reduced gradients of micro-batches up in host memory, so backward does not wait for the bus and the host.
+    Each arriving shard has a buffer of its own, at most one for each bucket. Backward waits where the host is a whole micro-batch
+    behind.
 
     Args:
-        is_held: this process has the lock. Where it has none, a folder that has a lock by now is a run's that begins.
+        cores: that sums are taken on.
     """
-    nbytes = 0
-    # Another process may be removing it, too.
-    with suppress(FileNotFoundError):
-        # By its handle: whatever is put in the folder's place meanwhile keeps its files.
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            # The lock last: while it is there, no other process takes the folder for one without a run.
-            names = sorted(os.listdir(handle), key=lambda name: name == _LOCK)
-            if _LOCK in names and not is_held:
-                return 0
-            for name in names:
-                nbytes += os.lstat(name, dir_fd=handle).st_size
-                os.unlink(name, dir_fd=handle)
-        finally:
-            os.close(handle)
-        try:
-            folder.rmdir()
-        except OSError as error:
-            if error.errno != errno.ENOTEMPTY or is_held:
-                raise
-    return nbytes
+
+    def __init__(self, device: torch.device, cores: HostCores):
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._cores = cores
+        self._queue = side_queue(device)
+        self._landings = PinnedPool(device)
+        self._thread: ThreadPoolExecutor | None = None
+
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        landing = target if target.dtype == source.dtype else landing_in(target, source.dtype)
+        with self._queue.aside():
+            landing.copy_(source, non_blocking=True)
+            # The allocator must not hand the memory out again before the copy has read it.
+            source.record_stream(self._module.current_stream(self._device))
+        landed = self._queue.mark()
+        return landed if landing is target else _Widened(landed, target, source.dtype)
+
+    def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
+        if isinstance(behind, _Added):
+            behind.wait()
+        with self._cores.near():
+            landing = self._landings.take(source.nbytes).view(source.dtype)
+        landed = self.start_copy(landing, source)
+        if self._thread is None:
+            self._thread = self._start_thread()
+        return _Added(self._thread.submit(_add_landed, add, landing, landed, behind))
+
+    @property
+    def sum_bytes(self) -> int:
+        return self._landings.nbytes
+
+    def _start_thread(self) -> ThreadPoolExecutor:
+        device, cores, before = self._device, self._cores, torch.get_num_threads()
+
+        def enter() -> None:
+            enter_thread(device)
+            cores.enter()
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="hf_zero-gradients", initializer=enter)
+        thread.submit(torch.get_num_threads).result()
+        # What a thread sets for itself is what threads that start later have too, until another sets it.
+        torch.set_num_threads(before)
+        return thread
 
 
-def _remove_own(path: Path, lock: int) -> None:
-    try:
-        _removed_bytes(path, is_held=True)
-    finally:
-        os.close(lock)
+def _add_landed(add: Callable[[torch.Tensor], None], landing: torch.Tensor, landed: Arrival, behind: Arrival) -> None:
+    # Not for order, which one queue and one thread keep: what came before may still have to be widened, or have failed.
+    behind.wait()
+    landed.wait()
+    with torch.no_grad():
+        add(landing)
+
+
+class _Added(Arrival):
+    """The end of a sum in another thread."""
+
+    def __init__(self, added: Future[None]):
+        self._added = added
+
+    def wait(self) -> None:
+        self._added.result()
+
+
+class _Widened(Arrival):
+    """The arrival of values in the last bytes of the memory that is to hold them in a wider dtype.
+
+    Who waits widens them, in its own thread; the first to wait does it for all.
+    """
+
+    def __init__(self, landed: Arrival, target: torch.Tensor, dtype: torch.dtype):
+        self._landed = landed
+        # By `data`: what looks at versions of the target shall see no edit.
+        self._target: torch.Tensor | None = target.data
+        self._dtype = dtype
+        self._lock = Lock()
+
+    def wait(self) -> None:
+        self._landed.wait()
+        with self._lock:
+            if self._target is not None:
+                widen_in_place(self._target, self._dtype)
+                self._target = None
+
+
+def landing_in(target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The last bytes of the 1-D `target`, as many elements of a `dtype` that is no wider."""
+    nbytes = target.numel() * dtype.itemsize
+    return target.view(torch.uint8)[target.nbytes - nbytes :].view(dtype)
+
+
+def widen_in_place(target: torch.Tensor, dtype: torch.dtype) -> None:
+    """Converts the numbers in `landing_in(target, dtype)` to all of `target`."""
+    narrow, start, stop = landing_in(target, dtype), 0, target.numel()
+    while start < stop:
+        # As far as what is written ends before what has not been read begins.
+        part = (stop - start) * (target.itemsize - dtype.itemsize) // target.itemsize
+        if part < _LEAST_WIDENED_NUMEL:
+            target[start:].copy_(narrow[start:].clone())
+            return
+        target[start : start + part].copy_(narrow[start : start + part])
+        start += part
+
+
+def d2h(device: torch.device, cores: HostCores) -> DeviceToHost:
+    """The way from `device` into host memory, where `cores` are at work."""
+    return DeviceToHost() if device.type == "cpu" else _StreamDeviceToHost(device, cores)
+
+
+# ---- The way of stepped masters back to the parameters ----
+
+PART_BYTES = 16 * 2**20
+"""Of a pinned buffer, of which there are two. A power of two, which torch's pinned memory does not round up."""
+
+
+class HostToDevice:
+    """From memory that is the parameters' own, or on its way to nowhere else."""
+
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies the 1-D `source`, rounded to the dtype of `target`. The host goes on before the end.
+
+        What the device is asked for later finds it there. `source` keeps its values until a later gradient has come from there.
+        """
+        target.copy_(source, non_blocking=True)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Runs copies and collectives inside one after the other, beside later work of the device."""
+        return nullcontext()
+
+    def hold_up_device(self) -> None:
+        """The device goes no further in its own queue before all copies of `aside` have ended."""
+
+    def wait(self) -> None:
+        """Returns when they have: their sources may be written then."""
+
+
+class RoundedHostToDevice(HostToDevice):
+    """From host memory to an accelerator, in the digits of the target: 2 bytes an element for 16-bit parameters.
+
+    torch would send the source's 4 and round there. Two pinned buffers take turns, so that one is filled while the other is on
+    its way.
+
+    Args:
+        device: of the parameters.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._queue = side_queue(device)
+        self._buffers: list[torch.Tensor] = []
+        self._sent: list[Mark | None] = [None, None]
+        self._turn = 0
+
+    def aside(self) -> AbstractContextManager[None]:
+        return self._queue.aside()
+
+    def hold_up_device(self) -> None:
+        self._queue.mark().hold_up_device()
+
+    def wait(self) -> None:
+        self._queue.mark().wait()
+
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if source.dtype == target.dtype or source.device.type != "cpu":
+            super().start_copy(target, source)
+            return
+        if not self._buffers:
+            self._buffers = [torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True) for _ in self._sent]
+        numel = PART_BYTES // target.itemsize
+        for start in range(0, target.numel(), numel):
+            part = target[start : start + numel]
+            self._send(part, source[start : start + numel])
+
+    def _send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        turn, self._turn = self._turn, 1 - self._turn
+        sent = self._sent[turn]
+        if sent is not None:
+            sent.wait()
+        rounded = self._buffers[turn][: target.nbytes].view(target.dtype)
+        rounded.copy_(source)
+        target.copy_(rounded, non_blocking=True)
+        self._sent[turn] = queue_end(self._device)
+
+
+def h2d(device: torch.device) -> HostToDevice:
+    """The way from host memory to `device`."""
+    return HostToDevice() if device.type == "cpu" else RoundedHostToDevice(device)
 
 
 # ---- Tiers: they allocate the master, the reduced gradient and the optimizer state of a shard ----

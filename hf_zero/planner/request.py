@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedMode
 
 from ..arithmetic import ceil_div
 from ..buckets.packed import is_packed
+from ..checkpoint.files import reason
 from ..config import ConfigError, ZeroConfig, parse_bytes
 from ..config.checks import one_of, refuse, whole_number
 from ..forecast import PlanError
-from ..integrations.reasons import reason
 from ..layout.boxes import Box
 from .search import Machine
 

@@ -20,7 +20,7 @@ from hf_zero import ConfigError, ZeroPlugin, ZeroTrainingArguments, engine_of
 from hf_zero.cli.app import app
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.split_model import CopyChecks
-from hf_zero.integrations.file_weights import load_weights_into
+from hf_zero.integrations.init import load_weights_into
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, write_state
 from hf_zero.integrations.weights import consolidate
 

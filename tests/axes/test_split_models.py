@@ -13,12 +13,12 @@ from transformers import MixtralForCausalLM, core_model_loading
 
 import hf_zero
 from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.pieces import mapped_tensors
+from hf_zero.checkpoint.reader import mapped_tensors
 from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.split_model import DifferentBatchesError
 from hf_zero.integrations import saved_weights
-from hf_zero.integrations.file_weights import load_weights_into
+from hf_zero.integrations.init import load_weights_into
 from hf_zero.integrations.model_parallel import parallel_config
 from hf_zero.optimizer.replicas import ReplicasDivergedError
 

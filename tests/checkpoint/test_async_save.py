@@ -19,15 +19,15 @@ from standin_runs import EXACT, INEXACT, prepared, steps
 from trainer_job import as_launched, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from hf_zero.checkpoint import pieces
+from hf_zero.checkpoint import writer
 from hf_zero.checkpoint.commit import Background
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.pieces import BUFFERS, LivePieces, Piece, lay_out, write_all
+from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.checkpoint.writer import BUFFERS, LivePieces, Piece, lay_out, write_all
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations import trainer_saves
 from hf_zero.integrations.state_io import plan_state
-from hf_zero.integrations.verify import checkpoint_faults
 from hf_zero.optimizer.loss_scale import GradScaler
 
 pytestmark = pytest.mark.timeout(150)
@@ -42,7 +42,7 @@ class Snapshots:
         self.copied_bytes = self.written_bytes = 0
 
     def install(self) -> None:
-        pwrite, snapshot, secure = os.pwrite, pieces._snapshot, LivePieces.secure
+        pwrite, snapshot, secure = os.pwrite, writer._snapshot, LivePieces.secure
         step_comes = threading.Event()
 
         def waiting(handle, data, at):
@@ -60,7 +60,7 @@ class Snapshots:
             self.written_bytes += sum(piece.nbytes for piece in now)
             return now, copies
 
-        os.pwrite, pieces._snapshot, pieces._CHUNK_BYTES = waiting, noted, 8192
+        os.pwrite, writer._snapshot, writer._CHUNK_BYTES = waiting, noted, 8192
         LivePieces.secure = secured
 
 
@@ -129,7 +129,7 @@ class Interrupted(TrainerCallback):
 def is_interrupted(rank: int, world_size: int, output_dir: str) -> None:
     as_launched(rank, world_size)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    trainer_saves._PATIENCE_S, pieces._CHUNK_BYTES = 0.5, 1024
+    trainer_saves._PATIENCE_S, writer._CHUNK_BYTES = 0.5, 1024
     trainer = make_trainer("flag 2", "gpt2", output_dir, callbacks=[Interrupted()], **{**SAVING, "max_steps": 6})
     pwrite = os.pwrite
 
@@ -287,7 +287,7 @@ def in_small_parts() -> None:
         time.sleep(0.001)
         return pwrite(handle, data, at)
 
-    os.pwrite, pieces._CHUNK_BYTES = slow, PART_BYTES
+    os.pwrite, writer._CHUNK_BYTES = slow, PART_BYTES
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine, seeds: range) -> list:
@@ -361,7 +361,7 @@ def test_a_save_behind_training_has_the_bytes_of_the_moment_and_stops_no_queue(
 def saves_at_once(rank: int, world_size: int, library: Path, folder: str) -> tuple[set[str], int, int]:
     """What the host waits for in a save that training waits for, and the memory that it pins, and that the state takes."""
     compiled = standin_device.register(library)
-    pieces._CHUNK_BYTES = PART_BYTES
+    writer._CHUNK_BYTES = PART_BYTES
     with standin_device.process_group(rank, world_size, folder):
         model, optimizer, engine = prepared({"bucket_bytes": "20KiB", "stage": 2})
         train(model, optimizer, engine, range(1))

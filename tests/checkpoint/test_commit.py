@@ -47,10 +47,10 @@ from hf_zero.checkpoint.commit import (
 from hf_zero.checkpoint.files import CheckpointError, FileRecord, files_below
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
+from hf_zero.checkpoint.structure import checkpoint_faults, find_good, newest_first
+from hf_zero.comm.all_or_none import exchange_between_ranks
 from hf_zero.integrations import trainer_saves
-from hf_zero.integrations.elastic import exchange_between_ranks
 from hf_zero.integrations.trainer_saves import CheckpointSaver
-from hf_zero.integrations.verify import checkpoint_faults, find_good, newest_first
 
 pytestmark = pytest.mark.timeout(180)
 

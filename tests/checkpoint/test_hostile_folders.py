@@ -23,9 +23,9 @@ from training import gpt2
 
 from hf_zero.checkpoint.commit import Disk
 from hf_zero.checkpoint.files import CheckpointError, files_below
+from hf_zero.checkpoint.structure import checkpoint_faults, find_good
 from hf_zero.integrations import config_model
 from hf_zero.integrations.resume import resume_faults
-from hf_zero.integrations.verify import checkpoint_faults, find_good
 
 pytestmark = pytest.mark.timeout(180)
 SECRET = "nobody's business, 4711"

@@ -22,8 +22,8 @@ from transformers import TrainerCallback
 from hf_zero.checkpoint import commit
 from hf_zero.checkpoint.commit import LOCK_NAME, Disk, disk_asked, held_alone
 from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.integrations.verify import checkpoint_faults
-from hf_zero.offload.tiers import RunFolder
+from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.offload.files import RunFolder
 
 pytestmark = pytest.mark.timeout(180)
 

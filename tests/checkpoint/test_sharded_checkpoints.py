@@ -24,10 +24,10 @@ from hf_zero import ZeroPlugin
 from hf_zero.checkpoint.commit import Disk, disk_with, find_disk
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.cli.app import app
+from hf_zero.comm.all_or_none import exchange_between_ranks
 from hf_zero.integrations import accelerator as door
-from hf_zero.integrations.elastic import exchange_between_ranks
-from hf_zero.integrations.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(180)
 SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "logging_steps": 1}

@@ -16,12 +16,12 @@ from training import VOCABULARY, Job, Outcome, fused_adamw, gpt2, gpt2_batch, sa
 from transformers.optimization import Adafactor
 
 from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, load_state
 from hf_zero.integrations.trainer_parts import open_plain
-from hf_zero.integrations.verify import checkpoint_faults
 from hf_zero.optimizer.sharded_optimizer import UpdateScope, keeps_intact, update_scope_of
 from hf_zero.optimizer.state_rows import put_state_back
 

@@ -29,11 +29,11 @@ from training import adamw_in_two_groups, bert, gpt2, gpt2_batch
 from typer.testing import CliRunner
 
 from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.cli.app import app
 from hf_zero.foreign import dcp
 from hf_zero.foreign.convert import open_foreign
 from hf_zero.foreign.pickles import load_dcp_metadata
-from hf_zero.integrations.verify import checkpoint_faults
 from hf_zero.layout.slots import Interval
 
 pytestmark = pytest.mark.timeout(180)

@@ -26,10 +26,9 @@ from training import bert
 from transformers import AutoModelForSequenceClassification, Trainer
 
 from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.hub import push as hub
-from hf_zero.hub.push import TEMPLATE, Destination, push_folder
-from hf_zero.integrations.reasons import HubError
-from hf_zero.integrations.verify import checkpoint_faults
+from hf_zero.hub.push import TEMPLATE, Destination, HubError, push_folder
 from hf_zero.integrations.weights import weight_faults
 
 pytestmark = pytest.mark.timeout(150)

@@ -28,7 +28,7 @@ from hf_zero.layout.slots import (
     rows_of_shard,
     uncovered,
 )
-from hf_zero.offload.copies import landing_in, widen_in_place
+from hf_zero.offload.tiers import landing_in, widen_in_place
 
 parameters = st.lists(
     st.tuples(st.integers(0, 3000), st.sampled_from(["decay", "plain", "half"])), min_size=1, max_size=25

@@ -24,17 +24,16 @@ from torch import nn
 from training import ELEMENTWISE, VOCABULARY, adamw_in_two_groups, fused_adamw, gpt2, steps
 
 from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.pieces import mapped_tensors
+from hf_zero.checkpoint.reader import mapped_tensors
 from hf_zero.config import ConfigError
 from hf_zero.device import allocate, ask_for
 from hf_zero.engine import holders
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
 from hf_zero.layout.slots import Interval
-from hf_zero.offload import files, tiers
-from hf_zero.offload.files import ALIGNMENT, AlignedFile, Kind, OffloadError, StoredShard, Window, aligned
+from hf_zero.offload import files
+from hf_zero.offload.files import ALIGNMENT, AlignedFile, Kind, OffloadError, RunFolder, StoredShard, Window, aligned
 from hf_zero.offload.host_memory import HostCores
-from hf_zero.offload.tiers import RunFolder
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -293,9 +292,9 @@ def test_paths_that_cannot_be_used_are_named(monkeypatch, tmp_path):
     ):
         # Whoever runs the tests: only root may write there at all.
         with monkeypatch.context() as as_root:
-            as_root.setattr("hf_zero.offload.tiers.os.access", lambda *_: True)
+            as_root.setattr("hf_zero.offload.files.os.access", lambda *_: True)
             built(nvme(Path("/proc")))
-    monkeypatch.setattr("hf_zero.offload.tiers.os.access", lambda *_: False)
+    monkeypatch.setattr("hf_zero.offload.files.os.access", lambda *_: False)
     with pytest.raises(ConfigError, match="in which this user may not write"):
         built(nvme(tmp_path))
 
@@ -514,7 +513,7 @@ HOLD = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from hf_zero.offload.tiers import RunFolder
+from hf_zero.offload.files import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 (folder.path / "bucket-0.state").write_bytes(bytes(4096))
 print(folder.path, flush=True)
@@ -596,7 +595,7 @@ def test_a_failed_write_ends_the_walk_and_leaves_no_thread_at_work(tmp_path):
 @pytest.mark.timeout(20)
 def test_a_folder_that_is_collected_while_another_is_made_is_removed_and_waits_for_nothing(tmp_path, monkeypatch):
     """An engine that was dropped without `close()` goes whenever the garbage collector runs."""
-    stock = tiers._remove_dead
+    stock = files._remove_dead
 
     def collects_first(parent):
         gc.collect()
@@ -605,7 +604,7 @@ def test_a_folder_that_is_collected_while_another_is_made_is_removed_and_waits_f
     cycle = [RunFolder(tmp_path)]
     cycle.append(cycle)
     dropped = cycle[0].path
-    monkeypatch.setattr(tiers, "_remove_dead", collects_first)
+    monkeypatch.setattr(files, "_remove_dead", collects_first)
     del cycle
     made = RunFolder(tmp_path)
     assert not dropped.exists() and made.path.exists()

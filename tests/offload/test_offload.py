@@ -33,10 +33,11 @@ from hf_zero.comm.watch import LABEL, SITE, STARTED, STEP
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce, state_plan
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, write_state
-from hf_zero.offload import host_memory, tiers
+from hf_zero.offload import files, host_memory
+from hf_zero.offload.files import RunFolder
 from hf_zero.offload.host_memory import HostCores, available_host_bytes, host_memory_fault
 from hf_zero.offload.shards import Placement
-from hf_zero.offload.tiers import HostTier, RunFolder
+from hf_zero.offload.tiers import HostTier
 from hf_zero.optimizer.holder import BucketStep
 from hf_zero.optimizer.state_kinds import state_kinds
 
@@ -497,7 +498,7 @@ def test_folders_of_other_users_are_left_alone(tmp_path, monkeypatch, capsys):
     dead = tmp_path / "hf_zero-run-1-0"
     dead.mkdir()
     user = os.getuid()
-    monkeypatch.setattr(tiers.os, "getuid", lambda: user + 1)
+    monkeypatch.setattr(files.os, "getuid", lambda: user + 1)
     ours = RunFolder(tmp_path)
     assert dead.is_dir() and theirs.path.is_dir() and not capsys.readouterr().err
     ours.close()
@@ -600,7 +601,7 @@ def test_a_new_folder_that_another_process_takes_away_is_made_again(tmp_path, mo
             folder.rmdir()
         stock(lock, kind)
 
-    monkeypatch.setattr(tiers.fcntl, "flock", takes_the_first)
+    monkeypatch.setattr(files.fcntl, "flock", takes_the_first)
     folder = RunFolder(tmp_path)
     assert folder.path != taken[0] and (folder.path / "lock").is_file()
     folder.close()

@@ -8,9 +8,8 @@ import torch
 from ranks import run_ranks
 
 from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.checkpoint.structure import is_foreign
+from hf_zero.checkpoint.structure import checkpoint_faults, is_foreign
 from hf_zero.foreign.convert import open_foreign
-from hf_zero.integrations.verify import checkpoint_faults
 
 KINDS = ("exp_avg", "exp_avg_sq")
 

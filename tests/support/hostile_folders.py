@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hf_zero.checkpoint.files import FileRecord
 from hf_zero.cli.app import app
 from hf_zero.extras import is_installed
-from hf_zero.integrations.reasons import HubError
+from hf_zero.hub.push import HubError
 from hf_zero.integrations.run_facts import card_facts
 
 MANIFEST = "zero/manifest.json"

@@ -36,9 +36,9 @@ from torch.utils.data import DataLoader
 from trainer_job import as_launched, make_trainer
 from transformers import TrainerCallback
 
+from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.engine.training_step import TrainingState, TrainingStep
 from hf_zero.integrations import state_io
-from hf_zero.integrations.verify import checkpoint_faults
 
 STEPS, EVERY_SAVE, EVERY_EVALUATION = 9, 4, 3
 PHASES = (*(state.name.lower() for state in TrainingState), "save")

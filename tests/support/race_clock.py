@@ -23,10 +23,10 @@ from typing import NamedTuple
 from unittest import mock
 
 from hf_zero import device
-from hf_zero.checkpoint import pieces
+from hf_zero.checkpoint import writer
 from hf_zero.device import PinnedPool
 from hf_zero.extras import is_installed
-from hf_zero.offload import copies, files
+from hf_zero.offload import files, tiers
 from hf_zero.offload.files import AlignedFile
 
 SCRIPT = "script"
@@ -332,14 +332,14 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         take(dropped.get(found.data_ptr()))
         return found
 
-    def secure(self: pieces.LivePieces) -> None:
+    def secure(self: writer.LivePieces) -> None:
         # Where all is written already, a flag says so.
         stock_secure(self)
         take(self._lock.last)
 
     stock_submit, stock_result, stock_exception = ThreadPoolExecutor.submit, Future.result, Future.exception
     stock_start, stock_run, stock_join = Thread.start, Thread.run, Thread.join
-    stock_secure, stock_take, stock_finalize = pieces.LivePieces.secure, PinnedPool.take, weakref.finalize
+    stock_secure, stock_take, stock_finalize = writer.LivePieces.secure, PinnedPool.take, weakref.finalize
     early = [(import_module("hf_zero.early.steps"), "wait", wait_for)] if is_installed("early") else []
     for owner, name, instead in (
         (ThreadPoolExecutor, "submit", submit),
@@ -350,9 +350,9 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         (Thread, "start", start),
         (Thread, "run", run),
         (Thread, "join", join),
-        (copies, "Lock", HandedLock),
-        (pieces, "threading", SimpleNamespace(Lock=HandedLock)),
-        (pieces.LivePieces, "secure", secure),
+        (tiers, "Lock", HandedLock),
+        (writer, "threading", SimpleNamespace(Lock=HandedLock)),
+        (writer.LivePieces, "secure", secure),
         (device, "weakref", SimpleNamespace(finalize=finalize)),
         (PinnedPool, "take", take_pinned),
     ):
@@ -370,14 +370,14 @@ def _follow_memory(stack: ExitStack, note: Callable) -> None:
         note("do", "", buffer.data_ptr(), buffer.nbytes, False)
         stock_write(self, buffer, offset)
 
-    def write_piece(self: pieces.Piece) -> None:
+    def write_piece(self: writer.Piece) -> None:
         note("do", "", self.values.detach().data_ptr(), self.nbytes, False)
         stock_write_piece(self)
 
-    stock_read, stock_write, stock_write_piece = AlignedFile.read, AlignedFile.write, pieces.Piece.write
+    stock_read, stock_write, stock_write_piece = AlignedFile.read, AlignedFile.write, writer.Piece.write
     for owner, name, instead in (
         (AlignedFile, "read", read),
         (AlignedFile, "write", write),
-        (pieces.Piece, "write", write_piece),
+        (writer.Piece, "write", write_piece),
     ):
         stack.enter_context(mock.patch.object(owner, name, instead))
