@@ -2,9 +2,9 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, is_peft_available
 from ..buckets.sharded import ShardedParametersError
 from ..checkpoint.commit import Disk, on_all_ranks
 from ..checkpoint.manifest import WEIGHTS, SavedWeight
-from ..checkpoint.writer import Piece, Row, dtype_name, lay_out
+from ..checkpoint.writer import Piece, dtype_name, lay_out
 from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
 from ..hooks import WeakHook, replaced
 from ..layout.slots import Interval
-from .state_io import saved_tensors_of
+from .state_io import WeightsPlan, saved_tensors_of
 
 # ---- Model files that all ranks write at once, laid out by transformers itself ----
 #
@@ -30,19 +30,6 @@ from .state_io import saved_tensors_of
 # writes the bytes of its own shard. Nothing is gathered, and no rank holds more than it held.
 
 _THEN = "The former checkpoints are as they were, and training state is unharmed."
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightsPlan:
-    """A rank's part of the model to write: pieces of laid-out files, or rows for its own file in `zero/`.
-
-    Attributes:
-        weights: the tensors that all ranks' rows make up, by `save_pretrained`'s names; {} without rows.
-    """
-
-    pieces: Sequence[Piece] = ()
-    rows: Sequence[Row] = ()
-    weights: Mapping[str, SavedWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,36 +239,3 @@ def _own_values(
         for name in places:
             if id(tensors[name]) not in sharded:
                 yield name, Interval(0, tensors[name].numel()), tensors[name].detach().reshape(-1)
-
-
-# ---- The weights of a split model as rows of checkpoints: each rank writes its part, without a gather ----
-
-
-def weight_rows(engine: ZeroEngine) -> WeightsPlan:
-    """Returns this rank's rows of the model, under the model's own names; a tied weight once. Collective."""
-    with engine.sharded.gathered.lend_names():
-        tensors = saved_tensors_of(engine.model)
-        weights = {
-            name: SavedWeight(dtype=dtype_name(name, tensor.dtype), shape=engine.state.box_of(tensor).shape)
-            for name, tensor in _each_once(tensors).items()
-        }
-    name_of = {id(tensor): name for name, tensor in _each_once(tensors).items()}
-    bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
-    rows: list[Row] = [
-        (WEIGHTS, name_of[id(own.parameter)], own.interval, own.values) for own in engine.state.own_weights()
-    ]
-    for name, tensor in _each_once(tensors).items():
-        # Buffers are equal on all ranks, so the first rank writes them.
-        writes = (
-            engine.state.writes(name, tensor)
-            if isinstance(tensor, torch.nn.Parameter)
-            else engine.world_groups.rank == 0
-        )
-        if id(tensor) not in bucketed and writes:
-            rows.append((WEIGHTS, name, Interval(0, tensor.numel()), tensor.detach().reshape(-1)))
-    return WeightsPlan(rows=rows, weights=weights)
-
-
-def _each_once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}

@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from torch import nn
 from ..buckets.rows import KindsOf, Read
 from ..checkpoint.commit import Disk, on_all_ranks, seal
 from ..checkpoint.files import CheckpointError, shown
-from ..checkpoint.manifest import Manifest
+from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.structure import checkpoint_faults
-from ..checkpoint.writer import Piece, Row, plan_rows, write_pieces
+from ..checkpoint.writer import Piece, Row, dtype_name, plan_rows, write_pieces
 from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
@@ -116,6 +116,52 @@ def tensors_by_saved_name(model: nn.Module) -> dict[str, torch.Tensor]:
     from peft import PeftModel, get_peft_model_state_dict
 
     return get_peft_model_state_dict(model, tensors) if isinstance(model, PeftModel) else tensors
+
+
+# ---- The weights of a split model as rows of checkpoints: each rank writes its part, without a gather ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsPlan:
+    """A rank's part of the model to write: pieces of laid-out files, or rows for its own file in `zero/`.
+
+    Attributes:
+        weights: the tensors that all ranks' rows make up, by `save_pretrained`'s names; {} without rows.
+    """
+
+    pieces: Sequence[Piece] = ()
+    rows: Sequence[Row] = ()
+    weights: Mapping[str, SavedWeight] = field(default_factory=dict)
+
+
+def weight_rows(engine: ZeroEngine) -> WeightsPlan:
+    """Returns this rank's rows of the model, under the model's own names; a tied weight once. Collective."""
+    with engine.sharded.gathered.lend_names():
+        tensors = saved_tensors_of(engine.model)
+        weights = {
+            name: SavedWeight(dtype=dtype_name(name, tensor.dtype), shape=engine.state.box_of(tensor).shape)
+            for name, tensor in _each_once(tensors).items()
+        }
+    name_of = {id(tensor): name for name, tensor in _each_once(tensors).items()}
+    bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
+    rows: list[Row] = [
+        (WEIGHTS, name_of[id(own.parameter)], own.interval, own.values) for own in engine.state.own_weights()
+    ]
+    for name, tensor in _each_once(tensors).items():
+        # Buffers are equal on all ranks, so the first rank writes them.
+        writes = (
+            engine.state.writes(name, tensor)
+            if isinstance(tensor, torch.nn.Parameter)
+            else engine.world_groups.rank == 0
+        )
+        if id(tensor) not in bucketed and writes:
+            rows.append((WEIGHTS, name, Interval(0, tensor.numel()), tensor.detach().reshape(-1)))
+    return WeightsPlan(rows=rows, weights=weights)
+
+
+def _each_once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
 
 
 # ---- An optimizer group's settings as JSON values, and back ----
@@ -309,9 +355,6 @@ def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
     Of a model that is split over ranks it writes the weights too.
     """
     if engine.state.is_split:
-        # Here, not above: it needs transformers' Trainer, which takes seconds to import.
-        from .placed_weights import weight_rows
-
         model = weight_rows(engine)
         manifest, pieces = plan_state(engine, folder, weights=model.rows)
         manifest = replace(manifest, weights=dict(model.weights))

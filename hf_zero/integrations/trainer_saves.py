@@ -32,9 +32,9 @@ from ..extras import extra
 from ..hooks import WeakHook
 from .elastic import DataPosition
 from .model_parallel import as_if_whole
-from .placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed, weight_rows
+from .placed_weights import HfLayout, Layout, ShardedLayout, can_be_placed
 from .run_facts import write_run
-from .state_io import ZERO_FOLDER, plan_state, progress_bar, seal_state, state_bytes
+from .state_io import ZERO_FOLDER, WeightsPlan, plan_state, progress_bar, seal_state, state_bytes, weight_rows
 from .trainer_parts import FrozenBase, StepFigures
 
 logger = logging.get_logger(__name__)
