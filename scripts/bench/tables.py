@@ -293,7 +293,6 @@ _RELEASES = {
     "TRL": "trl",
     "PEFT": "peft",
     "sentence-transformers": "sentence-transformers",
-    "huggingface_hub": "huggingface-hub",
 }
 
 
