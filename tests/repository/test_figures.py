@@ -61,8 +61,8 @@ def peaks_in_words(found: dict) -> list[str]:
     errors = [cell["peak_error"] for cell in found["cells"]]
     assert max(abs(cell["state_error"]) for cell in found["cells"]) <= 0.02
     return [
-        "the forecast of it at most 2 % above what was held",
-        f"{-100 * min(errors):.1f} % below and {100 * max(errors):.1f} % above the measured one in {len(errors)} cells",
+        "State was forecast at most 2 % too high",
+        f"{-100 * min(errors):.1f} % too low and {100 * max(errors):.1f} % too high, in {len(errors)} cells",
     ]
 
 
@@ -70,7 +70,7 @@ def choices_in_words(found: dict) -> list[str]:
     right, limits = [case["is_right"] for case in found["cases"]], [case["mb"] for case in found["cases"]]
     models = {case["model"] for case in found["cases"]}
     assert len(models) == 3 and min(limits) == 400
-    return [f"Both happened in {sum(right)} of {len(right)} cases", f"{min(limits)} to {max(limits)} MB a rank"]
+    return [f"did not, in {sum(right)} of {len(right)} cases", f"{min(limits)} to {max(limits)} MB a rank"]
 
 
 def links_in_words(found: dict) -> list[str]:
