@@ -36,8 +36,8 @@ needs_compiler = pytest.mark.skipif(
 
 _SOURCES = sorted(Path(__file__).parent.glob("standin_*.cpp"))
 _MODULE = "standin_device_c"
-# Optimised a little: traced steps take half the time, and the compiler a tenth more. Without asserts: some of torch's look at what
-# only its debug builds have.
+# Optimised a little: traced steps take half the time, and the compiler a tenth more. Without asserts: some of torch's look at
+# what only its debug builds have.
 _FLAGS = ["-O1", "-DNDEBUG"]
 
 
