@@ -4,7 +4,7 @@
     python scripts/count_house.py --files 2      # which files a step at stage 2 passes, and which functions of each
 
 The rows of a step, a layer and a checkpoint count the files (and classes) whose functions two ranks call there, in the steady
-state. `tests/repository/test_count_house.py` fails where a row is more than `SLACK` above `LAST`.
+state. `tests/repository/test_floors.py` fails where a row is more than `SLACK` above `LAST`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ LONGEST_FIRST = (
         "test_gather_dtype.py",
     ),
     *("test_comm.py", "test_resume.py", "test_savers.py", "test_dtypes.py", "test_uncommon_loops.py", "test_bench.py"),
-    *("test_import.py", "test_rescue.py", "test_offload_params.py", "test_cli.py", "test_guard.py"),
+    *("test_import.py", "test_rescue.py", "test_offload_params.py", "test_cli.py"),
     *("test_random_modules.py", "test_offload.py"),
 )
 
@@ -97,14 +97,13 @@ LONGEST_FIRST_WITH_SLOW = (
     *(
         "test_docs_in_minutes.py",
         "test_races.py",
-        "test_accuracy.py",
         "test_random_modules.py",
         "test_commit.py",
         "test_configs.py",
     ),
     *("test_mutations.py", "test_forecast.py", "test_late_ranks.py", "test_bench.py"),
     *("test_docs.py", "test_faults.py", "test_standin_device.py", "test_split_models.py", "test_auto.py"),
-    *("test_elastic_agents.py", "test_parity_of_scripts.py", "test_hostile_folders.py", "test_standin_doors.py"),
+    *("test_elastic_agents.py", "test_parity.py", "test_hostile_folders.py", "test_standin_doors.py"),
     *("test_memory.py", "test_hub.py", "test_accelerate.py", "test_hybrid.py"),
     *("test_trainer.py", "test_config_fuzz.py", "test_recipes.py", "test_stage3.py", "test_equivalence.py"),
     *("test_offload.py", "test_places.py"),

@@ -5,7 +5,7 @@
 
 None of the three is a time, so they come out the same on a busy machine. Each is a ratio to a peer that is measured in the same
 run, so they stand for other machines and releases of torch as well. A ratio that has grown by a tenth since the baseline fails.
-`tests/repository/test_guard.py` does the same in the short suite.
+`tests/repository/test_bench.py` does the same in the short suite.
 
 One engine after another in two ranks: a small BERT in float32, clipped, with next to nothing to compute.
 """

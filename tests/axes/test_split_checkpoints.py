@@ -24,6 +24,8 @@ from hf_zero.integrations.init import load_weights_into
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, write_state
 from hf_zero.integrations.weights import consolidate
 
+pytestmark = pytest.mark.usefixtures("splits_models")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:

@@ -22,6 +22,8 @@ from hf_zero.integrations.init import load_weights_into
 from hf_zero.integrations.model_parallel import parallel_config
 from hf_zero.optimizer.replicas import ReplicasDivergedError
 
+pytestmark = pytest.mark.usefixtures("splits_models")
+
 STAGES = [{"stage": stage} for stage in range(4)]
 
 

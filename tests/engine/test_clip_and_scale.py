@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scaled_runs import OVERFLOWS, SCALE, muon_and_adamw, train
 from shared_ranks import on_ranks, run_on_ranks
-from small_kernel_steps import Small, small
 from torch import nn
 from trainer_job import as_launched, make_trainer
-from training import adamw_in_two_groups, gpt2, gpt2_batch
+from training import Small, adamw_in_two_groups, gpt2, gpt2_batch, small
 
 from hf_zero import GradScaler, ZeroPlugin
 from hf_zero.buckets.sharded import ClippedGradient

@@ -23,9 +23,20 @@ from launching import run_forked
 from plain_lion import Lion, PlainLion
 from ranks import run_ranks
 from shared_ranks import on_ranks
-from small_kernel_steps import Small, small
 from torch import nn
-from training import Job, Unruly, compare_with_ddp, fused_adamw, gpt2, gpt2_batch, save_engine, steps, train
+from training import (
+    Job,
+    Small,
+    Unruly,
+    compare_with_ddp,
+    fused_adamw,
+    gpt2,
+    gpt2_batch,
+    save_engine,
+    small,
+    steps,
+    train,
+)
 
 from hf_zero import ConfigError, arithmetic
 from hf_zero.arithmetic import uses_kernels

@@ -1,8 +1,10 @@
-"""Who may import whom: floors point down, rooms go in no circles."""
+"""Who may import whom: floors point down, rooms go in no circles. And the house does not grow back."""
 
 import functools
 from collections import defaultdict
 
+import count_house
+import pytest
 from floors import FLOOR
 from pictures import PACKAGE, imports_of, module_name
 
@@ -121,3 +123,29 @@ def test_nothing_goes_in_circles():
             between_rooms[room(module)].add(room(imported))
     for arrows in (between_files, between_rooms):
         assert not circle_of(arrows), " -> ".join(circle_of(arrows))
+
+
+# ---- the house: what a reader has before them is no more than it was counted last, with a little slack ----
+
+
+def grown(counts: dict[str, int]) -> list[str]:
+    return [
+        f"{row}: {count_house.LAST[row]} when counted last, {count} now"
+        for row, count in counts.items()
+        if count > count_house.SLACK * count_house.LAST[row]
+    ]
+
+
+def test_lines_files_interfaces_and_settings_have_not_grown():
+    assert not grown(count_house.count_files())
+
+
+@pytest.mark.timeout(200)
+def test_a_step_and_a_checkpoint_pass_no_more_files():
+    assert not grown(count_house.count_walks())
+
+
+def test_every_row_has_an_aim_and_a_last_count_above_which_it_is_named():
+    assert set(count_house.AIMS) == set(count_house.LAST)
+    one_more_interface = count_house.LAST["interfaces (ABC, Protocol)"] + 2
+    assert grown({"interfaces (ABC, Protocol)": one_more_interface}) and not grown(count_house.LAST)

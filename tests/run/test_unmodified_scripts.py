@@ -20,7 +20,7 @@ from hf_zero.integrations.launcher import launch_of, of_accelerate, script_call
 from hf_zero.integrations.unmodified import AfterImport, Door, run_script
 
 HERE = Path(__file__).parent
-RUN = HERE / "run_module.py"
+RUN = "hf_zero.run"
 SCRIPTS = HERE / "scripts"
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 

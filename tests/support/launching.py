@@ -93,7 +93,7 @@ def launch_forked(
 
 
 def run_forked(
-    script: Path,
+    script: Path | str,
     arguments: Sequence[object] = (),
     *,
     environment: Mapping[str, str],
@@ -101,10 +101,10 @@ def run_forked(
     folder: Path = ROOT,
     time_limit_s: float = SECONDS,
 ) -> subprocess.CompletedProcess:
-    """Runs a script's ranks in `folder`, as `torchrun --nproc_per_node` does, in processes forked with everything imported.
+    """Runs the ranks of a script, or of a module by its name, in `folder`, in processes forked with everything imported.
 
-    The first that fails takes the others down. What all have said is in `stdout` and `stderr`; the status is the first's
-    that is not 0.
+    As `torchrun --nproc_per_node` does. The first that fails takes the others down. What all have said is in `stdout` and
+    `stderr`; the status is the first's that is not 0.
     """
     start_forking()
     context, deadline_s = get_context("forkserver"), time.monotonic() + time_limit_s
@@ -145,7 +145,7 @@ def _places(processes: int) -> list[dict[str, str]]:
     return [meeting | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def _run_script(script: Path, words: list[str], environment: dict[str, str], folder: Path, said: str) -> None:
+def _run_script(script: Path | str, words: list[str], environment: dict[str, str], folder: Path, said: str) -> None:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(said) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
@@ -155,10 +155,13 @@ def _run_script(script: Path, words: list[str], environment: dict[str, str], fol
     # Like a new process's: forked ranks would draw the same random rows, and ranks of a launcher do not.
     torch.seed()
     sys.argv = [str(script), *words]
-    sys.path.insert(0, str(Path(script).resolve().parent))
     torch.set_num_threads(1)
     with ending_as_a_script():
-        runpy.run_path(str(script), run_name="__main__")
+        if isinstance(script, str):
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(script.resolve().parent))
+            runpy.run_path(str(script), run_name="__main__")
 
 
 @contextmanager

@@ -43,9 +43,6 @@ LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
 RUNS_THE_TESTS = "bash scripts/test.sh"
 INSTALLS = "pip install hf-zero"
 
-RUN_MODULE = ROOT / "tests" / "run" / "run_module.py"
-"""What `-m hf_zero.run` does, as a file."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -124,13 +121,14 @@ class Launch:
             # As the command itself sets the variable for the ranks of a CPU.
             settings=settings | ({"ACCELERATE_USE_CPU": "true"} if launcher == "hf-zero" else {}),
             processes=1 if launcher == "python" else 2,
-            script=found["script"] if found["script"].endswith(".py") else str(RUN_MODULE),
+            script=found["script"] if found["script"].endswith(".py") else "hf_zero.run",
             arguments=tuple(shlex.split(found["arguments"])),
         )
 
     def forked(self, folder: Path, inherited: dict[str, str]) -> Outcome:
         where = {"environment": inherited | self.settings, "processes": self.processes, "folder": folder}
-        done = run_forked(Path(self.script), self.arguments, **where)
+        script = Path(self.script) if self.script.endswith(".py") else self.script
+        done = run_forked(script, self.arguments, **where)
         return Outcome(status=done.returncode, said=done.stdout + done.stderr)
 
 

@@ -31,10 +31,10 @@ std::string where_now() {
   std::string found;
   int count = 0;
   auto frame = PyThreadState_GetFrame(PyThreadState_Get());
-  while (frame) {
+  while (frame && count < kFrames) {
     auto code = PyFrame_GetCode(frame);
     const char* file = PyUnicode_AsUTF8(code->co_filename);
-    if (count < kFrames && file && !strncmp(file, package.data(), package.size()))
+    if (file && !strncmp(file, package.data(), package.size()))
       found += c10::str(count++ ? " < " : "", file + package.size(), ":", PyFrame_GetLineNumber(frame), " ",
                         PyUnicode_AsUTF8(code->co_name));
     auto caller = PyFrame_GetBack(frame);
@@ -42,6 +42,7 @@ std::string where_now() {
     Py_DECREF(frame);
     frame = caller;
   }
+  Py_XDECREF(frame);
   return found;
 }
 

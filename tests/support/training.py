@@ -300,3 +300,27 @@ def backward_on_device(model: nn.Module, seed: int) -> torch.Tensor:
     loss = model(**{name: values.to(device) for name, values in batch.items()}).loss
     loss.backward()
     return loss.detach()
+
+
+class Small(nn.Module):
+    """Of parameters with and without padding behind them, which kernels step."""
+
+    def __init__(self, sizes: tuple[int, ...] = (32, 5, 48)):
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.linspace(-1, 1, size)) for size in sizes)
+
+    def forward(self) -> torch.Tensor:
+        return sum((part.square() * (index + 1)).sum() for index, part in enumerate(self.parts))
+
+
+def small_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def small(
+    sizes: tuple[int, ...] = (32, 5, 48), *, make_optimizer=small_adamw, **more
+) -> tuple[Small, torch.optim.Optimizer, ZeroEngine]:
+    torch.manual_seed(0)
+    model = Small(sizes)
+    optimizer = make_optimizer(model)
+    return model, optimizer, ZeroEngine(model, [optimizer], {"stage": 2, "kernels": "always", **more})
