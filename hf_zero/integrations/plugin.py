@@ -154,8 +154,9 @@ class ZeroPlugin(ParallelismConfig):
         if said is not None and max(said.sp_size, said.cp_size) > 1:
             refuse_split_models(said)
             self._cut_sequences(said.sp_size)
-            # Beside a sequence's ranks: by the plugin's mesh accelerate deals batches now.
-            self.tp_size = said.tp_size if said.tp_size > 1 else self.tp_size
+            if said.tp_size > 1:
+                # accelerate deals batches by the plugin's mesh now.
+                self.tp_size = said.tp_size
         return self.sp_size > 1
 
     def attach(self, accelerator: Accelerator) -> Accelerator:

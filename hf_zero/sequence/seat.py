@@ -481,7 +481,7 @@ def refuse_model(model: PreTrainedModel, size: int, tp_size: int = 1) -> None:
     Args:
         tp_size: ranks that the model's heads are split over already.
     """
-    why = _why_not(model, size, size * tp_size)
+    why = _why_not(model, size * tp_size)
     if why is not None:
         raise ConfigError(
             f"hf_zero: sp_size is {size}, and {type(model).__name__} {why}. Train this model with sp_size 1."
@@ -495,7 +495,7 @@ def _loss_of(model: PreTrainedModel) -> Callable[..., torch.Tensor] | None:
     return LOSS_MAPPING.get(model.loss_type)
 
 
-def _why_not(model: PreTrainedModel, size: int, ranks_of_heads: int) -> str | None:
+def _why_not(model: PreTrainedModel, ranks_of_heads: int) -> str | None:
     config = model.config.get_text_config()
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "has an encoder and a decoder, whose sequences are two"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import ParallelismConfig
 from sequence_runs import (
     CAUSAL,
     FAMILIES,
@@ -291,6 +292,9 @@ def test_a_plugin_takes_sizes_that_go_together():
     assert repr(ZeroPlugin(2, sp_size=4)) == "ZeroPlugin(stage=2, sp_size=4)"
     assert ZeroPlugin(2).sp_size == 1
     assert repr(ZeroPlugin(2, sp_size=2, tp_size=2)) == "ZeroPlugin(stage=2, tp_size=2, sp_size=2)"
+    plugin = ZeroPlugin(2)
+    assert plugin.take_sequences_of(ParallelismConfig(sp_size=2, tp_size=2))
+    assert repr(plugin) == "ZeroPlugin(stage=2, tp_size=2, sp_size=2)"
     with pytest.raises(ConfigError, match="allowed: a whole number from 1 on"):
         ZeroPlugin(2, sp_size=0)
 
