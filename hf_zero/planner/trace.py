@@ -44,6 +44,8 @@ _ITS_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 _ASKS_FOR_DEVICE = torch.ops.prim.device.default
 """Two of three calls in a trace: autograd asks it of every gradient."""
 
+_SUM = torch.ops.aten.add.Tensor
+
 _PRODUCT_IN_FOUR_BITS = "bitsandbytes.gemm_4bit"
 """Of inputs, codes and the weight's shape: of outputs and inputs."""
 
@@ -320,10 +322,13 @@ class _LivingBytes(TorchDispatchMode):
         is_pinned = bool(kwargs.pop("pin_memory", False))
         result = func(*args, **kwargs)
         self._count_operations(func, args, kwargs, result)
-        recursively_apply(self._count, result, is_pinned=is_pinned)
+        # Autograd adds gradients of one tensor in place, but not under a dispatch mode. There the sum of a tied embedding's two
+        # gradients would count as a third one. Only operations of a backward itself have gradients switched off.
+        is_in_place = func is _SUM and not torch.is_grad_enabled()
+        recursively_apply(self._count, result, is_pinned=is_pinned, is_in_place=is_in_place)
         return result
 
-    def _count(self, tensor: torch.Tensor, *, is_pinned: bool) -> None:
+    def _count(self, tensor: torch.Tensor, *, is_pinned: bool, is_in_place: bool) -> None:
         # A real tensor is one that the module holds as an attribute.
         if not isinstance(tensor, FakeTensor):
             return
@@ -334,7 +339,14 @@ class _LivingBytes(TorchDispatchMode):
         self._known.add(address)
         nbytes = storage.nbytes()
         kind = "_pinned" if is_pinned else "logits" if self._are_logits(tensor) else "now"
-        self._add(kind, nbytes)
+        if is_pinned:
+            self._pinned += nbytes
+            self.pinned_bytes = max(self.pinned_bytes, self._pinned)
+        else:
+            self.now += nbytes
+            self.logits += nbytes if kind == "logits" else 0
+            if not is_in_place:
+                self.curve[-1] = self._at_most(self.curve[-1])
         weakref.finalize(storage, self._forget, address, kind, nbytes)
 
     def _are_logits(self, tensor: torch.Tensor) -> bool:
@@ -345,15 +357,6 @@ class _LivingBytes(TorchDispatchMode):
         tile = self._tiles * min(tokens, _TILE[0]) * min(self._vocabulary, _TILE[1]) * tensor.itemsize
         self.tile_bytes = max(self.tile_bytes, tile)
         return True
-
-    def _add(self, kind: str, nbytes: int) -> None:
-        if kind == "_pinned":
-            self._pinned += nbytes
-            self.pinned_bytes = max(self.pinned_bytes, self._pinned)
-            return
-        self.now += nbytes
-        self.logits += nbytes if kind == "logits" else 0
-        self.curve[-1] = self._at_most(self.curve[-1])
 
     def _at_most(self, before: Live) -> Live:
         """What is live now beside what has been."""
