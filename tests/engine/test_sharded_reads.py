@@ -14,6 +14,7 @@ from types import FunctionType
 
 import pytest
 import torch
+from cells import slow
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from shared_ranks import on_ranks, run_on_ranks, shared_ranks
@@ -387,7 +388,7 @@ def merges(rank: int, world_size: int, make: Callable[[], nn.Module], folder: st
     assert_same(run, ddp)
 
 
-@pytest.mark.parametrize("make", [adapted, adapted_with_magnitudes])
+@pytest.mark.parametrize("make", [adapted, slow(adapted_with_magnitudes)])
 def test_merging_an_adapter_at_stage_3_gives_ddps_model(make, tmp_path):
     run_on_ranks(merges, make=make, folder=str(tmp_path))
     saved = [load_file(tmp_path / way / "model.safetensors") for way in ("close", "gathered", "as it is")]
@@ -711,7 +712,7 @@ def reallocates(rank: int, world_size: int, stage: int | None, before_step: bool
     return [seen, model.peft_config["default"].rank_pattern]
 
 
-@pytest.mark.parametrize("before_step", [False, True])
+@pytest.mark.parametrize("before_step", [slow(False), True])
 def test_adapters_that_reallocate_their_ranks_train_as_under_ddp(before_step):
     expected = shared_ranks.run(reallocates, stage=None, before_step=before_step)
     assert expected[0][1]

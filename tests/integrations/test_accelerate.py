@@ -21,7 +21,7 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 from accelerate_job import Texts, make_accelerator, run
-from cells import short_of
+from cells import short_of, slow
 from safetensors.torch import load_file
 from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
@@ -741,7 +741,7 @@ def shown_in_a_run(rank: int, world_size: int, door: str, folder: str) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [slow(0), slow(2), 3])
 def test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before(stage, tmp_path):
     stock, ours = (run_on_ranks(shown_in_a_run, door=d, folder=str(tmp_path)) for d in ("ddp", f"plugin {stage}"))
     # At stage 3 the values of a parameter cannot be read outside of a forward.

@@ -156,6 +156,7 @@ def test_a_picture_without_matplotlib_is_refused(config, monkeypatch, tmp_path):
     assert "hf-zero[card]" in refusals("plan", config, "--seq", "32", "--png", tmp_path / "plan.png")[0]
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_missing_is_no_traceback(config, tmp_path):
     picture, start = tmp_path / "plan.png", "from hf_zero.cli.app import main; main()"
     command = [sys.executable, "-c", start, "plan", str(config), "--seq", "32", "--png", str(picture)]

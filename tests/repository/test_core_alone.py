@@ -12,16 +12,6 @@ from hf_zero.extras import EXTRAS, extra
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Stages, places of state, checkpoints and doors: the whole of the core's tests takes minutes.
-SHORT = (
-    "tests/engine/test_equivalence.py::test_bits_are_ddps[plain-gpt2]",
-    "tests/offload/test_offload.py::test_rows_are_masters_in_memory_of_their_own",
-    "tests/offload/test_nvme.py::test_between_steps_state_is_in_files_and_nowhere_else",
-    "tests/checkpoint/test_checkpoint.py::test_state_is_the_same_at_another_world_size_and_stage",
-    "tests/integrations/test_trainer.py::test_resumed_run_continues_bit_for_bit",
-    "tests/integrations/test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
-)
-
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "results")
 
 ASKS = """
@@ -61,10 +51,6 @@ def run(core: Path, *words: str) -> subprocess.CompletedProcess:
     )
 
 
-def run_tests(core: Path, *words: str) -> subprocess.CompletedProcess:
-    return run(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *words)
-
-
 def test_every_extra_gives_what_the_core_asks_of_it():
     for room, found in EXTRAS.items():
         assert found.what.endswith(".") and found.factories
@@ -80,14 +66,10 @@ def test_an_extra_whose_folder_is_missing_is_one_short_error(core):
     assert "`hf-zero push` needs the extra `hub`, whose folder is missing" in ran.stdout
 
 
-def test_the_core_trains_offloads_saves_and_resumes_alone(core):
-    ran = run_tests(core, *SHORT)
-    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_tests_of_the_core_pass_without_the_extras(core):
     # Those of documents, recipes and benchmarks are about the whole repository.
-    ran = run_tests(core, "-n", "3", "--dist", "loadfile", "--ignore", "tests/repository", "tests")
+    words = ["-n", "3", "--dist", "loadfile", "--ignore", "tests/repository", "tests"]
+    ran = run(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *words)
     assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]

@@ -105,8 +105,8 @@ print(time.process_time())
         (["migrate", "nowhere.json"], 0.5, set()),
         (["doctor", "--quick"], 2.5, {"torch"}),
         (["inspect", "FOLDER"], 2.5, {"torch"}),
-        (["verify", "FOLDER"], 2.5, {"torch"}),
-        (["report", "FOLDER"], 2.5, {"torch"}),
+        slow(["verify", "FOLDER"], 2.5, {"torch"}),
+        slow(["report", "FOLDER"], 2.5, {"torch"}),
     ],
     ids=lambda each: each[0] if isinstance(each, list) else "",
 )

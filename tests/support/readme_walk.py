@@ -94,7 +94,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A line that starts a Python script, on one rank or on two of this machine."""
+    """A line that starts a Python script, on one rank or on several of this machine."""
 
     launcher: str
     settings: dict[str, str]
@@ -107,7 +107,7 @@ class Launch:
         """None for a line that does something else."""
         found = re.fullmatch(
             r"(?P<settings>(?:[A-Z_]+=\S+ )*)"
-            r"(?P<launcher>python|hf-zero run|torchrun --standalone --nproc_per_node 2"
+            r"(?P<launcher>python|hf-zero run|torchrun --standalone --nproc_per_node (?P<ranks>\d)"
             r"|accelerate launch (?:--config_file \S+/cpu2\.yaml|--multi_gpu --num_processes 2))"
             r" (?P<script>\S+\.py|-m hf_zero\.run|(?=--zero ))(?P<arguments>.*)",
             command,
@@ -120,7 +120,7 @@ class Launch:
             launcher=launcher,
             # As the command itself sets the variable for the ranks of a CPU.
             settings=settings | ({"ACCELERATE_USE_CPU": "true"} if launcher == "hf-zero" else {}),
-            processes=1 if launcher == "python" else 2,
+            processes=1 if launcher == "python" else int(found["ranks"] or 2),
             script=found["script"] if found["script"].endswith(".py") else "hf_zero.run",
             arguments=tuple(shlex.split(found["arguments"])),
         )
