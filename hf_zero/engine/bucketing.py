@@ -466,7 +466,7 @@ class BucketBuilder:
             if parameter in ignored and name in names:
                 parameter.data = parameter.detach().to(self.device)
             elif parameter not in taken:
-                # No bucket has brought these to rank 0's values, as the others.
+                # The parameters in buckets have got rank 0's values as the buckets were built.
                 self._start_alike(parameter)
             if parameter not in taken:
                 take_from_file(parameter, self.device)

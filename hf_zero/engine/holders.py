@@ -216,6 +216,6 @@ def reshards_after_forward(config: ZeroConfig, model: nn.Module, device: torch.d
     """Whether a layer is dropped after its forward. `auto` keeps layers that take little free memory. Collective then."""
     if config.reshard_after_forward != AUTO:
         return config.reshard_after_forward
-    # One answer for all ranks, by the least free memory: a rank that gathers in backward needs all others there.
     whole = sum(p.nbytes for p in model.parameters())
+    # One answer for all ranks, by the least free memory: a rank that gathers in backward needs all others there.
     return whole * _ROOM_TO_KEEP_WHOLE > min(transport.exchange(free_bytes(device)))

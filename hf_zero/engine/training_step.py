@@ -605,6 +605,7 @@ class TrainingStep:
         if parts.outer is not None:
             self._waits_for_outer_step = not parts.outer.after_step(buckets)
         for bucket in buckets:
+            # Rows that are the parameters keep `grad` until the script zeroes it, as under DDP.
             if not bucket.rows_are_parameters:
                 bucket.end_step()
             # Gradients go before the gathers begin: their memory is free for the buffers of these.
