@@ -211,7 +211,7 @@ class SplitModel:
                 module.__dict__["_parameters"] = before
 
         def undo() -> None:
-            # A script may have wrapped `forward` since: its wrapper stays.
+            # A script may have wrapped `forward` since: the script's wrapper stays.
             if module.__dict__.get("forward") is forward:
                 if had_own:
                     changed.forward = stock

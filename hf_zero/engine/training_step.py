@@ -246,7 +246,7 @@ class TrainingStep:
 
     def _make_store(self) -> GradientStore:
         parts = self._parts
-        # Early steps begin as reductions end: a wait for all of them at the end of backward would leave no time for such steps.
+        # Early steps begin as reductions end: a wait for all reductions at the end of backward would leave no time for them.
         most = slots.GRAD_BUFFERS if parts.holder.timing.steps_early else None
         landing = Landing(
             d2h=parts.tier.d2h,
@@ -278,7 +278,7 @@ class TrainingStep:
         if replicas is not None:
             for sharded, buckets in self._by_optimizer():
                 replicas.after_update(sharded.optimizer, buckets)
-        # A compiled forward must not trace the guards of parameters that arrive: all have arrived before such a forward.
+        # A compiled forward must not trace the guards of arriving parameters: all have arrived before that forward.
         self._waits_at_the_root = is_compiled(entry)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
