@@ -230,7 +230,7 @@ class ModuleMethods:
         packed = PackedPlaces(module)
         with self._to_edit(module.parameters()):
             merged = cast(Any, type(module)).merge_and_unload(module, *args, **kwargs)
-            # Inside the context, which keeps edits of the engine's Parameters: the merge has put others in place of packed ones.
+            # Inside the context, which keeps edits of the engine's Parameters: the merge has put others in packed ones' places.
             packed.take_back()
         return merged
 

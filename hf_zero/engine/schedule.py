@@ -129,7 +129,7 @@ class AgreedOrder:
                 following = self._agree(number, strayed)
                 strayed = None
             elif following != number and strayed is None:
-                # The rank goes on with the expected gather, as the others do. The next agreement ends that expectation on all ranks.
+                # The rank goes on with the expected gather, as the others do. The next agreement ends the expectation for all.
                 strayed = self._last
             if following < self._first_end:
                 self._last = following
