@@ -63,6 +63,7 @@ def describe(
     for name, p in ((name, p) for name, p in named_parameters if p not in ignored):
         held = "trained" if p.requires_grad else "frozen"
         facts[f"parameter {name}"] = f"shape {tuple(p.shape)}, {wanted_dtype(p)}, {held}"
+    # A hash in place of all names: the error for ranks that differ shows the value, and a model has thousands of names.
     facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[
         :16
     ]
@@ -75,10 +76,12 @@ def describe(
 
 def refuse_disagreement(facts: dict[str, str], transport: Transport) -> None:
     """Collective. Raises `ValueError` on every rank, naming the first difference to rank 0."""
+    # The digest alone first: a large model has thousands of facts, and only an error needs them.
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     digests = transport.exchange(digest)
     if len(set(digests)) == 1:
         return
+    # With the rank of the run: a transport of some of the ranks counts its own from 0.
     everyone = transport.exchange((dist.get_rank() if dist.is_initialized() else 0, facts))
     first, reference = everyone[0]
     for rank, theirs in everyone:
@@ -193,6 +196,7 @@ def assemble(
     check_parameters(model, config)
     refuse_shared_storage(model)
     refuse_renormed_embeddings(model, config)
+    # Behind the refusals: from here on the model's DTensors are plain parameters, and an error has to put them back.
     split = SplitModel(model, optimizers)
     try:
         refuse_beside_split(split, config, optimizers)
@@ -218,6 +222,7 @@ def _assemble(
     mesh = Mesh.create(split, config, device)
     all_groups, transport, world = mesh.dp.all_groups, mesh.dp.all_transport, mesh.world
     # Before anything moves: ranks that differ would wait for each other in their first collective, without a word.
+    # Over all ranks the settings alone: ranks with another part of a split model have parameters of other shapes.
     if not split.is_empty:
         refuse_disagreement({"config": facts["config"]}, world)
     refuse_disagreement(facts, transport)
@@ -232,6 +237,7 @@ def _assemble(
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
     wire = choose_wire(config, mesh.dp.groups, device)
     kinds = SplitKinds(parts=split.parts, experts=split.experts, expert_shards=mesh.expert_dp.groups.shard_size)
+    # Before the division, which deals out parameters only: otherwise the scales would stay whole on each rank.
     if shards_parameters(config, all_groups):
         add_scales(model)
     division = Division(model, owner, optimizers, config, all_groups, device=device, align=wire.align, split=kinds)
@@ -276,6 +282,7 @@ def _assemble(
         outer=None
         if all_groups.outer is None
         else extra("wire", "SyncedEvery")(transport, all_groups.outer, config.comm, buckets, holder.fetched_master),
+        # Of the ranks that step together: with `comm.sync_every` each group has buffers of its own until the outer step.
         model_buffers=ModelBuffers(model, mesh.dp.transport, device) if is_shared and has_buffers(model) else None,
         parameter_gather=ParameterGather(model, unsharded, wire.gather),
         exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),

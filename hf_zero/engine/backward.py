@@ -186,8 +186,10 @@ class Gradients:
     def take(self, slot: ParameterSlot) -> None:
         """Takes the gradient that autograd has accumulated in `slot.parameter.grad`: for each parameter, in each backward."""
         gradient, bucket = slot.parameter.grad, slot.bucket
+        # Before any return: also in a pass of undefined gradients alone, the other ranks wait in the agreement at its end.
         if not self._end_is_queued:
             self._queue_end()
+        # A `ShardedGradient` with no pending sum is of an earlier pass: autograd has added nothing to that gradient since.
         if gradient is None or (isinstance(gradient, ShardedGradient) and gradient.pending is None):
             self._take_undefined(slot)
             return
@@ -223,6 +225,7 @@ class Gradients:
             self.may_pass_over &= bucket not in self._passed_over
             self._store.put_late(slot, gradient)
             return
+        # Counted once: reentrant checkpointing may bring several gradients of one parameter in a pass.
         if not slot.arrived:
             filling.awaited -= 1
         self._store.put(slot, gradient)
@@ -244,9 +247,11 @@ class Gradients:
             return
         slot.used = True
         filling = self._filling_of[slot.bucket]
+        # The start of the bucket's reduction has put zeros for this slot already, if no gradient had arrived.
         if slot.arrived or filling.place < self._next:
             return
         filling.awaited -= 1
+        # Expanded from one element: the zeros take no memory beside the buffer.
         zero = torch.zeros((), dtype=slot.parameter.dtype, device=slot.bucket.device)
         self._store.put(slot, zero.expand(slot.parameter.shape))
         if not filling.awaited:
@@ -262,6 +267,7 @@ class Gradients:
     def take_small(self, slot: ParameterSlot, filling: _Filling) -> None:
         """Takes a small slot's first gradient in a reducing pass, with few questions: most slots are small."""
         gradient = slot.parameter.grad
+        # Everything but a first, plain gradient goes by `take`: second gradients, pending sums, gradients that are refused.
         if not filling.collects or slot.arrived or type(gradient) is not torch.Tensor or gradient.is_sparse:
             self.take(slot)
             return
@@ -288,6 +294,8 @@ class Gradients:
         passed_over = self._buckets[self._next]
         begun = [each for each in self._fillings if each.awaited < len(each.bucket.slots)]
         behind = [each for each in begun if self._next < each.place <= place]
+        # Where a bucket behind this one has begun, gradients come in another order than buckets: the next one may still fill.
+        # Buckets of other keys prove nothing: buckets of several keys fill side by side.
         if not behind or begun[-1].place > place or all(each.bucket.key != passed_over.key for each in behind):
             return False
         self._next += 1
@@ -328,6 +336,7 @@ class Gradients:
             self._next += 1
 
     def _start(self, bucket: Bucket) -> None:
+        # A small gradient is late from now on: put by `take_small`, the gradient would wait for a start that does not come.
         self._filling_of[bucket].collects = False
         self._store.start(bucket)
 
@@ -342,10 +351,10 @@ class Gradients:
         self._after_pass()
 
     def _finish_pass(self) -> None:
+        # Full or not: all ranks start all buckets of a pass, so that no rank waits alone in a collective.
         while self._next < len(self._buckets):
             self._start(self._buckets[self._next])
             self._next += 1
-        # What the other ranks used is on its way here while this rank waits for reductions.
         # Started before the wait: the small message travels while this rank waits for the large ones.
         agreement = self._start_agreement()
         self._store.finish_all()
@@ -361,6 +370,7 @@ class Gradients:
                 # Most were finished as they were put.
                 if slot.used and (slot.used_elsewhere or slot.parameter.grad is not slot.sharded_gradient):
                     self._store.finish_slot(slot)
+        # A slot that continues keeps the gradient that an earlier pass has reduced.
         for row in (slot.row for slot in self._slots if not slot.used):
             if row is not None and not row.slot.continues:
                 # No rank used it: None, as under DDP, so that the optimizer leaves the parameter alone.
@@ -371,12 +381,14 @@ class Gradients:
     def _start_agreement(self) -> Callable[[], torch.Tensor]:
         """Tells the other ranks the parameters that this one used, its buckets with late gradients, and its wish to stop."""
         late = [bucket in self._late for bucket in self._buckets]
+        # One message for all three: each message of its own would cost a latency at the end of every backward.
         local = bytearray([*[slot.used for slot in self._slots], *late, self.stop_asked()])
         return self._transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
 
     def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
         """Makes `used` the same on all ranks; returns the buckets with late gradients on any rank."""
         *agreed, stop = agreement().tolist()
+        # Never back to 0: the next step, where ranks stop, may be several micro-batches away.
         self.stop_agreed = max(self.stop_agreed, stop)
         for slot, is_used in zip(self._slots, agreed):
             if is_used and not slot.used:
@@ -408,6 +420,7 @@ def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]
 
 def _accumulates(parameter: nn.Parameter) -> bool:
     """Whether the backward that runs will accumulate a gradient of the parameter."""
+    # torch takes a view of the parameter to find its node: of a sharded parameter that would be a read, which gathers.
     with look_only():
         node = get_gradient_edge(parameter).node
     try:

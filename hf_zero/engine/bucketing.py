@@ -75,6 +75,7 @@ def _repeated_classes(model: nn.Module) -> set[str]:
     repeated: set[str] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
+            # A block has children: else each Linear of a plain Sequential would be a unit of its own.
             blocks = [
                 child for child in module if not isinstance(child, _CONTAINERS) and any(True for _ in child.children())
             ]
@@ -86,6 +87,7 @@ def _repeated_classes(model: nn.Module) -> set[str]:
 def _of_classes(model: nn.Module, classes: set[str]) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
+        # The model itself, whose name is empty, is no unit: all parameters would be whole at a time.
         inside = any(name.startswith(f"{outer}.") for outer, _ in found)
         if name and not inside and type(module).__name__ in classes and _numel(module) > 0:
             found.append((name, module))
@@ -94,10 +96,10 @@ def _of_classes(model: nn.Module, classes: set[str]) -> list[tuple[str, nn.Modul
 
 def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
     least = _numel(model) / _SMALLEST_SHARE
-    # A container without a forward is never called, so its hooks would never run: its children are looked at instead.
     children = [(name, child) for name, child in model.named_children() if _numel(child) >= least]
     found: list[tuple[str, nn.Module]] = []
     for name, child in children:
+        # A container without a forward is never called, so its hooks would never run: its children are looked at instead.
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             found.extend((f"{name}.{inner}", module) for inner, module in _by_size(child))
         else:
@@ -139,6 +141,7 @@ def own_parameters(
     owners: dict[nn.Parameter, set[str]] = {}
     for name, module in model.named_modules():
         unit = next((outer for outer, _ in units if name == outer or name.startswith(f"{outer}.")), "")
+        # By module: `named_parameters` has a tied weight under its first name only, and would hide the second unit.
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(parameter, set()).add(unit)
@@ -290,6 +293,7 @@ def parts_of(
     parts = []
     for names, held in [([], behind), *of_layers, ([], before)]:
         shared = [(n, p) for n, p in held if p not in unshared]
+        # Frozen ones are in no bucket: no other rank has them, and no step changes them.
         alone = [(n, p) for n, p in held if p in unshared and p.requires_grad]
         parts.append(Part(modules=tuple(names), parameters=shared, sharded=True))
         parts.append(Part(modules=(), parameters=alone, sharded=False))
@@ -299,6 +303,7 @@ def parts_of(
 def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter]]]) -> list[tuple[str, nn.Parameter]]:
     """Returns the root's parameters that are registered behind all layers."""
     place = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    # Without layers nothing lies behind them, and the root stays in one part.
     last = max((place[name] for unit, held in own.items() if unit for name, _ in held), default=len(place))
     return [(name, parameter) for name, parameter in own[""] if place[name] > last]
 
@@ -345,6 +350,8 @@ class Division:
     ):
         self._split = split
         self._quantises = config.comm.quantises
+        # Experts of this rank alone need no gather. With `offload.params` they are a unit all the same: else they would stay
+        # on the device.
         is_alone = split.expert_shards == 1 and not config.offload.moves_params
         self.parts = parts_of(model, config, groups, device, split.experts if is_alone else ())
         self._owner = owner
@@ -371,6 +378,7 @@ class Division:
         gathered = self._gathered.of(parameter, sharded=sharded)
         is_expert = parameter in self._split.experts
         is_split = self._quantises and parameter in self._split.parts
+        # Of trained parameters only: frozen ones keep their dtype anyway, and a further key would cut them into more buckets.
         stays = parameter.requires_grad and self._gathered.stays(parameter)
         key = BucketKey(
             parameter.requires_grad,
@@ -458,6 +466,7 @@ class BucketBuilder:
             if parameter in ignored and name in names:
                 parameter.data = parameter.detach().to(self.device)
             elif parameter not in taken:
+                # The parameters in buckets have got rank 0's values as the buckets were built.
                 self._start_alike(parameter)
             if parameter not in taken:
                 take_from_file(parameter, self.device)
@@ -469,6 +478,7 @@ class BucketBuilder:
         buckets = []
         for layout in layouts:
             parameters = [parameter_of[slot.name] for slot in layout.slots]
+            # Before the bucket takes the values: at stage 3 this rank keeps its part, and the rest of rank 0's values is gone.
             for parameter in parameters:
                 self._start_alike(parameter)
             key = cast(BucketKey, layout.key)
@@ -500,6 +510,7 @@ class BucketBuilder:
                 rows_are_parameters=are_parameters,
                 tier=tier,
             )
+            # At once: the state goes to its tier before the next bucket takes memory on the device.
             self.adopt(bucket)
             buckets.append(bucket)
         return buckets

@@ -63,6 +63,7 @@ class _SharedBuffers:
     def __init__(self, model: nn.Module):
         ignored = ignored_by_ddp(model)
         # Each module, and the names of its buffers that are left out.
+        # DDP lists buffers without the leading dot that its names of the model's own parameters have.
         self._places = [
             (module, frozenset(name for name in module._buffers if f"{path}.{name}".removeprefix(".") in ignored))
             for path, module in model.named_modules()
@@ -133,6 +134,7 @@ class ModelBuffers:
         Args:
             failed: they did on this one, which then takes part in the broadcast that the others' forward has begun with.
         """
+        # A forward that had begun has sent its buffers already: a second broadcast would meet no other rank.
         if failed and self._begun == self._begun_before and self.is_due and self._is_training:
             self._send()
         self._begun_before = self._begun

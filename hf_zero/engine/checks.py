@@ -29,6 +29,8 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 def refuse_other_engines(model: nn.Module) -> None:
     """Raises `ConfigError` for a model that another engine has wrapped or sharded, whole or in part."""
     for name, module in model.named_modules():
+        # By names of classes: an import of the other engines takes long, and they may not be installed. By `__mro__`:
+        # `fully_shard` gives each module a class of its own, of which `FSDPModule` is a base.
         kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS]
         if kinds:
             what = repr(name) if name else "the model"
@@ -42,6 +44,7 @@ def refuse_second_engine(model: nn.Module) -> None:
     """Raises `ValueError` for a model of which a live `ZeroEngine` has parameters in its buckets."""
     for name, parameter in model.named_parameters():
         engine = engine_attached_to(parameter)
+        # A frozen parameter that the other engine leaves whole may be in both models: no bucket has the parameter.
         if engine is not None and (engine.trains(parameter) or parameter in engine.sharded.unit_of):
             raise ValueError(
                 f"hf_zero: {name!r} is in the buckets of another ZeroEngine, and two cannot reduce its gradient. "
@@ -141,6 +144,7 @@ def _overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[_E
     """Pairs of tensors whose extents overlap."""
     before: list[_Extent] = []
     for extent in sorted((_extent(name, tensor) for name, tensor in named if _has_memory(tensor)), key=lambda e: e[:3]):
+        # In order of address: an extent overlaps only those that began earlier and have not ended yet.
         before = [other for other in before if other.device == extent.device and extent.begin < other.end]
         yield from ((other, extent) for other in before)
         before.append(extent)

@@ -72,6 +72,7 @@ class ReplicatedReduction(Reduction):
 
         def complete() -> None:
             handle.finish()
+            # Behind the wait: until then `flat` is being summed.
             out.copy_(flat)
 
         return Handle(label, transport.ledger, complete)
@@ -211,6 +212,7 @@ class BackwardGather(Gather):
         self._forward = forward
 
     def start(self, bucket: Bucket) -> Handle:
+        # None on all ranks alike, where no training forward has gathered the bucket since the last step.
         part = self._forward.kept.get(bucket)
         if part is None:
             return self._forward.start(bucket)
@@ -246,6 +248,7 @@ class Wire:
 
     def rounding_in(self, group: DataParallelGroup) -> Callable[[torch.Tensor], None] | None:
         """`round_weights` where parameters come in blocks to each rank of a group; None where they come as they are."""
+        # Within a group of one rank nothing travels: rounding would lose digits for nothing.
         return self.round_weights if group.groups.shard_size > 1 else None
 
     def adds_in_wider(self, group: DataParallelGroup) -> bool:
@@ -272,6 +275,7 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
     order, queue = StepsInOrder(), side_queue(device)
     quantises_weights, quantises_gradients = (kind != "none" for kind in (config.comm.weights, config.comm.gradients))
     if quantises_gradients:
+        # In one order with the gradients: on all ranks, a sample's step between groups has the same place among their steps.
         sample = _exact_reduction(groups, order, queue, of="a sample")
         reduction = extra("wire", "quantised_reduction")(config.comm, groups, order, sample)
     else:

@@ -86,6 +86,7 @@ class ZeroEngine:
         self._step = TrainingStep(
             self, self.model, parts, optimizers, find_unused_parameters=self._find_unused_parameters
         )
+        # `resize_embeddings` comes here a second time: the new step must go on asking for signals.
         self.stop_when(self._stop_asked)
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
@@ -93,6 +94,7 @@ class ZeroEngine:
         if self.config.stage > 0 and self.groups.world_size > 1:
             self._step.allocations = rank_allocations(self.model, list(parts.slot_of))
             self._handles += self._step.allocations
+        # A sharded model keeps its engine alive: without the engine nobody could gather its parameters again.
         attach(self, (self.model, self.entry, *self.model.parameters()), keeps=not self.sharded.is_empty)
 
     # ---- a training step ----
@@ -227,6 +229,7 @@ class ZeroEngine:
         """
         parts = self._parts
         self.finish_parameters()
+        # Before the edit: a write to this rank's rows that other ranks have not seen would be overwritten by rank 0's values.
         if writeback:
             self.synchronise()
         parameters = parameters_in(self.model if target is None else target)
@@ -239,12 +242,15 @@ class ZeroEngine:
                 ignored = ignored_parameters(self.model)
                 slots = [parts.slot_of[p] for p in parameters if p in parts.slot_of and p not in self.sharded.unit_of]
                 put_back([*slots, *self.sharded.gathered.slots_with(parameters)], parts.mesh.world)
+                # Sharded parameters are sent as the context of `sharded.gathered` ends. These each rank has whole.
                 for parameter in (p for p in parameters if p not in self.sharded.unit_of and p not in ignored):
                     transport = parts.mesh.group_of(parameter).all_transport
                     transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
                 for bucket in {parts.slot_of[p].bucket for p in parameters if p in parts.slot_of}:
+                    # By values: on ranks whose script has written nothing, the broadcast above counts as no edit.
                     with parts.holder.fetched_master(bucket):
                         bucket.follow_values()
+        # Outside of the context: only at its end do the masters of sharded parameters follow the edit.
         if writeback and parts.outer is not None:
             parts.outer.start_from_masters()
 
@@ -382,6 +388,7 @@ class ZeroEngine:
         for optimizer in self.optimizers:
             optimizer.release()
         detach((self.model, self.entry, *self.model.parameters()))
+        # Last: the DTensors take the values that the plain parameters have now.
         self._parts.mesh.split.restore()
 
 
@@ -425,6 +432,7 @@ def take_up_state(engine: ZeroEngine) -> None:
     """
     for sharded in engine.optimizers:
         kept: _Kept | None = sharded.optimizer.__dict__.pop(_KEPT, None)
+        # `kept` is None on all ranks or on none: a rank that passed the exchange by would leave the others waiting in it.
         if kept is None or any(engine.world.exchange(bool(sharded.optimizer.state))):
             continue
         fault = "lay in files" if kept.is_lost else None

@@ -34,6 +34,7 @@ def gathered_again(units: Sequence[Unit], gather: Callable[[Unit], None]) -> Ite
     if not units or not torch.is_grad_enabled():
         yield
         return
+    # By the address of the storage: autograd may save a view or a transpose of a parameter, which is another tensor.
     unit_at = {memory.shown.untyped_storage().data_ptr(): unit for unit in units for memory in unit.memories.values()}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None]:
@@ -74,6 +75,7 @@ class _Record:
         for unit in units:
             self._units.add(unit)
             self._versions.update((slot, slot.parameter._version) for slot in unit.slots)
+            # Data that was moved before the context began is no edit of this context.
             self._moved.difference_update(unit.slots)
             self._moved.update(moved_slots(unit.slots))
             self._shards.update((bucket, memory.snapshot()) for bucket, memory in unit.memories.items())
@@ -99,8 +101,10 @@ class _Record:
             for slot in moved_slots(edited):
                 unit.set_data(slot)
             if edited:
+                # Otherwise the next reshard would take the refused edit for one of a forward, and keep the values.
                 unit.forget_edits()
         for bucket, shard in self._shards.items():
+            # Of shards that are a part of the whole values: the edit has changed them in place.
             if shard is not None:
                 bucket.own.copy_(shard)
 
@@ -128,7 +132,7 @@ def put_back(slots: Iterable[ParameterSlot], transport: Transport) -> None:
     fault = next(filter(None, transport.exchange(next(faults, None), "edits of parameters")), None)
     if fault is not None:
         raise RuntimeError(fault)
-    # Two may have been given each other's.
+    # Copies first: a script may have exchanged the data of two parameters, and the first write would destroy the second's.
     values = [slot.parameter.detach().clone() for slot in moved]
     with torch.no_grad():
         for slot, value in zip(moved, values):
@@ -235,6 +239,7 @@ class GatheredParameters:
                 yield name, parameter
                 continue
             values = _gather_one(slot)
+            # First: a parameter whose values are hidden refuses other data.
             show_values(parameter)
             parameter.data = values
             # The caller alone decides how long there are two of them.
@@ -307,12 +312,14 @@ class GatheredParameters:
         if any(not unit.holds for unit in units):
             self._transport.barrier(purpose, self._timeout_s, IN_GATHERED)
         copies: dict[nn.Parameter, torch.Tensor] = {}
+        # In the schedule's order: a set has another order in each process, and ranks would gather different units.
         for unit in sorted(units, key=self._schedule.units.index):
             # One unit at a time: the device never holds more than one that is whole.
             self._schedule.unshard([unit])
             if wanted:
                 for slot in unit.slots:
                     if slot.parameter in parameters:
+                        # copy=True: on the host, `to` would return the gathered memory, which the release below takes away.
                         copies[slot.parameter] = slot.parameter.detach().to("cpu", copy=True)
             self._schedule.release([unit])
         # A script may have given those that are whole other data, and the end of its `gathered` is still to come.
@@ -363,6 +370,7 @@ class GatheredParameters:
         for unit in units:
             for bucket in unit.buckets:
                 label = Label(kind="broadcast edits", subject=bucket.name)
+                # All of the bucket, edited or not: the other ranks do not know which parameters rank 0's script has written to.
                 bucket.group.all_transport.broadcast(bucket.memory.shown, label)
             # Behind the broadcast: each rank keeps its shard of rank 0's values.
             unit.keep_edits()
@@ -370,6 +378,7 @@ class GatheredParameters:
                 with self._holder.fetched_master(bucket):
                     # By values, not versions: a broadcast writes on ranks where the script has not.
                     bucket.follow_values()
+            # In contexts around this one, too: they would take the kept edit for one without writeback, and undo the edit.
             for record in self._open:
                 record.renew(unit)
 

@@ -58,6 +58,7 @@ class BufferPool:
         self._large_out += kind is not BufferKind.SMALL
         free = self._free.get((kind, dtype), [])
         large_enough = [place for place, buffer in enumerate(free) if buffer.numel() >= bucket.layout.numel]
+        # The smallest of these: a larger bucket may want a larger one while this is in use.
         if large_enough:
             return free.pop(min(large_enough, key=lambda place: free[place].numel()))
         if kind is not BufferKind.SMALL:
@@ -70,6 +71,7 @@ class BufferPool:
     def release(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         kind = self._kind[bucket]
         self._large_out -= kind is not BufferKind.SMALL
+        # Not kept: an embedding's buffer would stay in memory for the rest of the backward.
         if kind is BufferKind.OVERSIZE:
             self._bytes -= buffer.nbytes
         else:
@@ -201,6 +203,7 @@ class GradientStore(ABC):
             self._put_small(bucket)
             view.add_(gradient, alpha=share)
         elif share == 1.0:
+            # One rank: a multiplication by 1 would read and write the whole gradient for nothing.
             if not is_there:
                 view.copy_(gradient)
         elif is_there:
@@ -237,6 +240,7 @@ class GradientStore(ABC):
         self._put_small(bucket)
         for slot in bucket.slots:
             if not slot.arrived:
+                # A buffer comes with values of another bucket or pass, and the sum over the ranks would have them.
                 slot.view_of(flat).zero_()
             slot.arrived = False
         # In this order: there may be no memory to start it with, and the buffer is discarded as an open one then.
@@ -292,6 +296,7 @@ class GradientStore(ABC):
         is_as_it_is = set(map(_DTYPE, gradients)) == {flat.dtype}
         is_all = is_as_it_is and len(slots) == len(bucket.slots)
         if is_all and share != 1.0 and flat.numel() <= _AT_ONCE_NUMEL:
+            # In slot order: gradients have come in the order of backward.
             ordered = [gradient for _, gradient in sorted(zip(map(_NUMBER, slots), gradients), key=_FIRST)]
             bucket.slot_views.fill(flat, ordered, share)
             return
@@ -331,7 +336,7 @@ def add_or_set(
     views = zip(bucket.rows, bucket.row_views.of(target))
     if going_on:
         return d2h.start_sum(_sum_into(views, going_on, sets=target is not reduced), reduced, bucket.arrival)
-    # Into the same memory.
+    # An earlier sum or copy may still write to the memory that is set here.
     bucket.await_gradient()
     arrival = Arrival() if target is reduced else d2h.start_copy(target, reduced)
     for row, view in views:
@@ -397,6 +402,7 @@ class ReplicatedGradients(GradientStore):
             return
         view = slot.view_of(self._lasting_buffer(slot.bucket))
         if gradient.data_ptr() != view.data_ptr():
+            # Autograd adds the next micro-batches in the bucket's own buffer, which is reduced without a copy.
             slot.parameter.grad = view.copy_(gradient)
 
     def release(self, bucket: Bucket) -> None:
@@ -406,6 +412,7 @@ class ReplicatedGradients(GradientStore):
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         super().put(slot, gradient)
+        # A further gradient of this pass would be added to the one in `grad`, which would then count twice.
         slot.parameter.grad = None
 
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -507,6 +514,7 @@ class ShardedGradients(GradientStore):
         self._accumulated.add(slot.bucket)
         view = slot.view_of(self._lasting_buffer(slot.bucket))
         if gradient.data_ptr() != view.data_ptr():
+            # The reduced shard of an earlier pass may still lie in this buffer: the copy would overwrite the shard.
             self._spill(slot.bucket)
             slot.parameter.grad = view.copy_(gradient)
 
@@ -527,6 +535,7 @@ class ShardedGradients(GradientStore):
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         parameter, sharded_gradient = slot.parameter, slot.sharded_gradient
+        # Before `grad` is replaced below: a `ShardedGradient` there says that the sum of earlier passes goes on.
         if not slot.arrived:
             slot.continues = isinstance(parameter.grad, ShardedGradient)
         super().put(slot, gradient)
@@ -537,6 +546,7 @@ class ShardedGradients(GradientStore):
 
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         super().put_small(slot, gradient)
+        # `continues` stays as it is: `take_small` brings plain gradients only, and `put` has set it for the others.
         sharded_gradient = slot.sharded_gradient
         sharded_gradient.state, sharded_gradient.pending = GradientState.HELD, None
         slot.parameter.grad = sharded_gradient
@@ -558,6 +568,7 @@ class ShardedGradients(GradientStore):
 
     def start(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
+            # Unused in this pass: micro-batches under `no_sync` may have left a sum, which no hook brings any more.
             if not slot.arrived:
                 gradient = slot.parameter.grad
                 slot.continues = isinstance(gradient, ShardedGradient) and not gradient.is_spent
@@ -574,6 +585,7 @@ class ShardedGradients(GradientStore):
 
     def discard_open(self) -> None:
         for bucket in self._open:
+            # Back to the pool: a lost buffer would count against the limit to the end of the run.
             if bucket in self._lent:
                 self._pool.release(bucket, self._lent.pop(bucket))
         super().discard_open()
@@ -670,6 +682,7 @@ class ShardedGradients(GradientStore):
 
     def _leave(self, bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, going_on: Collection[Row]) -> Arrival:
         """Leaves a reduced gradient in the rows; otherwise as `add_or_set`."""
+        # Sums are taken in the master dtype: in bfloat16 small gradients of later micro-batches would be rounded away.
         if going_on and bucket.gradient_dtype != bucket.precision.master:
             self._widen(bucket)
             target = self._shard(bucket)

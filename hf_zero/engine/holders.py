@@ -66,6 +66,7 @@ def choose_holder(
 def _choose_steps(config: ZeroConfig, tier: Tier, nonfinite: NonFiniteCheck) -> StepChoice:
     if not uses_kernels(config.kernels, tier.device):
         return StepChoice()
+    # A function: each look at the gradients leaves another tensor in `found_inf`.
     return extra("kernels", "KernelSteps")(lambda: nonfinite.found_inf)
 
 
@@ -216,4 +217,5 @@ def reshards_after_forward(config: ZeroConfig, model: nn.Module, device: torch.d
     if config.reshard_after_forward != AUTO:
         return config.reshard_after_forward
     whole = sum(p.nbytes for p in model.parameters())
+    # One answer for all ranks, by the least free memory: a rank that gathers in backward needs all others there.
     return whole * _ROOM_TO_KEEP_WHOLE > min(transport.exchange(free_bytes(device)))

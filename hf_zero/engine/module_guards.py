@@ -92,6 +92,7 @@ class ShardedParameters(dict):
         return super().__getitem__(name)
 
     def __setitem__(self, name: str, value) -> None:
+        # In both dicts, here and in the two methods below: the module's own takes this one's place when the units are whole.
         super().__setitem__(name, value)
         self._stock[name] = value
 
@@ -185,6 +186,7 @@ class ModuleMethods:
             for name, of_layer in self._MERGING_LAYERS:
                 if hasattr(type(module), name):
                     setattr(changed, name, ReplacedMethod(partial(self._merge_layers, name), module))
+                # `get_base_layer` tells peft's layers from other modules that have a method `merge`.
                 if hasattr(type(module), of_layer) and hasattr(type(module), "get_base_layer"):
                     setattr(changed, of_layer, ReplacedMethod(partial(self._merge_layer, of_layer), module))
             if hasattr(type(module), "merge_and_unload"):
@@ -228,6 +230,7 @@ class ModuleMethods:
         packed = PackedPlaces(module)
         with self._to_edit(module.parameters()):
             merged = cast(Any, type(module)).merge_and_unload(module, *args, **kwargs)
+            # Inside the context, which keeps edits of the engine's Parameters: the merge has put others in packed ones' places.
             packed.take_back()
         return merged
 
@@ -266,9 +269,11 @@ class ModuleMethods:
             if self._gathered.are_held(parameters)
             else self._gathered.gathered(parameters, writeback=False)
         ):
+            # Without the replaced methods, whose copies raise: the copy has those of its class.
             held = {name: each for name, each in module.__dict__.items() if not isinstance(each, ReplacedMethod)}
             if module in self._own_generate:
                 held["generate"] = self._own_generate[module]
+            # In `memo` before its parts are copied: a part that refers to this module finds the copy.
             copied = memo[id(module)] = type(module).__new__(type(module))
             copied.__dict__.update(copy.deepcopy(held, memo))
         return copied
@@ -299,6 +304,7 @@ class ModuleMethods:
             return stock(module, *args, **kwargs)
         with self._gathered.lend_copies(module, f"state_dict() of {type(module).__name__}") as copies:
             result = stock(module, *args, **kwargs)
+            # With `keep_vars` these are the parameters themselves, whose values are hidden again behind the context.
             for name, value in result.items():
                 if isinstance(value, nn.Parameter) and value in copies:
                     result[name] = copies[value]
@@ -330,6 +336,7 @@ class ModuleMethods:
             return cast(Any, type(module)).adapter_state_dict(module, adapter_name, state_dict)
 
     def _load_from_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        # Parameters that `gathered` holds are loaded where they are; the end of that context keeps the edit or refuses it.
         sharded = {
             slot: unit
             for name, (unit, slot) in self._sharded[module].slots.items()
@@ -347,11 +354,13 @@ class ModuleMethods:
             type(module)._load_from_state_dict(module, state_dict, prefix, *args)
         finally:
             for slot, unit in sharded.items():
+                # A parameter that the load has not written (a key of another shape) keeps its shard: this memory has no values.
                 unit.store(slot, written=slot.parameter._version != versions[slot])
 
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for inner in module.modules() if recurse else [module]:
             for _, slot in self._sharded[inner].slots.values() if inner in self._sharded else ():
+                # Tried without elements: nothing is moved before all parameters have been looked at.
                 here = torch.empty(0, dtype=slot.parameter.dtype, device=slot.bucket.device)
                 there = fn(here)
                 # What is gathered in another dtype than it is kept in is of both.

@@ -82,6 +82,7 @@ class NonFiniteCheck:
             1.0 or 0.0 in a float32 scalar, the same on all ranks.
         """
         self._unscaled.add(optimizer)
+        # The scaler decides about this step: kernels must not be held back by a look at earlier gradients.
         self.found_inf = None
         return (self._among.agree_sum(found_inf.reshape(1), _OVERFLOW)[0] > 0).float()
 
@@ -192,6 +193,7 @@ class NonFiniteCheck:
         if found is None and isinstance(outputs, Mapping):
             found = outputs.get("loss")
         is_loss = isinstance(found, torch.Tensor) and found.numel() == 1
+        # Detached: the loss's graph would keep the micro-batch's activations until the step.
         self._losses.append(found.detach() if is_loss and isinstance(found, torch.Tensor) else None)
 
     def forget_batches(self) -> None:

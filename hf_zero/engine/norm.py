@@ -76,8 +76,10 @@ class GradientNorm:
         """The sum over ranks travels as float64."""
         device = self.device
         if math.isinf(norm_type):
+            # `max` of a tensor without elements raises.
             largest = _each_on(device, [g for g in gradients if g.numel()], _largest)
             mine = largest.max() if largest.numel() else torch.zeros((), dtype=torch.float64, device=device)
+            # A rank without gradients comes with 0: the others wait for its answer.
             return self.among.agree_largest(mine)
         mine = _each_on(device, gradients, partial(_sums_of_powers, norm_type=norm_type)).sum()
         return self.among.agree_sum(mine.reshape(1), NORM_LABEL)[0].pow(1.0 / norm_type)
@@ -124,6 +126,7 @@ def _largest(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 def _sums_of_powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     if norm_type == 2:
         return sums_of_squares(gradients)
+    # In float32 at least: powers of 16-bit gradients overflow, and their sums stand still.
     dtypes = (torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients)
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).double() for g, dtype in zip(gradients, dtypes)]
     return torch.stack(norms).pow(norm_type)

@@ -41,6 +41,7 @@ class ArrivingValues(Guarded):
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
+        # The wait gives the parameter its own class again, so that the second call is Parameter's.
         # Parameter's own would make a copy of this class.
         _wait_for(self)
         return self.__deepcopy__(memo)
@@ -85,6 +86,7 @@ class _HandedOut(dict):
         return super().items()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A plain dict: no gather is under way in a copy.
         return dict, (dict(self),)
 
 
@@ -124,6 +126,7 @@ class ParameterGather:
         for bucket in buckets:
             # A former gather of this bucket still writes to the memory that this one would write to.
             self.finish(bucket)
+            # Behind the copies up from a tier, in their queue: the gather sends the shard that they write.
             with bucket.tier.h2d.aside() if bucket.tier.is_apart else nullcontext():
                 self._in_flight[bucket] = self._gather.start(bucket)
         for started in buckets:

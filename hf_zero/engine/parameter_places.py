@@ -70,6 +70,7 @@ class ParameterPlaces:
         parts = () if is_compiled(entry) else self._wrapped()
         return [
             entry.register_forward_pre_hook(WeakHook(self, ParameterPlaces._begin), prepend=True),
+            # Also after an exception: `_in_forward` would stay True, and a part called by itself would not be looked at.
             entry.register_forward_hook(WeakHook(self, ParameterPlaces._end), always_call=True),
             *(
                 part.register_forward_pre_hook(WeakHook(self, ParameterPlaces._before_part), prepend=True)
@@ -147,12 +148,14 @@ class ParameterPlaces:
                     "prepare model and optimizer anew."
                 )
             if current is not slot.parameter:
+                # First: a parameter whose values are hidden refuses other data.
                 show_values(slot.parameter)
                 with torch.no_grad():
                     slot.parameter.data = current.detach().to(slot.parameter.device)
                 module._parameters[name] = slot.parameter
             if not slot.bucket.holds(slot):
                 slot.bucket.adopt(slot)
+                # autograd never counts -1: the master follows the values as it follows a script's edit.
                 slot.version = -1
 
     def _wrapped(self) -> Iterator[nn.Module]:
@@ -270,8 +273,10 @@ class ExactWeights:
             self._transport.barrier(purpose, self._timeout_s, alone)
             for bucket in self._rounding_of:
                 with self._holder.fetched_master(bucket):
+                    # Edits first: the write-back would undo what a script has written into the rounded parameters.
                     bucket.follow_edits()
                     bucket.write_back()
+                # Waited for at once: no guard makes a reader inside the context wait, as behind a step.
                 self._gather.start(bucket).finish()
         self._depth += 1
         try:

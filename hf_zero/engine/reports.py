@@ -130,6 +130,7 @@ def _state_rows(
 ) -> list[MemoryRow]:
     window_bytes = holder.window_bytes()
     own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
+    # DDP has the state of this rank's rows, element by element, for all elements of the trained parameters.
     ddp_share = sum(parameter.numel() for parameter in trained) / own_numel if own_numel else 0.0
     shown = {bucket: _state_tensors(bucket, optimizers) for bucket in buckets}
     rows = _in_tiers(

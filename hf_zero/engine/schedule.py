@@ -119,6 +119,7 @@ class AgreedOrder:
         while True:
             following = self._next.get(self._last)
             if is_backward and (self.is_apart or strayed is not None or self._last >= self._first_end):
+                # Each gather once: the reductions of those before have been started in an earlier call.
                 told, self._told = self._told, len(self._since_end)
                 self._before_wait([each - self._units for each in self._since_end[told:] if each >= self._units], False)
             elif is_backward and following != number:
@@ -128,10 +129,12 @@ class AgreedOrder:
                 following = self._agree(number, strayed)
                 strayed = None
             elif following != number and strayed is None:
+                # The rank goes on with the expected gather, as the others do. The next agreement ends the expectation for all.
                 strayed = self._last
             if following < self._first_end:
                 self._last = following
                 self._since_end.append(following)
+                # With the step: a rank that gathers the right layers a step too early is found, too.
                 self._checksum = zlib.crc32(_GATHERED.pack(following, self.steps), self._checksum)
             if following == number:
                 break
@@ -147,6 +150,7 @@ class AgreedOrder:
             strayed: the gather behind which all expected another one than this rank needed.
         """
         count = len(self._labels)
+        # Three flags a number: needed now, used since the last end, strayed from behind it. The maximum over ranks is an "or".
         said = bytearray(3 * count)
         said[number] = 1
         for each in self._used:
@@ -166,6 +170,7 @@ class AgreedOrder:
                 self._doubt(each)
         needed = [each for each in range(count) if heard[each]]
         self.is_apart |= len(needed) > 1
+        # All ranks have heard the same and have learnt the same order: each chooses the same gather.
         chosen = min(needed, key=self._rank_of)
         if chosen >= self._first_end:
             self._reach_end(chosen, [bool(used) for used in heard[count : 2 * count]])
@@ -448,6 +453,7 @@ class Unsharding:
         # Copies inside a node are of the values before the step.
         self._wire.forward.forget()
         for unit in self.units:
+            # A fetch under way has the values before the step, and reads memory that the step writes.
             unit.forget_fetch()
         self._refuse_unseen_edits()
 
@@ -462,6 +468,7 @@ class Unsharding:
         self._drop([unit for unit in units if unit not in self._running])
         for unit in units:
             if unit in self._running and not unit.holds and unit.gather is not self._wire.forward:
+                # A forward is running on these parameters, and goes on with the values that it has begun with.
                 # Exact ones may be of another dtype than the forward, or have digits that it does not.
                 self._finish(unit)
                 unit.reshard()
@@ -541,6 +548,7 @@ class Unsharding:
         is_in_use = not unit.is_sharded
         if is_in_use:
             self._finish(unit)
+            # Kept: this rank's code may hold the parameters just now, and finds the same values there behind the gather.
             unit.reshard(keeps=True)
         self._start_for(unit, backward=number >= len(self.units))
         self._finish(unit)
@@ -564,6 +572,7 @@ class Unsharding:
     def _start(self, unit: Unit, gather: Gather) -> None:
         if unit.is_sharded:
             unit.start_unshard(gather)
+            # A kept unit counts, although its state is sharded: this rank has its parameters whole.
             whole = [other for other in self.units if not other.is_sharded or other in self._kept]
             gathered = sum([other.passing_bytes for other in whole])
             self.peak_bytes = max(self.peak_bytes, gathered)
@@ -576,6 +585,7 @@ class Unsharding:
     def _drop(self, units: Iterable[Unit]) -> None:
         for unit in () if self._keeps_all else units:
             if not unit.is_sharded and not unit.holds:
+                # A gather under way writes to the memory that the reshard gives back.
                 self._finish(unit)
                 unit.reshard(keeps=unit in self._kept)
 
@@ -583,6 +593,7 @@ class Unsharding:
         """Drops also kept units, whose backward will not come."""
         if self._keeps_all:
             return
+        # Emptied first: `_drop` would keep these once more.
         kept, self._kept = self._kept, set()
         self._drop(self.units)
         for unit in kept:

@@ -121,6 +121,7 @@ class ShardedModel:
             lent = {copy.data_ptr() for copy in copies.values()}
             state = self._model.state_dict(keep_vars=True)
             # One copy of a tied weight, so that savers see that it is one.
+            # Lent copies lie in host memory and belong to nobody else: no second copy is made.
             own = {id(value): value.detach().to("cpu", copy=value.data_ptr() not in lent) for value in state.values()}
             yield {name: own[id(value)] for name, value in state.items()}
 
@@ -135,6 +136,7 @@ class ShardedModel:
             if wanted:
                 whole.update((slot, slot.parameter.detach().to(self._home, copy=True)) for slot in unit.slots)
             self.schedule.release([unit])
+        # Before the new data: hidden parameters refuse them.
         self._remove()
         if whole:
             place_buffers(self._model, self._home)
@@ -206,7 +208,9 @@ class ShardedModel:
         for module, unit in of_modules:
             before = WeakHook(self, partial(ShardedModel._before_layer, unit=unit))
             after = WeakHook(self, partial(ShardedModel._after_layer, unit=unit))
+            # Before other hooks, some of which read the layer's parameters: bitsandbytes' codes, and a script's own.
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            # Before `after`, which drops the unit unless this look has found that the unit has to stay.
             # Not always_call: a forward that an exception ended has returned nothing.
             look = WeakHook(self, partial(ShardedModel._look_at_outputs, unit=unit))
             handles.append(module.register_forward_hook(look))
@@ -279,6 +283,7 @@ def _hang(values: dict[nn.Parameter, torch.Tensor]) -> None:
 
 
 def _read_as(sharded: ShardedModel, dtype: torch.dtype | None) -> None:
+    # Whole parameters are of the dtype before: they have to be gathered again.
     sharded.schedule.reshard_all()
     for unit, slot in sharded.unit_of.values():
         unit.memories[slot.bucket].read_as = None if slot.bucket.key.is_packed else dtype

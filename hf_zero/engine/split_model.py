@@ -154,6 +154,7 @@ class SplitModel:
     def _replace(self, name: str, dtensor: nn.Parameter, part: SplitParameter) -> nn.Parameter:
         local = dtensor.detach().to_local()  # type: ignore[attr-defined]  # A DTensor, which nn.Parameter does not say.
         plain = nn.Parameter(local, requires_grad=dtensor.requires_grad)
+        # Attributes that other libraries have set on the parameter go along.
         plain.__dict__.update(dtensor.__dict__)
         self.parts[plain], self.names[plain] = part, name
         return plain
@@ -210,6 +211,7 @@ class SplitModel:
                 module.__dict__["_parameters"] = before
 
         def undo() -> None:
+            # A script may have wrapped `forward` since: the script's wrapper stays.
             if module.__dict__.get("forward") is forward:
                 if had_own:
                     changed.forward = stock
@@ -248,6 +250,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # A clone: the all-reduce writes in place, and autograd may give the same gradient to other nodes.
         summed = gradients[0].contiguous().clone()
         dist.all_reduce(summed, group=ctx.group)
         return summed, None
@@ -290,6 +293,7 @@ def whole_tensors(
         parts: on this rank, by name; tied ones under each of theirs.
         boxes: of the parameters, by the first of their names.
     """
+    # Reversed: the first of the names of a tied tensor is set last, and stays.
     first_name = {id(parts[name]): name for name in reversed(list(boxes)) if name in parts}
     found: dict[str, torch.Tensor] = {}
     made: dict[int, torch.Tensor] = {}
@@ -299,6 +303,7 @@ def whole_tensors(
             found[name] = part
             continue
         if id(part) not in made:
+            # As bytes: numpy has no bfloat16.
             everyone = copy.exchange((box, part.contiguous().view(torch.uint8).numpy()), "whole tensors")
             made[id(part)] = _put_together(box.shape, part.dtype, everyone) if wanted else part
         found[name] = made[id(part)]
@@ -434,6 +439,7 @@ class CopyChecks:
         for ranks in dict.fromkeys(self._ranks):
             for rank in ranks[1:]:
                 first, other = everyone[ranks[0]], everyone[rank]
+                # Only runs that both ranks have: shards of a copy's ranks may begin at other elements.
                 for key in first.keys() & other.keys():
                     if first[key] != other[key]:
                         raise ReplicasDivergedError(

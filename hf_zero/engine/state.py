@@ -73,6 +73,7 @@ def load_weights(
                 if slot.parameter not in left_out:
                     values = read(slot.parameter, part.in_parameter)
                     bucket.memory.write_own_part(part.in_shard, values)
+                    # The master, too: the next step would begin at the weights before the load.
                     if bucket.precision.has_master:
                         bucket.master[part.in_shard.start : part.in_shard.stop].copy_(values)
 
@@ -170,6 +171,7 @@ class EngineState:
         fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.holder, self._replica)
         if parts.outer is not None:
             parts.outer.fill(read, kinds_of)
+        # The fill has written to rows: the next forward would refuse that as a script's unsent write.
         self._row_writes.follow(parts.buckets)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -259,6 +261,7 @@ class EngineState:
         self, read: Callable[[nn.Parameter, Interval], torch.Tensor], left_out: Container[nn.Parameter] = ()
     ) -> None:
         """The same, where `read` gives intervals of the part of a parameter that this rank's model has (`box_of`)."""
+        # A gather of the last step still writes to the parameters, and would overwrite the loaded values.
         self._parts.parameter_gather.finish_all()
         load_weights(self._parts.all_buckets, self._parts.holder, read, left_out)
 

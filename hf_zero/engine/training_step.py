@@ -120,10 +120,12 @@ class RankAllocation:
         engine = engine_attached_to(self._trained[0])
         if engine is None:
             return stock(self._module, *args, **kwargs)
+        # Called before the step: the gradients that were kept are those of an earlier step.
         if any(_is_waiting(parameter.grad) for parameter in self._trained):
             self.before_step()
         with ExitStack() as stack, engine.gathered(self._trained, writeback=True):
             for parameter in self._trained:
+                # The stand-in comes back at the end: a backward without `zero_grad` would reduce the whole gradient once more.
                 stack.callback(setattr, parameter, "grad", parameter.grad)
                 parameter.grad = self._gradients.get(parameter)
             return stock(self._module, *args, **kwargs)
@@ -244,6 +246,7 @@ class TrainingStep:
 
     def _make_store(self) -> GradientStore:
         parts = self._parts
+        # Early steps begin as reductions end: a wait for all reductions at the end of backward would leave no time for them.
         most = slots.GRAD_BUFFERS if parts.holder.timing.steps_early else None
         landing = Landing(
             d2h=parts.tier.d2h,
@@ -275,11 +278,13 @@ class TrainingStep:
         if replicas is not None:
             for sharded, buckets in self._by_optimizer():
                 replicas.after_update(sharded.optimizer, buckets)
+        # A compiled forward must not trace the guards of arriving parameters: all have arrived before that forward.
         self._waits_at_the_root = is_compiled(entry)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
             *self.gradients.install(),
             entry.register_forward_pre_hook(WeakHook(self, TrainingStep._before_forward)),
+            # Also after an exception: the hooks of `offload.activations` would stay, and the root would count as running.
             entry.register_forward_hook(
                 WeakHook(self, TrainingStep._after_forward), with_kwargs=True, always_call=True
             ),
@@ -376,6 +381,7 @@ class TrainingStep:
     def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
         """See `ZeroEngine.drop_failed`."""
         self.has_rescue = True
+        # In the order of the other ranks' pass: buffers before their forward, reductions in their backward.
         if self._parts.model_buffers is not None:
             self._parts.model_buffers.after_pass(failed=failed)
         if failed and self.gradients.ended == ended_before:
@@ -386,6 +392,7 @@ class TrainingStep:
         # Agreement before the drop: a micro-batch that one rank repeats alone would leave the others in a collective.
         if not among.agree_max(mine, _FAILED).item():
             return False
+        # Both: `recover` does nothing on ranks whose backward has ended, and their gradients have to go, too.
         self.gradients.recover()
         self.gradients.drop()
         self._parts.nonfinite.forget_batches()
@@ -472,6 +479,7 @@ class TrainingStep:
         """
         _refuse_inside_backward()
         optimizer, self._sends_early = sharded.optimizer, False
+        # The optimizer's own step may take norms of its rows; scripts may not between backward and step.
         for bucket in buckets:
             bucket.allow_norms()
         nonfinite = self._parts.nonfinite
@@ -505,6 +513,7 @@ class TrainingStep:
             self.gradients.drop()
             nonfinite.skip()
             return False
+        # Reversed: gradients fill buckets from the last layer on, and the next forward reads the first layer first.
         self._written, self._to_send = set(), deque(reversed(buckets))
         self._sends_early = self._may_send_early and sharded.keeps_stepped_rows
         if self._parts.tier.cores is not None:
@@ -544,6 +553,7 @@ class TrainingStep:
         self._enter(TrainingState.BETWEEN)
         parts = self._parts
         if is_first and parts.copies and parts.copies.is_due(self._log.step, every=self._config.check_replicas_every):
+            # Values under a gather would differ between ranks that are alike.
             parts.parameter_gather.finish_all()
             parts.copies.compare_values(self._log.step)
 
@@ -577,6 +587,7 @@ class TrainingStep:
             return
         with bucket.tier.h2d.aside():
             self._parts.holder.write_back([bucket])
+        # The step's own writes are known: the next forward would refuse them as a script's unsent writes.
         self.row_writes.follow([bucket])
         self._written.add(bucket)
         while self._to_send and self._to_send[0] in self._written:
@@ -594,6 +605,7 @@ class TrainingStep:
         if parts.outer is not None:
             self._waits_for_outer_step = not parts.outer.after_step(buckets)
         for bucket in buckets:
+            # Rows that are the parameters keep `grad` until the script zeroes it, as under DDP.
             if not bucket.rows_are_parameters:
                 bucket.end_step()
             # Gradients go before the gathers begin: their memory is free for the buffers of these.

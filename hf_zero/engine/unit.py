@@ -44,6 +44,7 @@ class UnseenEdits:
         """Called when the parameters have become whole for a pass."""
         # An evaluation in another dtype gives parameters memory of their own.
         self._in_pass = all(cast(GatheredMemory, bucket.memory).read_as is None for bucket in buckets)
+        # Where the shard is a part of the whole values, an edit is in the shard already. Memory on meta has no values.
         passing = [
             bucket for bucket in buckets if not (cast(GatheredMemory, bucket.memory).edits_last or bucket.flat.is_meta)
         ]
@@ -212,6 +213,7 @@ class Unit:
         """
         self._leave(UnitState.UNSHARDED)
         if list(map(_VERSION, self._parameters)) != self._versions:
+            # Counted edits take the whole values into the shard, and uncounted ones along: then nothing is lost.
             self._take_in_edits()
         elif self.unseen.watches:
             self.unseen.refuse(self.buckets)
@@ -289,6 +291,7 @@ class Unit:
                 raise _lost_edit(bucket.slots[0].name)
         with look_only():
             unchanged = list(map(_VERSION, self._parameters)) == self._versions
+            # A quick look at all, for each gather. False may be wrong: then each parameter is looked at below.
             if unchanged and all(bucket.holds_all for bucket in self.buckets):
                 return
             for slot, version in zip(self.slots, self._versions):
