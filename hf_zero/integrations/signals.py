@@ -389,7 +389,8 @@ class TrainerStop(StopSignals):
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """An evaluation of Trainer's, which a stop leaves with the random states as they were before."""
-        # An evaluation that the script calls by itself: no step owes one, and the run that goes on would not make up for it.
+        # At the start of training (`eval_on_start`): no step owes this evaluation, and a run that goes on would not make up
+        # for it.
         if not self._is_behind_step:
             yield
             return
