@@ -100,8 +100,8 @@ class StopSignals:
         if os.getpid() != self._process:
             self._in_child(number)
         elif not self.received:
-            # The first signal counts: the time that is told begins there, and the former handler of this number is called behind
-            # the save.
+            # The first signal counts: the time that is told begins there, and the former handler of this number is called
+            # behind the save.
             self.received, self._received_s = number, time.monotonic()
 
     def _in_child(self, number: int) -> None:

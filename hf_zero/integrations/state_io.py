@@ -336,7 +336,6 @@ def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
         for group, settings in saved.settings:
             restore_settings(group, settings)
         with progress_bar("reading optimizer state", is_main=engine.world_groups.rank == 0) as show:
-            # Once, and not in `read`, which is called for every row.
             boxes, dtypes = engine.state.boxes(), engine.state.master_dtypes()
 
             def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
