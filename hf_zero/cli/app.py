@@ -113,6 +113,7 @@ def parity(
             )
         except extra("diagnose", "ParityError") as error:
             say_error(str(error))
+            # Not 1, which says that the steps differ: here nothing could be compared.
             raise typer.Exit(2) from error
     if as_json:
         say_json(report.to_dict())
@@ -285,6 +286,7 @@ def rendezvous(
     Start the store on a host outside the run's nodes (a login node, the batch step). Then start torchrun on each node with
     --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0.
     """
+    # Here, not above: the command line answers without the seconds that importing torch takes.
     from ..comm.arrivals import PORT, keep_store
 
     with said_plainly():
@@ -395,6 +397,7 @@ app.command(context_settings=SCRIPT_WORDS)(parity)
 
 @app.command("card", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def _card() -> None:
+    # Hidden, not removed: a script that still calls the command is told what took its place.
     say_error(cut_name("hf-zero card"))
     raise typer.Exit(1)
 

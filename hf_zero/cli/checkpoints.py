@@ -43,11 +43,13 @@ class Dtype(str, Enum):
 
 def say(line: str) -> None:
     """Prints one line on stdout, without wrapping and colours."""
+    # Without markup: rich would take brackets in names out of a file for styles.
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def say_json(document: Any) -> None:
     """Prints a JSON document on stdout; paths become text."""
+    # Not by rich, which breaks long lines at the width of the terminal, also within strings.
     typer.echo(json.dumps(document, indent=2, default=str))
 
 
@@ -89,6 +91,7 @@ def consolidate(
     from ..integrations.weights import folder_faults
 
     with said_plainly():
+        # Before the first byte is written: the new folder has no manifest that would tell of damaged weights.
         for folder in (checkpoint, *(part or ())):
             with progress_of(f"checking {folder.name}") as show:
                 faults = folder_faults(folder, show)
@@ -187,6 +190,7 @@ def _reached(folder: Path) -> dict[str, Any]:
         return {}
     from ..checkpoint.structure import log_history
 
+    # A folder from the Hub may hold a link to any file of this machine.
     refuse_links(folder, [path])
     state = read_mapping(path)
     history = log_history(state, path)

@@ -96,6 +96,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         mine = {id(optimizer) for engine in self.zero_engines for optimizer, _ in engine.state.groups()}
         state["_models"] = [m for m in self._models if self._engine_for(m) is None]
         state["_optimizers"] = [o for o in self._optimizers if id(_bare(o)) not in mine]
+        # A prepared scheduler holds its optimizer: with the scheduler a copy would take the optimizer and its rows along
+        # again.
         state["_schedulers"] = [s for s in self._schedulers if not any(id(_bare(o)) in mine for o in s.optimizers)]
         return state | {"zero_engines": [], "_zero_early_optimizers": {}}
 
@@ -107,10 +109,14 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def prepare(self, *args, device_placement=None):
         self._refuse_reset_state()
+        # Noted here: accelerate gives `prepare_model` one model at a time, and placement there depends on the other arguments.
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
         # First: `stage: auto` decides where the model is placed and whether it may be compiled.
         self._choose_stage(args)
+        # Before accelerate wraps the optimizers: a wrapper keeps the scaler that the Accelerator has at that moment.
         seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
+        # Inside of accelerate's prepare no engine is built: an engine takes all optimizers of a model, and accelerate prepares
+        # the arguments one after the other.
         self._zero_preparing = True
         try:
             result = super().prepare(*args, device_placement=device_placement)
@@ -119,6 +125,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         # Behind accelerate's own prepare, which moves the model: the engine needs the final parameters.
         self._build_engines()
         for model in self._models:
+            # Once more: accelerate's prepare has set its mark on each result again, behind `prepare_model`.
             _mark_prepared(model, False)
         return result
 
@@ -144,6 +151,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 ask_for(parameter.data)
         refuse_other_engines(model)
         settings = (self.mixed_precision, self.state.dynamo_plugin.backend)
+        # With the same settings as before, accelerate has to skip the model: a second autocast would wrap the forward.
         _mark_prepared(model, model.__dict__.get(_PREPARED) == settings)
         # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
@@ -153,12 +161,16 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if self.zero_run is not None:
             self.zero_run.models += 1
         engine = engine_attached_to(original)
+        # An engine that another Accelerator has built, or this one before `free_memory()`: from here on this Accelerator
+        # saves, clips and closes with it.
         if engine is not None and engine not in self.zero_engines:
             self.zero_engines.append(engine)
         if engine is None and self.zero_config.stage == 3 and _is_frozen(original):
             # Here, not in _build_engines: `prepare_model(teacher, evaluation_mode=True)` may be the only call for it.
             self._build_engine(original, [], prepared)
         elif engine is None and self.num_processes > 1:
+            # Not refused here: the optimizer may come in a later call. The hook refuses the first training forward without an
+            # engine.
             prepared.register_forward_pre_hook(RefuseTrainingAlone(original))
         if not self._zero_preparing:
             self._build_engines()
@@ -174,10 +186,12 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
         self._refuse_reset_state()
-        # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
         refuse_wrapper(_bare(optimizer))
+        # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
         if self._zero_preparing:
             return super().prepare_optimizer(optimizer, device_placement=False)
+        # In a call without a model, the models prepared before tell whether float16 is trained, and so whether losses are
+        # scaled.
         seat_scaler(self, self._models)
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         self._build_engines()
@@ -195,10 +209,12 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 continue
             waiting = [o for o in waiting if o not in mine]
             self._build_engine(model, [*self._going_on(model, mine), *mine], prepared)
+            # An engine steps these now: their early hook would refuse each step.
             for optimizer in self._zero_early_optimizers.keys() & mine:
                 self._zero_early_optimizers.pop(optimizer).remove()
         for optimizer in waiting:
             self._refuse_foreign(optimizer)
+            # No model is prepared yet. Until a model comes, a step would train each rank by itself.
             if optimizer not in self._zero_early_optimizers:
                 hook = optimizer.register_step_pre_hook(refuse_step_without_engine)
                 self._zero_early_optimizers[optimizer] = hook
@@ -225,11 +241,15 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             # Two engines cannot own one parameter.
             former.close()
             self.zero_engines.remove(former)
+        # The log of a run is this Accelerator's own, which knows a folder for it. An engine refuses the setting.
         config = replace(resolve_casts(self.zero_config, self.mixed_precision), report=False)
         ddp = self.ddp_handler
+        # accelerate makes no DDP here that would read these settings, so that the engine has to follow them.
         if ddp is not None and not ddp.broadcast_buffers:
             config = replace(config, broadcast_buffers=False)
+        # The planner is an extra: where its folder is missing, training begins without a forecast.
         is_forecast = bool(optimizers) and not self.zero_goes_on and is_installed("planner")
+        # Before the engine is built: the forecast traces the model with the parameters that the script has given it.
         at_start = extra("planner", "forecast_at_start")(self, model, optimizers, config) if is_forecast else None
         try:
             with progress_of("building", is_main=self.is_main_process) as show:
@@ -237,9 +257,13 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                     model,
                     optimizers,
                     config,
+                    # A compiled model: the script calls the wrapper, so the hooks of a forward belong there.
                     entry=prepared if prepared is not model else None,
+                    # Below stage 3 accelerate has moved the whole model, and the engine takes it where it is.
                     device=self.device if self.zero_config.stage == 3 else None,
                     on_progress=show,
+                    # With either setting, DDP leaves a gradient out that is undefined on all ranks, and the optimizer passes
+                    # over the parameter. Without them, the gradient is zeros.
                     find_unused_parameters=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph),
                 )
             take_up_state(engine)
@@ -303,6 +327,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         # Before the norm: a scaled gradient would be clipped by a norm that is larger by the loss scale.
         unscale(self, engine)
         if self._zero_joined is not None:
+            # Before the clip, which is collective: ranks without batches join the clip once they have its arguments.
             self._zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
         return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
 
@@ -403,12 +428,15 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if input_dir is not None and self.zero_engines:
             refuse_unless_state(Path(input_dir).expanduser())
         for engine in self.zero_engines:
+            # Before accelerate writes into the parameters: an all-gather still under way would put the former values over the
+            # loaded ones.
             engine.finish_parameters()
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
         if self.zero_engines:
             refuse_faults(self.zero_engines[0], folder, ZERO_FOLDER)
             # accelerate would read the whole model into each device, where at stage 3 there may be no room for it.
             load_model_func_kwargs.setdefault("map_location", "cpu")
+        # Only behind `refuse_faults`, on which all ranks agree: an error here, on one rank, would leave the others waiting.
         manifest = Manifest.read(folder / ZERO_FOLDER) if self.zero_engines else None
         in_rows = manifest is not None and bool(manifest.weights)
         with self._engines_optimizers_aside(), split_models_aside(self, all_of_them=in_rows):
@@ -416,6 +444,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if manifest is not None and manifest.world_size != self.num_processes:
             # accelerate counts micro-batches, of which other ranks made up a step: the next one begins a step.
             self.step -= self.step % self.gradient_accumulation_steps
+        # Behind accelerate's own load: masters and optimizer state are filled in after the parameters.
         for index, engine in enumerate(self.zero_engines):
             if index == 0 and (in_rows or engine.state.is_split):
                 # Here, not above: it needs transformers' Trainer, which takes seconds to import.
@@ -431,6 +460,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def free_memory(self, *objects):
         for engine in self.zero_engines:
+            # While the list has the engines: the end of the process waits for all-gathers of listed engines only.
             engine.finish_parameters()
         self.end_report()
         # An engine lives as long as its model and optimizer, and is found again when they are prepared again.
@@ -516,6 +546,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
 
 def _listed(parameters: Iterable[nn.Parameter] | torch.Tensor) -> list[nn.Parameter]:
+    # A tensor is iterable too: its rows would be taken for parameters. A generator would be at its end behind the search for
+    # the engine.
     return [cast(nn.Parameter, parameters)] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 

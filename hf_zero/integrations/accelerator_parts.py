@@ -51,6 +51,7 @@ class NoSync:
     """
 
     def __init__(self, engine: ZeroEngine | None = None):
+        # Weak: a model of stages 0 to 2 does not keep its engine. Without the engine, no_sync does nothing.
         self._engine = weakref.ref(engine) if engine is not None else lambda: None
 
     def __call__(self) -> AbstractContextManager[None]:
@@ -58,6 +59,7 @@ class NoSync:
         engine = self._engine()
         if engine is None:
             return nullcontext()
+        # The caller's frame: LocalSGD calls no_sync in its own module, and nothing else tells LocalSGD from a script.
         _refuse_local_sgd(sys._getframe(1))
         return engine.no_sync()
 
@@ -71,7 +73,9 @@ class NoSync:
 def add_no_sync(engine: ZeroEngine, *holders: nn.Module) -> None:
     """Gives each of the modules the method, unless its class has a `no_sync` of its own."""
     for holder in holders:
+        # A NoSync that is there already may be of a former engine, which is closed.
         if isinstance(vars(holder).get(_NAME), NoSync) or not hasattr(holder, _NAME):
+            # Not by setattr: a compiled wrapper hands that on to the module inside.
             vars(holder)[_NAME] = NoSync(engine)
 
 
@@ -101,6 +105,8 @@ def seat_scaler(accelerator: Accelerator, models: Iterable[nn.Module]) -> None:
         # On a CPU accelerate leaves fp16 out without a word.
         accelerator.native_amp = accelerator.native_amp or asked
     if accelerator.scaler is not None:
+        # A scaler of accelerate's own too: each rank would look for overflows in its own rows, and ranks would skip different
+        # steps.
         scale_over_shards(accelerator.scaler)
 
 
@@ -115,6 +121,7 @@ def _trains_float16(accelerator: Accelerator, models: Iterable[nn.Module]) -> bo
     param_dtype = accelerator.zero_config.param_dtype
     if param_dtype != AUTO:
         return param_dtype == "float16"
+    # `wanted_dtype`: a parameter that lies in its file still has the dtype of the file.
     return any(p.requires_grad and wanted_dtype(p) == torch.float16 for model in models for p in model.parameters())
 
 
@@ -177,6 +184,8 @@ class RefuseTrainingAlone:
             )
 
     def __deepcopy__(self, memo: dict) -> "RefuseTrainingAlone":
+        # This module is gone at once, and with it the reference: a copy of the model is of no Accelerator, and its hook lets
+        # all pass.
         return RefuseTrainingAlone(nn.Module())
 
     def __reduce__(self):
@@ -273,6 +282,7 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
 def _folder_to_fill(
     accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
 ) -> Iterator[tuple[Path, Path]]:
+    # Before any folder is begun: a rank that does not come to the save is named here, within the time limit.
     engine.world.barrier("accelerator.save_state", engine.config.comm.limit_s)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming
@@ -295,6 +305,8 @@ def _folder_to_fill(
             f"hf_zero: the ranks save their state to different folders: {', '.join(asked[:4])}. Each rank's part belongs to one "
             "folder: give save_state the same one on every rank."
         )
+    # Rank 0's answer for all ranks, here and below: where ranks saw different things, those that raise would leave the others
+    # in the next exchange.
     if is_automatic and exchange(final.exists())[0]:
         raise ValueError(
             f"hf_zero: {final} is there already. Set accelerator.project_configuration.iteration to the number to go on with."
@@ -334,6 +346,7 @@ def _holds_something_else(folder: Path) -> bool:
     try:
         vouched = {*Manifest.read(folder / ZERO_FOLDER).files, f"{ZERO_FOLDER}/{MANIFEST_NAME}"}
     except CheckpointError:
+        # Not one of our states, or a damaged one. Its files may be somebody's: none goes with a rename of the folder.
         vouched = set()
     return not names <= vouched
 

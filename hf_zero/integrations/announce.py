@@ -47,6 +47,7 @@ def rows_of_a_step(accelerator: Accelerator) -> str | None:
     copies = accelerator.num_processes // ranks_of_a_batch(accelerator)
     ranks, micro_batches = copies, micro_batches_of(accelerator)
     if getattr(sampler, "split_batches", False):
+        # accelerate then deals a batch of the loader to all ranks.
         rows //= ranks
     factors = [f"{rows} a rank"]
     factors += [f"{micro_batches} micro-batches"] if micro_batches > 1 else []
@@ -85,6 +86,7 @@ def end_cleanly(accelerator: Accelerator) -> None:
     if dist.is_initialized():
         processes = RankProcesses()
         processes.register()
+        # Weak: atexit keeps its arguments to the end of Python, and the Accelerator has the models.
         atexit.register(_leave, weakref.ref(accelerator), processes)
         ErrorHook.installed().follow(accelerator)
 
@@ -109,8 +111,10 @@ def leave(engines: Sequence[ZeroEngine], processes: RankProcesses | None = None)
         logger.warning(f"{error} This rank had come to its end.")
     # A peer that is still reading would see this end as a failure. One that waits for this rank is to see it.
     watches = [engine.transport.watch for engine in engines]
+    # With an engine, its watch publishes the end of this rank, and keeps the store for ranks that are still at work.
     at_work = [] if watches or processes is None else processes.leave(_PATIENCE_S)
     for watch in watches:
+        # Shared among the engines: a rank with several models waits no longer than a rank with one.
         at_work = watch.leave(_PATIENCE_S / len(watches))
     if at_work:
         logger.warning(
@@ -168,6 +172,7 @@ def announce(
     """
     if engine.world_groups.rank != 0:
         return
+    # From here on rank 0 is alone: a collective call below would never end.
     plan, config = state_plan(engine, accumulates=accumulates), engine.config
     largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)
     accumulation = "local" if config.accumulates_locally else "sharded"
@@ -411,6 +416,7 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 
 def _costs(engine: ZeroEngine, buckets: Sequence[Bucket]) -> list[BucketCost]:
+    # One trial for each kind of bucket: a trial steps the optimizer, and a model may have hundreds of buckets.
     tried = {key: engine.state.itemsizes(*key) for key in {_tried_with(bucket) for bucket in buckets}}
     return [_cost(engine, bucket, tried[_tried_with(bucket)]) for bucket in buckets]
 
@@ -488,6 +494,7 @@ class RecordedAccelerator(_AcceleratorBase):
                 "hf_zero config: `report: true` writes to the run's folder, and this Accelerator has none. Build it with "
                 "`project_dir=...` (or a ProjectConfiguration with `logging_dir`), or name a folder: `report: runs/first`."
             )
+        # Behind the error above, which all ranks raise: rank 0 alone would leave the others waiting in their first collective.
         if engine.groups.rank == 0:
             accumulates = micro_batches_of(self) > 1
             plan = _planned(engine, accumulates)
@@ -521,6 +528,7 @@ class RecordedAccelerator(_AcceleratorBase):
     def end_training(self) -> None:
         self.end_report()
         if dist.is_initialized():
+            # Before accelerate destroys the process group, over which waiting gathers end and ranks say that they leave.
             leave(self.zero_engines)
         super().end_training()
 

@@ -44,6 +44,7 @@ class ZeroArguments(_ArgumentsBase):
         if self.zero is None:
             super().__post_init__()
             return
+        # First: the hook shows an error in a setting once, and not with a traceback from each rank.
         ErrorHook.installed()
         config = ZeroConfig.of(self.zero, "--zero")
         self._refuse_other_engines(config)
@@ -62,6 +63,7 @@ class ZeroArguments(_ArgumentsBase):
                 )
         other = self.parallelism_config
         cuts = not isinstance(other, ZeroPlugin) and getattr(other, "sp_size", 1) > 1
+        # A plugin with the same config is this class's own: `dataclasses.replace` hands it to `__post_init__` again.
         if other is not None and not cuts and getattr(other, "config", None) != config:
             raise ConfigError(
                 f"hf_zero: `--zero {cut(str(self.zero))}` and parallelism_config={type(other).__name__}: two ways to split one "
@@ -125,6 +127,7 @@ def _made_of(arguments: type) -> type[TrainingArguments]:
 
 def _new(arguments: type[TrainingArguments]) -> TrainingArguments:
     made: Any = with_zero(arguments)
+    # Without `__init__`: the pickled attributes follow, and `__post_init__` would set accelerate up once more.
     return made.__new__(made)
 
 
@@ -161,6 +164,8 @@ class ZeroCallback(TrainerCallback):
         self._trainer = None
         if isinstance(trainer.accelerator, ZeroAcceleratorMixin):
             self._refuse_contradiction(trainer.accelerator.zero_config)
+            # The arguments' plugin has installed the engine. The watch of this one would stop a run whose config is another
+            # than its own.
             self._plugin.stand_aside()
         else:
             self._plugin.attach(trainer.accelerator)

@@ -97,7 +97,11 @@ def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
         try:
             _tell(folder, find, sending)
         finally:
+            # Not by an exception or sys.exit: the child is a copy of this process, and would run its callers, exit handlers
+            # and buffers to the end as well.
             os._exit(0)
+    # The parent's own end: while one end is open, a child that dies gives no EOFError, and the parent waits for the time
+    # limit.
     sending.close()
     path = folder / CONFIG_NAME
     try:
@@ -114,6 +118,7 @@ def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         receiving.close()
+    # Text is a reason: no `find` returns text.
     if isinstance(answer, str):
         raise CheckpointError(answer)
     return answer

@@ -126,6 +126,7 @@ def same_global_batch(global_rows: int, *, rows: int, world_size: int) -> Batch:
 
 logger = get_logger(__name__)
 
+# No dot first: saves under way and those that step aside (`.tmp-step_100`, `.old-step_100`) end with a number too.
 _NUMBERED = re.compile(r"^(?!\.).*[-_](\d+)$")
 
 
@@ -149,6 +150,8 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
         )
     parent = Path(accelerator.project_dir, "checkpoints") if folder is None else Path(folder).expanduser()
     names = {path.name for path in parent.glob("*") if path.is_dir() and _NUMBERED.match(path.name)}
+    # The names of all ranks: hosts with disks of their own may have different states, and all ranks have to go through one
+    # list.
     everyones = {name for theirs in exchange_between_ranks(names) for name in theirs}
     newest_first = sorted(everyones, key=_number, reverse=True)
     if folder is None and naming.automatic_checkpoint_naming:
@@ -158,6 +161,7 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
     passed: list[str] = []
     for path in (parent / name for name in newest_first):
         reports = exchange_between_ranks(_faults(path, rank=rank, world_size=world_size))
+        # A state is good where it is good on every rank: ranks that chose by their own reports would load different states.
         faults = list(dict.fromkeys(fault for theirs in reports for fault in theirs))
         if not faults:
             if passed:

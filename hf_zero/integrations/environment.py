@@ -74,6 +74,7 @@ def watch_for_the_variable() -> None:
     asked = os.environ[CONFIG_VARIABLE]
 
     def judge(optimizer: torch.optim.Optimizer, engine: object | None) -> bool:
+        # By the variable RANK: a script that trains without the engine need not have a process group.
         if engine is None and os.environ.get("RANK", "0") == "0":
             print(
                 f"hf_zero: {CONFIG_VARIABLE} is {asked!r}, and {type(optimizer).__name__} steps without the engine: nothing is "
@@ -249,6 +250,8 @@ def _ranks_asked_for() -> int | None:
         return dist.get_world_size()
     if os.environ.get("WORLD_SIZE", "").isdigit():
         return int(os.environ["WORLD_SIZE"])
+    # For ranks on a CPU, `accelerate launch` may start one plain process without any variable. Its own command line then tells
+    # how many were asked for.
     launcher = psutil.Process().parent()
     try:
         words = launcher.cmdline() if launcher is not None else []
@@ -260,6 +263,7 @@ def _ranks_asked_for() -> int | None:
 
 def _processes_on(words: list[str]) -> int | None:
     """N of `accelerate launch … --num_processes N …`, or None."""
+    # Other launchers have flags of this name too, and the word accelerate may be an argument of a script.
     if "launch" not in words or not any("accelerate" in word for word in words[: words.index("launch")]):
         return None
     for place, word in enumerate(words):

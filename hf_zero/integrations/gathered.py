@@ -20,6 +20,7 @@ def engine_of(owner: object) -> ZeroEngine:
     """
     if isinstance(owner, nn.Module):
         inner = extract_model_from_parallel(owner, keep_torch_compile=False)
+        # accelerate opens the wrappers that it knows. Others, a script's own among them, have the model as `module`.
         for module in (owner, inner, getattr(owner, "module", None)):
             engine = engine_attached_to(module) if isinstance(module, nn.Module) else None
             if engine is not None:

@@ -83,6 +83,7 @@ def _leave_in_files(
     materialize = core_model_loading._materialize_copy
 
     def leave_in_file(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        # Without the dtype: a cast makes a copy, and each rank would hold the whole model. The engine casts a rank's part.
         values = materialize(tensor, device, None)
         views[values.data_ptr()] = values, dtype or values.dtype
         return values
@@ -90,11 +91,13 @@ def _leave_in_files(
     with replaced(core_model_loading, "_materialize_copy", leave_in_file):
         result = stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     for parameter in model.parameters():
+        # By address: transformers wraps a view in a new Parameter, which shares the memory and nothing else.
         if parameter.data_ptr() in views and parameter.is_floating_point():
             mark_loaded(parameter, views[parameter.data_ptr()][1])
     for name, buffer in model.named_buffers():
         if buffer.data_ptr() in views:
             module, _, leaf = name.rpartition(".")
+            # Cast here: an engine reads parameters from files, and takes a buffer as the model has it.
             model.get_submodule(module)._buffers[leaf] = buffer.to(views[buffer.data_ptr()][1])
     model.__dict__[FILES_ATTRIBUTE] = describe_files(checkpoint_files or ())
     return result
@@ -132,9 +135,11 @@ def load_weights_into(engine: ZeroEngine, checkpoint: Path) -> None:
         engine.state.load_own_weights(read)
         for tensor in {id(each): each for each in tensors.values() if id(each) not in bucketed}.values():
             values = read(tensor, Interval(0, box_of[id(tensor)].numel))
+            # What is in no bucket each rank reads by itself: `share_weights` sends buckets alone.
             tensor.detach().copy_(values.view(tensor.shape))
 
     on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)
+    # Behind the agreement of all ranks: a rank with a damaged file would leave the others in a broadcast.
     engine.state.share_weights()
 
 
@@ -161,6 +166,7 @@ def _file_weights(checkpoint: Path, model: nn.Module, shapes: Mapping[str, tuple
     files = [mapped_tensors(checkpoint / file) for file in weight_files(checkpoint)]
     held = {name: values for file in files for name, values in file.items()}
     if isinstance(model, PreTrainedModel) and not held.keys() <= shapes.keys():
+        # Names that the model has not: experts, for example, are one tensor in the model and many in its files.
         blocks = blocks_in_files(model, shapes, then=_COMPUTED)
         if not held.keys() <= blocks.keys():
             # A model that was loaded from files with its own names would be saved with those.

@@ -118,6 +118,7 @@ class ShardedLayout(Layout):
         if any(file.path.parent != folder for file in files):
             # Several adapters have the same names in their files.
             return None
+        # save_pretrained has written an index of files that this layout does not have: readers would report them as missing.
         (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
         return {
             first: (name, dtype_name(name, tensors[first].dtype), list(tensors[first].shape))
@@ -151,12 +152,16 @@ def can_be_placed(trainer: Trainer, stock_save: Any) -> bool:
     return (
         model is trainer.model
         and any(isinstance(model, kind) and type(model).save_pretrained is kind.save_pretrained for kind in _savers())
+        # A state_dict of its own may rename, leave out or compute tensors. Here the modules' own tensors are written.
         and type(model).state_dict is nn.Module.state_dict
         # Adapters that `add_adapter` has put into a model of transformers.
         and not (isinstance(model, PreTrainedModel) and hasattr(model, "peft_config"))
+        # A quantiser writes tensors of its own in the place of the model's.
         and getattr(model, "hf_quantizer", None) is None
+        # What a subclass's own save writes, and on which ranks, cannot be known here.
         and stock_save is Trainer.save_model
         and type(trainer)._save is Trainer._save
+        # Each node then has whole files of its own, and a rank would have to write into all of them.
         and not trainer.args.save_on_each_node
         and all(_has_plain_state(module) for module in model.modules())
     )
@@ -198,6 +203,7 @@ def _save_without_values(
 
     def note(saved: dict[str, torch.Tensor], path: str, metadata: dict | None = None) -> None:
         nonlocal is_whole
+        # A tensor that is none of these is a copy or computed, so that no rank has its values as they would be written.
         is_whole = is_whole and all(id(tensor) in first_name for tensor in saved.values())
         if is_whole:
             names = {name: first_name[id(tensor)] for name, tensor in saved.items()}

@@ -48,7 +48,9 @@ def watch_for_steps_without(plugin: ParallelismConfig, config: ZeroConfig) -> St
     Args:
         plugin: closes the watch when it is installed. Until an Accelerator exists it may go unused and be forgotten.
     """
+    # Asked now: once the first Accelerator is there, accelerate drops every further plugin.
     came_second = is_initialized()
+    # Weak: torch keeps the watch's hook for the whole process. A plugin that is dropped unused ends its watch.
     reference = weakref.ref(plugin)
 
     def judge(optimizer: torch.optim.Optimizer, engine: object | None) -> bool:
@@ -104,6 +106,7 @@ class ZeroPlugin(ParallelismConfig):
         sp_size: int | None = None,
         **settings: "Unpack[ZeroSettings]",
     ):
+        # First: the hook shows an error in a setting once, and not with a traceback from each rank.
         ErrorHook.installed()
         if config is not None and settings:
             raise ConfigError(
@@ -118,6 +121,7 @@ class ZeroPlugin(ParallelismConfig):
             self.config = ZeroConfig.of(os.environ.get(CONFIG_VARIABLE) or None, CONFIG_VARIABLE)
         else:
             self.config = ZeroConfig.of(config)
+        # sp_size follows below: accelerate would take any number above 1 for DeepSpeed's, and make settings for DeepSpeed.
         super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=tp_size, cp_size=1, sp_size=1)
         self._cut_sequences(sp_size_of_launch() if sp_size is None else sp_size)
         self._watch = watch_for_steps_without(self, self.config)
@@ -226,6 +230,7 @@ class ZeroPlugin(ParallelismConfig):
 
     def _install(self, accelerator: Accelerator) -> None:
         check_environment(accelerator)
+        # Before anything is changed: an Accelerator that is refused stays a plain one.
         run: RunRecord | None = getattr(accelerator, "zero_run", None)
         if run is not None:
             run.refuse_other(self.config)
@@ -233,9 +238,11 @@ class ZeroPlugin(ParallelismConfig):
             # accelerate deals batches by these two, and Trainer and TRL ask them for sizes.
             accelerator.state.parallelism_config = self
             accelerator.state.device_mesh = self.get_device_mesh(accelerator.device.type)
+        # Behind the checks above: a plugin that they refuse goes on watching, and stops a script that trains all the same.
         self.stand_aside()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             mix_in(accelerator, ZeroAcceleratorMixin)
+            # Once for each Accelerator: every further exit handler would wait for the other ranks again.
             end_cleanly(accelerator)
         accelerator.zero_config = self.config
         accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)

@@ -82,6 +82,7 @@ def resume_faults(checkpoint: Path) -> list[str]:
 def _is_loaded(path: Path, wanted: tuple[str, ...]) -> bool:
     try:
         # `weights_only`: a checkpoint may come from the Hub, and a pickle could run code here.
+        # The random state of numpy in `rng_state*.pth` is an array, which `weights_only` refuses without these.
         with safe_globals():
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except Exception:
@@ -104,6 +105,7 @@ def state_faults(checkpoint: Path) -> list[str]:
     faults += [f"{STATE_NAME} lacks {name}, which every Trainer writes" for name in _NEEDED if name not in content]
     for name, kinds in _KINDS.items():
         value = content.get(name)
+        # JSON has integers of any size. torch and Trainer would fail on longer ones in the midst of a resume.
         if name in content and (not isinstance(value, kinds) or (type(value) is int and not 0 <= value < 2**63)):
             faults.append(f"{name} in {STATE_NAME} is {shown(repr(value), 80)}, which no Trainer writes")
     return faults
@@ -143,6 +145,7 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
                 f"hf_zero: `checkpoint.resume: auto` finds no good checkpoint in {output_dir}: {_in_words(passed)}. Nothing was "
                 "trained: mend or move them, or give the run another output_dir."
             )
+        # A folder that was asked for by name is for the first start, when output_dir has no checkpoint yet.
         if found is not None or asked is True or asked is None:
             return found
     if asked is None or asked is False:
@@ -161,6 +164,7 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
 
 
 def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
+    # Not `find_disk`, which writes a mark: a checkpoint may be in a folder that is only read.
     disk = disk_with(asked, trainer.args.process_index, exchange_between_ranks)
     with _checking(trainer) as show:
         mine = checkpoint_faults(asked, ZERO_FOLDER, rank=disk.index, world_size=len(disk.ranks), on_progress=show)
@@ -248,6 +252,7 @@ def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = Fal
         CheckpointError: on every rank: another run has the folder, or it cannot be written to.
     """
     args = trainer.args
+    # Such a run writes and clears nothing here: another run may have the lock, and the folder need not be writable.
     if args.save_strategy == SaveStrategy.NO and resume is not True and resume != LAST_GOOD and not goes_on:
         yield
         return

@@ -112,6 +112,7 @@ def card_facts(folder: Path, history: Sequence[Mapping[str, Any]] | None = None)
     manifest = Manifest.read(folder / ZERO_FOLDER) if (folder / ZERO_FOLDER).is_dir() else None
     arguments, zero, data, hardware, versions = (dict(run.get(field, {})) for field in RUN_FIELDS)
     if manifest is not None:
+        # The record goes over the manifest, which has the stage and the ranks alone.
         zero = {"stage": manifest.stage, "ranks": manifest.world_size} | zero
         arguments = arguments or _of_optimizers(manifest)
     base_model = run.get("base_model")
@@ -155,6 +156,7 @@ def write_run(trainer: "Trainer", folder: Path) -> None:
     engine = engine_attached_to(model)
     base_model = getattr(getattr(model, "config", None), "name_or_path", None)
     run = {
+        # A local folder may look like OWNER/NAME: the card would name somebody's model on the Hub.
         "base_model": base_model if _is_repo_id(base_model) and not Path(base_model).exists() else None,
         "arguments": {name: getattr(args, name) for name in _ARGUMENTS if _was_said(getattr(args, name, None))},
         "zero": {} if engine is None else changed(engine.config) | {"ranks": args.world_size},
@@ -167,6 +169,7 @@ def write_run(trainer: "Trainer", folder: Path) -> None:
 
 def _was_said(value: object) -> bool:
     """Whether an argument does anything: switches that are off and `max_steps=-1` do not."""
+    # `is`, since `0 == False`: a weight decay of 0 was said.
     return value is not None and value is not False and value != -1
 
 

@@ -86,6 +86,7 @@ def blocks_in_files(
 
     # Memory that is never touched is never given.
     untouched = {name: torch.empty(shape, dtype=torch.uint8) for name, shape in shapes.items()}
+    # Empty tensors have no memory, and all of them the same address: one would be taken for another.
     name_of = {tensor.untyped_storage().data_ptr(): name for name, tensor in untouched.items() if tensor.numel()}
     with _WithoutCopies():
         # Run on empty memory: the views that come back show by offset and stride which block each file has.
@@ -121,6 +122,7 @@ def _block_of(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ..
     for size, stride in zip(view.shape, view.stride()):
         if size == 1:
             continue
+        # Behind the dimension found before: a transposed view has the same strides in another order, and is no block.
         dim = next((d for d in range(dim + 1, len(shape)) if strides[d] == stride and shape[d] >= size), len(shape))
         if dim == len(shape) or offsets[dim] + size > shape[dim]:
             return None
@@ -152,6 +154,7 @@ def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
     for name, view in views.items():
         tensor = tensors[name]
         if isinstance(tensor, torch.nn.Parameter):
+            # Before the exchange of values, which takes the dtype of the model away.
             wanted = wanted_dtype(tensor)
             tensor.data = view
             mark_loaded(tensor, wanted)
@@ -166,6 +169,8 @@ def describe_files(files: Iterable[str | Path]) -> str:
     described = []
     for file in map(Path, files):
         with file.open("rb") as opened:
+            # The beginning alone, with names, dtypes and shapes: otherwise each rank would read all files, of which the rank
+            # takes a part.
             header = hashlib.sha256(opened.read(_HEADER_BYTES)).hexdigest()[:12]
         described.append(f"{file.name} ({file.stat().st_size} bytes, begins {header})")
     return ", ".join(described)
@@ -216,6 +221,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
                     continue
                 box = engine.state.box_of(tensors[name])
                 values = read_part(box, Interval(0, box.numel), partial(reader.read, WEIGHTS, name))
+                # On the first rank of those with this tensor; the others get the values in the broadcast below.
                 tensors[name].detach().copy_(values.view(tensors[name].shape))
             return others
 
@@ -510,6 +516,7 @@ def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
         return RowWeights(folder, others)
     if is_checkpoint_of_ours(folder):
         return FileWeights(folder)
+    # Before the last line: these files end in .safetensors too, and FileWeights would look for one file or an index.
     if weight_shards_of(folder):
         return ShardWeights(folder)
     return (

@@ -92,6 +92,7 @@ class StopSignals:
         if self.ends:
             return
         for number, former in self._former.items():
+            # Not `is`: Python makes a new bound method at each access.
             if signal.getsignal(number) == self._note:
                 signal.signal(number, former)
 
@@ -99,6 +100,8 @@ class StopSignals:
         if os.getpid() != self._process:
             self._in_child(number)
         elif not self.received:
+            # The first signal counts: the time that is told begins there, and the former handler of this number is called
+            # behind the save.
             self.received, self._received_s = number, time.monotonic()
 
     def _in_child(self, number: int) -> None:
@@ -117,6 +120,7 @@ class StopSignals:
         A handler that was there before is called behind the save, where its signal came to this rank: it may end the process.
         With a save that fails, the reason is one line and the status 1.
         """
+        # First: the save below may run the model and its hooks, where the run would begin to end again.
         self.ends = True
         name, speaks = signal.Signals(number).name, engine.world_groups.rank == 0
         try:
@@ -127,6 +131,7 @@ class StopSignals:
                 _say(f"{name}, and step {step} is not saved, so all ranks end with status 1. {reason}")
             raise SystemExit(1) from error
         waited_s = time.monotonic() - self._received_s if self.received else 0.0
+        # Of all ranks: the rank that speaks need not have had the signal.
         waited_s = max(engine.world.exchange(waited_s, "signals"))
         if speaks:
             _say(
@@ -154,6 +159,7 @@ class FollowedLoader(_LoaderBase):
     def __iter__(self) -> Any:
         for batch in super().__iter__():
             followed = self._zero_batch()
+            # The Accelerator is gone, or the loader is a copy, which has no Accelerator.
             if followed is None:
                 yield batch
                 continue
@@ -235,6 +241,8 @@ class LoopStop(StopSignals):
         engine.entry.register_forward_pre_hook(WeakHook(self, LoopStop._before_forward))
 
     def _before_forward(self, module: torch.nn.Module, _args: tuple) -> None:
+        # Within a batch of a followed loader, the stop waits for the end of the batch: what the script does behind its step is
+        # not lost.
         if not self._with_batches and module.training and torch.is_grad_enabled():
             self.end_if_due()
 
@@ -248,6 +256,7 @@ class LoopStop(StopSignals):
         finally:
             self._with_batches -= 1
         # A loop that evaluates may be on one rank alone, inside of one that trains.
+        # Not in the `finally` above: a loop that breaks off or fails may be on one rank alone, and a save needs all.
         if self._backwards() > before:
             self.end_if_due()
 
@@ -293,6 +302,7 @@ def follow_signals(accelerator: Any, engine: ZeroEngine) -> None:
         stop.install()
     if isinstance(stop, LoopStop):
         stop.follow(engine)
+    # Trainer's own, which is there before its engine: the engine is to tell the other ranks of its signals.
     elif stop is not None:
         engine.stop_when(stop.asked)
 
@@ -346,6 +356,7 @@ class TrainerStop(StopSignals):
         is_owed = control.should_evaluate
         control.should_log, control.should_evaluate, control.should_save = True, False, False
         stock()
+        # From the Trainer anew: callbacks may have returned another control object meanwhile.
         self._trainer.control.should_evaluate = is_owed
 
     def at_the_end(self, engine: ZeroEngine) -> None:
@@ -368,6 +379,7 @@ class TrainerStop(StopSignals):
         if self.saved_step != step:
             trainer._save_checkpoint(trainer.model, trial=None)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        # The save may go on in a thread behind training, and this process is about to end.
         trainer._checkpoint_saver.finish()
         # With `checkpoint.on_failure: continue` a save that fails is a warning.
         if not all(engine.world.exchange(folder.is_dir(), "signals")):
@@ -377,6 +389,8 @@ class TrainerStop(StopSignals):
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """An evaluation of Trainer's, which a stop leaves with the random states as they were before."""
+        # At the start of training (`eval_on_start`): no step owes this evaluation, and a run that goes on would not make up
+        # for it.
         if not self._is_behind_step:
             yield
             return
@@ -386,6 +400,8 @@ class TrainerStop(StopSignals):
             try:
                 yield
             except _EvaluationLeft:
+                # The save that follows keeps these states: the run that goes on evaluates with them, as a run without a stop
+                # would have.
                 self._trainer._load_rng_state(folder)
                 raise
             finally:
@@ -422,6 +438,7 @@ def begin_in_trainer(trainer: Any) -> TrainerStop | None:
 
         for callback in [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]:
             if callback.jit_manager is not None and callback.jit_manager.is_checkpoint_requested:
+                # A signal from before `train()` went to the callback's handler, and does not come again.
                 stop.received = signal.SIGTERM
             # It gives the signal back to the handler before.
             callback.on_train_end(trainer.args, trainer.state, trainer.control)
@@ -434,6 +451,7 @@ def begin_in_trainer(trainer: Any) -> TrainerStop | None:
 
 def _ends_epoch(trainer: Any) -> bool:
     control = trainer.control
+    # `state.epoch` counts passes over the data: behind the last step of a pass, it is a whole number.
     return control.should_epoch_stop or control.should_training_stop or float(trainer.state.epoch).is_integer()
 
 

@@ -97,6 +97,7 @@ def _are_wanted() -> bool:
 def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the entries of `state_dict` by name, tied weights under each name, without gathering a sharded model."""
     found: dict[str, torch.Tensor] = {}
+    # Duplicates too: `state_dict` has a module that is used twice, and a tied parameter, under each name.
     for prefix, module in model.named_modules(remove_duplicate=False):
         kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in [*module._parameters.items(), *kept.items()]:
@@ -137,6 +138,7 @@ class WeightsPlan:
 def weight_rows(engine: ZeroEngine) -> WeightsPlan:
     """Returns this rank's rows of the model, under the model's own names; a tied weight once. Collective."""
     with engine.sharded.gathered.lend_names():
+        # Inside, parameters have the dtype that they are saved in. That of forward and backward may be another.
         tensors = saved_tensors_of(engine.model)
         weights = {
             name: SavedWeight(dtype=dtype_name(name, tensor.dtype), shape=engine.state.box_of(tensor).shape)
@@ -160,6 +162,7 @@ def weight_rows(engine: ZeroEngine) -> WeightsPlan:
 
 
 def _each_once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    # Reversed: of several names, the first one is the last that is put in, and stays.
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
 
@@ -215,9 +218,11 @@ def _is_alike(value: Any, current: Any) -> bool:
         return True
     if isinstance(current, np.generic):
         current = current.item()
+    # Before numbers: a bool is an int, and a saved 0.9 would pass for a switch.
     if isinstance(current, bool | str) or torch.is_tensor(current):
         kind: Any = (bool, int, float) if torch.is_tensor(current) else type(current)
         return isinstance(value, kind) or torch.is_tensor(value)
+    # A float may have become an int, and the other way round. JSON has integers of any size, and optimizers count in 64 bits.
     if isinstance(current, int | float):
         return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) or torch.is_tensor(value)
     if isinstance(current, tuple | list):
@@ -235,6 +240,7 @@ def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, key: str) -> Any:
+    # A learning rate may be a tensor of one number, or a number of numpy's. JSON has neither.
     if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
         value = value.item()
     if isinstance(value, bool | int | float | str | None):
@@ -389,6 +395,7 @@ def plan_state(
         rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in saved.rows)],
         shapes=engine.state.shapes(),
         scalars=saved.scalars,
+        # Called within the work of all ranks: an optimizer that cannot be saved has to fail on all of them alike.
         optimizers=lambda: [_described(optimizer, group_names) for optimizer, group_names in saved.groups],
         exchange=engine.world.exchange,
         own_shapes=own_shapes,
@@ -545,6 +552,7 @@ def _progress(folder: Path, manifest: Manifest | None) -> str:
 def steps_of(folder: Path) -> int:
     """The optimizer steps before a state: those that it was saved with, or in one that does not tell, its optimizer's count."""
     manifest = Manifest.read(folder / ZERO_FOLDER)
+    # The optimizer's own count is a guess: Adam's counts the steps of each parameter, and others count none.
     if manifest.step is not None:
         return manifest.step
     counts = [scalars["step"] for scalars in manifest.scalars.values() if "step" in scalars]

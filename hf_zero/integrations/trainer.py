@@ -153,12 +153,14 @@ class ZeroTrainerMixin(_TrainerBase):
         if self._step_figures is None:
             self._step_figures = StepFigures()
             self.add_callback(self._step_figures)
+        # Before Trainer prepares the model: the engine is told of this stop as it is built.
         self._stop = self.accelerator.zero_stop = begin_in_trainer(self)
         try:
             with told_to_trackers(self):
                 outcome = super().train(**asked)
             self.accelerator.end_report()
             return outcome
+        # BaseException: an interrupt, or the SystemExit of a signal, leaves a log open and a save under way too.
         except BaseException as error:
             self.accelerator.end_report(in_one_line(error))
             if self._checkpoint_saver is not None:
@@ -232,11 +234,13 @@ class ZeroTrainerMixin(_TrainerBase):
     def set_initial_training_values(self, *args, **kwargs):
         values = super().set_initial_training_values(*args, **kwargs)
         if self._rows_of_a_step is not None:
+            # The sixth of Trainer's values is `steps_in_epoch`: a rank's micro-batches in a pass over the data.
             self._rows_of_a_step.steps_in_epoch = values[5]
         return values
 
     def _init_training_state(self, *args, **kwargs):
         epochs, batches = super()._init_training_state(*args, **kwargs)
+        # Behind the stock method, which reads the checkpoint's trainer state.
         self._owes_evaluation = evaluation_is_owed(self)
         if self.state.global_step >= self.state.max_steps:
             # Saved behind the last step. Trainer would take one more, since it looks for the end behind each step only.
@@ -252,6 +256,8 @@ class ZeroTrainerMixin(_TrainerBase):
         return super()._prepare_for_training(*args, **kwargs)
 
     def _finalize_training(self, *args, **kwargs):
+        # A run that goes on behind its last step takes no step and loads no random states, so that the evaluation is made
+        # here.
         self._evaluate_as_owed()
         own = _only_engine(self)
         if self._stop is not None and own is not None:
@@ -280,6 +286,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         engine = _only_engine(self)
+        # Training's own entries only: figures are means since the last one, and an evaluation's entry would begin them anew.
         if "loss" in logs and engine is not None and self._step_figures is not None:
             with_report = bool(self.accelerator.zero_config.report)
             logs |= self._step_figures.since_the_last(engine, self.state.global_step, all_of_them=with_report)
@@ -299,6 +306,7 @@ class ZeroTrainerMixin(_TrainerBase):
     def evaluation_loop(self, *args, **kwargs):
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine = _only_engine(self)
+        # During training, Trainer leaves the dtype alone as well, whatever `bf16_full_eval` says.
         if engine is None or dtype is None or self.is_in_train:
             return super().evaluation_loop(*args, **kwargs)
         # Trainer casts the model itself, and leaves it so; here it finds that it is of that dtype already.
@@ -390,6 +398,7 @@ class ZeroTrainerMixin(_TrainerBase):
         def save(_trainer: Trainer, _model: nn.Module, trial: object) -> None:
             self._save_with(engine, trial, is_awaited=is_awaited)
 
+        # Trainer's own method, not the subclass's: a subclass's `super()._save_checkpoint` is to arrive here.
         with replaced(Trainer, "_save_checkpoint", save):
             super()._save_checkpoint(model, trial)
 
@@ -443,6 +452,7 @@ class ZeroTrainerMixin(_TrainerBase):
         def load(_trainer: Trainer, checkpoint: str) -> None:
             self._load_state_of(engine, checkpoint)
 
+        # Trainer's own method, not the subclass's, for the same reason as in `_save_checkpoint`.
         with replaced(Trainer, "_load_optimizer_and_scheduler", load):
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -484,6 +494,8 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _load_best_model(self) -> None:
         for engine in self.accelerator.zero_engines:
+            # The stock method writes into the parameters: an all-gather still under way would put the last step's values over
+            # the best.
             engine.finish_parameters()
         best = Path(self.state.best_model_checkpoint)
         engine = _only_engine(self)
@@ -513,6 +525,7 @@ def _is_split(model: nn.Module) -> bool:
 def _gather_to_sync(callback: Any) -> None:
     """Gives TRL's SyncRefModelCallback (`sync_ref_model=True`) whole parameters of both models. Collective."""
     sync = getattr(callback, "sync_target_model", None)
+    # Not on a class: all objects of it would gather, also those of other Trainers.
     if sync is None or isinstance(callback, type):
         return
 

@@ -46,11 +46,13 @@ class FrozenBase:
         """
         if self._checksum is None and _has_adapters(self._engine.model):
             digest = xxhash.xxh3_64()
-            # At every stage that of the same parameters.
+            # Left out of the checksum, which has to be one for all stages: at stage 3 alone the model has these scales as
+            # parameters.
             scales = added_scales(self._engine.model)
             for name, parameter in self._engine.model.named_parameters():
                 if not parameter.requires_grad and parameter not in scales:
                     with self._engine.gathered(parameter):
+                        # As bytes: numpy has no bfloat16, and the hash is of the bits.
                         values = parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
                         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
                         digest.update(values.numpy())
@@ -129,6 +131,7 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
 
     for group, names, theirs in zip(optimizer.param_groups, group_names, saved["param_groups"]):
         taken = {key: value for key, value in theirs.items() if key != "params"}
+        # One matrix of a group tells for all: the group has one optimizer and one set of settings.
         for name in [name for name in names if len(shapes[name]) == 2][:1]:
             refuse_other_state(file, optimizer, group, taken, state[name])
 
@@ -350,6 +353,7 @@ def pass_of(
     is_sum = _is_sum(trainer, model, num_items_in_batch)
 
     def run(inputs: Any, weight: float) -> torch.Tensor:
+        # Parts of a sum are added as they are. A part of weight 0 runs for the other ranks' sake, and must add nothing.
         with _weighted_loss(trainer, float(weight > 0) if is_sum else weight):
             return stock(model, inputs, num_items_in_batch)
 
@@ -440,6 +444,7 @@ class RowsOfAStep:
             return
         batch = same_global_batch(wanted, rows=now.rows, world_size=now.world_size)
         args.gradient_accumulation_steps = batch.accumulation
+        # `train_batch_size` multiplies by the GPUs of this process again.
         args.per_device_train_batch_size = batch.rows // max(1, args.n_gpu)
         self._trainer._train_batch_size = args.train_batch_size
         if batch.global_rows == wanted:
@@ -469,8 +474,10 @@ class RowsOfAStep:
     def position(self) -> DataPosition:
         """Returns the position of training behind a step."""
         done = self._trainer.state.epoch or 0.0
+        # Rounded: Trainer's epoch is a quotient in floating point, and may lie just below a whole batch.
         batches = round(done * self.steps_in_epoch)
         epoch, batches = divmod(batches, max(1, self.steps_in_epoch))
+        # The rows that the run began with: a start on ranks that cannot share them evenly must not hand its own number on.
         wanted = self._batch.global_rows if self._former is None else self._former.global_rows
         return DataPosition(global_rows=wanted, epoch=epoch, rows=batches * self._batch.rows_of_a_round)
 

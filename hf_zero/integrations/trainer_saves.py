@@ -73,6 +73,7 @@ class CheckpointSaver:
         self._writing: LivePieces | None = None
         self._written: tuple[str, LivePieces] | None = None
         for sharded in engine.optimizers:
+            # Before each step, what a save has yet to write is copied: the step changes the values in place.
             sharded.optimizer.register_step_pre_hook(WeakHook(self, CheckpointSaver._before_step))
         self._stall_s = 0.0
 
@@ -107,8 +108,10 @@ class CheckpointSaver:
         self.engine.world.exchange(None, f"save of {final.name}")
         # The save before first: two would write at a time, and its failure has to surface on all ranks alike.
         self.finish()
+        # As at the beginning of Trainer's own `_save_checkpoint`, which this method stands in for.
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
+        # For a save that fails: the trainer state would name a best checkpoint that is not there.
         self._former_best = trainer.state.best_model_checkpoint
         with self._on_failure():
             self._save(run_folder, final, position, is_async=self._is_async(is_awaited=is_awaited))
@@ -180,6 +183,7 @@ class CheckpointSaver:
 
     def _save(self, run_folder: Path, final: Path, position: DataPosition | None, *, is_async: bool) -> None:
         engine, trainer = self.engine, self._trainer
+        # Before the plan, whose pieces are views of this rank's rows: the rows are to be of the model that all ranks have.
         engine.synchronise()
         exchange = engine.world.exchange
         disk = find_disk(run_folder, engine.world_groups.rank, exchange, then=_THEN)
@@ -217,6 +221,8 @@ class CheckpointSaver:
         self._written = (final.name, live)
         complete = partial(self._complete, manifest, live, temporary, there, disk=disk, best=best)
         if is_async:
+            # Two references: a step forgets `_live` as soon as the rest is copied, and an interrupt may still have to drop the
+            # writing.
             self._live = self._writing = live
             self._background.start(partial(complete, exchange=self._store_exchange.exchange))
         else:
@@ -373,6 +379,7 @@ def _is_kept(checkpoint: Path) -> bool:
 def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
     if trainer.state.best_global_step:
         best = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
+        # The folder of this very save is not there yet: until the commit, a save has a temporary name.
         if best == final or best.exists():
             trainer.state.best_model_checkpoint = str(best)
 
@@ -395,6 +402,7 @@ def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk, position: DataPo
                     held[name].append(callback.state())
                 else:
                     held[name] = callback.state()
+        # Behind the states of callbacks, which are written within the trainer state.
         trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
         if position is not None:
             position.write(folder)

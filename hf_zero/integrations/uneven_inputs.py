@@ -98,6 +98,7 @@ class JoinedRanks:
         wanted = set(parameters)
         trained = list(engine.model.parameters())
         subset = [i for i, p in enumerate(trained) if p in wanted]
+        # By place, not by object: the other ranks have parameters of their own, in the same order.
         self._tell(Event(kind, place, {"values": values, "parameters": subset if len(subset) < len(trained) else None}))
 
     def _before_forward(self, place: int) -> Any:
@@ -105,6 +106,8 @@ class JoinedRanks:
 
         def hook(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             self = known()
+            # A forward within backward is a recomputation of activation checkpointing: all ranks repeat that within their
+            # backward.
             if self is None or self._follows or is_in_backward():
                 return
             joined = self._joined[place]
@@ -128,6 +131,7 @@ class JoinedRanks:
                 return
             told: list[bool] = []
             number = self._joined[place].forwards
+            # Each output has a hook, since a loss may use any of them; `told` lets the first one speak.
             for tensor in differentiable_tensors(outputs):
                 tensor.register_hook(lambda _: self._before_backward(place, number, told))
 
@@ -230,6 +234,7 @@ class JoinedRanks:
         # parameters.
         _set_settings(optimizer, details["groups"])
         optimizer.step()
+        # On behalf of the script, whose loop has ended on this rank: gradients would add up to the next step.
         optimizer.zero_grad()
 
     def _catch_up(self) -> None:
@@ -357,6 +362,7 @@ def _set_settings(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, A
     for group, settings in zip(optimizer.param_groups, groups):
         for name, value in settings.items():
             if isinstance(group.get(name), torch.Tensor):
+                # In the same tensor, which a captured or compiled step reads.
                 group[name].fill_(value)
             else:
                 group[name] = value

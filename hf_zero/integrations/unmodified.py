@@ -37,6 +37,7 @@ class AfterImport(MetaPathFinder):
         self._waiting = dict(calls)
 
     def __enter__(self) -> "AfterImport":
+        # In front: Python asks no further finder once one has found the package.
         sys.meta_path.insert(0, self)
         for name in self._waiting.keys() & sys.modules.keys():
             self._waiting.pop(name)(sys.modules[name])
@@ -52,6 +53,7 @@ class AfterImport(MetaPathFinder):
         """Returns the other finders' spec, with a loader that runs the call after loading."""
         if fullname not in self._waiting:
             return None
+        # Not `importlib.util.find_spec`, which would ask this finder again.
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
@@ -222,6 +224,7 @@ def run_script(call: ScriptCall) -> None:
             raise
         except BaseException as error:
             _say_and_end(error)
+    # A script that was asked for its help ends well without an engine.
     if own_end is None or not set(_HELP) & set(call.arguments):
         try:
             opening.refuse_unmet()

@@ -117,6 +117,7 @@ def weight_faults(folder: Path) -> list[str]:
         elif expected[tensor.name].is_floating != (tensor.dtype in _FLOATING):
             faults.append(f"{tensor.name} has dtype {tensor.dtype}, which the config's model cannot have there")
     others = [tensor for tensor in saved if tensor.name not in expected]
+    # A tied tensor is there if the files have any of its names.
     missing = [name for name, tensor in expected.items() if not tensor.names & counts.keys()]
     if (others or missing) and as_in_files and not is_checkpoint_of_ours(folder):
         # Numbers that are no floating-point ones are in the place of none of the model's weights.
@@ -233,6 +234,7 @@ def consolidate(
             shutil.copy2(path, out / path.name)
     if (dtype is not None or masters) and (out / CONFIG_NAME).is_file():
         config = read_mapping(out / CONFIG_NAME)
+        # from_pretrained makes the model in the dtype that the config names: with the old one, it would cast the weights back.
         config["dtype"] = str(dtype or torch.float32).removeprefix("torch.")
         (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return sorted(set(weight_map.values()))
