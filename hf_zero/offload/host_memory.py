@@ -26,6 +26,7 @@ def available_host_bytes(cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP)
     """
     # In a container the system's figure is the host's; the job is killed at the control group's limit.
     available = psutil.virtual_memory().available
+    # Groups nest: the limit of each group above counts, too.
     for folder, limit_name, used_name in _groups_of(cgroup, membership):
         limit, used = _number_in(folder / limit_name), _number_in(folder / used_name)
         if limit is not None and used is not None:
@@ -268,5 +269,6 @@ def choose_host_cores(device: torch.device, system: Path = SYSTEM) -> HostCores:
         numbers = near_cores(allowed, pci_address=place, local_rank=local_rank, ranks=ranks, system=system)
     fair = torch.get_num_threads() if device.type == "cpu" else max(1, len(allowed) // ranks)
     if numbers is not None:
+        # More threads than the node has cores would take turns there.
         return NodeCores(min(fair, len(numbers)), numbers)
     return HostCores(fair) if device.type == "cpu" else ShareOfCores(fair)
