@@ -352,8 +352,9 @@ class ShardedOptimizer:
         """Restores the optimizer's whole parameters. Its state, which exists in rows only, is dropped."""
         for hook in self._hooks:
             hook.remove()
-        for group, whole, names in zip(self.optimizer.param_groups, self.whole_groups, self._whole_names, strict=True):
-            group["params"] = whole
+        # A script may have added groups and parameters since (`refuse_strangers`), which stay with the optimizer.
+        for group, whole, names in zip(self.optimizer.param_groups, self.whole_groups, self._whole_names):
+            group["params"] = whole + [p for p in group["params"] if id(p) not in self._known]
             if names is not None:
                 group["param_names"] = names
         for held, added in self._stand_ins:
