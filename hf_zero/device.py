@@ -474,10 +474,56 @@ def peak_bytes(device: torch.device) -> int:
     return torch.get_device_module(device).max_memory_allocated(device)
 
 
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def available_host_bytes(cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
+    """Returns the bytes that this host's processes can still take, by the system or a stricter cgroup.
+
+    Args:
+        cgroup: mount point of the control groups.
+        membership: the file that names those of this process.
+    """
+    # In a container the system's figure is the host's; the job is killed at the control group's limit.
+    return min([psutil.virtual_memory().available, *_left_by_groups(cgroup, membership)])
+
+
+def _left_by_groups(cgroup: Path, membership: Path) -> Iterator[int]:
+    """Yields the bytes that each memory group above this process leaves, version 2 and 1. Groups nest, and each limit counts."""
+    for line in membership.read_text().splitlines() if membership.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = cgroup, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # In a container the path may be the host's, of which only the root is seen.
+        below = root / path.lstrip("/")
+        for folder in (below, *below.parents):
+            limit, used = _number_in(folder / names[0]), _number_in(folder / names[1])
+            if folder.is_relative_to(root) and limit is not None and used is not None:
+                # A checkpoint that was just read counts as used, until the group needs the memory and the system drops the pages.
+                cached = _number_in(folder / "memory.stat", rf"^{names[2]} (\d+)$") or 0
+                yield max(0, limit - used + cached)
+
+
+def _number_in(path: Path, pattern: str = r"^(\d+)$") -> int | None:
+    """Reads a number on a line of its own; None without a file or a limit ("max")."""
+    found = re.search(pattern, path.read_text(), re.MULTILINE) if path.is_file() else None
+    return int(found[1]) if found else None
+
+
+def ranks_on_this_host() -> int:
+    """Returns the number of ranks that share this host's memory, by the launcher's variables."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process could still allocate on its device; on the host, an equal part for each of its ranks."""
     if device.type == "cpu":
-        return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return available_host_bytes() // ranks_on_this_host()
     free, _ = torch.get_device_module(device).mem_get_info(device)
     # torch's allocator keeps freed memory: it counts as free for this process.
     reserved = torch.get_device_module(device).memory_reserved(device)

@@ -59,7 +59,6 @@ def break_all_groups() -> None:
 def _break(backend: Any, group: dist.ProcessGroup) -> None:
     # torch's types know nothing of what a backend can do.
     if backend.name() != "gloo":
-        # NCCL's may wait for its device.
         # In a thread: NCCL's abort may wait for its device, which waits for the lost rank.
         threading.Thread(target=backend.abort, name="hf_zero abort", daemon=True).start()
         return

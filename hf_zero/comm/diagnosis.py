@@ -314,6 +314,7 @@ class DeviceQueue:
             return None
         if entry is not self._entry or self._wait is None:
             self._entry, self._wait = entry, Wait(entry[LABEL])
+            # From the collective's start, not from this look: `comm.late_s` would count twice.
             self._wait.since_s = entry[STARTED]
         return self._wait
 

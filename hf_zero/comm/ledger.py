@@ -183,6 +183,7 @@ class Ledger:
         self.watch.starts[str(label)] += 1
         row.bytes_sent += bytes_sent
         row.bytes_between += bytes_between
+        # A span that began before timing has no start and is not counted: its bytes would raise the rate.
         if self.is_timed and (kind in self._since or not self._under_way.get(kind)):
             row.timed_bytes += bytes_sent
         return entry

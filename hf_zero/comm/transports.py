@@ -115,6 +115,7 @@ class StoreBarrier:
 
     def _missing(self, store: dist.Store) -> list[int]:
         barrier = self._in(store)
+        # One question where all ranks are here, in place of one for each rank.
         if barrier.check(["complete"]):
             return []
         return [rank for rank in self._ranks if not barrier.check([f"came {rank}"])]
@@ -213,6 +214,7 @@ class CollectiveTransport(Transport):
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         self._count(label, self._groups.shard, 2 * values.nbytes)
+        # A clone: the all-reduce writes in place, and the caller keeps its own values.
         result = values.clone()
         with self.watch.inside(label), shown("start", label), self._unseen():
             work = dist.all_reduce(result, group=self._groups.shard.handle, async_op=True)
@@ -226,6 +228,7 @@ class CollectiveTransport(Transport):
     def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         if self._barrier is not None:
             self._barrier.wait(purpose, timeout_s, alone)
+            # The barrier only counts ranks: the exchange finds ranks that have come for another purpose.
             self.exchange(None, purpose)
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:

@@ -53,6 +53,7 @@ class CollectiveLog:
 
     def latest(self, label: object) -> list[Any] | None:
         """Returns the entry of the last collective with this label."""
+        # Over a copy: a deque raises where another thread appends during the walk.
         return next((entry for entry in reversed(list(self.entries)) if entry[LABEL] is label), None)
 
     @contextmanager
@@ -251,6 +252,7 @@ class Watch:
     @property
     def longest(self) -> Wait | None:
         """Returns the oldest unfinished wait of this rank."""
+        # Over a copy: other threads begin and end waits meanwhile.
         return min(list(self.waits.values()), key=lambda wait: wait.since_s, default=None)
 
     def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:

@@ -107,6 +107,8 @@ class StoreThread:
                 answer.set_result(call(self._store))
             except Exception as error:
                 answer.set_exception(error)
+            # A call may hold the watchdog. Kept here until the next call, it
+            # would keep the watchdog alive, and this thread with it.
             del pair, call, answer
 
     def _beat(self) -> bool:

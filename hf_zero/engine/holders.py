@@ -13,10 +13,10 @@ from ..comm.all_or_none import all_or_none
 from ..comm.groups import Groups, RankGroup
 from ..comm.transport import Transport
 from ..config import AUTO, OffloadConfig, OuterConfig, ZeroConfig
-from ..device import free_bytes
+from ..device import available_host_bytes, free_bytes, ranks_on_this_host
 from ..extras import extra, is_installed
 from ..offload.files import free_disk_bytes
-from ..offload.host_memory import available_host_bytes, disk_fault, host_memory_fault, ranks_on_this_host
+from ..offload.host_memory import disk_fault, host_memory_fault
 from ..offload.shards import ParameterTier
 from ..offload.tiers import Tier
 from ..optimizer.bucket_state import Placeholders

@@ -24,13 +24,12 @@ from ..comm.arrivals import CommunicationError, RankProcesses
 from ..comm.groups import keeps_launch_order
 from ..comm.watch import ErrorHook
 from ..config import ConfigError, ZeroConfig
-from ..device import in_units
+from ..device import available_host_bytes, in_units
 from ..engine.engine import ZeroEngine
 from ..engine.holders import anchor_numel
 from ..engine.report_tables import IN_FILES, render
 from ..extras import extra
 from ..forecast import FORECAST_ERROR, AtStart, BucketCost, DdpState, Forecast, StatePlan, plan_ddp, plan_states
-from ..offload.host_memory import available_host_bytes
 from .environment import find_in_callers
 
 # ---- Rows of a step on all ranks together, which change with the number of ranks ----

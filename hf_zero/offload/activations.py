@@ -50,9 +50,13 @@ class ActivationsInHostMemory:
 
     def begin(self, lasting: Iterable[torch.Tensor]) -> None:
         """A training forward starts. `lasting`: tensors of the storages that stay."""
+        # If the last forward has ended without `end`, its hooks are still
+        # entered, and would move tensors that other code saves.
         self.end()
+        # What the last backward had fetched ahead and did not use would keep memory on the device.
         self._drop_ahead(0)
         self._moved = {key: entry for key, entry in self._moved.items() if entry[0]() is not None}
+        # By identity: torch keeps one Python object for a storage while the storage lives.
         self._lasting = {id(tensor.untyped_storage()) for tensor in lasting}
         self._last = None
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -83,6 +87,7 @@ class ActivationsInHostMemory:
         return _View(tensor, moved)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
+        # `_View` makes plain tensors or their conjugates again: a subclass would lose its class, a negated view its sign.
         return (
             type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
@@ -100,6 +105,7 @@ class ActivationsInHostMemory:
         self._leaving.append((self._queue.mark(), storage))
         self._let_go(_ON_THE_WAY)
         moved = _Moved(self, values, self._last)
+        # Weak: autograd decides how long moved bytes stay. A strong chain would keep the bytes of tensors whose graph is gone.
         self._last = ref(moved)
         self.held_bytes += values.nbytes
         self.most_bytes = max(self.most_bytes, self.held_bytes)
@@ -195,6 +201,7 @@ class _Moved:
         if held is None:
             (held, mark), self._fetched = self._fetched or self._fetch(device, queue), None
             mark.hold_up_device()
+            # Weak: memory on the device goes with the last tensor that autograd holds on it.
             self._in_use = ref(held)
         return held
 
@@ -206,6 +213,7 @@ class _Moved:
             self._fetched = None
 
     def _fetch(self, device: torch.device, queue: SideQueue) -> tuple[torch.UntypedStorage, Mark]:
+        # Outside of `aside`: memory belongs to the queue in which it is allocated. The computing queue reads and frees this.
         there = torch.empty_like(self._values, device=device, pin_memory=False)
         with queue.aside():
             there.copy_(self._values, non_blocking=True)

@@ -133,6 +133,7 @@ def _remove_dead(parent: Path) -> None:
         try:
             _remove_if_dead(folder)
         except OSError as error:
+            # Told, not raised: this run can train beside that folder while the disk has room.
             print(f"hf_zero: {folder} is of a run that has ended, and stays: {error}.", file=sys.stderr, flush=True)
 
 
@@ -230,6 +231,8 @@ class AlignedFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise OffloadError(error.errno, f"hf_zero: {path} cannot be made: {error.strerror}") from error
+            # A file system without direct I/O, such as tmpfs on older systems. Without
+            # O_EXCL: the refused call may have made the file.
             self.is_direct = False
             self._fd = os.open(path, flags, 0o600)
         self._closing = weakref.finalize(self, os.close, self._fd)
@@ -265,6 +268,7 @@ class AlignedFile:
 
     def mapped(self) -> torch.Tensor:
         """Maps the file's bytes, by its handle: the name may be gone while the file is still there."""
+        # Private: a write to the returned tensor must not reach the file, past the checksums.
         return torch.from_file(f"/proc/self/fd/{self._fd}", shared=False, size=self.nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -281,6 +285,7 @@ class AlignedFile:
                 ) from error
             if count == 0:
                 raise self._error(errno.EIO, "the file is shorter than it was", offset, moved, len(view), done)
+            # The system may move less than it is asked to: Linux moves 2 GiB at most in one call.
             moved += count
 
     def _error(self, code: int, reason: str, offset: int, moved: int, wanted: int, done: str) -> OffloadError:
@@ -343,6 +348,7 @@ class StoredShard:
         offset = 0
         for kind in kinds:
             self._regions[kind.name] = (offset, kind)
+            # Each region begins at a boundary: direct I/O can then move one kind without the others.
             offset += aligned(kind.nbytes)
         self.nbytes = offset
         self.edition = 0
@@ -367,10 +373,12 @@ class StoredShard:
         }
 
     def read(self, buffer: torch.Tensor) -> None:
+        # The buffers of a walk are as long as its largest shard.
         self._read(buffer[: self.nbytes], self._start)
         self.read_bytes += self.nbytes
 
     def write(self, buffer: torch.Tensor) -> None:
+        # For an early step that has read the former values: `optimizer.step()` then drops the early step.
         self.edition += 1
         self._write(buffer[: self.nbytes], self._start)
         self.written_bytes += self.nbytes
@@ -422,6 +430,7 @@ class StoredShard:
             OffloadError: the file is shorter than it was, or a chunk is not as it was written.
         """
         start, stop, dtype = self._span(kind, interval)
+        # First: a read of a mapped page behind a file's end kills the process by SIGBUS, and Python can raise nothing.
         self.file.refuse_cut()
         mapped = self.file.mapped()
         for begin, end in self._chunks(start, stop):
@@ -457,6 +466,7 @@ class StoredShard:
 
     def _chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """(first byte, the one behind the last) of the chunks that have bytes from `start` to `stop`, which are on one side."""
+        # The second side repeats the regions behind the first.
         side = start // self.nbytes * self.nbytes if self.nbytes else 0
         for offset, kind in self._regions.values():
             begin, end = side + offset, side + offset + aligned(kind.nbytes)
@@ -567,6 +577,7 @@ class Window:
         writing: deque[tuple[torch.Tensor, Future]] = deque()
 
         def read_ahead() -> None:
+            # Waits for a write only where nothing else can go on: no buffer is free, and no read is under way.
             while writing and (writing[0][1].done() or (not free and not reading)):
                 buffer, written = writing.popleft()
                 # A buffer is free only behind its write: read into before, it would be written with another shard's
@@ -584,6 +595,8 @@ class Window:
                 # The error of a read surfaces here, at its own shard, and not at the end of the walk.
                 read.result()
                 yield shard, buffer
+                # Not reached where the caller's step has failed: `close` ends the
+                # walk at the `yield`, and half a step is not written.
                 writing.append((buffer, self._threads.submit(shard.write, buffer)))
             for _, written in writing:
                 written.result()

@@ -6,36 +6,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-import psutil
 import torch
 
-from ..device import PAGE_BYTES, pci_address
+from ..device import PAGE_BYTES, pci_address, ranks_on_this_host
 
 # ---- Does it fit in host memory? Asked before any of it is allocated ----
-
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMBERSHIP = Path("/proc/self/cgroup")
-
-
-def available_host_bytes(cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
-    """Returns the bytes that this host's processes can still take, by the system or a stricter cgroup.
-
-    Args:
-        cgroup: mount point of the control groups.
-        membership: the file that names those of this process.
-    """
-    # In a container the system's figure is the host's; the job is killed at the control group's limit.
-    available = psutil.virtual_memory().available
-    for folder, limit_name, used_name in _groups_of(cgroup, membership):
-        limit, used = _number_in(folder / limit_name), _number_in(folder / used_name)
-        if limit is not None and used is not None:
-            available = min(available, max(0, limit - used))
-    return available
-
-
-def ranks_on_this_host() -> int:
-    """Returns the number of ranks that share this host's memory, by the launcher's variables."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int, setting: str) -> str | None:
@@ -63,33 +38,6 @@ def disk_fault(needed_bytes: int, free_bytes: int, ranks: int, path: str, settin
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f}"
-
-
-def _groups_of(cgroup: Path, membership: Path) -> list[tuple[Path, str, str]]:
-    """(folder, file of the limit, file of the usage) of each memory group above this process, version 2 and 1."""
-    if not membership.is_file():
-        return []
-    found = []
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = cgroup, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        # In a container the path may be the host's, of which only the root is seen.
-        below = root / path.lstrip("/")
-        found += [(folder, *names) for folder in (below, *below.parents) if folder.is_relative_to(root)]
-    return found
-
-
-def _number_in(path: Path) -> int | None:
-    """Reads a number; None without a file or a limit ("max")."""
-    if not path.is_file():
-        return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None
 
 
 # ---- The cores near a rank's accelerator: NUMA nodes, as the system describes them ----
@@ -268,5 +216,6 @@ def choose_host_cores(device: torch.device, system: Path = SYSTEM) -> HostCores:
         numbers = near_cores(allowed, pci_address=place, local_rank=local_rank, ranks=ranks, system=system)
     fair = torch.get_num_threads() if device.type == "cpu" else max(1, len(allowed) // ranks)
     if numbers is not None:
+        # More threads than the node has cores would take turns there.
         return NodeCores(min(fair, len(numbers)), numbers)
     return HostCores(fair) if device.type == "cpu" else ShareOfCores(fair)

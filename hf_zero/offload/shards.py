@@ -92,6 +92,7 @@ class FileShard(ParameterShard):
     def rest(self, master: Region | None) -> None:
         numel, dtype = self.values.numel(), self.values.dtype
         if master is not None:
+            # The master's region has these values already: the holder writes the master before this call.
             self.is_master = True
             self._stored, self._kind = master
         else:
@@ -104,11 +105,13 @@ class FileShard(ParameterShard):
         self._fetch = self._fetch or self._start_read()
 
     def fetched(self) -> torch.Tensor:
+        # Used once: a step may change the file before the next call.
         fetch, self._fetch = self._fetch or self._start_read(), None
         return fetch.result()
 
     def forget(self) -> None:
         fetch, self._fetch = self._fetch, None
+        # A read that runs cannot be cancelled, and is waited for: the caller may write the file next.
         if fetch is not None and not fetch.cancel():
             # A read that fails is told to whoever wants the values.
             fetch.exception()
@@ -178,6 +181,7 @@ class FileMover:
     def start_write(self, stored: StoredShard, kind: str, buffer: torch.Tensor) -> None:
         """Writes a region's buffer. Waits for the oldest write if too many are under way."""
         while len(self._writing) >= self._most_writes:
+            # By `result`: a failed write is raised here or in `finish_write`, and nowhere else.
             self._writing.popleft()[1].result()
         # Counted in the step that hands it over, whenever the disk gets to it.
         stored.written_bytes += buffer.nbytes

@@ -79,6 +79,7 @@ class _StreamDeviceToHost(DeviceToHost):
         return landed if landing is target else _Widened(landed, target, source.dtype)
 
     def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
+        # The bucket's sum before ends first: otherwise landing buffers pile up, one for each micro-batch.
         if isinstance(behind, _Added):
             behind.wait()
         with self._cores.near():
@@ -100,6 +101,7 @@ class _StreamDeviceToHost(DeviceToHost):
             cores.enter()
 
         thread = ThreadPoolExecutor(1, thread_name_prefix="hf_zero-gradients", initializer=enter)
+        # Waits until the thread has begun: run later, `enter` would overwrite the number that is set back below.
         thread.submit(torch.get_num_threads).result()
         # What a thread sets for itself is what threads that start later have too, until another sets it.
         torch.set_num_threads(before)
@@ -148,6 +150,7 @@ class _Widened(Arrival):
 def landing_in(target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The last bytes of the 1-D `target`, as many elements of a `dtype` that is no wider."""
     nbytes = target.numel() * dtype.itemsize
+    # At the end: `widen_in_place` goes from the front, and so reads each number before the wider ones reach it.
     return target.view(torch.uint8)[target.nbytes - nbytes :].view(dtype)
 
 
@@ -158,6 +161,7 @@ def widen_in_place(target: torch.Tensor, dtype: torch.dtype) -> None:
         # As far as what is written ends before what has not been read begins.
         part = (stop - start) * (target.itemsize - dtype.itemsize) // target.itemsize
         if part < _LEAST_WIDENED_NUMEL:
+            # The rest overlaps: without `clone`, the copy would read what it has just written.
             target[start:].copy_(narrow[start:].clone())
             return
         target[start : start + part].copy_(narrow[start : start + part])
@@ -226,6 +230,7 @@ class RoundedHostToDevice(HostToDevice):
         if source.dtype == target.dtype or source.device.type != "cpu":
             super().start_copy(target, source)
             return
+        # Made at the first copy: a run whose steps are on the device pins nothing.
         if not self._buffers:
             self._buffers = [torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True) for _ in self._sent]
         numel = PART_BYTES // target.itemsize
@@ -237,10 +242,12 @@ class RoundedHostToDevice(HostToDevice):
         turn, self._turn = self._turn, 1 - self._turn
         sent = self._sent[turn]
         if sent is not None:
+            # The device may still read this buffer: filled too early, another part's values would be sent.
             sent.wait()
         rounded = self._buffers[turn][: target.nbytes].view(target.dtype)
         rounded.copy_(source)
         target.copy_(rounded, non_blocking=True)
+        # Of the current queue: inside `aside` that is the side queue, in which this copy runs.
         self._sent[turn] = queue_end(self._device)
 
 

@@ -66,6 +66,8 @@ class Placeholders:
 
     def of(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOST) -> torch.Tensor:
         key = (dtype, device)
+        # One scalar for each dtype and device: `has` knows a placeholder by its address. A
+        # second scalar would pass for values, and its NaN would be stored as state.
         if key not in self._absent:
             self._absent[key] = torch.full(
                 (), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device
@@ -196,6 +198,8 @@ class StatePlace:
         own = {row: dict(state) for row, state in states.items()}
         self.lend(own, regions)
         for row, state in own.items():
+            # `lend` has put the step's own tensors into `own`. The rest is still
+            # the live state, which an in-place step would overwrite.
             shared = [(name, value) for name, value in state.items() if value is states[row].get(name)]
             state |= {name: self._apart(row, name, value) for name, value in shared}
         return own
@@ -209,6 +213,7 @@ class StatePlace:
 
     def commit_aside(self, row: Row, old: dict[str, Any]) -> None:
         """Keeps the old tensors of a row for the next copy. `old`: the row's former entries."""
+        # State that is away has its second copy in other blocks or on the file's other side; `_apart` clones the rest.
         if not self.is_away:
             self._spare |= {(row, name): value for name, value in old.items() if is_elementwise(value, row)}
 
@@ -227,6 +232,7 @@ class StatePlace:
     def _apart(self, row: Row, name: str, value: Any) -> Any:
         """Copies an entry, for a step to write to."""
         if self.is_away or not is_elementwise(value, row):
+            # Scalars too: torch's optimizers raise `step` in place, and a dropped early step would count in the live state.
             return value.clone() if torch.is_tensor(value) else value
         spare = self._spare.get((row, name))
         if spare is None or spare.shape != value.shape or spare.dtype != value.dtype:

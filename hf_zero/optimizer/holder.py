@@ -34,6 +34,7 @@ class BucketStep:
 
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
         """Takes one step. `rows`: those of the bucket with a gradient."""
+        # A gradient may be bfloat16 still, or wait for its clip coefficient: a kernel reads both, the optimizer neither.
         widen(*[row.tensor for row in rows])
         groups = self._optimizer.param_groups
         mine = {id(row.tensor) for row in rows}
@@ -41,6 +42,7 @@ class BucketStep:
         try:
             own_step(self._optimizer)
         finally:
+            # Also behind an error: the script's optimizer would keep one group with a few rows.
             self._optimizer.param_groups = groups
 
     def forget(self, bucket: Bucket) -> None:
@@ -121,6 +123,7 @@ class BucketSteps:
 
     def restore_gradients(self) -> None:
         """Restores the gradients of the stepped rows."""
+        # Where rows are the parameters themselves, the script still finds `p.grad` behind the step, as under DDP.
         for row, gradient in self._gradients.items():
             row.tensor.grad = gradient
         self._gradients.clear()
@@ -141,11 +144,14 @@ class BucketSteps:
     def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
         if not self._wanted():
             return
+        # Before anything collective: every rank keeps the error of a failed step, so all ranks raise here and none waits.
         self.refuse_broken()
         rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._states}
         try:
             done = self._commit(self.optimizer)
             left = {bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done}
+            # Buckets without a step to take are reported too: ranks send in one
+            # order, and a bucket that is left out holds up all behind.
             for bucket in rows_of:
                 if bucket not in left:
                     self._stepped(bucket)
@@ -162,6 +168,8 @@ class BucketSteps:
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
         makes_state = any(row.tensor not in self.optimizer.state for rows in rows_of.values() for row in rows)
+        # `closing` ends the walk at an error in a step: left to the garbage
+        # collector, its threads would go on using buffers and files.
         with closing(self._walk(list(rows_of), spared=int(makes_state))) as walk:
             for bucket, buffer in walk:
                 state = self._states[bucket]
@@ -199,6 +207,8 @@ class BucketSteps:
         theirs = self._transport.exchange(mine)
         if self._broken is None:
             rank, (number, reason) = next((rank, fault) for rank, fault in enumerate(theirs) if fault)
+            # Kept on this rank too: later steps and looks at the state are then
+            # refused on all ranks, and no rank waits for another.
             self._broken = OffloadError(number, f"on rank {rank}: {reason}")
         raise self._broken
 
@@ -345,6 +355,7 @@ class StateHolder:
     def adopt(self, bucket: Bucket) -> None:
         """Stores the state of a bucket that has just been built, before the next one is built."""
         state = self._states[bucket] = self._place(bucket)
+        # Before `rest`: from then on, parameters in the master's digits are read from the master's place in the file.
         state.master.move_in()
         bucket.rest(state.master.region)
         if state.optimizer is not None:
@@ -394,6 +405,7 @@ class StateHolder:
     def comes_last(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether no other hook runs between the steps of an optimizer's buckets and its own step."""
         mine = {steps.hook_id for steps in self._steps if steps.optimizer is optimizer}
+        # Without such steps the slice is the whole list, and the answer False: no bucket is stepped by itself then.
         return mine.issuperset(list(optimizer._optimizer_step_pre_hooks)[-len(mine) :])
 
     def after_step(self) -> None:
@@ -449,6 +461,7 @@ class StateHolder:
                 self._fill_register(state)
             state.state.close()
         if self._files is not None:
+            # Behind `_fill_register`, which reads the files.
             self._files.close()
 
     # ---- what it takes ----

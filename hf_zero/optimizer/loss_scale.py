@@ -31,6 +31,7 @@ class _OverShards(_ScalerBase):
     one's gradients by another number than their loss was scaled with.
     """
 
+    # Of the class: `mix_in` changes the class of a scaler that exists, whose `__init__` has run.
     _is_update_due = False
 
     def scale(self, outputs):

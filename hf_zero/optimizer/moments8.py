@@ -100,9 +100,12 @@ class PackedMoments:
         """
         for row, state in states.items():
             for name, value in self.packable(row, state):
+                # A first step: there were no blocks to lend, and the optimizer has made tensors of its own. Scratch memory is
+                # not cleared: without `zero_`, its old bytes would become moments of rows without state.
                 if name not in lent:
                     lent[name] = self._bucket.tier.scratch(self._bucket.layout.shard_numel, torch.float32).zero_()
                 view = row.of(lent[name])
+                # An optimizer may have replaced the tensor. A tensor that is still the lent one has its values there.
                 if value.data_ptr() != view.data_ptr():
                     view.copy_(value)
                 state[name] = self.placeholder(row)
@@ -194,6 +197,7 @@ class StateInBlocks(StatePlace):
         had = name in state
         if not is_in_blocks(row.slot.parameter.numel()):
             value = state[name] if had else torch.zeros_like(row.tensor)
+            # A kernel takes the moment as one flat run of float32.
             state[name] = value.to(torch.float32).contiguous()
         elif had:
             state[name] = self.put(row, {name: state[name]})[name]
@@ -207,6 +211,7 @@ class StateInBlocks(StatePlace):
         return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
 
     def end_aside(self, states: States, regions: Regions) -> None:
+        # Made at the first early step: a run without early steps has no second set of blocks.
         if not self._packed_aside:
             self._packed_aside = self._moments.zeros()
         self._moments.pack(states, self._lent, self._packed_aside)

@@ -61,6 +61,7 @@ class RoundedMaster(MasterPlace):
     def store(self) -> None:
         register = {} if self._optimizer is None else self._optimizer.state
         for row in self._bucket.rows:
+            # Stepped rows alone: a count for another row makes an entry in `optimizer.state`, as if a step were taken.
             if row.tensor.grad is not None:
                 state = register[row.tensor]
                 round_row(row, self._bucket.master, self._bucket.own, count=state.get(STEP, 0))
@@ -70,6 +71,7 @@ class RoundedMaster(MasterPlace):
 
     @contextmanager
     def fetched_master(self) -> Iterator[None]:
+        # In memory already, within another of these contexts: a second fetch would drop what has been written there.
         if not self._bucket.is_away:
             yield
             return
@@ -98,12 +100,14 @@ def round_row(row: Row, master: torch.Tensor, own: torch.Tensor, *, count: int) 
     before = start % REGION_NUMEL
     padded = torch.cat([values.new_zeros(before), values]) if before else values
     rounded = torch.empty_like(padded, dtype=own.dtype)
+    # By the parameter's size, not the row's: another world size would draw other bits.
     offset = count * counters_for(row.slot.interval.numel) + counters_for(start - before)
     round_stochastically(padded, rounded, seed=_key_of(row.slot.name), offset=offset)
     own[source.start : source.stop].copy_(rounded[before:])
 
 
 def _key_of(name: str) -> int:
+    # Not `hash`, which Python salts anew in each process: ranks and resumed runs have to draw the same bits.
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> (64 - _KEY_BITS)
 
 
@@ -151,6 +155,7 @@ class MasterInFile(MasterPlace):
             yield
         finally:
             self._bucket.store(self._absent)
+            # The master was a view of `buffer`, which so has the caller's writes.
             self._shard.write_region(MASTER, buffer)
             self._shard.written_bytes += buffer.nbytes
 
@@ -226,6 +231,8 @@ class StateInFile(StatePlace):
                 if not is_elementwise(value, row):
                     continue
                 view = row.of(regions[name])
+                # A placeholder would copy NaN over the values in the buffer. Outside of the buffer lies state of a first step,
+                # of a load, and of an optimizer that replaces its tensors: without the copy, the file would not get that state.
                 if not self._placeholders.has(value) and value.data_ptr() != view.data_ptr():
                     view.copy_(value.view(view.shape))
                 state[name] = instead(view)
@@ -329,6 +336,7 @@ class Places:
     def __init__(self, config: ZeroConfig, tier: Tier, optimizers: Sequence[torch.optim.Optimizer]):
         self._tier = tier
         self._optimizers = optimizers
+        # For `moments: 8bit` alone: elsewhere an optimizer may keep state that no trial step shows.
         self._codes = codes_of_groups(optimizers if config.quantises_moments else ())
         self.placeholders = Placeholders()
 
@@ -345,6 +353,7 @@ class Places:
         is_in_blocks = bucket.trained and has_blocks(bucket.layout)
         moments = PackedMoments(bucket, codes if is_in_blocks else {}, self.placeholders)
         files = self._tier.files
+        # With `offload.ratio` below 1, the last buckets have the device's tier, and no file.
         if files is None or optimizer is None or bucket.tier is not self._tier:
             return BucketState(bucket, optimizer, self._master_in_memory(bucket, optimizer), _in_memory(moments))
         return self._in_file(bucket, optimizer, moments, files)

@@ -159,6 +159,7 @@ class ReplicaCheck:
         held = self._untouched()
         self._notes.append(_Unread(since=self._compared, step=step - 1, held=held, owned=self._owned_frozen))
         self._owned_frozen, self._compared = held, step - 1
+        # Here and not at each step: a read waits for the device.
         notes = [note.read() for note in self._notes]
         self._notes.clear()
         everyone = self._transport.exchange(_digests(notes), "comparison of replicas")
@@ -166,6 +167,7 @@ class ReplicaCheck:
             len({theirs[group] for theirs in everyone if group in theirs}) > 1 for group in set().union(*everyone)
         ):
             return
+        # A second collective is safe: all ranks have compared the same digests, and come here together.
         of_ranks = dict(self._transport.exchange((self._rank, notes), "comparison of replicas"))
         self._refuse(_first_difference(of_ranks), step)
 
@@ -199,6 +201,7 @@ class ReplicaCheck:
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]
     ) -> Iterator[tuple[_Copy, torch.Tensor]]:
         """Masters and optimizer state in memory that other ranks have too."""
+        # State in files would be read from the disk at every step.
         if not self._has_copies or self._holder.is_in_files:
             return
         for row in (row for bucket in buckets for row in bucket.rows):
@@ -241,6 +244,7 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
     """
     flat = values.detach().reshape(-1)
     size = flat.element_size()
+    # torch refuses an int64 view that begins within a word of the storage.
     if flat.storage_offset() * size % _WORD_BYTES:
         flat = flat.clone()
     whole = flat.numel() * size // _WORD_BYTES * _WORD_BYTES // size
@@ -262,6 +266,7 @@ def _read(sums: _Sums) -> dict[_Copy, int]:
     found: dict[_Copy, int] = {}
     for device in devices:
         there = {copy: value for copy, value in sums.items() if value.device == device}
+        # Without a sign: `_at_fault` adds checksums of shards modulo 2^64, and compares the sum with that of a whole parameter.
         found |= zip(there, (value % _WRAPS for value in torch.stack(list(there.values())).tolist()))
     return found
 
@@ -308,6 +313,7 @@ def _at_fault(copy: _Copy, values: Mapping[int, int], here: Mapping[int, _Note])
             return []
         expected = dict.fromkeys(values, sum(min(found) for found in by_shard.values()) % _WRAPS)
     at_fault = [rank for rank, value in values.items() if value != expected[rank]]
+    # If all copies differ from the owners' note, the note itself may be wrong.
     return [] if len(at_fault) == len(values) else at_fault
 
 

@@ -51,6 +51,7 @@ class TrainModes:
                 "stochastic`, or use another optimizer."
             )
         for each in self._names:
+            # On the object: other optimizers of the class may belong to no engine.
             setattr(optimizer, each, _sending(f"{name}.{each}()", getattr(optimizer, each), writing))
 
     def remove(self) -> None:
@@ -172,4 +173,5 @@ class RowWrites:
 
 
 def _is_copied(bucket: Bucket) -> bool:
+    # At stage 3 without a separate master, a row is the only copy of its elements.
     return not bucket.rows_are_parameters and (isinstance(bucket.memory, UnshardedMemory) or bucket.has_second_copy)

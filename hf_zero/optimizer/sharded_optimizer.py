@@ -123,6 +123,7 @@ def update_scope_of(optimizer: torch.optim.Optimizer) -> UpdateScope:
     Two matrices are stepped together, each alone, and cut into flat pieces; so is a larger one. Equal values mean that the
     optimizer cannot tell these cases apart. Settings that a step finds by a Parameter's identity show in no trial.
     """
+    # By the very class: a subclass may have a step of its own.
     if type(optimizer) in [getattr(torch.optim, name) for name in _OF_TORCH]:
         return UpdateScope.ELEMENT
     # A script's settings for one parameter are for the whole of it.
@@ -134,6 +135,7 @@ def update_scope_of(optimizer: torch.optim.Optimizer) -> UpdateScope:
     return max((least, *scopes), key=_REACH.index)
 
 
+# For `max`: a group of unknown scope must hide no PARAMETER or MODEL of another group; for MODEL some settings are refused.
 _REACH = (UpdateScope.ELEMENT, UpdateScope.UNKNOWN, UpdateScope.PARAMETER, UpdateScope.MODEL)
 
 
@@ -148,6 +150,7 @@ def _unlike_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _scope_with(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> UpdateScope:
+    # A generator of its own: a global seed would change the script's random numbers.
     generator = torch.Generator().manual_seed(0)
     matrices, gradients = ([torch.randn(_SHAPE, generator=generator) for _ in range(2)] for _ in range(2))
     # Unlike each other in each piece, so that whatever is taken over a parameter or several (a sign, a norm) differs.
@@ -207,8 +210,11 @@ def _stepped(
     passes: Iterable[list[torch.Tensor]],
 ) -> list[torch.Tensor]:
     """Returns the values behind a step with the gradients of each of `passes`."""
+    # Clones: a step writes to values, some optimizers write to gradients, and the next trial needs both as they were.
     parameters = [nn.Parameter(value.clone()) for value in values]
     trial = double_of(optimizer, settings_of(settings) | {"params": parameters}, {})
+    # A step may draw random numbers, and those of the script must go on as if there had been no trial. Without `devices=[]`,
+    # torch would save the state of every accelerator, and make a context on each.
     with torch.random.fork_rng(devices=[]):
         enter_training(trial)
         for gradients in passes:
@@ -271,6 +277,7 @@ class ShardedOptimizer:
         self.whole_groups = [list(group["params"]) for group in optimizer.param_groups]
         self._whole_names = [group.get("param_names") for group in optimizer.param_groups]
         self.rows = [rows[p] for group in self.whole_groups for p in group if p in rows]
+        # Before rows take the parameters' places in the groups: these dicts and sets are found by the parameters there.
         kept = kept_by_parameter(optimizer)
         for group in optimizer.param_groups:
             group.update(group_with(group, lambda p: p in rows or p not in trained))
@@ -345,8 +352,9 @@ class ShardedOptimizer:
         """Restores the optimizer's whole parameters. Its state, which exists in rows only, is dropped."""
         for hook in self._hooks:
             hook.remove()
-        for group, whole, names in zip(self.optimizer.param_groups, self.whole_groups, self._whole_names, strict=True):
-            group["params"] = whole
+        # A script may have added groups and parameters since (`refuse_strangers`), which stay with the optimizer.
+        for group, whole, names in zip(self.optimizer.param_groups, self.whole_groups, self._whole_names):
+            group["params"] = whole + [p for p in group["params"] if id(p) not in self._known]
             if names is not None:
                 group["param_names"] = names
         for held, added in self._stand_ins:
@@ -391,6 +399,7 @@ class ShardedOptimizer:
                 changed.param_groups = own
 
         def get_config(gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            # Before the groups are exchanged: the indices are those of the rows' groups.
             place = place_of.get(id(changed.param_groups[gindex]["params"][pindex]), (gindex, pindex))
             with in_whole_groups():
                 return type(changed).get_config(changed, *place, group)
@@ -416,6 +425,7 @@ class ShardedOptimizer:
                     # A copy under way would put the old gradient over the zeros.
                     row.slot.bucket.await_gradient()
             self._stock_zero_grad(*args, **kwargs)
+            # At stage 3 parameters may be guarded: without this, torch would ask at each look at a `grad`.
             with look_only():
                 gradients = [(p, p.grad) for group in self.whole_groups for p in group if p.grad is not None]
                 for parameter, gradient in gradients:
@@ -423,6 +433,7 @@ class ShardedOptimizer:
                         gradient.zero_()
                         continue
                     if isinstance(gradient, ShardedGradient):
+                        # The slot keeps the stand-in: a pending sum would keep a whole gradient's memory.
                         gradient.pending = None
                     parameter.grad = None
 
@@ -449,6 +460,7 @@ class ShardedOptimizer:
         if is_given or self._has_arguments:
             note_arguments(self.optimizer, (args[1:], kwargs) if is_given else NO_ARGUMENTS)
             self._has_arguments = is_given
+        # A skipped step that raised has called no post hook: its empty groups would make this step do nothing.
         self._end_skip()
         # Before anything changes: parameters that were added later have no row and would step on each rank alone.
         self.refuse_strangers()
@@ -475,6 +487,7 @@ class ShardedOptimizer:
     def _on_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         row_of = {id(row.tensor): row for row in self.rows}
         tensors = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # New dicts: those in torch's state dict are the ones of `optimizer.state`, where placeholders have to stay.
         state = {
             index: values if id(tensors[index]) not in row_of else self._fetched(row_of[id(tensors[index])], values)
             for index, values in state_dict["state"].items()
@@ -532,6 +545,7 @@ def cut_to(value: Any, row: Row) -> Any:
     if value.shape == row.slot.parameter.shape:
         cut = row.layout.in_parameter
         value = value.reshape(-1)[cut.start : cut.stop].view(row.tensor.shape)
+    # A copy: a view would keep the whole parameter's state in memory.
     return value.to(row.tensor.device, copy=True)
 
 

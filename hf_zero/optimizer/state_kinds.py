@@ -83,6 +83,7 @@ def double_of(
     Its methods are the class's own, without the replacements of a scheduler or an engine.
     """
     kind = type(optimizer)
+    # Without `__init__`, whose arguments are the class's own affair.
     double = object.__new__(kind)
     # By attributes: `copy.copy` would leave out those that a class sets beside its groups.
     attributes = optimizer.__dict__.items()
@@ -93,6 +94,7 @@ def double_of(
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Copies an optimizer group without its parameters."""
+    # Deep: the step of a double could otherwise write to a tensor or list in the script's settings.
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
@@ -239,6 +241,7 @@ def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtyp
     kind: Any = type(optimizer)
     if not is_of_torch(optimizer):
         return None
+    # A group has more than the constructor takes, such as a scheduler's `initial_lr`.
     asked = {name: settings[name] for name in inspect.signature(kind).parameters if name in settings}
     parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
@@ -275,6 +278,7 @@ def tier_bytes_needed(
     for parameter, (index, group) in owner.items():
         precision, shards = precision_of(parameter), shards_of(parameter)
         key = (index, group, precision.master)
+        # One trial step for each group and dtype, since a model may have thousands of parameters.
         if key not in kinds:
             optimizer = optimizers[index] if index >= 0 else None
             found = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else ()

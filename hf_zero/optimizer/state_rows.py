@@ -97,6 +97,7 @@ def fill_rows(
         for kind, saved in _kinds_for(replica, kinds_of(name)).items():
             values = read(saved, name, interval)
             if kind == MASTER:
+                # Without a separate master, the optimizer updates the parameters, which are loaded before the state.
                 if row.slot.bucket.precision.has_master:
                     holder.put_master(row, values)
                 continue
@@ -176,6 +177,7 @@ def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
     slot.bucket.group.transport.barrier("full_grad", timeout_s)
     row = slot.row
     if row is None or not row.has_gradient:
+        # This rank joins all the same: the others wait for its shard of the bucket.
         return _gather(slot, None)
     slot.bucket.await_gradient()
     widen(row.tensor)
@@ -211,11 +213,13 @@ def full_state(
 
 
 def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
-    bucket, have = slot.bucket, torch.tensor([mine is not None], dtype=torch.uint8)
-    transport = bucket.group.transport
-    if not transport.agree_max(have, Label(kind="agreement on a look", subject=slot.name)).item():
+    bucket = slot.bucket
+    # Before the gather: a rank without a part of the parameter cannot know whether the others start one, nor of which dtype. With
+    # state in 8 bits, a gather of the master's dtype would take four bytes where the others send one.
+    dtypes = bucket.group.transport.exchange(None if mine is None else mine.dtype, f"look at {slot.name}")
+    dtype = next(filter(None, dtypes), None)
+    if dtype is None:
         return None
-    dtype = bucket.precision.master if mine is None else mine.dtype
     if bucket.group.groups.shard_size == 1:
         # Each rank has all of it.
         parameter = slot.parameter
@@ -225,7 +229,8 @@ def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | No
     if mine is not None and slot.row is not None:
         own[slot.row.layout.in_shard.start : slot.row.layout.in_shard.stop].copy_(mine.reshape(-1))
     # All ranks of the bucket join, also those without this parameter: a gather has a part of each.
-    transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
+    bucket.group.transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
+    # A clone: a view would keep the whole bucket's buffer.
     return slot.view_of(flat).clone()
 
 

@@ -19,16 +19,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..buckets.precision import resolve_casts
 from ..config import AUTO, ConfigError, ZeroConfig
+from ..device import ranks_on_this_host
 from ..forecast import CLOSE, FITS, RESERVE, Activations, AtStart, NothingFitsError, PlanError, Room, of, size
 from ..integrations.announce import micro_batches_of
 from ..integrations.environment import find_in_callers
 from ..offload.files import free_disk_bytes
-from ..offload.host_memory import ranks_on_this_host
 from .layouts import COMMUNICATORS_BYTES, WORKSPACES_BYTES, Job
 from .planner import candidates_of, parts_that_help
 from .request import SetUp, batch_of, host_machine, inner_model, longest, optimizer_like_trainers, set_ups
 from .search import Candidate, Choice, Machine, choose
-from .trace import free_for_training, free_on_host, reserve_on, trace
+from .trace import free_for_training, reserve_on, trace
 
 # ---- `stage: auto`: the planner inside a run, with the memory that is free on all ranks ----
 #
@@ -138,7 +138,7 @@ def choose_config(
     traced = _activations(model, batch, mixed_precision, config.param_dtype, device) if decides else (None, None)
     mine = _Free(
         device=free_for_training(device) + _held_bytes(model, device),
-        host=free_on_host(),
+        host=free_for_training(torch.device("cpu")),
         disk=None
         if config.offload.nvme_path is None
         else free_disk_bytes(config.offload.files_folder) // ranks_on_this_host(),

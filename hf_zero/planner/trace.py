@@ -26,7 +26,6 @@ from ..config import AUTO
 from ..device import free_bytes
 from ..forecast import RESERVE, Activations, Live, PlanError
 from ..hooks import differentiable_tensors
-from ..offload.host_memory import available_host_bytes, ranks_on_this_host
 from .request import checkpoint, exchanged_bytes, inner_model, is_checkpointed, part_of
 
 # ---- The memory of a micro-batch: a forward and a backward on tensors without memory, counted while they live ----
@@ -398,14 +397,7 @@ def free_for_training(device: torch.device) -> int:
 
     On the host that is the least of what the system has, of what a control group leaves, and of the process's own limits.
     """
-    if device.type != "cpu":
-        return free_bytes(device)
-    return min(available_host_bytes() // ranks_on_this_host(), _within_limits())
-
-
-def free_on_host() -> int:
-    """Returns this rank's part of the host's free memory, for state that is offloaded from an accelerator."""
-    return min(available_host_bytes() // ranks_on_this_host(), _within_limits())
+    return free_bytes(device) if device.type != "cpu" else min(free_bytes(device), _within_limits())
 
 
 def reserve_on(device: torch.device) -> float:

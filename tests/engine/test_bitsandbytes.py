@@ -119,6 +119,20 @@ def test_state_in_8_bits_is_resumed_at_another_stage(rank, world_size, tmp_path)
     assert steps(rank, entry, optimizer, range(2, 4)) == expected
 
 
+@on_ranks(2)
+def test_the_full_state_of_a_parameter_that_one_rank_has_keeps_its_8_bits(rank, world_size):
+    plain, entry, optimizer = built("adamw 8-bit", None, None)
+    steps(rank, entry, optimizer, range(2))
+    expected = [optimizer.state[parameter] for parameter in plain.parameters()]
+    for stage in (1, 2, 3):
+        model, entry, optimizer = built("adamw 8-bit", None, {"stage": stage})
+        steps(rank, entry, optimizer, range(2))
+        for parameter, state in zip(model.parameters(), expected, strict=True):
+            found = engine_attached_to(model).full_state(parameter)
+            assert found["state1"].dtype == state["state1"].dtype
+            assert torch.equal(found["state1"], state["state1"]), (stage, parameter.shape)
+
+
 def test_state_of_which_only_large_parameters_have_8_bits_has_no_file(tmp_path):
     with pytest.raises(
         ValueError, match=r"AdamW8bit keeps other state for large parameters.*`offload\.optimizer: cpu`"

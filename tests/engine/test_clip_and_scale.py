@@ -470,6 +470,23 @@ def test_parameters_that_an_optimizer_got_later_are_named_when_it_unscales():
         scaler.unscale_(optimizer)
 
 
+def test_parameters_that_an_optimizer_got_later_are_trained_once_both_are_prepared_anew():
+    model, added = nn.Linear(2, 2), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = ZeroEngine(model, [optimizer], {"stage": 2})
+    later = nn.Linear(2, 2)
+    model.add_module("later", later)
+    model.register_parameter("added", added)
+    optimizer.add_param_group({"params": list(later.parameters())})
+    optimizer.param_groups[0]["params"].append(added)
+    engine.close()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2]
+    ZeroEngine(model, [optimizer], {"stage": 2})
+    (later(model(torch.ones(2))).sum() + added.sum()).backward()
+    optimizer.step()
+    assert torch.equal(added, torch.full((3,), 0.5))
+
+
 def scaled_in_groups(rank: int, world_size: int, cells: list[tuple]) -> tuple[list[bytes], list[float]]:
     """The weights at the end of each run, and its scales."""
     found, scales, groups = [], [], {"shard_group_size": 2, "node_size": 2}

@@ -28,14 +28,16 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer_job import run
 from training import adamw_in_two_groups, gpt2, gpt2_batch, steps
 
+from hf_zero import device
 from hf_zero.buckets.bucket import Bucket, Row
 from hf_zero.comm.watch import LABEL, SITE, STARTED, STEP
+from hf_zero.device import available_host_bytes
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce, state_plan
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, write_state
-from hf_zero.offload import files, host_memory
+from hf_zero.offload import files
 from hf_zero.offload.files import RunFolder
-from hf_zero.offload.host_memory import HostCores, available_host_bytes, host_memory_fault
+from hf_zero.offload.host_memory import HostCores, host_memory_fault
 from hf_zero.offload.shards import Placement
 from hf_zero.offload.tiers import HostTier
 from hf_zero.optimizer.holder import BucketStep
@@ -123,7 +125,7 @@ def test_an_edit_of_a_parameter_reaches_the_master():
 
 
 def test_too_little_host_memory_is_refused_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    monkeypatch.setattr(device.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
     with pytest.raises(MemoryError, match=r"needs 0\.00 GiB of host memory for each of 1 ranks.*`none`"):
         built(CPU)
 
@@ -145,6 +147,8 @@ def test_a_cgroup_limit_bounds_the_budget(tmp_path):
     write_group(tmp_path / "v2" / "job" / "task", memory__max="max", memory__current=1000)
     membership.write_text("0::/job/task\n")
     assert available_host_bytes(tmp_path / "v2", membership) == 4000
+    write_group(tmp_path / "v2", memory__stat="anon 300\ninactive_file 700\nactive_file 100")
+    assert available_host_bytes(tmp_path / "v2", membership) == 4700
     write_group(tmp_path / "v1" / "memory" / "job", memory__limit_in_bytes=900, memory__usage_in_bytes=1000)
     membership.write_text("4:memory,cpu:/job\n1:pids:/\n")
     assert available_host_bytes(tmp_path / "v1", membership) == 0

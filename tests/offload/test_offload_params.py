@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import VOCABULARY, Job, Outcome, fused_adamw, gpt2, gpt2_batch, of_trained, train
 
 import hf_zero
+from hf_zero import device
 from hf_zero.buckets import memory
 from hf_zero.buckets.memory import OffloadedMemory
 from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.device import PAGE_BYTES, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce, state_plan
-from hf_zero.offload import host_memory
 from hf_zero.offload.files import OffloadError
 
 pytestmark = pytest.mark.timeout(180)
@@ -285,7 +285,7 @@ def test_it_is_of_stage_3(stage):
 def test_too_little_host_memory_or_disk_is_refused_with_the_setting(monkeypatch, tmp_path):
     torch.manual_seed(0)
     gpt2().save_pretrained(tmp_path / "pretrained")
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    monkeypatch.setattr(device.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
     with hf_zero.init(BASE):
         model = hf_zero_model(tmp_path / "pretrained")
     with pytest.raises(MemoryError, match=r"`offload.params: cpu` needs .* of host memory for each of 1 ranks"):
