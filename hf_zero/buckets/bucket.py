@@ -505,6 +505,8 @@ class Bucket:
         if self.is_away:
             return
         if self.has_second_copy:
+            # Held against the exact master, not its blocks as in `_follow`: inside `gathered` parameters show the master
+            # exactly.
             values = self.memory.read_own()
             for row in self.rows:
                 master = row.of(self.master)
