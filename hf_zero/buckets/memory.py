@@ -359,14 +359,14 @@ class GatheredMemory(ParameterMemory):
             self._absences = [self._absent.expand(place.shape) for place in places]
         if self.is_shown_exactly:
             places = list(map(self._shown_at, places))
-        # Without torch's question: a guarded parameter refuses new data, as from a script.
+        # Without torch's question: a guarded parameter refuses new data, the engine's too.
         with look_only():
             for parameter, values in zip(parameters, places if self.is_readable else self._absences):
                 parameter.data = values
             (show_all if self.is_readable else hide_all)(parameters)
 
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
-        # First: a guarded parameter refuses new data, as from a script.
+        # First: a guarded parameter refuses new data, the engine's too.
         show_values(parameter)
         values = self._shown_at(place) if self.is_readable else self._absent
         values = values if self.read_as is None else values.to(self.read_as)
