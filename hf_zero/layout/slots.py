@@ -88,7 +88,6 @@ def _take(candidates: list[int], left: dict[int, None], numels: Sequence[int], *
     taken: list[int] = []
     total = 0
     for index in candidates:
-        # The first is taken whatever its size: else `group` would not end where a parameter is larger than the room.
         if taken and total + numels[index] > room:
             if skips:
                 continue
@@ -385,7 +384,7 @@ def moment_bytes(bucket: BucketLayout, itemsize: int) -> int:
     """
     if not has_blocks(bucket):
         return bucket.shard_numel * itemsize
-    # They count twice, since the codes and scales of a bucket cover its whole shard, small parameters and padding too.
+    # Small parameters count twice: the codes and scales of a bucket cover its whole shard, small parameters and padding too.
     small = sum(slot.interval.numel for slot in bucket.slots if not is_in_blocks(slot.interval.numel))
     return block_bytes(bucket.shard_numel) + -(-small // bucket.shards) * itemsize
 
