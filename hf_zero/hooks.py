@@ -108,8 +108,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        # torch's walk takes a dataclass for a leaf, and would miss the tensors that a model returns in one. A class is no
-        # instance and has no values.
+        # torch's walk takes a dataclass for a leaf, and would miss the tensors that a model returns in one. Python takes the
+        # class itself for a dataclass, too, which has no values.
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors(list(vars(leaf).values()))
 
