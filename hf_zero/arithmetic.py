@@ -123,6 +123,7 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         total = parts[0]
         for part in parts[1:-1]:
             total.add_(part)
+        # Into `out` at the very end: `out` may be one of the parts that were still to be added.
         torch.add(total, parts[-1], out=out)
         return
     out.copy_(parts[0])
@@ -187,6 +188,7 @@ def stochastic_reference(source: torch.Tensor, out: torch.Tensor, seed: int, off
     # (word, region, lane) to (region, word, lane), which is the order of the elements.
     noise = words.view(8, regions, LANES).transpose(0, 1).reshape(-1)[: source.numel()]
     bits = (source.view(torch.int32).to(torch.int64) & _LOW_32) + noise >> 16
+    # The noise may carry the bits of a NaN over into the sign: minus zero in the place of a NaN.
     bits = torch.where(source.isnan(), torch.full_like(bits, QUIET_NAN), bits)
     # By way of signed numbers, since torch does not convert to those without a sign everywhere.
     out.view(torch.int16).copy_(torch.where(bits >= 1 << 15, bits - (1 << 16), bits))

@@ -34,6 +34,7 @@ def ask_for(values: torch.Tensor) -> None:
     """Asks the system to begin reading the pages of these values, if they are in a mapped file."""
     if values.device.type != "cpu" or not values.is_contiguous() or not values.nbytes:
         return
+    # madvise refuses an address inside a page.
     begin = values.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = values.data_ptr() + values.nbytes
     for start in range(begin, end, _ASKED_BYTES):
@@ -142,6 +143,7 @@ def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
         return memory
     views = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr())
     # The callback keeps the mapping alive until it has been unpinned: pages may not go back before.
+    # Not at the end of the process: nothing has to be let go then, and copies may still be under way.
     weakref.finalize(views, unpin, memory, device).atexit = False
     return torch.frombuffer(views, dtype=torch.uint8)
 
@@ -245,6 +247,7 @@ class _QueueClock:
             event = self.free.pop()
         except IndexError:
             event = self._module.Event(enable_timing=True)
+        # The clock's own device is named: otherwise the stream would be that of the thread's current device.
         event.record(self._module.current_stream(self._device))
         return event
 
@@ -381,6 +384,8 @@ class HostReservation(Reservation):
         own = slice(0, 0) if apart else slice(kept.start * size, kept.stop * size)
         huge = nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
         slack = 2 * _HUGE_PAGE_BYTES if huge else 0
+        # At least a page, since the system maps no empty region. The slack is for the offset and for the tail, of less than a
+        # huge page each.
         self._region = mmap.mmap(-1, max(nbytes, PAGE_BYTES) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         everything = torch.frombuffer(self._region, dtype=torch.uint8)
         # `own` ends, or begins, at the start of a huge page, so that the memory on that side is freed in whole huge pages.
@@ -404,6 +409,7 @@ class HostReservation(Reservation):
     def release(self) -> None:
         """Frees whole pages, which read as zero afterwards."""
         for start, stop in self._passing:
+            # Inwards to whole pages: a page with elements of `own` stays, or those elements would read as zero.
             first = _page_below(self._offset + start + PAGE_BYTES - 1)
             # Behind the end there is nothing, in the last page and in a huge one.
             last = _page_below(self._end + PAGE_BYTES - 1 if stop == self.flat.nbytes else self._offset + stop)
@@ -523,6 +529,7 @@ def ranks_on_this_host() -> int:
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process could still allocate on its device; on the host, an equal part for each of its ranks."""
     if device.type == "cpu":
+        # The ranks of a host ask at about the same time, and would each count on all of the free memory.
         return available_host_bytes() // ranks_on_this_host()
     free, _ = torch.get_device_module(device).mem_get_info(device)
     # torch's allocator keeps freed memory: it counts as free for this process.
@@ -546,6 +553,7 @@ class HostValue:
         if scalar.device.type == "cpu":
             self._copy, self._there = scalar, Arrival()
             return
+        # Pinned: for a copy to pageable memory the host would wait, and so for all that the device has in its queue.
         self._copy = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True)
         self._copy.copy_(scalar, non_blocking=True)
         self._there = queue_end(scalar.device)

@@ -130,6 +130,8 @@ def extra(room: str, name: str) -> Any:
             f"hf_zero: {EXTRAS[room].switch} needs the extra `{room}`, whose folder is missing. Installed extras: {installed}. "
             "Install hf-zero anew, or do without."
         )
+    # By the table alone: a name that the table lacks fails here, and the table stays the whole list of what the core asks of an
+    # extra.
     [file] = [file for file, _, found in (each.partition(":") for each in EXTRAS[room].factories) if found == name]
     return getattr(importlib.import_module(f".{room}.{file}", __package__), name)
 

@@ -163,6 +163,7 @@ def plan_states(
         kept_whole: bytes of frozen parameters and buffers that are in no bucket.
         accumulates: a step has several micro-batches.
     """
+    # Before `costs` loses the frozen ones: their shards may be in files, too.
     in_files = sum(cost.layout.shard_numel * cost.in_files for cost in costs)
     frozen = kept_whole + sum(cost.parameter_bytes for cost in costs if not cost.trained)
     costs = [cost for cost in costs if cost.trained]
@@ -484,6 +485,7 @@ def forecast(
     }
     in_files = {kind: min(nbytes, state[kind]) for kind, nbytes in moved["files"].items()}
     in_host = {kind: min(nbytes, state[kind] - in_files.get(kind, 0)) for kind, nbytes in moved["host"].items()}
+    # The host is the training device then: these bytes count as the device's.
     if on_host:
         in_host = {}
     device = {kind: nbytes - in_files.get(kind, 0) - in_host.get(kind, 0) for kind, nbytes in state.items()}
@@ -496,6 +498,7 @@ def forecast(
     peak = _peak(plan, costs, coming + passing.received, activations, moves=moves)
     logits = max(0, peak.logits - activations.saved_logits) if activations and moves else peak.logits
     in_step = coming + (passing.step if on_host or not offload.moves_state else 0) + (passing.window if on_host else 0)
+    # At least the gradients that come: all of them are there when the backward ends, wherever its peak was.
     in_backward = max(coming, peak.live - saved + peak.buffers)
     buffers = min(peak.buffers, in_backward - coming)
     passes = in_backward - coming - buffers
@@ -504,6 +507,7 @@ def forecast(
         "gathered": passing.gathered,
         "activations": max(0, passes - logits),
         "logits": min(passes, logits),
+        # Only what the step takes beyond a backward: the two do not happen at the same time.
         "step": max(0, in_step - passing.gathered - in_backward),
         "runtime": passing.runtime,
     }

@@ -52,6 +52,7 @@ def _looks() -> frozenset[Any]:
     """Lists all operations that need no values. torch spells the reading of an attribute as its descriptor's `__get__`."""
     found = [*_existing(torch.Tensor, _METHODS), *_existing(torch, _FUNCTIONS)]
     for attribute in _existing(torch.Tensor, _ATTRIBUTES):
+        # With the setters: `grad` or `requires_grad` of a guarded parameter may be set as well as read.
         found += _existing(attribute, "__get__ __set__ __delete__")
     return frozenset(found)
 
@@ -72,6 +73,7 @@ def named_as(mixin: type, kind: type, **members: Any) -> type:
     return type(kind.__name__, (mixin, kind), shown | members)
 
 
+# Cached: else two objects of one class would get different classes, and each call would leave a class behind.
 @cache
 def _mixed(mixin: type, kind: type) -> type:
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -135,6 +137,7 @@ class Guard:
         """Guards these parameters. Each layer of stage 3 comes here twice in a step."""
         for parameter in parameters:
             kind: Any = type(parameter)
+            # A guarded class is left alone: guarded once more, a parameter would stay guarded after one `unguard`.
             if kind not in self.classes:
                 parameter.__class__ = self._made.get(kind) or self._make(kind)
 

@@ -108,6 +108,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
+        # torch's walk takes a dataclass for a leaf, and would miss the tensors that a model returns in one. Python takes the
+        # class itself for a dataclass, too, which has no values.
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors(list(vars(leaf).values()))
 
@@ -123,6 +125,7 @@ def is_in_backward() -> bool:
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replaces a name of a class or module of another package by `value` inside."""
+    # By `vars`: `getattr` would take the function out of a static method, and restore a plain one that gets `self`.
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:

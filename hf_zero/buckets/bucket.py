@@ -55,6 +55,7 @@ class FlatViews:
         """Returns the views of a 1-D tensor, each in its shape, row-major."""
         views = _unflatten_dense_tensors(flat, self._like)
         found = [views[place] for place in self._places]
+        # For a part without elements torch returns a new tensor of shape (0,), in memory of its own: the shape would be lost.
         for number, shape in self._without_elements.items():
             found[number] = flat[:0].view(shape)
         return found
@@ -70,6 +71,7 @@ class FlatViews:
         parts = list(self._like)
         for place, value in zip(self._places, values):
             parts[place] = value
+        # Zeros of another dtype would make torch join all parts in the wider dtype; zeros on another device would be refused.
         if self._gaps and not (self._between and _are_alike(self._between[0], flat)):
             longest = max(self._like[place].numel() for place in self._gaps)
             zeros = torch.zeros(longest, dtype=flat.dtype, device=flat.device)
@@ -203,6 +205,7 @@ def rows_with_gradient(row_of: Mapping[nn.Parameter, Row], parameters: Iterable[
         owned = [(row, row.tensor, row.slot.parameter) for row in map(row_of.get, parameters) if row is not None]
         # As `has_gradient` does: each parameter comes here in each step.
         rows = [row for row, tensor, p in owned if tensor.grad is not None and (tensor is p or p.grad is not None)]
+    # In any order: these are waits for this rank's own copies, in which no other rank takes part.
     for bucket in {row.slot.bucket for row in rows}:
         bucket.await_gradient()
     return rows
@@ -271,12 +274,15 @@ class Bucket:
         self.master = tier.empty(layout.shard_numel, precision.master) if precision.has_master else self.own
         slot_of = {slot.name: slot for slot in self.slots}
         self.own_parts = {slot_of[part.name]: part for part in rows_of_shard(layout, group.groups.shard_rank)}
+        # Before the parameters are adopted below: the rows are views of the master, and receive each parameter's digits with
+        # the adoption.
         self.rows = self._make_rows() if self.trained else []
         memory.clear_padding(layout)
         if precision.has_master:
             clear_padding(self.master, layout, self.own_interval)
         for slot in self.slots:
             self._adopt_with_master(slot)
+        # Last: the views above are made while `flat` has memory, and torch makes no view of a storage without memory.
         memory.end_filling()
 
     @property
@@ -404,6 +410,7 @@ class Bucket:
         edited = self.edited_rows
         if edited and self.has_second_copy:
             self._follow(edited, self.memory.read_own())
+        # The versions are noted even without a second copy: else each later step would take the same edit for a new one.
         for row in edited:
             row.slot.version = row.slot.parameter._version
 
@@ -422,6 +429,8 @@ class Bucket:
                 if gradient is slot.sharded_gradient:
                     if slot.sharded_gradient.state is GradientState.SPENT:
                         slot.sharded_gradient.refuse_if_spent()
+                # Any stand-in passes: `adopt` makes a new one and leaves the former in `grad`, and `model.to(...)` puts a moved
+                # one there.
                 elif not (self.rows_are_parameters or gradient is None or isinstance(gradient, ShardedGradient)):
                     raise ShardedGradientError(
                         f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward "
@@ -446,6 +455,8 @@ class Bucket:
     def refuse_norms(self) -> None:
         """Makes a norm of a row's gradient raise, if rows are parts of parameters."""
         if not self.rows_are_parameters:
+            # Plain tensors only: the guard replaces the class, and a clipped gradient would lose the class that multiplies by
+            # its coefficient.
             refuse_norms([row.tensor.grad for row in self.rows if type(row.tensor.grad) is torch.Tensor])
 
     def allow_norms(self) -> None:
@@ -480,6 +491,7 @@ class Bucket:
         # clamps weights at each step would otherwise undo every update smaller than a step of bfloat16, or of a block.
         shown = self.master
         if self.precision.weights is not None:
+            # A copy even where dtype and device are the same: `weights` rounds in place, and would round the master itself.
             shown = self.master.to(values, copy=True)
             self.precision.weights(shown)
         for row in edited:
@@ -493,6 +505,8 @@ class Bucket:
         if self.is_away:
             return
         if self.has_second_copy:
+            # Held against the exact master, not its blocks as in `_follow`: inside `gathered` parameters show the master
+            # exactly.
             values = self.memory.read_own()
             for row in self.rows:
                 master = row.of(self.master)
@@ -525,6 +539,8 @@ class Bucket:
 
     def store(self, placeholder: torch.Tensor) -> None:
         """Leaves the master to a file. `placeholder`: a 0-d tensor of its dtype."""
+        # Expanded, not empty: rows are cut out of the master by their place in the shard, and keep their shapes for the
+        # optimizer.
         self._set_master(placeholder.expand(self.layout.shard_numel))
         self.is_away = True
 
@@ -557,6 +573,8 @@ class Bucket:
         rows = []
         for slot, layout in self.own_parts.items():
             shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
+            # An intact row keeps the parameter's shape: optimizers that compute with rows and columns of a matrix would see a
+            # vector.
             tensor = slot.parameter if self.rows_are_parameters else nn.Parameter(_part(master, layout.in_shard, shape))
             slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = (
                 tensor,
@@ -596,6 +614,8 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
     found: list[list[tuple[Row, torch.Tensor]]] = []
     phases = phase_of or {}
     for row in sorted(rows, key=lambda row: (row.slot.bucket.layout.index, row.layout.in_shard.start)):
+        # `detach` multiplies a clipped gradient that still has its coefficient. A caller whose kernel multiplies must take the
+        # coefficients before this call.
         here = (row, cast(torch.Tensor, row.tensor.grad).detach().contiguous())
         if found and _follows(found[-1][-1], here) and phases.get(row) == phases.get(found[-1][-1][0]):
             found[-1].append(here)
@@ -610,6 +630,7 @@ def _follows(before: tuple[Row, torch.Tensor], after: tuple[Row, torch.Tensor]) 
         row.slot.bucket is last.slot.bucket
         and row.layout.in_shard.start == last.layout.in_shard.stop
         and gradient.dtype == last_gradient.dtype
+        # Addresses that touch are not enough: two allocations may touch, and torch refuses a view that leaves its storage.
         and gradient.untyped_storage().data_ptr() == last_gradient.untyped_storage().data_ptr()
         and gradient.data_ptr() == last_gradient.data_ptr() + last_gradient.nbytes
     )

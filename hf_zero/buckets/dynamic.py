@@ -131,12 +131,15 @@ def quantise_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Te
         ValueError: a tensor does not fit.
     """
     _check(values, codes, scales)
+    # A chunk is a whole number of blocks: one that ended inside a block would give the block two scales.
     tables, chunk = tables_of(code, values.device), _chunk_numel(values.device)
     padded, ratio, thresholds = values.new_empty((3, min(chunk, blocks(len(values)) * BLOCK_NUMEL)))
     for start in range(0, len(values), chunk):
         part = values[start : start + chunk]
         count, scale = blocks(len(part)), scales[blocks(start) : blocks(start + len(part))]
         x, y = padded[: count * BLOCK_NUMEL], ratio[: count * BLOCK_NUMEL]
+        # The last block may be short. What lies behind the values, from an earlier chunk or of new memory, would set that
+        # block's scale.
         x[len(part) :].zero_()
         x[: len(part)].copy_(part)
         rows = x.view(count, BLOCK_NUMEL)
@@ -144,6 +147,8 @@ def quantise_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Te
         # Whatever is in a block of scale 0 becomes zero.
         divisors = torch.where(scale == 0, float("inf"), scale)
         torch.div(rows, divisors[:, None], out=y.view(count, BLOCK_NUMEL))
+        # The padded values are no longer needed, and their memory serves for indices: a new tensor a chunk would leave the
+        # cache.
         nearest = _nearest(y, x.view(torch.int32), thresholds[: len(y)], tables)
         codes[start : start + len(part)].copy_(nearest[: len(part)])
 
@@ -155,6 +160,7 @@ def _scales_of(rows: torch.Tensor, code: DynamicCode) -> torch.Tensor:
     scale = torch.where(most >= -least, most, least) if code.signed else most.clamp(min=0.0)
     magnitude = torch.maximum(most, -least)
     scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
+    # `<` is false of NaN, so that one comparison finds NaN and infinity.
     return torch.where(magnitude < float("inf"), scale, float("nan"))
 
 
@@ -175,6 +181,7 @@ def dequantise_dynamic(codes: torch.Tensor, scales: torch.Tensor, out: torch.Ten
         torch.index_select(tables.values, 0, codes[start : start + chunk].to(torch.int32), out=part)
         scale = scales[blocks(start) : blocks(start + len(part))]
         whole = len(part) // BLOCK_NUMEL
+        # Whole blocks by broadcast; a short last block has no row of 256 elements, and is multiplied below.
         part[: whole * BLOCK_NUMEL].view(whole, BLOCK_NUMEL).mul_(scale[:whole, None])
         part[whole * BLOCK_NUMEL :].mul_(scale[whole:])
 

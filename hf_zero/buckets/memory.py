@@ -166,6 +166,8 @@ class UnshardedMemory(ParameterMemory):
         place.copy_(parameter)
 
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        # An alias, not a view: `torch.save` of a view writes the whole bucket, and safetensors takes all views of a bucket for
+        # tied weights.
         parameter.data = alias(place)
 
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
@@ -215,10 +217,12 @@ class GatheredMemory(ParameterMemory):
         *,
         rounded: bool = False,
     ):
+        # Only a shard of the dtype of `flat` can be a part of `flat`. For another shard all of `flat` is given back.
         in_flat = slice(shard.start, shard.stop) if kept == dtype else slice(0, 0)
         self._reservation = reserve(layout.numel, dtype, device, in_flat, apart=rounded)
         self._own = self._reservation.own
         if kept not in (None, dtype):
+            # Outside of `flat`, which cannot hold the digits of another dtype: a gather casts from here.
             self._own = allocate(layout.shard_numel, kept, device)
         self.edits_last = kept == dtype and self._reservation.in_place
         self._shard = shard
@@ -298,6 +302,7 @@ class GatheredMemory(ParameterMemory):
     def keep_edits(self) -> None:
         """Takes this rank's part of edited whole parameters into the shard."""
         if not self.edits_last:
+            # Here `own` lies outside of the gathered memory: without the copy the edit would go with the next `drop`.
             self.own.copy_(self.own_place)
 
     def _make_room(self, *, exactly: bool) -> None:
@@ -334,6 +339,8 @@ class GatheredMemory(ParameterMemory):
         common = interval.intersect(self._shard)
         if common is not None:
             source = common.shift(-interval.start)
+            # Only this rank's part is looked at: a parameter may be a view of a mapped file, of which the other pages stay
+            # unread.
             values = parameter.reshape(-1)[source.start : source.stop]
             ask_for(values)
             self.write_own_part(common.shift(-self._shard.start), values)
@@ -347,16 +354,19 @@ class GatheredMemory(ParameterMemory):
             for parameter, place in zip(parameters, places):
                 self.set_data(parameter, place)
             return
+        # Made once: each unit comes here four times a step, and expanding costs the host a call a parameter.
         if self._absences is None:
             self._absences = [self._absent.expand(place.shape) for place in places]
         if self.is_shown_exactly:
             places = list(map(self._shown_at, places))
+        # Without torch's question: a guarded parameter refuses new data, the engine's too.
         with look_only():
             for parameter, values in zip(parameters, places if self.is_readable else self._absences):
                 parameter.data = values
             (show_all if self.is_readable else hide_all)(parameters)
 
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        # First: a guarded parameter refuses new data, the engine's too.
         show_values(parameter)
         values = self._shown_at(place) if self.is_readable else self._absent
         values = values if self.read_as is None else values.to(self.read_as)
@@ -433,12 +443,16 @@ class OffloadedMemory(GatheredMemory):
     def gather(self, *, exactly: bool) -> Iterator[None]:
         values = self._values.fetched()
         self._make_room(exactly=exactly)
+        # Beside the device's own queue: forward and backward go on while the shard crosses the bus, and so does the all-gather
+        # behind it.
         with self._queue.aside():
             if values.dtype != self.source.dtype:
                 # Cast where it arrives: a copy between devices that casts would do so on the host, which would wait for it.
                 values = values.to(self.flat.device, non_blocking=True)
             self.source.copy_(values, non_blocking=True)
             yield
+        # Behind the copy and what the caller starts inside: the shard may not be written, nor the gather finished, before that
+        # point.
         self._copied = self._queue.mark()
 
     def arrive(self) -> None:
@@ -458,6 +472,7 @@ class OffloadedMemory(GatheredMemory):
         self._values.rest(master)
 
     def read_own(self) -> torch.Tensor:
+        # From a file, where there is one: `own` has only a shape then, and reads as NaN.
         return self._values.fetched()
 
     def write_own(self, values: torch.Tensor, h2d: HostToDevice) -> None:

@@ -22,6 +22,7 @@ _REPACKS = "support_avx512bf16_for_cpu"
 def is_packed(parameter: nn.Parameter) -> bool:
     """Whether a parameter is frozen, and a cast or rounding of its elements would give another weight."""
     dtype = parameter.dtype
+    # Eight bits are codes even where torch calls the dtype a float: a float8 weight means little without the scales beside it.
     is_code = dtype.itemsize == 1 or not dtype.is_floating_point
     return not parameter.requires_grad and (is_code or _state_of(parameter) is not None)
 

@@ -58,6 +58,7 @@ def take_from_file(parameter: nn.Parameter, device: torch.device) -> None:
     if not is_loaded(parameter):
         return
     ask_for(parameter.data)
+    # A copy even where dtype and device fit: else the parameter would stay a view of the mapped file.
     parameter.data = parameter.detach().to(device, wanted_dtype(parameter), copy=True)
     forget_loaded(parameter)
 
@@ -68,8 +69,11 @@ def take_rank_0s(parameter: nn.Parameter, device: torch.device, transport: Trans
         return
     # As DDP: what rank 0 has is what is trained, whatever the other ranks were seeded with.
     with torch.no_grad():
+        # Contiguous: a collective sends memory in its order, and a rank with other strides would get the values in other
+        # places.
         values = parameter.detach().to(device).contiguous()
         transport.broadcast(values, Label(kind="broadcast parameters", subject="the model"))
+        # At the same address nothing was copied, and the broadcast has written to the parameter's own memory.
         if values.data_ptr() != parameter.data_ptr():
             parameter.data = values
 
@@ -154,6 +158,7 @@ def resolve_precision(
             f"hf_zero config: `rounding: stochastic` is for bfloat16 parameters, and some are trained in {kept}. Set "
             "`param_dtype: bfloat16`, or leave `rounding` at nearest."
         )
+    # In 16 bits most updates are smaller than half of a parameter's last digit, and would be rounded away.
     master = torch.float32 if kept.itemsize < 4 else kept
     if config.quantises_moments and master != torch.float32:
         raise ConfigError(
@@ -253,6 +258,7 @@ def float32_names(models: Iterable[object], dtype: torch.dtype) -> re.Pattern[st
     # What `from_pretrained` loads in float32 when it is asked for another dtype.
     for model in models if dtype in _SIXTEEN_BITS else ():
         names.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        # As `from_pretrained`: these overflow in float16, whose largest number is 65,504. bfloat16 has the range of float32.
         if dtype == torch.float16:
             names.update(getattr(model, "_keep_in_fp32_modules", None) or ())
     # Regular expressions, in which a star stands for any characters: so transformers reads them.
@@ -268,6 +274,7 @@ def uncast_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Para
         return frozenset()
     # Wrappers such as PEFT's do not repeat what the model inside them says.
     pattern = float32_names(model.modules(), dtype)
+    # With duplicates: the pattern may match a tied parameter by its second name alone.
     named = model.named_parameters(remove_duplicate=False)
     kept = [parameter for name, parameter in named if pattern is not None and pattern.search(name)]
     norms = (module for module in model.modules() if hasattr(module, "track_running_stats"))
@@ -345,6 +352,7 @@ def cost_of(*, ranks: int, nodes: int) -> CollectiveCost:
     between = nodes - 1
     bandwidth = _BYTES_A_SECOND
     if between:
+        # Each rank of a node has a link, and the ring uses all of them; the slower of link and node limits the ring.
         bandwidth = min(bandwidth, _LINK_BYTES_A_SECOND * ranks / nodes)
     return CollectiveCost(
         latency_s=_CALL_S + (ranks - 1 - between) * _STEP_S + between * _STEP_BETWEEN_NODES_S,
@@ -393,6 +401,7 @@ def choose_sizes(model: nn.Module, config: ZeroConfig, groups: Groups, device: t
     With `auto`, on the host: [Note: buckets on the host]. On several accelerators a layer of stage 3 is one bucket of each kind,
     whatever its size, since it is gathered and reduced as a whole; others have the size that costs least by buckets/precision.py.
     """
+    # All of them where none is trained: stage 3 has buckets of frozen parameters, and the least of no sizes would be an error.
     trained = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
     gathered = GatheredDtypes(model, config)
     dtypes = {p: (wanted_dtype(p), gathered.of(p, sharded=config.stage == 3)) for p in trained}
@@ -402,6 +411,7 @@ def choose_sizes(model: nn.Module, config: ZeroConfig, groups: Groups, device: t
     if isinstance(config.bucket_bytes, int):
         numel = max(1, config.bucket_bytes // smallest)
         return BucketSizes(numel=numel, layer_numel=numel)
+    # One rank sends nothing, and so has no collective whose cost could choose a size.
     if device.type == "cpu" or groups.world_size == 1:
         numel = (_LARGEST_UNIT_BYTES if config.stage == 3 else bytes_on_host(total_bytes)) // smallest
         return BucketSizes(numel=numel, layer_numel=numel)
@@ -433,6 +443,7 @@ def bytes_on_accelerators(total_bytes: int, groups: Groups) -> int:
 
     Beyond that `GRAD_BUFFERS` of them would be most of the gradients that stage 2 does not keep.
     """
+    # A shard group of one rank sends nothing: whole gradients are then all-reduced between the replicas.
     group = groups.shard if groups.shard.size > 1 else groups.replicate
     nodes = len({groups.nodes[rank] for rank in group.ranks})
     wanted = cost_of(ranks=group.size, nodes=nodes).bucket_bytes(total_bytes)

@@ -55,6 +55,7 @@ class PackedState:
 
     def part(self, interval: Interval) -> torch.Tensor:
         """Unpacks the elements `interval`, which begins anywhere, as float32 in memory of their own."""
+        # From the start of the block: a scale belongs to 256 elements counted from there.
         before = interval.start % BLOCK_NUMEL
         there = self.cut(Interval(interval.start - before, interval.stop))
         out = torch.empty(len(there.codes), dtype=torch.float32, device=there.codes.device)
@@ -152,6 +153,7 @@ class StateRow:
 
 def kind_of(name: str) -> str:
     """Returns the kind of the optimizer's state `name`."""
+    # An optimizer may call a state `master`, say: without the prefix a resume would load that state as the parameter's master.
     return f"{OWN}{name}" if name in _WORDS or name.startswith(_BEGINNINGS) else name
 
 

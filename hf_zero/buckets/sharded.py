@@ -172,6 +172,7 @@ class ShardedGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # torch's own is disabled
         if func is torch.ops.aten.detach.default:
+            # The stand-in itself: a copy would not see what a script zeroes or a step frees later.
             return args[0]
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls):
             # Autograd accumulates a further backward.
@@ -207,6 +208,7 @@ class RowGradient(Guarded):
                 "whole gradient, engine.full_grad(parameter)."
             )
         result = torch.nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+        # `grad.detach()` and `grad.data` are the same row: without the guard, their norm would pass for the gradient's.
         return result.as_subclass(cls) if func in ALIASING else result
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # torch's takes an argument for printed values
@@ -216,6 +218,8 @@ class RowGradient(Guarded):
         return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # As a plain tensor: the guard's class has the name of another class, and pickle refuses a class that its name does not
+        # lead to.
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
@@ -254,6 +258,7 @@ class ClippedGradient(torch.Tensor):
     def __new__(cls, gradient: torch.Tensor, coefficient: Coefficient, row: torch.Tensor) -> "ClippedGradient":
         self = gradient.detach().as_subclass(cls)
         self.coefficient = coefficient
+        # Weak: the row holds this gradient, and a cycle would keep the memory after the step until Python's collector runs.
         self._row = weakref.ref(row)
         self._product = None
         return self
@@ -270,12 +275,14 @@ class ClippedGradient(torch.Tensor):
         coefficient, self.coefficient = self.coefficient, None
         if coefficient is not None:
             row = self._row()
+            # In place where no digits are lost: a new tensor would take as much memory again as the row's gradient.
             if row is None or row.dtype == self.dtype:
                 self.mul_(coefficient.value)
             else:
                 # In bfloat16 the product would be rounded, which a kernel's is not: so a wider one takes this
                 # gradient's place.
                 self._product = self.to(row.dtype).mul_(coefficient.value)
+                # The script may have put another gradient there meanwhile, or none.
                 if row.grad is self:
                     row.grad = self._product
         return self if self._product is None else self._product
@@ -352,6 +359,7 @@ class ShardedValues(Guarded):
             return _alias_of(_parameter_behind(args[0]))
         if func in EDITS and _edit_own(args[0], func, args[1:], kwargs):
             return args[0]
+        # By `==`: Python makes a new `__set__` at each access, so `is` would never hold.
         if func == _DATA.__set__ and isinstance(args[1], ShardedAlias) and args[1]._parameter is args[0]:
             # `p.data *= 2` sets what it has edited.
             return None
@@ -413,6 +421,7 @@ def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter:
 
 def _alias_of(parameter: nn.Parameter) -> torch.Tensor:
     with look_only():
+        # Without torch's question: this is called by the guard's answer, and would ask without end.
         alias = parameter.detach()
         if not are_hidden(parameter):
             return alias
@@ -424,8 +433,10 @@ def _alias_of(parameter: nn.Parameter) -> torch.Tensor:
 def _fetch(parameter: nn.Parameter, func: Callable) -> None:
     """Makes a parameter readable for an operation, or raises."""
     engine = engine_attached_to(parameter)
+    # An argument before this one may be of the same unit, which is gathered by now.
     if not are_hidden(parameter):
         return
+    # New data are refused even in a pass: the next drop points the parameter back at its shard, and the new data would be lost.
     if func in _REPLACING or engine is None or not engine.sharded.gather_in_pass(parameter):
         raise unprepared_step(lambda other: other is parameter) or unreadable(_name_of(parameter), _spelling(func))
 
@@ -435,6 +446,8 @@ def _edit_own(edited: torch.Tensor, func: Callable, args: tuple, kwargs: dict) -
     parameter = _parameter_behind(edited)
     engine = engine_attached_to(parameter)
     operands = [each for each in leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    # An operand with one value an element would have to be cut as the parameter is. Numbers, in a tensor or not, fit every
+    # shard.
     if any(isinstance(each, ShardedValues) or each.dim() > 0 for each in operands):
         return False
     if engine is None or not are_hidden(parameter):
@@ -449,6 +462,7 @@ def _whole(values: Any) -> Any:
     """Replaces aliases that were taken before a gather by the whole tensors."""
     if isinstance(values, list | tuple):
         whole = [_whole(value) for value in values]
+        # A named tuple takes its items as arguments, other lists and tuples take all in one.
         return type(values)(*whole) if hasattr(values, "_fields") else type(values)(whole)
     if isinstance(values, dict):
         return {name: _whole(value) for name, value in values.items()}

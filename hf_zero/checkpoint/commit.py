@@ -52,6 +52,7 @@ def on_all_ranks(exchange: Exchange, work: Callable[[], Result], *, doing: str, 
     return all_results_or_none(
         exchange,
         work,
+        # Every error: with one that is not expected, this rank would raise another class of error than the others.
         expected=(Exception,),
         tell=lambda error: str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}",
         error=lambda rank, reason: CheckpointError(
@@ -152,6 +153,7 @@ def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk
 
     names = on_all_ranks(exchange, put, doing=f"write to {folder}", then=then)
     seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
+    # After this all ranks have looked. A mark that went earlier would hide its rank from a rank that looks later.
     exchange(None)
     mark.unlink(missing_ok=True)
     return Disk(ranks=seen, rank=rank, world_size=len(names))
@@ -181,7 +183,6 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
     Raises:
         CheckpointError: on every rank, when the folder cannot be made or the disk has too little room.
     """
-    # A former run that was killed may have left a folder of that name: its files would be sealed with ours.
     temporary = temporary_of(final)
 
     def make() -> None:
@@ -195,6 +196,7 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
                 f"{final} needs about {in_units(needed_bytes)} and {final.parent} has {in_units(free)} free: "
                 f"{in_units(needed_bytes - free)} too little"
             )
+        # A former run that was killed may have left a folder of that name: its files would be sealed with ours.
         _take_away(temporary)
         temporary.mkdir()
 
@@ -236,6 +238,7 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
 
     def write() -> None:
         there = {name for part in parts for name, _ in part}
+        # Against the parts of all ranks: each disk may have some of the files, and a file that is on none has been taken away.
         lost = sorted({f"{folder}/{row.file}" for row in manifest.rows} - there)
         if lost:
             raise CheckpointError(f"{lost[0]} has been written and is gone")
@@ -301,6 +304,7 @@ def discard(final: Path) -> None:
     temporary = temporary_of(final)
     # Renamed first: removing files takes time, and half of a checkpoint under its name would be resumed from.
     _take_away(temporary)
+    # To the name of an unfinished checkpoint: the next run clears those away, should this one be killed below.
     final.rename(temporary)
     _take_away(temporary)
 
@@ -372,6 +376,8 @@ def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None
 
     then = "Nothing was trained. Give this run an output_dir of its own, or end the other first."
     try:
+        # Inside `try`: this raises on all ranks where one has no lock, and the locks that other disks' ranks have taken must
+        # go.
         on_all_ranks(exchange, take, doing=f"have {folder} for its checkpoints alone", then=then)
         yield
     finally:
@@ -392,6 +398,7 @@ def _taken(path: Path) -> int:
         lock = _opened(path)
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # POSIX lets a system say either when another process has the lock.
         except (BlockingIOError, PermissionError) as error:
             holder = os.pread(lock, 500, 0).decode(errors="replace")
             os.close(lock)
@@ -426,6 +433,7 @@ def _opened(path: Path) -> int:
     try:
         lock = os.open(path, flags, 0o666)
     except PermissionError as error:
+        # A file that is there and refused is another user's. Without a file, the folder itself refuses.
         if os.path.lexists(path):
             raise CheckpointError(
                 f"{path} is user {path.lstat().st_uid}'s, whose run writes there or has left it"
@@ -435,6 +443,8 @@ def _opened(path: Path) -> int:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise CheckpointError(f"{path} is a link or no plain file, and not hf_zero's. Take it away") from error
         raise
+    # The flags refuse no hard link, which may be another file of ours, and open a pipe. `fstat`, not `stat`: the file under the
+    # path may have been exchanged since.
     found = os.fstat(lock)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(lock)
@@ -486,6 +496,7 @@ class Background:
                 # A new thread begins on device 0, whatever device the main thread uses.
                 enter_thread(self._device)
                 job()
+            # All errors: a thread prints an error, or ends in silence on SystemExit, and the save would pass for done.
             except BaseException as fault:
                 self._fault = fault
 

@@ -57,6 +57,7 @@ def leads_out(root: Path, path: Path) -> bool:
     A snapshot in the Hub's cache is made of links to the `blobs` folder beside it, which is a part of it.
     """
     here, real = os.path.realpath(root), os.path.realpath(path)
+    # With the separator: `/runs/model-2` begins with `/runs/model`, and is outside.
     if real == here or real.startswith(here + os.sep):
         return False
     snapshots = Path(here).parent
@@ -205,6 +206,7 @@ def tensors_in(path: Path) -> dict[str, tuple[int, int]]:
     """Each tensor of a safetensors file: its first byte, and bytes an element. {} for a file that is cut off."""
     spans = spans_in(path) or {}
     numels = {name: math.prod(span.shape) for name, span in spans.items()}
+    # Tensors without elements have no bytes to share out, and would divide by zero.
     return {name: (span.begin, (span.end - span.begin) // numels[name]) for name, span in spans.items() if numels[name]}
 
 
@@ -317,6 +319,7 @@ def hashes_of(path: Path, indices: Iterable[int], on_read: Callable[[int], None]
             file.seek(first * CHUNK_BYTES)
             for index in range(first, last):
                 filled = 0
+                # In a loop: without a buffer of Python's, one read may return fewer bytes than there are.
                 while read := file.readinto(buffer[filled:]):
                     filled += read
                 hashes[index] = xxhash.xxh3_64_hexdigest(buffer[:filled])
@@ -351,6 +354,7 @@ def share_of(sizes: Mapping[str, int], rank: int, world_size: int) -> list[Chunk
     for name in sorted(sizes):
         for index in range(chunks_in(sizes[name])):
             nbytes = min(CHUNK_BYTES, sizes[name] - index * CHUNK_BYTES)
+            # `min`: an empty file behind all others would fall to a rank that does not exist, and nobody would check that file.
             if min(world_size - 1, (before + nbytes // 2) * world_size // total) == rank:
                 own.append((name, index))
             before += nbytes

@@ -139,6 +139,7 @@ class Manifest:
             "elsewhere": list(self.elsewhere),
             "files": {name: [record.size, "".join(record.xxh3)] for name, record in self.files.items()},
         }
+        # Only where there are some: format 4, which a manifest without boxes has, refuses a field more.
         if self.boxes:
             content["boxes"] = {
                 file: {name: [list(box.shape), box.ranges] for name, box in boxes.items()}
@@ -287,6 +288,7 @@ def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
         raise CheckpointError(
             f"hf_zero: {folder / MANIFEST_NAME} names {name[:200]!r}, which is not inside its checkpoint."
         )
+    # Counted here: the check of a file looks a hash up by its chunk, and would fail with an IndexError on too few.
     if len(xxh3) != HASH_DIGITS * chunks_in(size):
         raise CheckpointError(
             f"hf_zero: {folder / MANIFEST_NAME} has {len(xxh3)} digits of checksums for {name!r} of {size} bytes."
@@ -297,6 +299,8 @@ def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
 def _is_as_written(content: dict[str, Any], text: str) -> bool:
     """Whether a manifest has its own hash, which is taken out, and its own spelling: `1E-8` is `1e-8` with a flipped bit."""
     try:
+        # The text first, with the hash in. The hash is of the other fields, and is taken out for good: a field more would be
+        # refused.
         return text == _text(content) and content.pop("xxh3", None) == _hash(content)
     except RecursionError:
         return False

@@ -52,6 +52,7 @@ def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
     for name, span in spans.items():
         dtype = dtype_named(span.dtype)
         numel = (span.end - span.begin) // dtype.itemsize
+        # torch makes no tensor of a buffer without elements.
         flat = (
             torch.frombuffer(pages, dtype=dtype, count=numel, offset=span.begin)
             if numel
@@ -165,6 +166,7 @@ class CheckpointReader:
         values = whole[interval.start : interval.stop]
         # The whole run at once: page by page, a disk on a network answers one request after the other.
         ask_for(values)
+        # A clone: a view would keep the whole file mapped for as long as the state lives.
         return values.clone()
 
 
@@ -186,6 +188,7 @@ class _Runs:
 
     def about(self, interval: Interval) -> list[tuple[Interval, tuple[SavedRow, int]]]:
         """Returns the runs that may have elements of the interval."""
+        # A run that begins before the interval may reach into the interval, but no run is longer than `_most`.
         first = bisect_left(self._starts, interval.start - self._most)
         return self._runs[first : bisect_left(self._starts, interval.stop)]
 

@@ -104,6 +104,7 @@ def described_faults(folder: Path) -> list[str]:
             read(folder)
         except CheckpointError as error:
             faults.append(in_words(error))
+    # Without a trainer's state, `read_history` reads the record of the run again, and finds the same fault.
     return list(dict.fromkeys(faults))
 
 
@@ -193,6 +194,7 @@ def row_faults(manifest: Manifest) -> list[str]:
     for kind, name in wanted:
         whole_numel = math.prod(manifest.whole_shape(kind, name) or ())
         parts = rows.get((kind, name), {})
+        # By sizes and pairs: boxes that share nothing and have as many elements as the whole cover each element once.
         once = sum(box.numel for box in parts) == whole_numel and not any(
             one.shares_with(other) for one, other in combinations(parts, 2)
         )
@@ -361,6 +363,7 @@ def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) ->
             inside = runs[bisect_right(ends, begin) : bisect_left(begins, end)] or [whole]
             positions = [run.position((max(begin, run.begin) + min(end, run.end)) // 2) for run in inside]
             readers = {min(world_size - 1, int(position * world_size)) for position in positions}
+            # Headers on all ranks: a damaged one would lead a rank to other bytes than those that it has checked.
             if rank in readers or begin < header_bytes:
                 chunks.append((name, index))
     return chunks
@@ -462,6 +465,7 @@ def _faults(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_pro
     chunks = own_chunks(checkpoint, manifest, rank=rank, world_size=world_size)
     faults = list(dict.fromkeys(faults_of(checkpoint, manifest.files, chunks, on_progress)))
     # Of files that are not as they were written, no more is asked.
+    # The first rank of a disk looks at the structure for all: others would read the same headers and find the same faults.
     return faults if faults or rank else structure_faults(checkpoint, folder, manifest)
 
 
@@ -494,6 +498,8 @@ def find_good(
         on_progress: called with the bytes of a checkpoint that this rank has read, and all that it reads of it.
     """
     passed: list[Candidate] = []
+    # The names on all ranks: each candidate costs an exchange, in which ranks that see other folders would answer for another
+    # one.
     names = {path.name for theirs in exchange(list(newest_first(output_dir))) for path in theirs}
     for path in sorted((output_dir / name for name in names), key=step_of, reverse=True):
         mine = checkpoint_faults(path, folder, rank=disk.index, world_size=len(disk.ranks), on_progress=on_progress)

@@ -259,6 +259,7 @@ def lay_out(
         begins[name] = begin
         header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces, which JSON allows behind a value: the first tensor then begins at a multiple of its element, too.
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     start = len(text) + 8
     with path.open("wb") as file:
@@ -361,6 +362,7 @@ class LivePieces:
                     self._left.popleft()
                     self._count(chunk.nbytes)
                 except Exception:
+                    # Nothing is left to `secure`: training must not wait for copies of a save that has failed.
                     self._left.clear()
                     self._end_copies()
                     raise
@@ -376,6 +378,7 @@ class LivePieces:
         self._is_wanted = True
         try:
             with self._lock:
+                # Again under the lock: the thread that writes may have come to its end while this one waited.
                 if self._is_secured:
                     return
                 self._is_secured = True
@@ -422,6 +425,7 @@ def _snapshot(pieces: Sequence[Piece], most_bytes: int, staging: Staging) -> tup
     arena = allocate(used, torch.uint8, torch.device("cpu"))
     copies, at = [], 0
     for piece in _in_host_memory(pieces[:fitting], staging):
+        # Each at a multiple of eight bytes: torch views bytes as a wider dtype only from a multiple of its size.
         values = arena[at : at + piece.nbytes].view(piece.values.dtype)
         values.copy_(piece.values.detach())
         copies.append(replace(piece, values=values))
@@ -604,5 +608,6 @@ def _numbers_of(values: Iterable[Any]) -> dict[int, int | float | bool]:
     for found in alike.values():
         # One copy and one wait for all: an `item()` each would stop the device once a parameter.
         together = torch.stack([value.detach().reshape(()) for value in found]).tolist()
+        # By identity: `scalars` holds these tensors until the numbers are looked up, so no two have one identity.
         numbers.update(zip(map(id, found), together))
     return numbers

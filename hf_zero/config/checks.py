@@ -70,9 +70,11 @@ def plain(value: Any) -> Any:
     """Converts numbers and texts of numpy or of subclasses to Python's own; returns other values unchanged."""
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
+    # bool first: it is a kind of int, and True would become 1.
     for kind in (bool, int, float):
         if isinstance(value, kind):
             return kind(value)
+    # By str's own method: a subclass, such as an enum, may print its name in place of its value.
     return str.__str__(value) if isinstance(value, str) else value
 
 
@@ -106,6 +108,7 @@ def refuse(name: str, value: Any, allowed: str) -> ConfigError:
 
 
 def one_of(name: str, value: Any, allowed: tuple) -> None:
+    # By type as well: `True` equals 1, and `stage: true` would train at stage 1.
     if not any(type(value) is type(a) and value == a for a in allowed):
         if type(value) is str:
             refuse_cut(f"{name}: {value}")
@@ -121,6 +124,7 @@ def whole_number(name: str, value: Any, least: int, *, most: int = _MOST, also: 
     """
     if type(value) is str and value in also:
         return
+    # Not `isinstance`: True and False are integers to Python, and would pass for 1 and 0.
     if type(value) is not int or not least <= value <= most:
         raise refuse(name, value, f"{', '.join((*also, ''))}a whole number{what} from {least} to {most}")
 
@@ -236,9 +240,11 @@ def parse_bytes(name: str, value: Any, least: int = 1) -> int:
     if type(value) is str:
         words = _BYTES_IN_WORDS.fullmatch(value.strip().lower())
         if words is not None:
+            # Whole numbers as such: a float holds none beyond 2**53 exactly.
             number, unit = (int(words[1]) if words[1].isdigit() else float(words[1])), words[2] or "b"
     if type(number) in (int, float) and unit in _BYTES_PER_UNIT:
         nbytes = number * _BYTES_PER_UNIT[unit]
+        # The range first: `int` of an infinity or a NaN raises an error that does not name the setting.
         if least <= nbytes <= _MOST_BYTES and (unit != "b" or nbytes == int(nbytes)):
             return int(nbytes)
     raise refuse(name, value, f"a number of bytes {'above 0' if least else 'or 0'}, or text such as '16MiB'")
@@ -385,12 +391,14 @@ def read_yaml(path: Path) -> Any:
             found = f"that folder holds {cut(', '.join(near))}" if near else "there is no YAML file in that folder"
             raise ConfigError(f"hf_zero config: no file {where!r}; {found}. Give a YAML path or a stage number.")
         with path.open("rb") as file:
+            # One byte more than is allowed, so that a file that is too long is seen without reading all of it.
             text = file.read(_MOST_TEXT_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"hf_zero config: {where} cannot be read ({error.strerror}). Give the path of a YAML file, or a stage number."
         ) from error
     try:
+        # Some editors begin a file with a mark of its encoding, which would become a part of the first key.
         return parse(text.decode("utf-8-sig"), where)
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -404,6 +412,7 @@ def parse(text: str, where: str) -> Any:
     Args:
         where: what the text is, for errors.
     """
+    # Surrogates pass: Python makes them of bytes on a command line that are no text, and `encode` would raise its own error.
     if len(text.encode("utf-8", "surrogatepass")) > _MOST_TEXT_BYTES:
         raise ConfigError(
             f"hf_zero config: {where} is longer than {_MOST_TEXT_BYTES // 2**10} KiB; settings are a few lines of YAML."

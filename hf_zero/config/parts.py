@@ -59,6 +59,7 @@ class OffloadConfig:
                 "hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` and `offload.params: nvme` (optimizer is "
                 f"{self.optimizer}, params is {self.params}). Set one of those, or leave the path out."
             )
+        # 0 goes with every place of state, since it asks for nothing. By type as well: False equals 0.
         is_said = type(self.speculate_bytes) is not int or self.speculate_bytes != 0
         if is_said and not is_auto(self.speculate_bytes):
             object.__setattr__(self, "speculate_bytes", parse_bytes("offload.speculate_bytes", self.speculate_bytes))
@@ -156,6 +157,7 @@ class CommConfig:
 
     def __post_init__(self):
         to_python_numbers(self)
+        # First: the least group size below depends on `sync_every`, which may still be anything.
         self._check_outer()
         for name, least in (("shard_group_size", 2 if self.sync_every == 1 else 1), ("node_size", 1)):
             whole_number(f"comm.{name}", getattr(self, name), least, also=(AUTO,))
@@ -163,6 +165,7 @@ class CommConfig:
         one_of("comm.weights", self.weights, ("none", "int8"))
         one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
         seconds("comm.timeout_s", self.timeout_s, also=(AUTO,))
+        # By type as well: False equals 0, and would switch the limit off.
         if type(self.late_s) not in (int, float) or self.late_s != 0:
             seconds("comm.late_s", self.late_s, also=(AUTO,))
 

@@ -98,6 +98,7 @@ class ZeroConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self):
+        # First: the checks below take Python's own types alone, and would refuse numpy's numbers and `"2"`.
         to_python_numbers(self)
         if is_auto(self.stage):
             self._check_as_any_stage()
@@ -105,6 +106,7 @@ class ZeroConfig:
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
+        # The sections come before: the checks from here on read their fields.
         one_of("stage", self.stage, (0, 1, 2, 3, AUTO))
         if not is_auto(self.bucket_bytes):
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
@@ -190,6 +192,7 @@ class ZeroConfig:
         checked = dataclasses.replace(self, stage=2 if self.out_of_memory == "halve" else 3)
         for field_ in dataclasses.fields(self):
             if field_.name != "stage":
+                # The check's values: it has made bytes and numbers of texts, and this config must equal one that says them so.
                 object.__setattr__(self, field_.name, getattr(checked, field_.name))
 
     def _check_gather_dtype(self) -> None:
@@ -308,6 +311,7 @@ class ZeroConfig:
             return cls.from_dict({"stage": AUTO})
         is_path = Path(text).suffix.lower() in (".yaml", ".yml", ".json")
         first = re.split(r"[.=\s]", text, maxsplit=1)[0]
+        # Settings may end in a path, as `report=runs/log.json`, and a path may have an `=` in it: the first word tells.
         if is_path and not ("=" in text and first in _names(cls)):
             return cls.from_yaml(text)
         if "=" not in text:
@@ -326,6 +330,7 @@ class ZeroConfig:
         except ConfigError as error:
             if name == "config" or name in str(error):
                 raise
+            # Without the first error: the traceback would show the same sentence twice.
             raise ConfigError(re.sub(r"^hf_zero( config)?:", rf"\g<0> in {name},", str(error))) from None
 
     @classmethod
@@ -394,6 +399,7 @@ def _changes(config: Any) -> dict[str, Any]:
     for field_ in dataclasses.fields(config):
         value, default = getattr(config, field_.name), field_.default
         if dataclasses.is_dataclass(value):
+            # A section counts by what differs in it: as a whole, one change would list all its fields.
             value, default = _changes(value), {}
         if value != default:
             found[field_.name] = value

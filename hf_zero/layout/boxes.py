@@ -155,6 +155,7 @@ def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> li
         ValueError: an element of `wanted` is in no saved interval, or in more than one.
     """
     pieces = []
+    # By the interval alone: sources need have no order among themselves.
     for interval, source in sorted(saved, key=lambda pair: pair[0]):
         common = interval.intersect(wanted)
         if common is not None:

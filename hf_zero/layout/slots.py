@@ -73,6 +73,7 @@ def group(numels: Sequence[int], *, bucket_numel: int, shards: int) -> list[list
     groups = []
     large = [index for index in left if numels[index] * shards > bucket_numel]
     for seed in sorted(large, key=lambda index: -numels[index]):
+        # A larger seed may have drawn this one in to fill another shard.
         if seed in left:
             # Those that arrive next to it, so that the bucket is full soon after it could be.
             nearest = sorted(left, key=lambda index: abs(index - seed))
@@ -108,6 +109,7 @@ def deal(numels: Sequence[int], *, shards: int, align_numel: int) -> list[tuple[
     """
     places = [(0, 0)] * len(numels)
     ends = [(0, shard) for shard in range(shards)]
+    # Ties go by index and by shard, the same on every rank: ranks that disagreed on a place would add up different parameters.
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
         end, shard = heapq.heappop(ends)
         places[index] = (shard, end)
@@ -212,6 +214,7 @@ class _OpenBucket:
         self.last_arrival = 0
 
     def takes(self, numel: int, bucket_numel: int) -> bool:
+        # An empty bucket takes any parameter: one that is larger than a bucket should be would otherwise have none.
         return not self.slots or _align(self.end, self._align.slot_numel) + numel <= bucket_numel
 
     def add(self, spec: ParameterSpec, arrival: int) -> None:
@@ -255,6 +258,7 @@ def plan_buckets(
     """
     arriving: dict[tuple[bool, Hashable], list[tuple[int, ParameterSpec]]] = {}
     for arrival, spec in enumerate(reversed(parameters)):
+        # Intact ones apart: a bucket is either dealt to the shards whole or cut by them anywhere.
         arriving.setdefault((spec.intact, spec.key), []).append((arrival, spec))
     buckets = [
         bucket
@@ -293,8 +297,10 @@ def _dealt(
             for (shard, start), spec in zip(places, mine)
         ]
         yield BucketLayout(
+            # Indices ascend, so that the last is that of the gradient that arrives last and makes the bucket full.
             index=specs[indices[-1]][0],
             key=mine[0].key,
+            # Sorted by place: flat views of a bucket are cut one behind the other, in the order of the slots.
             slots=tuple(sorted(slots, key=lambda slot: slot.interval)),
             numel=shard_numel * shards,
             shards=shards,
@@ -378,6 +384,7 @@ def moment_bytes(bucket: BucketLayout, itemsize: int) -> int:
     """
     if not has_blocks(bucket):
         return bucket.shard_numel * itemsize
+    # Small parameters count twice: the codes and scales of a bucket cover its whole shard, small parameters and padding too.
     small = sum(slot.interval.numel for slot in bucket.slots if not is_in_blocks(slot.interval.numel))
     return block_bytes(bucket.shard_numel) + -(-small // bucket.shards) * itemsize
 
@@ -460,6 +467,7 @@ def _large_numel(taken: Sequence[BucketLayout], limit: int) -> int:
     keys = len({bucket.key for bucket in taken})
     if keys > 1:
         return sum(sorted((bucket.numel for bucket in taken), reverse=True)[: max(limit, keys)])
+    # At most `limit` of them, so that the difference below is never negative: a negative stop would count nearly all buffers.
     oversize = [bucket.numel for bucket in taken[-limit:] if bucket.oversize]
     passed_on = sorted((bucket.numel for bucket in taken if not bucket.oversize), reverse=True)
     return sum(oversize) + sum(passed_on[: limit - len(oversize)])
