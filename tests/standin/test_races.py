@@ -332,6 +332,10 @@ def test_everything_is_ordered(name, way, world_size, library, tmp_path):
     assert races_by_rank(world_size, [(name, way)], library, tmp_path) == {}
 
 
+def of_four_ranks(name: str) -> bool:
+    return any(least == 4 and word in name for word, least in LEAST_RANKS.items())
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("world_size", RANKS)
@@ -339,6 +343,10 @@ def test_everything_is_ordered(name, way, world_size, library, tmp_path):
 def test_everything_is_ordered_in_every_setting(way, world_size, library, tmp_path):
     fewer = [word for word, least in LEAST_RANKS.items() if least > world_size]
     cells = [(name, way) for name in SETTINGS if not any(word in name for word in fewer)]
+    if world_size == 4:
+        # Settings of four ranks alone meet every way. The others meet a third of the ways here, and all of them at fewer ranks.
+        turn = list(WAYS).index(way)
+        cells = [cell for at, cell in enumerate(cells, turn) if at % 3 == 0 or of_four_ranks(cell[0])]
     assert races_by_rank(world_size, cells, library, tmp_path) == {}
 
 
