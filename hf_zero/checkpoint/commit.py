@@ -435,10 +435,11 @@ def _taken(path: Path) -> int:
             os.close(lock)
             raise
         # The lock is on an inode. If the former holder has unlinked the file, this lock keeps nobody out.
-        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
-            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
+                return lock
         # Its last holder has taken the file away meanwhile.
         os.close(lock)
 
@@ -456,7 +457,7 @@ def _opened(path: Path) -> int:
         lock = os.open(path, flags, 0o666)
     except PermissionError as error:
         # A file that is there and refused is another user's. Without a file, the folder itself refuses.
-        if os.path.lexists(path):
+        with suppress(FileNotFoundError):
             raise CheckpointError(
                 f"{path} is user {path.lstat().st_uid}'s, whose run writes there or has left it"
             ) from error
