@@ -500,9 +500,10 @@ def plan_rows(
             (kind, name, tuple(interval), file, f"{kind}/{name}", dtype_name(name, tensor.dtype))
             for kind, name, interval, tensor in rows
         ]
+        own = {name for _, name, _, _ in rows}
         return {"shapes": shapes, "scalars": _plain(scalars), "rows": places, "own_shapes": own_shapes or {}} | {
             "file": file,
-            "boxes": {name: box for name, box in (boxes or {}).items() if any(name == row[1] for row in rows)},
+            "boxes": {name: box for name, box in (boxes or {}).items() if name in own},
         }
 
     pieces: list[Piece] = []
