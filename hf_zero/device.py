@@ -537,12 +537,6 @@ def free_bytes(device: torch.device) -> int:
     return free + reserved - torch.get_device_module(device).memory_allocated(device)
 
 
-def wait_for_device(device: torch.device) -> None:
-    """Waits until `device` has done all queued work. On the host that is so already."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-
-
 class HostValue:
     """Copies a scalar to the host without stopping the device's queue.
 

@@ -167,11 +167,9 @@ def plan_states(
     in_files = sum(cost.layout.shard_numel * cost.in_files for cost in costs)
     frozen = kept_whole + sum(cost.parameter_bytes for cost in costs if not cost.trained)
     costs = [cost for cost in costs if cost.trained]
-    whole = {True: 0, False: 0}
-    for cost in costs:
-        whole[cost.layout.shards == 1] += cost.layout.numel
     waits = accumulates and config.accumulates_locally
-    passes = config.stage >= 1 and (whole[False] > 0 or any(cost.apart for cost in costs))
+    is_cut = any(cost.apart or (cost.layout.shards > 1 and cost.layout.numel) for cost in costs)
+    passes = config.stage >= 1 and is_cut
     pooled = passes and not (waits and config.stage == 1)
     gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
     if pooled and waits:
@@ -444,8 +442,7 @@ class AtStart:
 
 
 STATE_KINDS = ("parameters", "frozen", "gradients", "masters", "optimizer state", "residuals", "copies")
-PASSING_KINDS = ("gradient buffers", "gathered", "activations", "logits", "step", "runtime")
-KINDS = (*STATE_KINDS, *PASSING_KINDS)
+KINDS = (*STATE_KINDS, "gradient buffers", "gathered", "activations", "logits", "step", "runtime")
 """Kinds of memory, in the order in which tables and charts show them."""
 
 

@@ -560,12 +560,12 @@ class Bucket:
             # Inside `gathered` the parameter has another dtype than in a pass, and what stands for its gradient has one.
             slot.parameter.grad_dtype = None
         forget_loaded(slot.parameter)
-        for row in self.rows if self.precision.has_master else ():
-            if row.slot is slot:
-                # A model in fp32 trained in bf16 keeps its full digits in the master; one loaded in bf16 has no more.
-                cut = row.layout.in_parameter
-                values = row.of(self.own) if is_wanted_so else as_loaded.reshape(-1)[cut.start : cut.stop]
-                row.of(self.master).view(-1).copy_(values.reshape(-1))
+        row = slot.row
+        if row is not None and self.precision.has_master:
+            # A model in fp32 trained in bf16 keeps its full digits in the master; one loaded in bf16 has no more.
+            cut = row.layout.in_parameter
+            values = row.of(self.own) if is_wanted_so else as_loaded.reshape(-1)[cut.start : cut.stop]
+            row.of(self.master).view(-1).copy_(values.reshape(-1))
 
     def _make_rows(self) -> list[Row]:
         # By `data`: its count of writes begins anew, and parameters that are gathered beside the rows do not count there.

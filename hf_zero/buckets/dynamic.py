@@ -51,11 +51,11 @@ class DynamicCode:
         return 127 if self.signed else 0
 
     def values(self) -> torch.Tensor:
-        """(256,) float64, on the host."""
-        found = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+        """(256,) float64, on the host, whatever torch's default device is."""
+        found = [torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")]
         for decade in range(_DECADES):
             count = 2 ** (decade + (0 if self.signed else 1))
-            ends = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64)
+            ends = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64, device="cpu")
             means = (ends[:-1] + ends[1:]) / 2 * 10.0 ** (decade - _DECADES + 1)
             found += [means, -means] if self.signed else [means]
         return torch.cat(found).sort().values

@@ -29,7 +29,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
 
 def beside_packed(model: nn.Module) -> frozenset[nn.Parameter]:
     """Returns packed weights, and all parameters of the modules that hold one: such a module casts its own inputs."""
-    held = [[p for p in module._parameters.values() if p is not None] for module in model.modules()]
+    held = [list(module.parameters(recurse=False)) for module in model.modules()]
     return frozenset(p for parameters in held if any(map(is_packed, parameters)) for p in parameters)
 
 
@@ -99,7 +99,7 @@ def scales_as_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def _states_in(module: nn.Module) -> list[tuple[str, Any]]:
-    states = [(name, _state_of(parameter)) for name, parameter in module._parameters.items()]
+    states = [(name, _state_of(p)) for name, p in module.named_parameters(recurse=False, remove_duplicate=False)]
     return [(name, state) for name, state in states if state is not None]
 
 
@@ -109,7 +109,7 @@ def _states_in(module: nn.Module) -> list[tuple[str, Any]]:
 def _beside(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
     """Yields (holder, attribute, tensor) of scales and tables that are no parameters; several holders may share one."""
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for parameter in module.parameters(recurse=False):
             state = _state_of(parameter)
             inner = getattr(state, "state2", None)
             places = [(holder, name) for holder in (state, inner) for name in (_SCALES, "code", "offset")]

@@ -290,8 +290,6 @@ class ClippedGradient(torch.Tensor):
 
 def clip_later(row: nn.Parameter, coefficient: Coefficient) -> None:
     """Leaves the multiplication to the next reader of the gradient of a row's tensor."""
-    if isinstance(row.grad, ClippedGradient):
-        widen(row)
     row.grad = ClippedGradient(cast(torch.Tensor, row.grad), coefficient, row)
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -174,6 +174,11 @@ def temporary_of(final: Path) -> Path:
     return final.parent / f".tmp-{final.name}"
 
 
+def former_of(final: Path) -> Path:
+    """Names the folder in which `commit` keeps the checkpoint that it replaces."""
+    return final.parent / f".old-{final.name}"
+
+
 def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> Path:
     """Makes an empty temporary folder for the checkpoint `final`. Collective.
 
@@ -273,9 +278,9 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
     def rename() -> None:
         if not disk.leads:
             return
-        replaced = final.parent / f".old-{final.name}"
+        replaced = former_of(final)
         # A rename cannot replace a folder with files, so the old one steps aside. Between the two renames only `.old-`
-        # has the old one: `clear_leftovers` undoes that.
+        # has the old one: `put_back` and `clear_leftovers` undo that.
         if final.exists():
             # A killed run's: it had put a new one in this one's place, and not taken this one away.
             _take_away(replaced)
@@ -291,6 +296,23 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
         _take_away(replaced)
 
     on_all_ranks(exchange, rename, doing=f"commit {final}", then=_THEN)
+
+
+def put_back(finals: Iterable[Path], *, leads: bool, exchange: Exchange) -> None:
+    """Undoes each `commit` of one of `finals` that was killed between the two renames. Collective.
+
+    Args:
+        leads: whether this rank renames.
+    """
+
+    def rename() -> None:
+        for final in finals if leads else ():
+            # The old checkpoint is then the only whole one, and nothing reads `.old-`.
+            if former_of(final).is_dir() and not final.exists():
+                former_of(final).rename(final)
+
+    then = "Nothing was trained. Make the folder writable, or take `.old-` out of the name yourself."
+    on_all_ranks(exchange, rename, doing="put back a checkpoint that a killed run was replacing", then=then)
 
 
 def abandon(temporary: Path, *, disk: Disk) -> None:
@@ -413,10 +435,11 @@ def _taken(path: Path) -> int:
             os.close(lock)
             raise
         # The lock is on an inode. If the former holder has unlinked the file, this lock keeps nobody out.
-        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
-            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
+                return lock
         # Its last holder has taken the file away meanwhile.
         os.close(lock)
 
@@ -434,7 +457,7 @@ def _opened(path: Path) -> int:
         lock = os.open(path, flags, 0o666)
     except PermissionError as error:
         # A file that is there and refused is another user's. Without a file, the folder itself refuses.
-        if os.path.lexists(path):
+        with suppress(FileNotFoundError):
             raise CheckpointError(
                 f"{path} is user {path.lstat().st_uid}'s, whose run writes there or has left it"
             ) from error

@@ -64,21 +64,17 @@ def leads_out(root: Path, path: Path) -> bool:
     return snapshots.name != "snapshots" or Path(real).parent != snapshots.parent / "blobs"
 
 
-def links_out_of(root: Path) -> list[str]:
-    """Lists the links below `root` that lead outside, relative and sorted."""
-    found = []
-    for folder, folders, files in os.walk(root):
-        paths = [Path(folder, name) for name in (*folders, *files)]
-        found += [path.relative_to(root).as_posix() for path in paths if path.is_symlink() and leads_out(root, path)]
-    return sorted(found)
-
-
 def entry_faults(root: Path) -> list[str]:
     """Lists in words the entries below `root` that are never read: links to outside, pipes, devices."""
-    faults = [f"{name} is a link that leads out of the folder" for name in links_out_of(root)]
+    walk = os.walk(root)
+    paths = sorted(Path(folder, name) for folder, folders, files in walk for name in (*folders, *files))
+    links = [path for path in paths if path.is_symlink() and leads_out(root, path)]
     # A pipe would be waited for, and a device has no end. A link to nowhere leads out or is no file to anybody.
-    odd = (path for path in sorted(root.rglob("*")) if path.exists() and not path.is_file() and not path.is_dir())
-    return faults + [f"{path.relative_to(root).as_posix()} is no plain file" for path in odd]
+    odd = [path for path in paths if path.exists() and not path.is_file() and not path.is_dir()]
+    return [
+        *(f"{path.relative_to(root).as_posix()} is a link that leads out of the folder" for path in links),
+        *(f"{path.relative_to(root).as_posix()} is no plain file" for path in odd),
+    ]
 
 
 def refuse_links(root: Path, paths: Iterable[Path]) -> None:
@@ -95,15 +91,6 @@ def refuse_links(root: Path, paths: Iterable[Path]) -> None:
 
 LARGEST_BYTES = 256 * 2**20
 """Far above any config, index, trainer state or card data."""
-
-
-def read_json(path: Path, *, most_bytes: int = LARGEST_BYTES) -> Any:
-    """The value in a JSON file.
-
-    Raises:
-        CheckpointError: it cannot be read, is larger than `most_bytes`, or is no JSON.
-    """
-    return parse_json(read_text(path, most_bytes=most_bytes), path)
 
 
 def read_text(path: Path, *, most_bytes: int = LARGEST_BYTES) -> str:
@@ -133,7 +120,7 @@ def parse_json(text: str, path: Path) -> Any:
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """Reads a JSON file that holds a mapping. Raises `CheckpointError` otherwise."""
-    content = read_json(path)
+    content = parse_json(read_text(path), path)
     if not isinstance(content, dict):
         raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}, where a mapping is due.")
     return content
@@ -283,11 +270,6 @@ class FileRecord:
 
     size: int
     xxh3: tuple[str, ...]
-
-    @classmethod
-    def of(cls, path: Path) -> "FileRecord":
-        size = path.stat().st_size
-        return cls(size=size, xxh3=tuple(hashes_of(path, range(chunks_in(size))).values()))
 
 
 def no_folder(path: Path) -> str:

@@ -206,8 +206,8 @@ def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
         versions=_as_mapping(held["versions"], "versions", _as_text),
         weights=_as_mapping(held["weights"], "weights", _weight),
         is_kept=_as_bool(held["is_kept"], "is_kept"),
-        base=_as_optional_text(held["base"], "base"),
-        step=_as_optional_size(held["step"], "step"),
+        base=None if held["base"] is None else _as_text(held["base"], "base"),
+        step=None if held["step"] is None else _as_size(held["step"], "step"),
         written_at=_as_text(held["written_at"], "written_at"),
         elsewhere=_as_list(held["elsewhere"], "elsewhere", _as_text),
         files={
@@ -357,10 +357,6 @@ def _as_text(value: Any, what: str) -> str:
     return value
 
 
-def _as_optional_text(value: Any, what: str) -> str | None:
-    return None if value is None else _as_text(value, what)
-
-
 def _as_bool(value: Any, what: str) -> bool:
     if not isinstance(value, bool):
         raise _other(value, what, "true or false")
@@ -372,10 +368,6 @@ def _as_size(value: Any, what: str) -> int:
     if not is_size(value):
         raise _other(value, what, "a whole number from 0 to 2**63")
     return value
-
-
-def _as_optional_size(value: Any, what: str) -> int | None:
-    return None if value is None else _as_size(value, what)
 
 
 def _as_shape(value: Any, what: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch
 from ..comm.all_or_none import Exchange
 from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
 from ..layout.boxes import Box
-from ..layout.slots import Interval
+from ..layout.slots import Interval, aligned
 from .commit import on_all_ranks
 from .files import CheckpointError
 from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
@@ -420,7 +420,7 @@ def _snapshot(pieces: Sequence[Piece], most_bytes: int, staging: Staging) -> tup
     for piece in pieces:
         if used + piece.nbytes > most_bytes:
             break
-        fitting, used = fitting + 1, used + _aligned(piece.nbytes)
+        fitting, used = fitting + 1, used + aligned(piece.nbytes, _ALIGNMENT_BYTES)
     # One allocation for all copies: training waits here, and many small ones would each touch new pages.
     arena = allocate(used, torch.uint8, torch.device("cpu"))
     copies, at = [], 0
@@ -429,12 +429,8 @@ def _snapshot(pieces: Sequence[Piece], most_bytes: int, staging: Staging) -> tup
         values = arena[at : at + piece.nbytes].view(piece.values.dtype)
         values.copy_(piece.values.detach())
         copies.append(replace(piece, values=values))
-        at += _aligned(piece.nbytes)
+        at += aligned(piece.nbytes, _ALIGNMENT_BYTES)
     return list(pieces[fitting:]), copies
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 # ---- A rank's rows of masters and optimizer state, in a file of its own ----
@@ -500,9 +496,10 @@ def plan_rows(
             (kind, name, tuple(interval), file, f"{kind}/{name}", dtype_name(name, tensor.dtype))
             for kind, name, interval, tensor in rows
         ]
+        own = {name for _, name, _, _ in rows}
         return {"shapes": shapes, "scalars": _plain(scalars), "rows": places, "own_shapes": own_shapes or {}} | {
             "file": file,
-            "boxes": {name: box for name, box in (boxes or {}).items() if any(name == row[1] for row in rows)},
+            "boxes": {name: box for name, box in (boxes or {}).items() if name in own},
         }
 
     pieces: list[Piece] = []

@@ -226,8 +226,8 @@ class RankProcesses:
 # an earlier call, and waits on.
 
 _LOOK_S = 0.5
-_NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
-"""After so long a wait, it is said who is waited for."""
+NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
+"""After these waits, the awaited ranks are printed."""
 _WORD_S = 10.0
 """What rank 0's last word may take beyond its time limit."""
 
@@ -264,9 +264,10 @@ def ended_ranks(ranks: Sequence[int]) -> list[int]:
         return []
 
 
-def in_words(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 1, 2`."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+def in_words(ranks: Sequence[int], most: int | None = None) -> str:
+    """Returns `rank 1`, or `ranks 1, 2`; and of more than `most` ranks, `ranks 1, 2 and 3 more`."""
+    more = f" and {len(ranks) - most} more" if most is not None and len(ranks) > most else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:most]))}{more}"
 
 
 class _Barrier:
@@ -279,7 +280,7 @@ class _Barrier:
         self._name = uuid.uuid4().hex
         self._began_s = time.monotonic()
         self._look_s = _LOOK_S
-        self._notices_s = list(_NOTICES_S)
+        self._notices_s = list(NOTICES_S)
 
     def hold(self) -> None:
         pause_s = 1e-3

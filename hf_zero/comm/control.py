@@ -15,7 +15,7 @@ from .arrivals import CommunicationError, PeerFailure
 from .groups import Groups
 from .rank_state import script_line
 from .transport import hidden_from_profiler
-from .watch import Watch
+from .watch import Watch, first_line
 
 # ---- Do all ranks gather the same parameters in the same order? A device backend cannot tell ----
 #
@@ -88,13 +88,9 @@ def finish_abandoned(timeout_s: float) -> None:
             _ABANDONED.pop().wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise CommunicationError(
-                f"hf_zero: what an engine that is gone had under way did not arrive: {_first_line(error)}\nA peer ended, or "
+                f"hf_zero: what an engine that is gone had under way did not arrive: {first_line(error)}\nA peer ended, or "
                 "took another number of steps with it."
             ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 # ---- Exchanges of small host values between the ranks, in messages that name their purpose ----

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .arrivals import RankProcess
+from .arrivals import RankProcess, in_words
 from .rank_state import RankState, ScriptCollective, in_brackets, script_frame
 from .watch import LABEL, STARTED, CollectiveLog, Wait
 
@@ -234,12 +234,9 @@ def _wait(ranks: list[int]) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
-    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
-    return f"ranks {', '.join(map(str, ranks[:_LISTED]))}{more}"
+    return in_words(ranks, _LISTED)
 
 
 # ---- Ends waits for a late rank, long before the backend's own limit ----

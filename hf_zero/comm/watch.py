@@ -83,6 +83,10 @@ def _entry_in_words(entry: list[Any], now_s: float) -> str:
     return f"{label}{holds}, {nbytes:,} bytes sent, {site}, step {step}: {how}"
 
 
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 # ---- Ends this process with a reason, even while its main thread hangs, and tells the launcher ----
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -174,7 +178,7 @@ class Wait(AbstractContextManager):
         """Notes the reason and the line of a failure."""
         if self.failure is None:
             self.seconds_at_failure = self.seconds
-            self.failure = str(error).strip().partition("\n")[0].removeprefix("hf_zero: ")
+            self.failure = first_line(error).removeprefix("hf_zero: ")
             self.line = script_line()[0]
 
     def __enter__(self) -> "Wait":

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from .arrivals import CommunicationError, PeerFailure, RankProcesses, break_all_groups
+from .arrivals import NOTICES_S, CommunicationError, PeerFailure, RankProcesses, break_all_groups
 from .control import control_of
 from .diagnosis import DeviceQueue, RankReport, ScriptCall, StragglerReport, is_to_end, others_are_behind
 from .groups import Groups
@@ -150,8 +150,6 @@ _APART_S = 4.0
 _ASK_AGAIN_S = 10.0
 _GRACE_S = 8.0
 """After that, a wait that was made to fail, and has not, ends with its process."""
-_NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
-"""After these waits, the awaited ranks are printed."""
 
 
 class Watchdog(Watch):
@@ -412,7 +410,7 @@ class Watchdog(Watch):
         if wait is None or wait.failure is not None:
             return
         told = self._noticed[1] if self._noticed[0] is wait else 0
-        if told == len(_NOTICES_S) or wait.seconds < _NOTICES_S[told]:
+        if told == len(NOTICES_S) or wait.seconds < NOTICES_S[told]:
             return
         self._noticed = (wait, told + 1)
         rank_reports = self._survey(store)

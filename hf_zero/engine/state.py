@@ -160,7 +160,7 @@ class EngineState:
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state of this rank's rows that is one value for a whole parameter (`step`), by parameter name."""
-        return state_scalars(self._optimizers, list(self._parts.row_of.values()), self._parts.holder)
+        return state_scalars(self._optimizers, list(self._parts.row_of.values()))
 
     def fill(self, read: Read, kinds_of: KindsOf, scalars_of: Callable[[str], dict[str, Any]]) -> None:
         """Replaces masters, optimizer state and residuals, after parameters are loaded; arguments: see `fill_rows`."""

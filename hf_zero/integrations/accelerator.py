@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.precision import is_loaded, resolve_casts
+from ..checkpoint.commit import put_back
 from ..checkpoint.manifest import Manifest
 from ..config import ConfigError, ZeroConfig
 from ..device import ask_for
@@ -425,13 +426,16 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
         self._refuse_reset_state()
+        folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
         if input_dir is not None and self.zero_engines:
-            refuse_unless_state(Path(input_dir).expanduser())
+            # What a link leads to is what a save has replaced.
+            world = self.zero_engines[0].world
+            put_back([folder.resolve()], leads=self.zero_engines[0].world_groups.rank == 0, exchange=world.exchange)
+            refuse_unless_state(folder)
         for engine in self.zero_engines:
             # Before accelerate writes into the parameters: an all-gather still under way would put the former values over the
             # loaded ones.
             engine.finish_parameters()
-        folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
         if self.zero_engines:
             refuse_faults(self.zero_engines[0], folder, ZERO_FOLDER)
             # accelerate would read the whole model into each device, where at stage 3 there may be no room for it.

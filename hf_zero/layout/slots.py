@@ -98,6 +98,11 @@ def _take(candidates: list[int], left: dict[int, None], numels: Sequence[int], *
     return sorted(taken)
 
 
+def aligned(value: int, to: int) -> int:
+    """Rounds up to a multiple of `to`."""
+    return -(-value // to) * to
+
+
 def deal(numels: Sequence[int], *, shards: int, align_numel: int) -> list[tuple[int, int]]:
     """Returns (shard, first element) of each parameter: the largest first, each on the emptiest shard.
 
@@ -113,7 +118,7 @@ def deal(numels: Sequence[int], *, shards: int, align_numel: int) -> list[tuple[
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
         end, shard = heapq.heappop(ends)
         places[index] = (shard, end)
-        heapq.heappush(ends, (end + -(-numels[index] // align_numel) * align_numel, shard))
+        heapq.heappush(ends, (end + aligned(numels[index], align_numel), shard))
     return places
 
 
@@ -199,10 +204,6 @@ class BucketLayout:
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
 
-def _align(value: int, to: int) -> int:
-    return math.ceil(value / to) * to
-
-
 class _OpenBucket:
     """A bucket that is being filled with parameters of its key, one behind the other."""
 
@@ -215,10 +216,10 @@ class _OpenBucket:
 
     def takes(self, numel: int, bucket_numel: int) -> bool:
         # An empty bucket takes any parameter: one that is larger than a bucket should be would otherwise have none.
-        return not self.slots or _align(self.end, self._align.slot_numel) + numel <= bucket_numel
+        return not self.slots or aligned(self.end, self._align.slot_numel) + numel <= bucket_numel
 
     def add(self, spec: ParameterSpec, arrival: int) -> None:
-        start = _align(self.end, self._align.slot_numel)
+        start = aligned(self.end, self._align.slot_numel)
         self.end = start + spec.numel
         self.slots.append(Slot(name=spec.name, interval=Interval(start, self.end)))
         self.last_arrival = arrival
@@ -228,7 +229,7 @@ class _OpenBucket:
             index=self.last_arrival,
             key=self.key,
             slots=tuple(self.slots),
-            numel=_align(self.end, shards * self._align.shard_numel),
+            numel=aligned(self.end, shards * self._align.shard_numel),
             shards=shards,
             oversize=self.end > bucket_numel,
         )
@@ -291,7 +292,7 @@ def _dealt(
         mine = [specs[index][1] for index in indices]
         places = deal([spec.numel for spec in mine], shards=shards, align_numel=align.slot_numel)
         end = max(start + spec.numel for (_, start), spec in zip(places, mine))
-        shard_numel = _align(end, align.shard_numel)
+        shard_numel = aligned(end, align.shard_numel)
         slots = [
             Slot(name=spec.name, interval=Interval(0, spec.numel).shift(shard * shard_numel + start))
             for (shard, start), spec in zip(places, mine)

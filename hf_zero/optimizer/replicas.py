@@ -13,13 +13,14 @@ several steps are compared at once. Of ranks that differ, the one is at fault wh
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.memory import UnshardedMemory
+from ..comm.arrivals import in_words
 from ..comm.transport import Transport
 from .holder import StateHolder
 
@@ -53,8 +54,12 @@ class _Copy(NamedTuple):
         return f"{self.kind} of {self.name!r}" if self.kind else repr(self.name)
 
 
+_Sum = TypeVar("_Sum", torch.Tensor, int)
+"""A checksum, on its device or read."""
+
+
 @dataclass(kw_only=True)
-class _Note:
+class _Note(Generic[_Sum]):
     """Checksums of some copies before an update, and of what their owners had behind the one before.
 
     Attributes:
@@ -64,25 +69,15 @@ class _Note:
 
     since: int
     step: int
-    held: dict[_Copy, int]
-    owned: dict[_Copy, int] | None
+    held: dict[_Copy, _Sum]
+    owned: dict[_Copy, _Sum] | None
+
+    def read(self: "_Note[torch.Tensor]") -> "_Note[int]":
+        owned = None if self.owned is None else _read(self.owned)
+        return _Note(since=self.since, step=self.step, held=_read(self.held), owned=owned)
 
 
 _Sums = dict[_Copy, torch.Tensor]
-
-
-@dataclass(kw_only=True)
-class _Unread:
-    """A note whose checksums are on their devices."""
-
-    since: int
-    step: int
-    held: _Sums
-    owned: _Sums | None
-
-    def read(self) -> _Note:
-        owned = None if self.owned is None else _read(self.owned)
-        return _Note(since=self.since, step=self.step, held=_read(self.held), owned=owned)
 
 
 @dataclass
@@ -90,7 +85,7 @@ class _Findings:
     """The faults of one copy: the note, each rank's checksum, and the ranks whose copy differs from its owner's."""
 
     copy: _Copy
-    note: _Note
+    note: _Note[int]
     values: dict[int, int]
     at_fault: list[int] = field(default_factory=list)
 
@@ -128,7 +123,7 @@ class ReplicaCheck:
         self._rank = rank
         self._place_of = place_of
         self._has_copies = has_copies
-        self._notes: list[_Unread] = []
+        self._notes: list[_Note[torch.Tensor]] = []
         # By the optimizer that has made the last update.
         self._owned: dict[torch.optim.Optimizer, _Sums] = {}
         self._owned_frozen = self._untouched()
@@ -142,7 +137,7 @@ class ReplicaCheck:
             step: updates that the run has made.
         """
         held = _sums([*self._weights(buckets), *self._state(optimizer, buckets)])
-        self._notes.append(_Unread(since=step, step=step, held=held, owned=self._owned.get(optimizer)))
+        self._notes.append(_Note(since=step, step=step, held=held, owned=self._owned.get(optimizer)))
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
@@ -157,7 +152,7 @@ class ReplicaCheck:
     def compare(self, step: int) -> None:
         """Collective: one exchange of a digest for each shard; raises `ReplicasDivergedError` on all ranks alike."""
         held = self._untouched()
-        self._notes.append(_Unread(since=self._compared, step=step - 1, held=held, owned=self._owned_frozen))
+        self._notes.append(_Note(since=self._compared, step=step - 1, held=held, owned=self._owned_frozen))
         self._owned_frozen, self._compared = held, step - 1
         # Here and not at each step: a read waits for the device.
         notes = [note.read() for note in self._notes]
@@ -227,9 +222,11 @@ class ReplicaCheck:
         alike: dict[int, list[int]] = {}
         for rank, value in found.values.items():
             alike.setdefault(value, []).append(rank)
-        listed = "; ".join(_in_words(ranks) for ranks in sorted(alike.values(), key=len, reverse=True)[:_LISTED])
+        listed = "; ".join(
+            in_words(ranks, _LISTED) for ranks in sorted(alike.values(), key=len, reverse=True)[:_LISTED]
+        )
         when = f"between the updates of steps {found.note.since} and {found.note.step + 1}"
-        culprits = f" The copy of {_in_words(found.at_fault)} has changed by itself." if found.at_fault else ""
+        culprits = f" The copy of {in_words(found.at_fault, _LISTED)} has changed by itself." if found.at_fault else ""
         raise ReplicasDivergedError(
             f"hf_zero: the ranks' copies of the parameters have diverged by step {step}: the first that differs is "
             f"{found.copy}, {when}.{culprits} Ranks with the same values: {listed}. Resume from a checkpoint from "
@@ -271,7 +268,7 @@ def _read(sums: _Sums) -> dict[_Copy, int]:
     return found
 
 
-def _digests(notes: Sequence[_Note]) -> dict[tuple[tuple[int, ...], int], str]:
+def _digests(notes: Sequence[_Note[int]]) -> dict[tuple[tuple[int, ...], int], str]:
     """Digests all copies: each part and shard of the model → the checksums that its ranks share."""
     held: dict[tuple[tuple[int, ...], int], list] = {}
     for number, note in enumerate(notes):
@@ -280,7 +277,7 @@ def _digests(notes: Sequence[_Note]) -> dict[tuple[tuple[int, ...], int], str]:
     return {group: hashlib.sha256(repr(values).encode()).hexdigest() for group, values in held.items()}
 
 
-def _first_difference(of_ranks: Mapping[int, Sequence[_Note]]) -> _Findings:
+def _first_difference(of_ranks: Mapping[int, Sequence[_Note[int]]]) -> _Findings:
     """Ranks make notes at the same moments, so that theirs of one number belong together."""
     for notes in zip(*of_ranks.values()):
         here = dict(zip(of_ranks, notes))
@@ -293,7 +290,7 @@ def _first_difference(of_ranks: Mapping[int, Sequence[_Note]]) -> _Findings:
     )
 
 
-def _at_fault(copy: _Copy, values: Mapping[int, int], here: Mapping[int, _Note]) -> list[int]:
+def _at_fault(copy: _Copy, values: Mapping[int, int], here: Mapping[int, _Note[int]]) -> list[int]:
     """Finds the ranks whose copy differs from its owners' after the last update; none in doubt."""
     owned = {
         rank: {
@@ -315,8 +312,3 @@ def _at_fault(copy: _Copy, values: Mapping[int, int], here: Mapping[int, _Note])
     at_fault = [rank for rank, value in values.items() if value != expected[rank]]
     # If all copies differ from the owners' note, the note itself may be wrong.
     return [] if len(at_fault) == len(values) else at_fault
-
-
-def _in_words(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:_LISTED]))}{more}"

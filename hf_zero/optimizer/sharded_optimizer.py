@@ -19,6 +19,7 @@ from ..hooks import WeakHook, engine_attached_to
 from ..layout.slots import Interval
 from .holder import StateHolder
 from .state_kinds import (
+    LARGE_SHAPE,
     NO_ARGUMENTS,
     double_of,
     enter_training,
@@ -59,13 +60,9 @@ _NOT_STEPPED_SO = {
 
 _SHAPE = (4, 6)
 _CUT = 10
-
-_LARGE_SHAPE = (128, 96)
-"""A multiple of the usual 256 elements of a block, and above the usual 4096 below which state is not in blocks."""
-
 _LARGE_CUT = 4105
 _SCALES = (1.0, 0.1, 0.3)
-"""Of the gradients of three steps on it: a sign of their average then hangs on the digits of each."""
+"""Of the gradients of three steps on a large matrix: a sign of their average then hangs on the digits of each."""
 
 
 def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
@@ -183,7 +180,7 @@ def _scope_with(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> U
 def _looks_at_size(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> bool:
     """Whether pieces of a larger matrix are stepped otherwise than the whole, as by optimizers with state in blocks."""
     generator = torch.Generator().manual_seed(0)
-    matrix, *gradients = (torch.randn(_LARGE_SHAPE, generator=generator) * scale for scale in (1.0, *_SCALES))
+    matrix, *gradients = (torch.randn(LARGE_SHAPE, generator=generator) * scale for scale in (1.0, *_SCALES))
     try:
         [whole] = _stepped(optimizer, settings, [matrix], [[gradient] for gradient in gradients])
         cut = partial(_cut, at=_LARGE_CUT)

@@ -16,8 +16,9 @@ from ..layout.slots import block_bytes, is_in_blocks
 
 _SHAPE = (4, 4)
 """Of the trial parameter: a matrix, for optimizers that are made for those."""
-_LARGE_SHAPE = (128, 96)
-"""Of one that optimizers with state in blocks take for large: such blocks have 256 elements as a rule."""
+LARGE_SHAPE = (128, 96)
+"""Of one that optimizers with state in blocks take for large: a multiple of the usual 256 elements of a block, and above the
+usual 4096 below which state is not in blocks."""
 _PLAIN = (torch.Tensor, int, float, str, type(None))
 """Kinds of state that can be copied, and seen to be as it was."""
 _OF_THE_DEVICE = ("capturable", "fused")
@@ -182,7 +183,7 @@ def kinds_by_size(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any],
     """Whether a large parameter has other kinds of state than a small one, as if only large ones have blocks."""
     if is_of_torch(optimizer):
         return False
-    small, large = (try_step(optimizer, settings, dtype, shape) for shape in (_SHAPE, _LARGE_SHAPE))
+    small, large = (try_step(optimizer, settings, dtype, shape) for shape in (_SHAPE, LARGE_SHAPE))
     return small is not None and large is not None and (small.kinds, small.names) != (large.kinds, large.names)
 
 

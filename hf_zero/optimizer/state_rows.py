@@ -54,9 +54,7 @@ def state_rows(
             )
 
 
-def state_scalars(
-    optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder
-) -> dict[str, dict[str, Any]]:
+def state_scalars(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Returns parameter name → state with one value for all elements (`step`): numbers, or 0-d tensors as they are."""
     scalars: dict[str, dict[str, Any]] = {}
     for row in rows:

@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from engines import MAX_NORM, WORKLOADS, Accelerated, Classifier, Engine, Workload
-from harness import RESULTS, Clocks, describe_run, keep, print_table, read_options
+from harness import RESULTS, Clocks, describe_run, keep, print_table, read_options, wait_for_device
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from hf_zero import ZeroPlugin
-from hf_zero.device import peak_bytes, wait_for_device
+from hf_zero.device import peak_bytes
 
 Span = tuple[float, float]
 

@@ -232,6 +232,12 @@ _THRESHOLD_BYTES = 64 * 1024
 _RESET_PEAK = "5"  # of proc(5), /proc/[pid]/clear_refs
 
 
+def wait_for_device(device: torch.device) -> None:
+    """Waits until `device` has done all queued work. On the host that is so already."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
 def held_before(*, trims: bool = False) -> int:
     """Resident bytes of this process, from which its peak is counted from now on.
 

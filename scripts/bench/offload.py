@@ -33,10 +33,10 @@ from engines import (
     adamw_arguments,
     say_where_ranks_are,
 )
-from harness import MIB, RESULTS, Clocks, describe_run, held_before, keep, print_table, read_options
+from harness import MIB, RESULTS, Clocks, describe_run, held_before, keep, print_table, read_options, wait_for_device
 from ranks import RankFailedError, RanksTimedOutError, run_alone
 
-from hf_zero.device import peak_bytes, wait_for_device
+from hf_zero.device import peak_bytes
 from hf_zero.offload import files
 
 TORCHAO_HOMES = ("torchao.optim", "torchao.prototype.low_bit_optim")

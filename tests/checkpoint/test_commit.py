@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import short_of
+from hostile_folders import record_of
 from ranks import PRELOADED_MODULES, joined_process_group
 from shared_ranks import run_on_ranks
 from trainer_job import as_launched, history, make_trainer
@@ -729,7 +730,7 @@ def test_a_header_length_of_10_gb_is_refused_with_the_files_name(name, checkpoin
     [fault] = checkpoint_faults(checkpoint, "zero")
     assert fault.startswith(f"{name} has other contents than were written")
     manifest = Manifest.read(checkpoint / "zero")
-    manifest.with_files({**manifest.files, name: FileRecord.of(checkpoint / name)}).write(checkpoint / "zero")
+    manifest.with_files({**manifest.files, name: record_of(checkpoint / name)}).write(checkpoint / "zero")
     if name == ROWS:
         row = next(row for row in manifest.rows if ROWS.endswith(row.file))
         with CheckpointReader(checkpoint / "zero") as reader:

@@ -191,6 +191,34 @@ def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_file_that_its_holder_takes_away_at_the_last_moment_is_made_again(tmp_path, monkeypatch):
+    fstat, looks = os.fstat, iter([False, True])
+
+    def then_gone(lock: int) -> os.stat_result:
+        if next(looks, False):
+            (tmp_path / LOCK_NAME).unlink()
+        return fstat(lock)
+
+    monkeypatch.setattr(commit.os, "fstat", then_gone)
+    with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
+        assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+
+
+def test_a_refused_lock_file_that_goes_meanwhile_leaves_the_refusal_to_be_said(tmp_path, monkeypatch):
+    def refuses(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def gone(path: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    (tmp_path / LOCK_NAME).touch()
+    monkeypatch.setattr(Path, "lstat", gone)
+    monkeypatch.setattr(commit.os, "open", refuses)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
+            pass
+
+
 def saves_on_a_full_disk(folder: str) -> str:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -25,6 +26,7 @@ from training import adamw_in_two_groups, bert, gpt2, gpt2_batch
 from transformers import Trainer, TrainerState
 
 from hf_zero import ZeroPlugin, last_good_state, same_global_batch
+from hf_zero.checkpoint.commit import Disk, begin, commit
 from hf_zero.integrations import state_io
 from hf_zero.integrations.elastic import DataPosition, trap_of_agents_store
 from hf_zero.integrations.resume import state_faults
@@ -309,6 +311,43 @@ def test_a_loop_finds_the_last_good_state_on_all_ranks_and_saves_under_a_number_
     with pytest.raises(ValueError, match=r"no state in .* is good: checkpoint_1: .*rank-00001.*mend or move"):
         last_good_state(accelerator)
     assert seen == [None, "checkpoint_0", True, "checkpoint_2"]
+
+
+def killed_between_the_renames(final: Path) -> None:
+    """Another process commits a state in the place of `final`, and dies when the former one has stepped aside."""
+    child = os.fork()
+    if child == 0:
+        rename = Path.rename
+        Path.rename = lambda path, to: (
+            os.kill(os.getpid(), signal.SIGKILL) if path.name.startswith(".tmp-") else rename(path, to)
+        )
+        temporary = begin(final, needed_bytes=0, disk=Disk.shared(), exchange=lambda value: [value])
+        commit(temporary, final, disk=Disk.shared(), exchange=lambda value: [value])
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL and not final.exists()
+
+
+@on_ranks(2)
+def test_a_state_comes_back_whose_replacement_was_killed_between_the_two_renames(rank, world_size, tmp_path):
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    (tmp_path / "link").symlink_to(tmp_path / "state") if rank == 0 else None
+    accelerator.save_state(str(tmp_path / "state_1"))
+    saved = [parameter.clone() for parameter in model.parameters()]
+    accelerator.save_state(str(tmp_path / "state"))
+    for find in ("state", "link", "last good"):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            killed_between_the_renames(tmp_path / ("state_1" if find == "last good" else "state"))
+        accelerator.wait_for_everyone()
+        found = last_good_state(accelerator, tmp_path) if find == "last good" else str(tmp_path / find)
+        assert find != "last good" or found == str(tmp_path / "state_1")
+        accelerator.load_state(found)
+        assert all(map(torch.equal, model.parameters(), saved))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate_job import make_accelerator
+from hostile_folders import record_of
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from ranks import run_ranks
 from trainer_job import as_launched, make_trainer
@@ -21,7 +22,7 @@ from training import adamw_in_two_groups, gpt2
 from transformers.utils import logging
 
 from hf_zero import ZeroEngine
-from hf_zero.checkpoint.files import CHUNK_BYTES, FileRecord, faults_of
+from hf_zero.checkpoint.files import CHUNK_BYTES, faults_of
 from hf_zero.cli.checkpoints import consolidate, verify
 from hf_zero.integrations import state_io
 from hf_zero.integrations.state_io import progress_of
@@ -148,7 +149,7 @@ def test_an_engine_tells_how_much_of_the_model_it_has(stage):
 def test_checking_files_tells_the_bytes_of_its_own_share(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * (2 * CHUNK_BYTES + 5))
     (tmp_path / "b").write_bytes(b"")
-    records = {name: FileRecord.of(tmp_path / name) for name in ("a", "b")}
+    records = {name: record_of(tmp_path / name) for name in ("a", "b")}
     told: list[tuple[int, int]] = []
     assert faults_of(tmp_path, records, [("a", 1), ("a", 2), ("b", 0)], lambda *sizes: told.append(sizes)) == []
     assert told == [(CHUNK_BYTES, CHUNK_BYTES + 5), (CHUNK_BYTES + 5,) * 2, (CHUNK_BYTES + 5,) * 2]

@@ -61,7 +61,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_on_all_others(rank, world_si
         # Not by a message: the one that gives up closes its connections.
         time.sleep(2)
         return
-    seconds = {"_NOTICES_S": (0.2,), "_LOOK_S": 0.1, "_WORD_S": 1.0}
+    seconds = {"NOTICES_S": (0.2,), "_LOOK_S": 0.1, "_WORD_S": 1.0}
     with mock.patch.multiple(arrivals, **seconds), mock.patch("sys.stderr") as said:
         error, _ = refusal(timeout_s=1.0)
     assert error.culprits == (late,)

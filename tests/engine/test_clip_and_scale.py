@@ -17,7 +17,7 @@ from trainer_job import as_launched, make_trainer
 from training import Small, adamw_in_two_groups, gpt2, gpt2_batch, small
 
 from hf_zero import GradScaler, ZeroPlugin
-from hf_zero.buckets.sharded import ClippedGradient
+from hf_zero.buckets.sharded import ClippedGradient, Coefficient, clip_later
 from hf_zero.comm.transport import Transport
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.nonfinite import NonFiniteCheck
@@ -181,6 +181,17 @@ def test_any_order_comes_to_the_bits_of_clipping_at_once(acts, setting):
         ends.append([*(tensor for tensors in seen for tensor in tensors if tensor is not None), *rows])
     for later, once in zip(*ends, strict=True):
         assert torch.equal(later, once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_clips_that_nobody_has_read_between_come_to_the_bits_of_two_products(dtype):
+    row, first, second = nn.Parameter(torch.zeros(1000)), torch.tensor(0.3), torch.tensor(0.7)
+    row.grad_dtype = None
+    row.grad = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = row.grad.float() * first * second
+    for value in (first, second):
+        clip_later(row, Coefficient(value))
+    assert torch.equal(row.grad + 0, expected)
 
 
 @pytest.mark.extra("kernels")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, DynamicCode, dequantise_dynamic, quantise_dynamic
+from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, DynamicCode, dequantise_dynamic, quantise_dynamic, tables_of
 from hf_zero.layout.slots import BLOCK_NUMEL, blocks
 
 CODES = pytest.mark.parametrize("code", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
@@ -187,3 +187,13 @@ def test_tensors_that_do_not_fit_are_refused():
         dequantise_dynamic(torch.empty(600, dtype=torch.uint8), scales, torch.empty(600), SIGNED)
     with pytest.raises(ValueError, match=r"values is torch\.bfloat16"):
         quantise_dynamic(torch.zeros(300, dtype=torch.bfloat16), codes, scales, SIGNED)
+
+
+@CODES
+def test_tables_are_the_same_under_another_default_device(code):
+    expected = tables_of(code, torch.device("cpu"))
+    tables_of.cache_clear()
+    with torch.device("meta"):
+        found = tables_of(code, torch.device("cpu"))
+    for name in ("values", "first", "thresholds"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))

@@ -12,13 +12,18 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hf_zero.checkpoint.files import FileRecord
+from hf_zero.checkpoint.files import FileRecord, chunks_in, hashes_of
 from hf_zero.cli.app import app
 from hf_zero.extras import is_installed
 from hf_zero.hub.push import HubError
 from hf_zero.integrations.run_facts import card_facts
 
 MANIFEST = "zero/manifest.json"
+
+
+def record_of(path: Path) -> FileRecord:
+    size = path.stat().st_size
+    return FileRecord(size=size, xxh3=tuple(hashes_of(path, range(chunks_in(size))).values()))
 
 
 def resign(checkpoint: Path, change: Callable[[dict], object] = lambda content: None, folder: str = "zero") -> None:
@@ -29,7 +34,7 @@ def resign(checkpoint: Path, change: Callable[[dict], object] = lambda content: 
     content = json.loads(path.read_text())
     for name in content["files"]:
         if (checkpoint / name).is_file():
-            record = FileRecord.of(checkpoint / name)
+            record = record_of(checkpoint / name)
             content["files"][name] = [record.size, "".join(record.xxh3)]
     change(content)
     content.pop("xxh3", None)
