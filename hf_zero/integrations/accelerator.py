@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, compile_regions
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -150,11 +150,17 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             for parameter in filter(is_loaded, model.parameters()):
                 ask_for(parameter.data)
         refuse_other_engines(model)
-        settings = (self.mixed_precision, self.state.dynamo_plugin.backend)
+        compiler = self.state.dynamo_plugin
+        settings = (self.mixed_precision, compiler.backend)
+        is_again = model.__dict__.get(_PREPARED) == settings
         # With the same settings as before, accelerate has to skip the model: a second autocast would wrap the forward.
-        _mark_prepared(model, model.__dict__.get(_PREPARED) == settings)
+        _mark_prepared(model, is_again)
         # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        if is_again and compiler.backend != DynamoBackend.NO and not is_compiled(model):
+            # Plain accelerate marks the compiled wrapper alone. Without this, the script would train the bare model uncompiled.
+            compiles = compile_regions if compiler.use_regional_compilation else torch.compile
+            prepared = compiles(model, **compiler.to_kwargs())
         model.__dict__[_PREPARED] = settings
         _mark_prepared(model, False)
         original = self.unwrap_model(prepared, keep_torch_compile=False)
