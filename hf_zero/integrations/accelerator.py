@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, compile_regions
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -151,11 +151,17 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             for parameter in filter(is_loaded, model.parameters()):
                 ask_for(parameter.data)
         refuse_other_engines(model)
-        settings = (self.mixed_precision, self.state.dynamo_plugin.backend)
+        compiler = self.state.dynamo_plugin
+        settings = (self.mixed_precision, compiler.backend)
+        is_again = model.__dict__.get(_PREPARED) == settings
         # With the same settings as before, accelerate has to skip the model: a second autocast would wrap the forward.
-        _mark_prepared(model, model.__dict__.get(_PREPARED) == settings)
+        _mark_prepared(model, is_again)
         # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        if is_again and compiler.backend != DynamoBackend.NO and not is_compiled(model):
+            # Plain accelerate marks the compiled wrapper alone. Without this, the script would train the bare model uncompiled.
+            compiles = compile_regions if compiler.use_regional_compilation else torch.compile
+            prepared = compiles(model, **compiler.to_kwargs())
         model.__dict__[_PREPARED] = settings
         _mark_prepared(model, False)
         original = self.unwrap_model(prepared, keep_torch_compile=False)
@@ -441,21 +447,22 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             # accelerate would read the whole model into each device, where at stage 3 there may be no room for it.
             load_model_func_kwargs.setdefault("map_location", "cpu")
         # Only behind `refuse_faults`, on which all ranks agree: an error here, on one rank, would leave the others waiting.
-        manifest = Manifest.read(folder / ZERO_FOLDER) if self.zero_engines else None
-        in_rows = manifest is not None and bool(manifest.weights)
-        with self._engines_optimizers_aside(), split_models_aside(self, all_of_them=in_rows):
+        folders = [_zero_folder(folder, index) for index in range(len(self.zero_engines))]
+        manifests = [Manifest.read(each) for each in folders]
+        in_rows = [engine.model for engine, manifest in zip(self.zero_engines, manifests) if manifest.weights]
+        with self._engines_optimizers_aside(), split_models_aside(self, in_rows) as whole:
             super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
-        if manifest is not None and manifest.world_size != self.num_processes:
+        if manifests and manifests[0].world_size != self.num_processes:
             # accelerate counts micro-batches, of which other ranks made up a step: the next one begins a step.
             self.step -= self.step % self.gradient_accumulation_steps
         # Behind accelerate's own load: masters and optimizer state are filled in after the parameters.
-        for index, engine in enumerate(self.zero_engines):
-            if index == 0 and (in_rows or engine.state.is_split):
+        for engine, own in zip(self.zero_engines, folders):
+            if engine.model in in_rows or engine.model in whole:
                 # Here, not above: it needs transformers' Trainer, which takes seconds to import.
                 from .init import load_weights_into
 
-                load_weights_into(engine, folder)
-            load_engine(engine, _zero_folder(folder, index))
+                load_weights_into(engine, folder, rows=own.name, number=whole.get(engine.model, 0))
+            load_engine(engine, own)
         if self.zero_engines:
             self._zero_steps_before = steps_of(folder) - self.zero_engines[0].steps_taken
             say_resumed(self.zero_engines[0], folder)

@@ -3,7 +3,7 @@
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -241,19 +241,37 @@ def cut_sequences(accelerator: Accelerator, engine: ZeroEngine) -> None:
 
 
 @contextmanager
-def split_models_aside(accelerator: Any, *, all_of_them: bool = False) -> Iterator[None]:
+def split_models_aside(
+    accelerator: Any, in_rows: Collection[nn.Module] | None = None
+) -> Iterator[dict[nn.Module, int]]:
     """Hides split models from accelerate, which saves and loads whole ones; theirs are rows.
 
+    Returns split models that a checkpoint has whole, with the number of its weights file.
+
     Args:
-        all_of_them: the checkpoint has the weights of others as rows too.
+        in_rows: models that the checkpoint to load has as rows; accelerate has numbered the files of the others.
     """
     held = accelerator._models
-    aside = [engine.model for engine in accelerator.zero_engines if all_of_them or engine.state.is_split]
-    accelerator._models = [m for m in held if accelerator.unwrap_model(m, keep_torch_compile=False) not in aside]
+    split = [engine.model for engine in accelerator.zero_engines if engine.state.is_split]
+    bare = {model: accelerator.unwrap_model(model, keep_torch_compile=False) for model in held}
+    numbered = [model for model in held if bare[model] not in (split if in_rows is None else in_rows)]
+    whole = {bare[model]: number for number, model in enumerate(numbered) if bare[model] in split}
+    # A model that is left out would give its file to the next one.
+    accelerator._models = [_Elsewhere() if bare[m] in whole else m for m in numbered]
+    # The last models need no place, and Trainer's checkpoints have no file of accelerate's name where an index is.
+    while accelerator._models and isinstance(accelerator._models[-1], _Elsewhere):
+        accelerator._models.pop()
     try:
-        yield
+        yield whole
     finally:
         accelerator._models = held
+
+
+class _Elsewhere(nn.Module):
+    """Has the place of a model whose file accelerate is to pass over."""
+
+    def load_state_dict(self, *_args: Any, **_kwargs: Any) -> Any:
+        return [], []
 
 
 # ---- The folder of `accelerator.save_state`: temporary, and renamed when it is whole ----

@@ -36,7 +36,7 @@ from .saved_weights import (
     unloaded,
     weight_files,
 )
-from .state_io import saved_tensors_of
+from .state_io import ZERO_FOLDER, saved_tensors_of
 
 # ---- A pretrained model, whose weights stay in their files until it is prepared ----
 
@@ -109,14 +109,17 @@ _THEN = "Nothing was trained; resume from another checkpoint."
 _COMPUTED = "Save the model with `save_pretrained` from a run with tp_size, or resume with tp_size 1."
 
 
-def load_weights_into(engine: ZeroEngine, checkpoint: Path) -> None:
+def load_weights_into(engine: ZeroEngine, checkpoint: Path, *, rows: str = ZERO_FOLDER, number: int = 0) -> None:
     """Replaces the model's values by a checkpoint's, in any layout. Collective.
+
+    Args:
+        rows, number: this model's folder of rows, and its number among weights files, in a checkpoint of several models.
 
     Raises:
         CheckpointError: on every rank: damaged, or of another model.
     """
-    if has_row_weights(checkpoint):
-        load_row_weights(engine, checkpoint)
+    if has_row_weights(checkpoint, rows):
+        load_row_weights(engine, checkpoint, rows)
         return
     tensors = saved_tensors_of(engine.model)
     bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
@@ -125,7 +128,9 @@ def load_weights_into(engine: ZeroEngine, checkpoint: Path) -> None:
         box_of = {id(tensor): engine.state.box_of(tensor) for tensor in tensors.values()}
         shapes = {name: box_of[id(tensor)].shape for name, tensor in tensors.items()}
         weights = (
-            _foreign_weights(checkpoint) if is_foreign(checkpoint) else _file_weights(checkpoint, engine.model, shapes)
+            _foreign_weights(checkpoint)
+            if is_foreign(checkpoint)
+            else _file_weights(checkpoint, number, engine.model, shapes)
         )
         name_of = names_in(weights.shapes, tensors, shapes, checkpoint)
 
@@ -161,9 +166,11 @@ def _foreign_weights(checkpoint: Path) -> _Weights:
     return _Weights(shapes=foreign.weight_shapes(), read=foreign.read_weight)
 
 
-def _file_weights(checkpoint: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> _Weights:
+def _file_weights(checkpoint: Path, number: int, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> _Weights:
     """Opens files that `from_pretrained` reads. `shapes`: of the model's whole tensors, by name."""
-    files = [mapped_tensors(checkpoint / file) for file in weight_files(checkpoint)]
+    # accelerate numbers the files of its models, from the second on.
+    names = [f"model_{number}.safetensors"] if number else weight_files(checkpoint)
+    files = [mapped_tensors(checkpoint / name) for name in names]
     held = {name: values for file in files for name, values in file.items()}
     if isinstance(model, PreTrainedModel) and not held.keys() <= shapes.keys():
         # Names that the model has not: experts, for example, are one tensor in the model and many in its files.

@@ -181,12 +181,12 @@ def describe_files(files: Iterable[str | Path]) -> str:
 _THEN = "Nothing was trained; resume from another checkpoint."
 
 
-def has_row_weights(checkpoint: Path) -> bool:
-    """Whether a checkpoint of ours is of layout `sharded`."""
-    return (checkpoint / ZERO_FOLDER).is_dir() and bool(Manifest.read(checkpoint / ZERO_FOLDER).weights)
+def has_row_weights(checkpoint: Path, folder: str = ZERO_FOLDER) -> bool:
+    """Whether a checkpoint of ours is of layout `sharded`. `folder`: of the model's engine, inside."""
+    return (checkpoint / folder).is_dir() and bool(Manifest.read(checkpoint / folder).weights)
 
 
-def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
+def load_row_weights(engine: ZeroEngine, checkpoint: Path, folder: str = ZERO_FOLDER) -> None:
     """Replaces the model's values by those of a checkpoint of layout `sharded`. Collective.
 
     Every rank reads its own part; what lies in no bucket (buffers, and below stage 3 frozen parameters) rank 0 reads for all.
@@ -202,7 +202,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
     left_out = {parameter for parameter in parameters if id(parameter) not in saved_here}
 
     def load_own() -> list[str]:
-        with CheckpointReader(checkpoint / ZERO_FOLDER) as reader:
+        with CheckpointReader(checkpoint / folder) as reader:
             saved = {name: weight.shape for name, weight in reader.manifest.weights.items()}
             name_of = names_in(
                 saved, tensors, {n: engine.state.box_of(t).shape for n, t in tensors.items()}, checkpoint

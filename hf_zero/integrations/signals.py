@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -437,9 +438,9 @@ def begin_in_trainer(trainer: Any) -> TrainerStop | None:
         from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
         for callback in [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]:
-            if callback.jit_manager is not None and callback.jit_manager.is_checkpoint_requested:
-                # A signal from before `train()` went to the callback's handler, and does not come again.
-                stop.received = signal.SIGTERM
+            # A signal from before `train()` went to the callback's handler, and does not come again.
+            if callback.jit_manager is not None and _is_asked_of(callback.jit_manager):
+                stop._note(signal.SIGTERM, None)
             # It gives the signal back to the handler before.
             callback.on_train_end(trainer.args, trainer.state, trainer.control)
             trainer.remove_callback(callback)
@@ -447,6 +448,15 @@ def begin_in_trainer(trainer: Any) -> TrainerStop | None:
     for engine in trainer.accelerator.zero_engines:
         engine.stop_when(stop.asked)
     return stop
+
+
+def _is_asked_of(manager: Any) -> bool:
+    """Whether a SIGTERM has come to transformers' handler, which tells of a signal by a timer, seconds later."""
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    # The timers first: one that ends meanwhile has set the attribute.
+    return (
+        any(getattr(timer.function, "__self__", None) is manager for timer in timers) or manager.is_checkpoint_requested
+    )
 
 
 def _ends_epoch(trainer: Any) -> bool:

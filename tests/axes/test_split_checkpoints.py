@@ -323,6 +323,64 @@ def test_accelerate_trains_saves_and_resumes(folder_name, tmp_path, kind, sizes,
     assert onward[0]["losses"] == pytest.approx(onward[1]["losses"], rel=1e-3)
 
 
+def with_two_models(
+    rank: int, world_size: int, folder: str, models: list[tuple], saved: Path, resumed: Path | None = None
+) -> tuple[list, list]:
+    """Whole parameters of two models as they were saved, and as they are behind a load over others."""
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=1, tp_size=models[0][1]), cpu=True)
+    prepared = []
+    for number, (kind, tp, ep) in enumerate(models):
+        model = load(SplitJob(folder=folder, kind=kind, tp=tp, ep=ep))
+        # SGD without momentum has no state, and float32 no masters: nothing else would bring the values back.
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        prepared.append(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(number + 1)
+    if resumed is None:
+        accelerator.save_state(str(saved))
+    before = [parts_of(model) for model in prepared]
+    with torch.no_grad():
+        for parameter in (p for model in prepared for p in model.parameters()):
+            parameter.fill_(9)
+    accelerator.load_state(str(resumed or saved))
+    after = [parts_of(model) for model in prepared]
+    for model in prepared:
+        engine_of(model).close()
+    return before, after
+
+
+def parts_of(model) -> dict[str, np.ndarray]:
+    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+
+MIXTURE, ITS_EXPERTS_SPLIT = ("mixtral", 1, 1), ("mixtral", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("models", "resumed"),
+    [
+        ([ITS_EXPERTS_SPLIT, MIXTURE], None),
+        # Of one kind: a file that is taken for the other model's fits.
+        slow([ITS_EXPERTS_SPLIT, MIXTURE], [MIXTURE, ITS_EXPERTS_SPLIT]),
+        slow([MIXTURE, ITS_EXPERTS_SPLIT], [ITS_EXPERTS_SPLIT, MIXTURE]),
+        slow([MIXTURE, MIXTURE], [ITS_EXPERTS_SPLIT, MIXTURE]),
+        slow([MIXTURE, MIXTURE], [MIXTURE, ITS_EXPERTS_SPLIT]),
+        slow([("llama", 2, 1), ("llama", 2, 1)], [("llama", 1, 1), ("llama", 1, 1)]),
+    ],
+    ids=str,
+)
+def test_two_models_of_which_one_is_split_are_loaded_as_they_were_saved(folder_name, tmp_path, models, resumed):
+    state = tmp_path / "state"
+    outcomes = run_on_ranks(with_two_models, folder=folder_name, models=models, saved=state)
+    if resumed is not None:
+        outcomes += run_on_ranks(with_two_models, folder=folder_name, models=resumed, saved=state, resumed=state)
+    for outcome in outcomes:
+        for before, after in zip(*outcome):
+            assert all(np.array_equal(after[name], before[name]) for name in before)
+
+
 def trained(rank: int, world_size: int, folder: str, kind: str, sizes: tuple, output: str, resume: str | None) -> dict:
     as_launched(rank, world_size)
     tp, ep = sizes

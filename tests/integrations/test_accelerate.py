@@ -211,6 +211,22 @@ def test_compiled_models_are_refused_at_stage_3():
     run_on_ranks(compiled)
 
 
+@pytest.mark.parametrize("door", ["ddp", "plugin 2"])
+@on_ranks(1)
+def test_a_model_that_is_prepared_twice_is_compiled_both_times(rank, world_size, door):
+    as_launched(rank, world_size)
+    accelerator = make_accelerator(door, dynamo_backend="eager", cpu=True)
+    model = torch.nn.Linear(2, 2)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for each in (prepared, accelerator.prepare(model)):
+        assert isinstance(each, torch._dynamo.OptimizedModule) and accelerator.unwrap_model(each, False, False) is model
+        before = model.weight.detach().clone()
+        accelerator.backward(each(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.allclose(model.weight, before - 0.1)
+
+
 def distilled(rank: int, world_size: int, door: str, order: str, folder: str) -> dict:
     """A student that learns from a frozen teacher; saves both in the middle, goes on, and does the rest once more."""
     as_launched(rank, world_size)

@@ -1,13 +1,16 @@
 """Runs that SIGTERM or SIGUSR1 to some ranks ends: what all agree on, what is saved, and how they go on."""
 
+import io
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
 from accelerate.utils import ProjectConfiguration
+from cells import slow
 from launching import SUPPORT
 from preemption import DOORS, STEPS, Trial, drawn, prepare_forks, run_trial
 from shared_ranks import on_shared_ranks, run_on_ranks
@@ -24,6 +28,7 @@ from split_runs import LENGTH, SplitJob, load, save_models
 from torch.utils.data import DataLoader
 from trainer_job import as_launched, make_trainer
 from training import gpt2, gpt2_batch
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_zero import ConfigError, ZeroEngine, ZeroPlugin, last_good_state
 from hf_zero.checkpoint.files import CheckpointError
@@ -278,6 +283,34 @@ def test_trainer_is_refused_a_folder_of_its_own(tmp_path):
     trainer = make_trainer(f"flag stage=1,checkpoint.on_signal={tmp_path}/step_{{step}}", "gpt2", tmp_path)
     with pytest.raises(ConfigError, match="Trainer saves in output_dir"):
         trainer.train()
+
+
+def struck_before_training(rank: int, world_size: int, folder: str, kill_wait_s: float, pause_s: float) -> str:
+    as_launched(rank, world_size)
+    trainer = make_trainer("flag 1", "gpt2", folder, enable_jit_checkpoint=True)
+    [callback] = [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
+    callback.jit_manager.kill_wait = kill_wait_s
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(pause_s)
+    try:
+        with redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit):
+            trainer.train()
+    finally:
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.cancel()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kill_wait_s", "pause_s"), [pytest.param(60, 0, id="just before"), slow(0, 0.2, id="long before")]
+)
+def test_a_signal_before_training_ends_trainers_run_behind_its_first_step(kill_wait_s, pause_s, tmp_path):
+    times = {"kill_wait_s": kill_wait_s, "pause_s": pause_s}
+    [said] = run_on_ranks(struck_before_training, world_size=1, folder=str(tmp_path), **times)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    [waited_s] = re.findall(r"status 143, ([\d.]+) s after the signal", said)
+    assert float(waited_s) < 60
 
 
 # ---- data loaders ----
