@@ -234,6 +234,7 @@ class ZeroPlugin(ParallelismConfig):
         run: RunRecord | None = getattr(accelerator, "zero_run", None)
         if run is not None:
             run.refuse_other(self.config)
+        cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
         if self.take_sequences_of(accelerator.parallelism_config):
             # accelerate deals batches by these two, and Trainer and TRL ask them for sizes.
             accelerator.state.parallelism_config = self
@@ -245,6 +246,6 @@ class ZeroPlugin(ParallelismConfig):
             # Once for each Accelerator: every further exit handler would wait for the other ranks again.
             end_cleanly(accelerator)
         accelerator.zero_config = self.config
-        accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
+        accelerator.zero_cast_owner = cast_owner
         accelerator.zero_engines = []
         accelerator._zero_early_optimizers = {}
