@@ -495,7 +495,7 @@ class RecordedAccelerator(_AcceleratorBase):
                 "`project_dir=...` (or a ProjectConfiguration with `logging_dir`), or name a folder: `report: runs/first`."
             )
         # Behind the error above, which all ranks raise: rank 0 alone would leave the others waiting in their first collective.
-        if engine.groups.rank == 0:
+        if engine.world_groups.rank == 0:
             accumulates = micro_batches_of(self) > 1
             plan = _planned(engine, accumulates)
             self.zero_recorder = recorder = extra("report", "RunRecorder")(engine, folder, step=step, plan=plan)
