@@ -444,7 +444,7 @@ class MasterWeights(Weights):
     """The fp32 masters of a run in 16 bits, and the weights of parameters without one.
 
     Args:
-        weights: of the same checkpoint; closed with this.
+        weights: of the same checkpoint.
     """
 
     def __init__(self, weights: Weights, checkpoint: Path, others: Sequence[Path] = ()):
@@ -471,14 +471,13 @@ class MasterWeights(Weights):
 
     def __exit__(self, *error: object) -> None:
         self._reader.__exit__(*error)
-        self._weights.__exit__(*error)
 
 
 class InFiles(Weights):
     """A model's own tensors as `save_pretrained` names and splits them: a layer's experts are many tensors in a file.
 
     Args:
-        weights: by the names of the model; closed with this.
+        weights: by the names of the model.
         folder: with the model's config.
     """
 
@@ -507,7 +506,7 @@ class InFiles(Weights):
         return part.reshape(tensor.shape)
 
     def __exit__(self, *error: object) -> None:
-        self._weights.__exit__(*error)
+        pass
 
 
 def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
