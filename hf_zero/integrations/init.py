@@ -98,7 +98,7 @@ def _leave_in_files(
         if buffer.data_ptr() in views:
             module, _, leaf = name.rpartition(".")
             # Cast here: an engine reads parameters from files, and takes a buffer as the model has it.
-            model.get_submodule(module)._buffers[leaf] = buffer.to(views[buffer.data_ptr()][1])
+            setattr(model.get_submodule(module), leaf, buffer.to(views[buffer.data_ptr()][1]))
     model.__dict__[FILES_ATTRIBUTE] = describe_files(checkpoint_files or ())
     return result
 
