@@ -1,7 +1,6 @@
 """`ZeroPlugin`: installs the engine in an Accelerator."""
 
 import os
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from .environment import (
     refuse_engines_of_the_launch,
     refuse_split_models,
     sp_size_of_launch,
+    trainer_in_callers,
 )
 
 if TYPE_CHECKING:
@@ -216,17 +216,16 @@ class ZeroPlugin(ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         self._install(accelerator)
-        if "transformers.trainer" in sys.modules:
+        trainer = trainer_in_callers()
+        if trainer is not None:
             # Here, not above: a plain loop does without transformers, which takes seconds to import.
-            from .trainer import install_in_trainer, trainer_under_construction
+            from .trainer import install_in_trainer
 
-            trainer = trainer_under_construction()
-            if trainer is not None:
-                install_in_trainer(trainer)
-                own = trainer.args.parallelism_config
-                if isinstance(own, ZeroPlugin) and own is not self:
-                    # accelerate goes by the plugin of the process's first Accelerator.
-                    own._install(accelerator)
+            install_in_trainer(trainer)
+            own = trainer.args.parallelism_config
+            if isinstance(own, ZeroPlugin) and own is not self:
+                # accelerate goes by the plugin of the process's first Accelerator.
+                own._install(accelerator)
 
     def _install(self, accelerator: Accelerator) -> None:
         check_environment(accelerator)
