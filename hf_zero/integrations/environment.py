@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..config import ConfigError, ZeroConfig
 from ..config.zero import differences
+from .launcher import CONFIG_VARIABLE
 
 # ---- Finding the object under construction that a hook of accelerate or transformers does not pass ----
 
@@ -49,8 +50,6 @@ def trainer_in_callers() -> Any | None:
 #
 # torch calls a hook before the step of any optimizer. Nothing else tells that accelerate has left a plugin aside, or that a
 # script has read HF_ZERO_CONFIG nowhere.
-
-CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 
 
 class StepWatch:

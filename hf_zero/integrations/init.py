@@ -36,7 +36,7 @@ from .saved_weights import (
     unloaded,
     weight_files,
 )
-from .state_io import saved_tensors_of
+from .state_io import AFTER_A_FAILED_LOAD, saved_tensors_of
 
 # ---- A pretrained model, whose weights stay in their files until it is prepared ----
 
@@ -105,7 +105,6 @@ def _leave_in_files(
 
 # ---- A checkpoint, into a model that is split over ranks or has its weights in rows ----
 
-_THEN = "Nothing was trained; resume from another checkpoint."
 _COMPUTED = "Save the model with `save_pretrained` from a run with tp_size, or resume with tp_size 1."
 
 
@@ -138,7 +137,7 @@ def load_weights_into(engine: ZeroEngine, checkpoint: Path) -> None:
             # What is in no bucket each rank reads by itself: `share_weights` sends buckets alone.
             tensor.detach().copy_(values.view(tensor.shape))
 
-    on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)
+    on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=AFTER_A_FAILED_LOAD)
     # Behind the agreement of all ranks: a rank with a damaged file would leave the others in a broadcast.
     engine.state.share_weights()
 

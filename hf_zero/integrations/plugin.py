@@ -20,7 +20,6 @@ from .accelerator import ZeroAcceleratorMixin
 from .accelerator_parts import mesh_of_batches
 from .announce import end_cleanly
 from .environment import (
-    CONFIG_VARIABLE,
     RunRecord,
     StepWatch,
     check_environment,
@@ -29,6 +28,7 @@ from .environment import (
     sp_size_of_launch,
     trainer_in_callers,
 )
+from .launcher import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -32,7 +32,7 @@ from ..extras import extra
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from .config_model import expected_tensors, meta_model
-from .state_io import ZERO_FOLDER, progress_bar, tensors_by_saved_name
+from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, progress_bar, tensors_by_saved_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,8 +178,6 @@ def describe_files(files: Iterable[str | Path]) -> str:
 
 # ---- Weights in rows, not in files for `from_pretrained`: back into a model that trains ----
 
-_THEN = "Nothing was trained; resume from another checkpoint."
-
 
 def has_row_weights(checkpoint: Path) -> bool:
     """Whether a checkpoint of ours is of layout `sharded`."""
@@ -226,7 +224,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
             return others
 
     # All ranks have read before any sends: a rank with a damaged file would leave the others in a broadcast.
-    others = on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
+    others = on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=AFTER_A_FAILED_LOAD)[0]
     # Behind the read: each rank has only its own part, and stages 0 to 2 need the whole.
     engine.state.share_weights()
     for name in others:
