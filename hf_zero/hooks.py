@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -124,11 +125,15 @@ def is_in_backward() -> bool:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces a name of a class or module of another package by `value` inside."""
-    # By `vars`: `getattr` would take the function out of a static method, and restore a plain one that gets `self`.
-    before = vars(owner)[name]
+    """Replaces a name of a class, module or object of another package by `value` inside."""
+    # `getattr` would take the function out of a static method, and restore a plain one that gets `self`.
+    before, is_own = getattr_static(owner, name), name in vars(owner)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        # Another package, or the script, may have given an object a function of the object's own.
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

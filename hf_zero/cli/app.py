@@ -69,15 +69,26 @@ def doctor(
         raise typer.Exit(1)
 
 
+# ---- Options of `hf-zero parity` and `hf-zero run`, which start ranks ----
+
+Script = Annotated[
+    list[str], typer.Argument(help="A Python file, or a module's name after -m, and the script's own arguments.")
+]
+Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")]
+Processes = Annotated[int | None, typer.Option(help="Number of ranks; default: one for each GPU, or two on a CPU.")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Train on the CPU, even on a machine with GPUs.")]
+Precision = Annotated[str | None, typer.Option(help="Precision of autocast: no, fp16 or bf16.")]
+Port = Annotated[int | None, typer.Option(help="Port on which the ranks meet.")]
+SequenceRanks = Annotated[int | None, typer.Option(help="Number of ranks that compute a sequence together (sp_size).")]
+
+
 # ---- `hf-zero parity` ----
 
 _PARAMETERS_SHOWN = 10
 
 
 def parity(
-    script: Annotated[
-        list[str], typer.Argument(help="A Python file, or a module's name after -m, and the script's own arguments.")
-    ],
+    script: Script,
     zero: Annotated[
         str | None, typer.Option(help="A stage (0, 1, 2, 3), a YAML file, or settings; default: HF_ZERO_CONFIG.")
     ] = None,
@@ -87,15 +98,13 @@ def parity(
         typer.Option(min=0, help="Largest relative difference that passes; default: by the settings."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for a script that sets none.")] = 0,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
-    num_processes: Annotated[
-        int | None, typer.Option(help="Number of ranks; default: one for each GPU, or two on a CPU.")
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, even on a machine with GPUs.")] = False,
-    mixed_precision: Annotated[str | None, typer.Option(help="Precision of autocast: no, fp16 or bf16.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port on which the ranks meet.")] = None,
-    sp: Annotated[int | None, typer.Option(help="Number of ranks that compute a sequence together (sp_size).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+    module: Module = False,
+    num_processes: Processes = None,
+    cpu: Cpu = False,
+    mixed_precision: Precision = None,
+    port: Port = None,
+    sp: SequenceRanks = None,
+    as_json: Json = False,
 ) -> None:
     """Runs an unmodified script without and with the engine and compares the first steps. Exits with 1 if the steps differ."""
     with said_plainly():
@@ -341,20 +350,16 @@ SCRIPT_WORDS = {"allow_interspersed_args": False, "ignore_unknown_options": True
 
 
 def run(
-    script: Annotated[
-        list[str], typer.Argument(help="A Python file, or a module's name after -m, and the script's own arguments.")
-    ],
+    script: Script,
     zero: Annotated[
         str | None, typer.Option(help="A stage (0, 1, 2, 3, auto), a YAML file, or settings; default: HF_ZERO_CONFIG.")
     ] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
-    num_processes: Annotated[
-        int | None, typer.Option(help="Number of ranks; default: one for each GPU, or two on a CPU.")
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Train on the CPU, even on a machine with GPUs.")] = False,
-    mixed_precision: Annotated[str | None, typer.Option(help="Precision of autocast: no, fp16 or bf16.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port on which the ranks meet.")] = None,
-    sp: Annotated[int | None, typer.Option(help="Number of ranks that compute a sequence together (sp_size).")] = None,
+    module: Module = False,
+    num_processes: Processes = None,
+    cpu: Cpu = False,
+    mixed_precision: Precision = None,
+    port: Port = None,
+    sp: SequenceRanks = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the command and its environment instead of starting it.")
     ] = False,

@@ -30,7 +30,7 @@ from ..engine.holders import anchor_numel
 from ..engine.report_tables import IN_FILES, render
 from ..extras import extra
 from ..forecast import FORECAST_ERROR, AtStart, BucketCost, DdpState, Forecast, StatePlan, plan_ddp, plan_states
-from .environment import find_in_callers
+from .environment import trainer_in_callers
 
 # ---- Rows of a step on all ranks together, which change with the number of ranks ----
 
@@ -63,14 +63,9 @@ def ranks_of_a_batch(accelerator: Accelerator) -> int:
 
 def micro_batches_of(accelerator: Accelerator) -> int:
     """Micro-batches of an optimizer step, by accelerate's word or Trainer's."""
-    if "transformers.trainer" in sys.modules:
-        from transformers import Trainer
-
-        trainer = find_in_callers(lambda candidate: isinstance(candidate, Trainer))
-        if trainer is not None:
-            # Trainer tells accelerate nothing of accumulation, and counts micro-batches by itself.
-            return trainer.args.gradient_accumulation_steps
-    return accelerator.gradient_accumulation_steps
+    trainer = trainer_in_callers()
+    # Trainer tells accelerate nothing of accumulation, and counts micro-batches by itself.
+    return (accelerator if trainer is None else trainer.args).gradient_accumulation_steps
 
 
 # ---- A clean end of the process: nothing in flight, then the process group goes ----
@@ -494,7 +489,7 @@ class RecordedAccelerator(_AcceleratorBase):
                 "`project_dir=...` (or a ProjectConfiguration with `logging_dir`), or name a folder: `report: runs/first`."
             )
         # Behind the error above, which all ranks raise: rank 0 alone would leave the others waiting in their first collective.
-        if engine.groups.rank == 0:
+        if engine.world_groups.rank == 0:
             accumulates = micro_batches_of(self) > 1
             plan = _planned(engine, accumulates)
             self.zero_recorder = recorder = extra("report", "RunRecorder")(engine, folder, step=step, plan=plan)
@@ -537,15 +532,6 @@ def begin_in_loop(accelerator: RecordedAccelerator, engine: ZeroEngine) -> None:
     if not (accelerator.zero_config.report and engine.optimizers) or trainer_in_callers() is not None:
         return
     accelerator.begin_report(engine, accelerator.logging_dir or accelerator.project_dir)
-
-
-def trainer_in_callers() -> Any:
-    """The Trainer that is training further up the stack, or None."""
-    if "transformers.trainer" not in sys.modules:
-        return None
-    from transformers import Trainer
-
-    return find_in_callers(lambda candidate: isinstance(candidate, Trainer))
 
 
 def _planned(engine: ZeroEngine, accumulates: bool) -> dict[str, dict[str, int]]:

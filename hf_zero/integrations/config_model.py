@@ -138,7 +138,8 @@ def read_config(folder: Path) -> "PretrainedConfig":
     read_mapping(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        # A config may name an attention of somebody else's repository.
+        # A config may name an attention of somebody else's repository. The public argument `attn_implementation` would not
+        # do: an `_attn_implementation` in the file goes before the argument.
         config._attn_implementation = "eager"
     except Exception as error:
         # Which one depends on the class that the file names and on what that makes of the values.

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..config import ConfigError, ZeroConfig
 from ..config.zero import differences
+from .launcher import CONFIG_VARIABLE
 
 # ---- Finding the object under construction that a hook of accelerate or transformers does not pass ----
 
@@ -34,12 +35,21 @@ def find_in_callers(wanted: Callable[[Any], bool], *, depth: int = 12) -> Any | 
     return None
 
 
+def trainer_in_callers() -> Any | None:
+    """The Trainer whose method is running further up the stack, or None."""
+    if "transformers.trainer" not in sys.modules:
+        # Not imported for the question: a plain loop does without transformers, which takes seconds to import.
+        return None
+    from transformers import Trainer
+
+    # One frame more, which is this function's own.
+    return find_in_callers(lambda candidate: isinstance(candidate, Trainer), depth=13)
+
+
 # ---- Optimizer steps without the engine that was asked for: found at the first of them, when all has been set up ----
 #
 # torch calls a hook before the step of any optimizer. Nothing else tells that accelerate has left a plugin aside, or that a
 # script has read HF_ZERO_CONFIG nowhere.
-
-CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 
 
 class StepWatch:

@@ -36,7 +36,7 @@ from .saved_weights import (
     unloaded,
     weight_files,
 )
-from .state_io import ZERO_FOLDER, saved_tensors_of
+from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, saved_tensors_of
 
 # ---- A pretrained model, whose weights stay in their files until it is prepared ----
 
@@ -98,14 +98,13 @@ def _leave_in_files(
         if buffer.data_ptr() in views:
             module, _, leaf = name.rpartition(".")
             # Cast here: an engine reads parameters from files, and takes a buffer as the model has it.
-            model.get_submodule(module)._buffers[leaf] = buffer.to(views[buffer.data_ptr()][1])
+            setattr(model.get_submodule(module), leaf, buffer.to(views[buffer.data_ptr()][1]))
     model.__dict__[FILES_ATTRIBUTE] = describe_files(checkpoint_files or ())
     return result
 
 
 # ---- A checkpoint, into a model that is split over ranks or has its weights in rows ----
 
-_THEN = "Nothing was trained; resume from another checkpoint."
 _COMPUTED = "Save the model with `save_pretrained` from a run with tp_size, or resume with tp_size 1."
 
 
@@ -143,7 +142,7 @@ def load_weights_into(engine: ZeroEngine, checkpoint: Path, *, rows: str = ZERO_
             # What is in no bucket each rank reads by itself: `share_weights` sends buckets alone.
             tensor.detach().copy_(values.view(tensor.shape))
 
-    on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)
+    on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=AFTER_A_FAILED_LOAD)
     # Behind the agreement of all ranks: a rank with a damaged file would leave the others in a broadcast.
     engine.state.share_weights()
 

@@ -29,7 +29,7 @@ from .state_io import WeightsPlan, saved_tensors_of
 # that nobody ever touches, and where it would write a file, that file is laid out instead, or only noted. Each rank then
 # writes the bytes of its own shard. Nothing is gathered, and no rank holds more than it held.
 
-_THEN = "The former checkpoints are as they were, and training state is unharmed."
+AFTER_A_FAILED_SAVE = "The former checkpoints are as they were, and training state is unharmed."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Layout(ABC):
                 return None if files is None else self._make(files, tensors, folder)
 
         # One rank of a disk lays the files out. All ranks need the offsets, and none writes before the files are there.
-        places = on_all_ranks(exchange, make_files, doing=f"write the model to {folder}", then=_THEN)[0]
+        places = on_all_ranks(exchange, make_files, doing=f"write the model to {folder}", then=AFTER_A_FAILED_SAVE)[0]
         return None if places is None else self._plan(engine, tensors, places, folder)
 
     @abstractmethod

@@ -1,7 +1,6 @@
 """`ZeroPlugin`: installs the engine in an Accelerator."""
 
 import os
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +20,15 @@ from .accelerator import ZeroAcceleratorMixin
 from .accelerator_parts import mesh_of_batches
 from .announce import end_cleanly
 from .environment import (
-    CONFIG_VARIABLE,
     RunRecord,
     StepWatch,
     check_environment,
     refuse_engines_of_the_launch,
     refuse_split_models,
     sp_size_of_launch,
+    trainer_in_callers,
 )
+from .launcher import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -216,17 +216,16 @@ class ZeroPlugin(ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         self._install(accelerator)
-        if "transformers.trainer" in sys.modules:
+        trainer = trainer_in_callers()
+        if trainer is not None:
             # Here, not above: a plain loop does without transformers, which takes seconds to import.
-            from .trainer import install_in_trainer, trainer_under_construction
+            from .trainer import install_in_trainer
 
-            trainer = trainer_under_construction()
-            if trainer is not None:
-                install_in_trainer(trainer)
-                own = trainer.args.parallelism_config
-                if isinstance(own, ZeroPlugin) and own is not self:
-                    # accelerate goes by the plugin of the process's first Accelerator.
-                    own._install(accelerator)
+            install_in_trainer(trainer)
+            own = trainer.args.parallelism_config
+            if isinstance(own, ZeroPlugin) and own is not self:
+                # accelerate goes by the plugin of the process's first Accelerator.
+                own._install(accelerator)
 
     def _install(self, accelerator: Accelerator) -> None:
         check_environment(accelerator)
@@ -234,6 +233,7 @@ class ZeroPlugin(ParallelismConfig):
         run: RunRecord | None = getattr(accelerator, "zero_run", None)
         if run is not None:
             run.refuse_other(self.config)
+        cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
         if self.take_sequences_of(accelerator.parallelism_config):
             # accelerate deals batches by these two, and Trainer and TRL ask them for sizes.
             accelerator.state.parallelism_config = self
@@ -245,6 +245,6 @@ class ZeroPlugin(ParallelismConfig):
             # Once for each Accelerator: every further exit handler would wait for the other ranks again.
             end_cleanly(accelerator)
         accelerator.zero_config = self.config
-        accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
+        accelerator.zero_cast_owner = cast_owner
         accelerator.zero_engines = []
         accelerator._zero_early_optimizers = {}

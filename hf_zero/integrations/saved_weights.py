@@ -32,7 +32,7 @@ from ..extras import extra
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from .config_model import expected_tensors, meta_model
-from .state_io import ZERO_FOLDER, progress_bar, tensors_by_saved_name
+from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, progress_bar, tensors_by_saved_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,8 +178,6 @@ def describe_files(files: Iterable[str | Path]) -> str:
 
 # ---- Weights in rows, not in files for `from_pretrained`: back into a model that trains ----
 
-_THEN = "Nothing was trained; resume from another checkpoint."
-
 
 def has_row_weights(checkpoint: Path, folder: str = ZERO_FOLDER) -> bool:
     """Whether a checkpoint of ours is of layout `sharded`. `folder`: of the model's engine, inside."""
@@ -226,7 +224,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path, folder: str = ZERO_FO
             return others
 
     # All ranks have read before any sends: a rank with a damaged file would leave the others in a broadcast.
-    others = on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
+    others = on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=AFTER_A_FAILED_LOAD)[0]
     # Behind the read: each rank has only its own part, and stages 0 to 2 need the whole.
     engine.state.share_weights()
     for name in others:
@@ -444,7 +442,7 @@ class MasterWeights(Weights):
     """The fp32 masters of a run in 16 bits, and the weights of parameters without one.
 
     Args:
-        weights: of the same checkpoint; closed with this.
+        weights: of the same checkpoint.
     """
 
     def __init__(self, weights: Weights, checkpoint: Path, others: Sequence[Path] = ()):
@@ -471,14 +469,13 @@ class MasterWeights(Weights):
 
     def __exit__(self, *error: object) -> None:
         self._reader.__exit__(*error)
-        self._weights.__exit__(*error)
 
 
 class InFiles(Weights):
     """A model's own tensors as `save_pretrained` names and splits them: a layer's experts are many tensors in a file.
 
     Args:
-        weights: by the names of the model; closed with this.
+        weights: by the names of the model.
         folder: with the model's config.
     """
 
@@ -507,7 +504,7 @@ class InFiles(Weights):
         return part.reshape(tensor.shape)
 
     def __exit__(self, *error: object) -> None:
-        self._weights.__exit__(*error)
+        pass
 
 
 def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:

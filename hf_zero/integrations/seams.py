@@ -154,7 +154,7 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_parameters", "_buffers", "_modules"),
-        where=("engine", "optimizer", "buckets/packed", "integrations/init", "integrations/state_io"),
+        where=("engine", "optimizer", "buckets/packed", "integrations/state_io"),
         why="Which module holds a parameter, and whether it still does. `_parameters` is another dict until a gather has ended.",
         test="test_gradients.py",
     ),

@@ -24,7 +24,7 @@ from ..engine.engine import ZeroEngine
 from ..guard import mix_in
 from ..hooks import WeakHook
 from .accelerator_parts import numbered_states
-from .announce import trainer_in_callers
+from .environment import trainer_in_callers
 
 if TYPE_CHECKING:
     # Mixed into data loaders: a type checker takes their methods for inherited.

@@ -18,7 +18,7 @@ from ..checkpoint.commit import Disk, on_all_ranks, seal
 from ..checkpoint.files import CheckpointError, shown
 from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.structure import checkpoint_faults
+from ..checkpoint.structure import STATE_NAME, checkpoint_faults
 from ..checkpoint.writer import Piece, Row, dtype_name, plan_rows, write_pieces
 from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
@@ -27,6 +27,8 @@ from ..engine.state import EngineState, SavedState
 from ..layout.boxes import Box
 from ..layout.slots import Interval
 from ..optimizer.state_kinds import state_names
+
+AFTER_A_FAILED_LOAD = "Nothing was trained; resume from another checkpoint."
 
 # ---- Bars for what may take long: on the main rank, on a terminal, and where nobody has turned bars off ----
 
@@ -327,7 +329,7 @@ def load_state(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
         engine.world.exchange,
         lambda: _load_own(engine, path, opens),
         doing=f"read {path}",
-        then="Nothing was trained; resume from another checkpoint.",
+        then=AFTER_A_FAILED_LOAD,
     )[0]
 
 
@@ -459,10 +461,7 @@ def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
     # Each rank has checked its share of the files, and all raise the same.
     faults = list(dict.fromkeys(fault for theirs in engine.world.exchange(mine) for fault in theirs))
     if faults:
-        raise CheckpointError(
-            f"hf_zero: {root} cannot be resumed from: {'; '.join(faults[:5])}. Nothing was trained; resume from another "
-            "checkpoint."
-        )
+        raise CheckpointError(f"hf_zero: {root} cannot be resumed from: {'; '.join(faults[:5])}. {AFTER_A_FAILED_LOAD}")
 
 
 def load_engine(engine: ZeroEngine, folder: str | Path) -> None:
@@ -518,8 +517,6 @@ def _saved_optimizers(state: EngineState, reader: CheckpointReader, folder: Path
 
 # ---- The line of a resumed run: folder, step, and origin ----
 
-_TRAINER_STATE = "trainer_state.json"
-
 
 def say_resumed(engine: ZeroEngine, folder: str | Path, origin: str | None = None) -> None:
     """Prints the line to stderr, on rank 0 only.
@@ -543,8 +540,8 @@ def _by(ranks: int, stage: int) -> str:
 
 def _progress(folder: Path, manifest: Manifest | None) -> str:
     """Returns Trainer's step, or the optimizer's count of steps, if there is one."""
-    if (folder / _TRAINER_STATE).is_file():
-        return f" at step {json.loads((folder / _TRAINER_STATE).read_text(encoding='utf-8'))['global_step']}"
+    if (folder / STATE_NAME).is_file():
+        return f" at step {json.loads((folder / STATE_NAME).read_text(encoding='utf-8'))['global_step']}"
     steps = 0 if manifest is None else steps_of(folder)
     return f" after {steps} optimizer steps" if steps else ""
 

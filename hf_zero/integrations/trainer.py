@@ -30,7 +30,6 @@ from ..engine.split_model import is_dtensor
 from ..extras import extra
 from ..guard import mix_in
 from ..hooks import engine_attached_to, replaced
-from .environment import find_in_callers
 from .gathered import gathered
 from .init import init, load_weights_into
 from .model_parallel import as_if_whole
@@ -64,11 +63,6 @@ logger = logging.get_logger(__name__)
 _USUAL_DDP_TIMEOUT_S = TrainingArguments.ddp_timeout
 
 
-def trainer_under_construction() -> Trainer | None:
-    """The Trainer whose `__init__` is running further up the stack, or None."""
-    return find_in_callers(lambda candidate: isinstance(candidate, Trainer))
-
-
 def install_in_trainer(trainer: Trainer) -> None:
     """Gives a Trainer the engine's way of saving, loading and logging. Again is harmless."""
     mix_in(trainer, ZeroTrainerMixin)
@@ -95,7 +89,7 @@ def _train_on_one_gpu(trainer: Trainer) -> None:
     trainer._train_batch_size = args.train_batch_size
 
 
-_OF_THIS_PROCESS = ("_checkpoint_saver", "_rescue", "_memory", "_memory_saver", "_stop")
+_OF_THIS_PROCESS = ("_checkpoint_saver", "_rescue", "_stop")
 """Attributes of a Trainer that hold its engine or its files."""
 
 

@@ -24,7 +24,7 @@ from ..engine.engine import ZeroEngine
 from ..engine.report_tables import CommReport
 from ..engine.state import EngineState
 from ..extras import extra
-from ..hooks import engine_attached_to
+from ..hooks import engine_attached_to, replaced
 from ..layout.slots import Interval
 from .elastic import Batch, DataPosition, same_global_batch
 from .state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
@@ -200,11 +200,8 @@ def told_to_trackers(trainer: Any) -> Iterator[None]:
         finally:
             args.parallelism_config = None
 
-    handler.__dict__["on_train_begin"] = begin
-    try:
+    with replaced(handler, "on_train_begin", begin):
         yield
-    finally:
-        del handler.__dict__["on_train_begin"]
 
 
 # ---- Bytes, waits and seconds of a step as `zero/...` in Trainer's log: means since the last entry ----
@@ -392,11 +389,8 @@ def _weighted_loss(trainer: Any, weight: float) -> Iterator[None]:
         found = compute_loss(*args, **kwargs)
         return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
 
-    trainer.compute_loss = weighted
-    try:
+    with replaced(trainer, "compute_loss", weighted):
         yield
-    finally:
-        del trainer.compute_loss
 
 
 @contextmanager

@@ -32,15 +32,12 @@ from ..extras import extra
 from ..hooks import WeakHook
 from .elastic import DataPosition
 from .model_parallel import as_if_whole
-from .placed_weights import HfLayout, Layout, ShardedLayout, can_be_placed
+from .placed_weights import AFTER_A_FAILED_SAVE, HfLayout, Layout, ShardedLayout, can_be_placed
 from .run_facts import write_run
 from .state_io import ZERO_FOLDER, WeightsPlan, plan_state, progress_bar, seal_state, state_bytes, weight_rows
 from .trainer_parts import FrozenBase, StepFigures
 
 logger = logging.get_logger(__name__)
-
-_THEN = "The former checkpoints are as they were, and training state is unharmed."
-
 
 _GLANCE_S = 0.1
 _PATIENCE_S = 10.0
@@ -157,7 +154,8 @@ class CheckpointSaver:
         self._store_exchange.hurry(_PATIENCE_S)
         if isinstance(error, KeyboardInterrupt) and not self._background.is_done(_GLANCE_S):
             logger.warning(
-                f"hf_zero: interrupted; the save under way is dropped if it takes {_PATIENCE_S:.0f} s more. {_THEN}"
+                f"hf_zero: interrupted; the save under way is dropped if it takes {_PATIENCE_S:.0f} s more. "
+                f"{AFTER_A_FAILED_SAVE}"
             )
             if not self._background.is_done(_PATIENCE_S):
                 self._drop()
@@ -186,7 +184,7 @@ class CheckpointSaver:
         # Before the plan, whose pieces are views of this rank's rows: the rows are to be of the model that all ranks have.
         engine.synchronise()
         exchange = engine.world.exchange
-        disk = find_disk(run_folder, engine.world_groups.rank, exchange, then=_THEN)
+        disk = find_disk(run_folder, engine.world_groups.rank, exchange, then=AFTER_A_FAILED_SAVE)
         is_full = self._is_full(run_folder)
         layout = self._layout(disk, is_full=is_full)
         # The script may go to another folder while it is written.
@@ -209,7 +207,7 @@ class CheckpointSaver:
                 exchange,
                 lambda: _write_the_rest(trainer, temporary, disk, position),
                 doing=f"write trainer state to {temporary}",
-                then=_THEN,
+                then=AFTER_A_FAILED_SAVE,
             )
         except CheckpointError:
             abandon(temporary, disk=disk)
@@ -267,7 +265,7 @@ class CheckpointSaver:
                 exchange,
                 lambda: self._save_beside_weights(temporary) if disk.leads else None,
                 doing=f"write the model's config to {temporary}",
-                then=_THEN,
+                then=AFTER_A_FAILED_SAVE,
             )
             return weight_rows(self.engine)
         if self._is_placed:
@@ -278,7 +276,7 @@ class CheckpointSaver:
             exchange,
             lambda: self._trainer.save_model(str(temporary), _internal_call=True),
             doing=f"write the model to {temporary}",
-            then=_THEN,
+            then=AFTER_A_FAILED_SAVE,
         )
         return WeightsPlan()
 

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -203,10 +204,12 @@ def consolidate(
     copied = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and not is_of_the_run(path.name)]
     refuse_links(checkpoint, copied)
     dtype_of = partial(_written_dtype, dtype=dtype, kept=_float32_names(checkpoint, dtype))
-    opened = open_weights(checkpoint, others)
-    if not opened.as_in_files and (checkpoint / CONFIG_NAME).is_file():
-        opened = InFiles(opened, checkpoint)
-    with MasterWeights(opened, checkpoint, others) if masters else opened as weights:
+    with ExitStack() as stack:
+        weights = stack.enter_context(open_weights(checkpoint, others))
+        if not weights.as_in_files and (checkpoint / CONFIG_NAME).is_file():
+            weights = InFiles(weights, checkpoint)
+        if masters:
+            weights = stack.enter_context(MasterWeights(weights, checkpoint, others))
         out.mkdir(parents=True, exist_ok=True)
         shards = list(_shards(weights.tensors, dtype_of, max_shard_bytes))
         total = sum(_written_bytes(tensor, dtype_of) for tensor in weights.tensors)
@@ -267,11 +270,14 @@ def _shards(
     tensors: list[SavedTensor], dtype_of: Callable[[SavedTensor], torch.dtype], max_shard_bytes: int
 ) -> Iterator[list[SavedTensor]]:
     shard: list[SavedTensor] = []
+    shard_bytes = 0
     for tensor in tensors:
-        if shard and sum(_written_bytes(t, dtype_of) for t in [*shard, tensor]) > max_shard_bytes:
+        nbytes = _written_bytes(tensor, dtype_of)
+        if shard and shard_bytes + nbytes > max_shard_bytes:
             yield shard
-            shard = []
+            shard, shard_bytes = [], 0
         shard.append(tensor)
+        shard_bytes += nbytes
     if shard:
         yield shard
 

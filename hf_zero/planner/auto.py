@@ -22,7 +22,7 @@ from ..config import AUTO, ConfigError, ZeroConfig
 from ..device import ranks_on_this_host
 from ..forecast import CLOSE, FITS, RESERVE, Activations, AtStart, NothingFitsError, PlanError, Room, of, size
 from ..integrations.announce import micro_batches_of
-from ..integrations.environment import find_in_callers
+from ..integrations.environment import trainer_in_callers
 from ..offload.files import free_disk_bytes
 from .layouts import COMMUNICATORS_BYTES, WORKSPACES_BYTES, Job
 from .planner import candidates_of, parts_that_help
@@ -428,7 +428,7 @@ def _micro_batch(accelerator: Accelerator, model: nn.Module, args: Sequence[Any]
         rows = getattr(sampler, "batch_size", None) or getattr(loaders[0], "batch_size", None)
         if getattr(sampler, "split_batches", False) or (loaders[0] in args and accelerator.split_batches):
             rows = rows and max(1, rows // accelerator.num_processes)
-    trainer = _trainer()
+    trainer = trainer_in_callers()
     if trainer is not None:
         rows = rows or trainer.args.train_batch_size
         tokenizer = getattr(trainer, "processing_class", None)
@@ -441,14 +441,6 @@ def _micro_batch(accelerator: Accelerator, model: nn.Module, args: Sequence[Any]
         micro_batches_of(accelerator),
         _sp_size_of(accelerator),
     )
-
-
-def _trainer() -> Any:
-    if "transformers.trainer" not in sys.modules:
-        return None
-    from transformers import Trainer
-
-    return find_in_callers(lambda candidate: isinstance(candidate, Trainer))
 
 
 # ---- Activations and peak memory, forecast on rank 0 from the first rows of the data ----

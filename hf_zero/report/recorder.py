@@ -195,7 +195,7 @@ class RunRecorder:
     ):
         self.folder = Path(folder)
         self.step = step
-        self.is_open = engine.groups.rank == 0
+        self.is_open = engine.world_groups.rank == 0
         self._engine = engine
         self._plan = plan or {}
         # Where nobody reads times, nobody asks for them.

@@ -381,6 +381,23 @@ def test_two_models_of_which_one_is_split_are_loaded_as_they_were_saved(folder_n
             assert all(np.array_equal(after[name], before[name]) for name in before)
 
 
+def recorded(rank: int, world_size: int, folder: str, log: Path) -> tuple[bool, bool]:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2, tp_size=2, report=str(log)), cpu=True)
+    model = load(SplitJob(folder=folder))
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with hf_zero.RunRecorder(engine_of(model), log / "loop") as recorder:
+        records = accelerator.zero_recorder is not None, recorder.is_open
+    accelerator.end_report()
+    engine_of(model).close()
+    return records
+
+
+@pytest.mark.extra("report")
+def test_one_rank_of_a_copy_writes_the_log(folder_name, tmp_path):
+    assert run_on_ranks(recorded, folder=folder_name, log=tmp_path) == [(True, True), (False, False)]
+
+
 def trained(rank: int, world_size: int, folder: str, kind: str, sizes: tuple, output: str, resume: str | None) -> dict:
     as_launched(rank, world_size)
     tp, ep = sizes

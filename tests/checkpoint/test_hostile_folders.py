@@ -607,6 +607,9 @@ def test_a_config_cannot_name_code_of_somebody_else(plain):
     with_config(plain, auto_map={"AutoConfig": "somebody/else--code.Config"}, attn_implementation="somebody/else")
     code, output = by_command("verify", plain)
     assert code == 0 or "config.json" in output
+    # The name in the file goes before the public argument of `from_pretrained`.
+    with_config(plain, _attn_implementation="somebody/else")
+    assert config_model.read_config(plain)._attn_implementation == "eager"
 
 
 # ---- what is no checkpoint at all ----

@@ -9,8 +9,10 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,10 +38,13 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.cli.app import app
 from hf_zero.config.checks import CUT_NAMES
 from hf_zero.extras import extra
+from hf_zero.integrations import weights
 from hf_zero.integrations.run_facts import card_facts
+from hf_zero.integrations.saved_weights import FileWeights, SavedTensor
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -483,6 +488,30 @@ def test_files_stay_below_the_limit_when_the_dtype_grows(sharded, tmp_path):
     for file in (tmp_path / "out").glob("*.safetensors"):
         held = load_file(file)
         assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 30_000
+
+
+def test_the_bytes_of_each_tensor_are_counted_once():
+    """A mixture of experts has tens of thousands."""
+    counted = []
+
+    def dtype_of(tensor: SavedTensor) -> torch.dtype:
+        counted.append(tensor)
+        return torch.float32
+
+    tensors = [SavedTensor.packed(f"t{i}", "file", (i % 7 + 1,), "F32") for i in range(300)]
+    shards = list(weights._shards(tensors, dtype_of, 100))
+    assert [tensor for shard in shards for tensor in shard] == tensors and len(counted) == 300
+    sizes = [[tensor.nbytes for tensor in shard] for shard in shards]
+    assert all(sum(shard) <= 100 < sum(shard) + after[0] for shard, after in pairwise(sizes))
+
+
+def test_files_are_closed_where_masters_cannot_be_read(trained, tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(FileWeights, "__exit__", lambda self, *error: closed.append(self))
+    monkeypatch.setattr(weights, "MasterWeights", Mock(side_effect=CheckpointError("a master is nameless")))
+    with pytest.raises(CheckpointError, match="nameless"):
+        weights.consolidate(trained, tmp_path / "out", masters=True)
+    assert len(closed) == 1
 
 
 def test_what_cannot_be_consolidated_is_refused_in_one_line(plain, tmp_path):

@@ -4,10 +4,12 @@ import copy
 import logging
 import os
 import pickle
+import sys
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from training import bert, bert_batch, gpt2, gpt2_batch
 from transformers import Trainer
 
 from hf_zero import ConfigError, ZeroPlugin, engine_of
+from hf_zero.comm.watch import ERROR_FILE_VARIABLE
 from hf_zero.guard import mix_in
 from hf_zero.integrations.environment import _processes_on
 
@@ -471,6 +474,21 @@ def test_other_sharders_are_refused(fresh_state, monkeypatch):
 def test_mixed_precision_has_one_owner(fresh_state):
     with pytest.raises(ConfigError, match="two owners of the cast"):
         Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=ZeroPlugin(param_dtype="float16"))
+
+
+def refused_beside_a_group(rank: int, world_size: int, file: Path) -> tuple[str, bool]:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.raises(ConfigError) as raised:
+        ZeroPlugin(param_dtype="float16").attach(accelerator)
+    with patch.dict(os.environ, {ERROR_FILE_VARIABLE: str(file)}):
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    return file.read_text(), type(accelerator) is Accelerator
+
+
+def test_a_plugin_that_is_refused_leaves_its_error_to_the_launcher_and_the_accelerator_plain(tmp_path):
+    [(told, is_plain)] = run_on_ranks(refused_beside_a_group, world_size=1, file=tmp_path / "error.json")
+    assert "two owners of the cast" in told and is_plain
 
 
 def planned_rows(rank: int, world_size: int, accumulation: int) -> list[str]:

@@ -496,7 +496,10 @@ def tells_trackers(rank: int, world_size: int, output_dir: str, door: str) -> tu
     as_launched(rank, world_size)
     tracker = NotesArguments()
     trainer = make_trainer(door, "gpt2", output_dir, callbacks=[tracker], max_steps=1)
+    handler = trainer.callback_handler
+    own = handler.on_train_begin = partial(handler.on_train_begin)
     trainer.train()
+    assert vars(handler)["on_train_begin"] is own
     return tracker.settings, trainer.args.parallelism_config is None
 
 
