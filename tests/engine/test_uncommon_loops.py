@@ -304,6 +304,11 @@ def two_columns_of_one_matrix() -> nn.ModuleDict:
     return model
 
 
+def a_run_between_elements_of_a_column() -> nn.ParameterList:
+    whole = torch.randn(4, 6)
+    return nn.ParameterList([whole[:, 0], whole[1, 1:4]])
+
+
 def with_an_alias_in_a_buffer() -> nn.Module:
     model = nn.Linear(4, 4)
     model.register_buffer("first_row", model.weight.detach()[0])
@@ -322,9 +327,9 @@ def test_a_trained_parameter_in_the_memory_of_another_tensor_is_refused(make, na
 
 
 def test_parameters_that_lie_between_each_other_and_frozen_ones_in_one_memory_are_trained():
-    model = two_columns_of_one_matrix()
-    engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 1)
-    assert all(map(engine.trains, model.parameters()))
+    for model in (two_columns_of_one_matrix(), a_run_between_elements_of_a_column()):
+        engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 1)
+        assert all(map(engine.trains, model.parameters()))
     frozen = autoencoder()
     for layer in frozen.values():
         layer.weight.requires_grad_(False)
