@@ -441,12 +441,15 @@ class TrainingStep:
             parts.activations.end()
         if self._gathers_layers:
             parts.sharded.after_forward(outputs)
-        if torch.is_grad_enabled():
+        # A forward of a saver, on one rank, has no backward.
+        if torch.is_grad_enabled() and not parts.sharded.gathered.is_lent:
             self._enter(TrainingState.BACKWARD)
             # As DDP, which reads what a script has set on it in a forward, for the backward behind it.
             self._choose_reducing()
             self.gradients.watch(outputs)
-            parts.nonfinite.note_batch(outputs)
+            # Checkpointing ends a repeated forward by an exception: counted again, its micro-batch would shift those behind.
+            if outputs is not None:
+                parts.nonfinite.note_batch(outputs)
             if parts.model_buffers is not None:
                 parts.model_buffers.after_forward(under_no_sync=self.is_accumulating)
 
