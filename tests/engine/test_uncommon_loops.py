@@ -1,5 +1,6 @@
 """Models and loops that are not a chain of layers with a forward, a backward and a step: trained as under DDP, or refused."""
 
+import itertools
 from collections.abc import Callable
 from unittest import mock
 
@@ -261,10 +262,34 @@ def test_arguments_of_an_optimizers_own_step_are_passed_on(rank, world_size, tmp
         assert all(map(torch.equal, with_arguments(rank, settings), expected)), settings
 
 
+class Undefined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return Undefined.apply(torch.tanh(hidden), self.unused)
+
+
+def small_and_undefined() -> nn.Module:
+    """Its first gradient of a backward is undefined, and all others are small."""
+    return nn.Sequential(nn.LayerNorm(WIDTH), Last())
+
+
 @on_shared_ranks
 def test_a_backward_whose_gradients_are_to_be_differentiated_is_refused(rank, world_size):
-    for stage in STAGES:
-        model = chain()
+    for stage, make in itertools.product(STAGES, (chain, small_and_undefined)):
+        model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ZeroEngine(model, [optimizer], {"stage": stage})
         with pytest.raises(RuntimeError, match=r"create_graph=True.*torch\.autograd\.grad"):
