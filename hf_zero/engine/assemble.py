@@ -14,7 +14,7 @@ from torch import nn
 from ..arithmetic import give_up_triton, runs_triton
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
-from ..buckets.packed import add_scales, shapes_beside
+from ..buckets.packed import add_scales, shapes_beside, take_out_scales
 from ..buckets.precision import wanted_dtype
 from ..comm.all_or_none import all_or_none
 from ..comm.groups import Groups, with_time_limits
@@ -203,6 +203,7 @@ def assemble(
         return _assemble(model, optimizers, config, device, split, on_progress)
     except Exception:
         # The script may try again: it must find its own parameters.
+        take_out_scales(model)
         split.restore()
         raise
 
