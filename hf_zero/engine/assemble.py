@@ -28,7 +28,7 @@ from ..offload.tiers import Tier
 from ..optimizer.holder import StateHolder
 from ..optimizer.replicas import ReplicaCheck
 from .bucketing import BucketBuilder, Division, SplitKinds, check_parameters, owners, shards_parameters
-from .buffers import ModelBuffers, has_buffers, ignored_parameters, start_buffers
+from .buffers import ModelBuffers, broadcast_buffers, has_buffers, ignored_parameters, place_buffers
 from .checks import refuse_beside_split, refuse_renormed_embeddings, refuse_shared_storage
 from .collectives import Wire, choose_wire
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
@@ -229,7 +229,9 @@ def _assemble(
     refuse_disagreement(facts, transport)
     # All ranks or none: kernels round sums in another order than torch.
     config = with_kernels_that_run(config, all_groups, transport, device)
-    start_buffers(model, transport, device, placed=home is not None or config.stage == 3)
+    if home is not None or config.stage == 3:
+        place_buffers(model, device)
+    broadcast_buffers(model, transport, device)
     tier, parameter_tier = _choose_tiers(config.offload, device, world)
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, mesh)
     # Before the first bucket: afterwards the model is in pieces, and the script cannot go on.
@@ -335,7 +337,7 @@ def _adopting(
     def adopt(bucket: Bucket) -> None:
         nonlocal done
         holder.adopt(bucket)
-        done += sum(nbytes_of.get(slot.parameter, 0) for slot in bucket.slots)
+        done += sum(nbytes_of[slot.parameter] for slot in bucket.slots)
         on_progress(done, total)
 
     return adopt

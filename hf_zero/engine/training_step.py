@@ -285,9 +285,7 @@ class TrainingStep:
             *self.gradients.install(),
             entry.register_forward_pre_hook(WeakHook(self, TrainingStep._before_forward)),
             # Also after an exception: the hooks of `offload.activations` would stay, and the root would count as running.
-            entry.register_forward_hook(
-                WeakHook(self, TrainingStep._after_forward), with_kwargs=True, always_call=True
-            ),
+            entry.register_forward_hook(WeakHook(self, TrainingStep._after_forward), always_call=True),
             *self._watch_batches(entry),
             *self._parts.parameter_places.watch(entry),
             *self.row_writes.watch(self._model, optimizers, self._config),
@@ -435,7 +433,7 @@ class TrainingStep:
                 "Accelerator, Trainer or ZeroEngine in the function that the launcher calls."
             )
 
-    def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
+    def _after_forward(self, _module: nn.Module, _args: tuple, outputs: object) -> None:
         parts = self._parts
         if parts.activations is not None:
             parts.activations.end()
