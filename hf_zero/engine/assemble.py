@@ -14,7 +14,7 @@ from torch import nn
 from ..arithmetic import give_up_triton, runs_triton
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
-from ..buckets.packed import add_scales, shapes_beside
+from ..buckets.packed import add_scales, shapes_beside, take_out_scales
 from ..buckets.precision import wanted_dtype
 from ..comm.all_or_none import all_or_none
 from ..comm.groups import Groups, with_time_limits
@@ -28,7 +28,7 @@ from ..offload.tiers import Tier
 from ..optimizer.holder import StateHolder
 from ..optimizer.replicas import ReplicaCheck
 from .bucketing import BucketBuilder, Division, SplitKinds, check_parameters, owners, shards_parameters
-from .buffers import ModelBuffers, has_buffers, ignored_parameters, start_buffers
+from .buffers import ModelBuffers, broadcast_buffers, has_buffers, ignored_parameters, place_buffers
 from .checks import refuse_beside_split, refuse_renormed_embeddings, refuse_shared_storage
 from .collectives import Wire, choose_wire
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
@@ -203,6 +203,7 @@ def assemble(
         return _assemble(model, optimizers, config, device, split, on_progress)
     except Exception:
         # The script may try again: it must find its own parameters.
+        take_out_scales(model)
         split.restore()
         raise
 
@@ -228,7 +229,9 @@ def _assemble(
     refuse_disagreement(facts, transport)
     # All ranks or none: kernels round sums in another order than torch.
     config = with_kernels_that_run(config, all_groups, transport, device)
-    start_buffers(model, transport, device, placed=home is not None or config.stage == 3)
+    if home is not None or config.stage == 3:
+        place_buffers(model, device)
+    broadcast_buffers(model, transport, device)
     tier, parameter_tier = _choose_tiers(config.offload, device, world)
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, mesh)
     # Before the first bucket: afterwards the model is in pieces, and the script cannot go on.
@@ -334,7 +337,7 @@ def _adopting(
     def adopt(bucket: Bucket) -> None:
         nonlocal done
         holder.adopt(bucket)
-        done += sum(nbytes_of.get(slot.parameter, 0) for slot in bucket.slots)
+        done += sum(nbytes_of[slot.parameter] for slot in bucket.slots)
         on_progress(done, total)
 
     return adopt

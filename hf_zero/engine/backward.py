@@ -261,8 +261,10 @@ class Gradients:
         """Notes that this pass reduces gradients."""
         if not self._touched:
             self._touched = True
+            # With `create_graph` none: `take` refuses each gradient, small ones, too.
+            collects = not torch.is_grad_enabled()
             for filling in self._fillings:
-                filling.collects = True
+                filling.collects = collects
 
     def take_small(self, slot: ParameterSlot, filling: _Filling) -> None:
         """Takes a small slot's first gradient in a reducing pass, with few questions: most slots are small."""

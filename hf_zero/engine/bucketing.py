@@ -99,8 +99,7 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
     children = [(name, child) for name, child in model.named_children() if _numel(child) >= least]
     found: list[tuple[str, nn.Module]] = []
     for name, child in children:
-        # A container without a forward is never called, so its hooks would never run: its children are looked at instead.
-        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        if isinstance(child, _CONTAINERS):
             found.extend((f"{name}.{inner}", module) for inner, module in _by_size(child))
         else:
             found.append((name, child))
@@ -142,9 +141,8 @@ def own_parameters(
     for name, module in model.named_modules():
         unit = next((outer for outer, _ in units if name == outer or name.startswith(f"{outer}.")), "")
         # By module: `named_parameters` has a tied weight under its first name only, and would hide the second unit.
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, set()).add(unit)
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(unit)
     own: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in ("", *(name for name, _ in units))}
     for name, parameter in model.named_parameters():
         units_of = owners[parameter]
@@ -247,11 +245,6 @@ class Part:
     modules: tuple[str, ...]
     parameters: Sequence[tuple[str, nn.Parameter]]
     sharded: bool
-
-    @property
-    def is_layer(self) -> bool:
-        """Whether the part is a unit of stage 3 that is gathered and dropped as a whole."""
-        return bool(self.modules)
 
 
 def shards_parameters(config: ZeroConfig, groups: Groups) -> bool:
@@ -366,7 +359,7 @@ class Division:
         """The layouts of a part's buckets, numbered from `first_index`."""
         return plan_buckets(
             [self._spec(name, parameter, sharded=part.sharded) for name, parameter in part.parameters],
-            bucket_numel=self._sizes.layer_numel if part.is_layer else self._sizes.numel,
+            bucket_numel=self._sizes.layer_numel if part.modules else self._sizes.numel,
             shards=self._shards,
             first_index=first_index,
             align=self._align,

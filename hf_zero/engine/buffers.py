@@ -148,18 +148,6 @@ class ModelBuffers:
         _broadcast(self._buffers.held(), self._transport, self._device)
 
 
-def start_buffers(model: nn.Module, transport: Transport, device: torch.device, *, placed: bool) -> None:
-    """Makes buffers rank 0's before training. Collective.
-
-    Args:
-        device: that the transport sends from.
-        placed: move them there, as the engine does with parameters.
-    """
-    if placed:
-        place_buffers(model, device)
-    broadcast_buffers(model, transport, device)
-
-
 def place_buffers(model: nn.Module, device: torch.device) -> None:
     """Moves a model's buffers to `device`, as `Module.to` does; they stay the same objects.
 

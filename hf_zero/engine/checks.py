@@ -167,7 +167,8 @@ def _span(tensor: torch.Tensor) -> int:
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether some do, of tensors whose extents overlap: columns of one matrix lie between each other."""
-    if _span(one) == one.numel() or _span(other) == other.numel():
+    # Without gaps in both, what overlaps is shared. A tensor without any may still lie in a gap of the other.
+    if _span(one) == one.numel() and _span(other) == other.numel():
         return True
     return bool(torch.isin(_addresses(one), _addresses(other)).any())
 

@@ -196,7 +196,7 @@ class ForwardGather(Gather):
             # A copy: the gathered memory goes when the forward has ended.
             self.kept[bucket] = bucket.flat.view(self.node.size, -1)[self.node.index].clone()
 
-        return Handle(bucket.label("all-gather parameters"), bucket.group.transport.ledger, complete)
+        return Handle(bucket.label(GATHER), bucket.group.transport.ledger, complete)
 
     def forget(self) -> None:
         self.kept.clear()

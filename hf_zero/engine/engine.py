@@ -21,7 +21,6 @@ from .assemble import Parts, assemble
 from .backward import never_asked
 from .buffers import broadcast_buffers, ignored_parameters
 from .gathered import IN_GATHERED, parameters_in, put_back
-from .nonfinite import NonFiniteCheck
 from .report_tables import CommReport, MemoryReport
 from .reports import DtypeReport, report_dtypes, report_memory
 from .split_model import whole_tensors
@@ -53,6 +52,7 @@ class ZeroEngine:
 
     Attributes:
         entry: what the script calls.
+        bad_steps: how many steps with NaN or infinite gradients were skipped, and whether the last one was.
 
     ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
     """
@@ -81,7 +81,7 @@ class ZeroEngine:
         self.config, self.device = parts.config, parts.device
         self.groups, self.transport = mesh.dp.all_groups, mesh.dp.all_transport
         self.world_groups, self.world = mesh.world_groups, mesh.world
-        self.buckets, self.sharded, self.nonfinite = parts.buckets, parts.sharded, parts.nonfinite
+        self.buckets, self.sharded, self.bad_steps = parts.buckets, parts.sharded, parts.nonfinite
         self.tier, self.parameter_tier, self.activations = parts.tier, parts.parameter_tier, parts.activations
         self._step = TrainingStep(
             self, self.model, parts, optimizers, find_unused_parameters=self._find_unused_parameters
@@ -162,11 +162,6 @@ class ZeroEngine:
         """Optimizer steps since the engine was built."""
         return self.transport.watch.log.step
 
-    @property
-    def bad_steps(self) -> NonFiniteCheck:
-        """How many steps with NaN or infinite gradients were skipped, and whether the last one was."""
-        return self.nonfinite
-
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
         rows = rows_with_gradient(self._parts.row_of, self._parts.slot_of if parameters is None else parameters)
@@ -241,7 +236,8 @@ class ZeroEngine:
             if writeback:
                 ignored = ignored_parameters(self.model)
                 slots = [parts.slot_of[p] for p in parameters if p in parts.slot_of and p not in self.sharded.unit_of]
-                put_back([*slots, *self.sharded.gathered.slots_with(parameters)], parts.mesh.world)
+                of_units = [slot for unit in self.sharded.gathered.units_of(parameters) for slot in unit.slots]
+                put_back([*slots, *of_units], parts.mesh.world)
                 # Sharded parameters are sent as the context of `sharded.gathered` ends. These each rank has whole.
                 for parameter in (p for p in parameters if p not in self.sharded.unit_of and p not in ignored):
                     transport = parts.mesh.group_of(parameter).all_transport

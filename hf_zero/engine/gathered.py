@@ -249,10 +249,6 @@ class GatheredParameters:
             finally:
                 unit.set_data(slot)
 
-    def slots_with(self, parameters: Iterable[nn.Parameter]) -> list[ParameterSlot]:
-        """All slots of the units of these parameters."""
-        return [slot for unit in self.units_of(parameters) for slot in unit.slots]
-
     def release(self, units: Iterable[Unit]) -> None:
         """Reshards units that a forward has left whole."""
         self._schedule.release(units)

@@ -498,7 +498,7 @@ class ShardedGradients(GradientStore):
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()
         self._scratches: dict[Bucket, int] = {}
-        self._beside_bytes = self._most_beside_bytes = 0
+        self._most_beside_bytes = 0
 
     def held_bytes(self) -> dict[str, int]:
         gradients = sum(self._lasting_bytes.values()) + sum(self._shard_bytes.values())
@@ -588,6 +588,7 @@ class ShardedGradients(GradientStore):
             # Back to the pool: a lost buffer would count against the limit to the end of the run.
             if bucket in self._lent:
                 self._pool.release(bucket, self._lent.pop(bucket))
+                self._scratches.pop(bucket, None)
         super().discard_open()
 
     def _lasts(self, bucket: Bucket) -> bool:
@@ -651,7 +652,7 @@ class ShardedGradients(GradientStore):
             return self._leave(bucket, reduced, target, going_on)
         self._in_flight.remove(bucket)
         arrival = self._leave(bucket, reduced, self._shard(bucket), going_on)
-        self._beside_bytes -= self._scratches.pop(bucket, 0)
+        self._scratches.pop(bucket, None)
         # Behind the copy out of the buffer: the next bucket fills it at once.
         self._pool.release(bucket, self._lent.pop(bucket))
         return arrival
@@ -696,8 +697,7 @@ class ShardedGradients(GradientStore):
         scratch = Tier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.reduced)
         if bucket in self._lent:
             self._scratches[bucket] = scratch.nbytes
-            self._beside_bytes += scratch.nbytes
-            self._most_beside_bytes = max(self._most_beside_bytes, self._beside_bytes)
+            self._most_beside_bytes = max(self._most_beside_bytes, sum(self._scratches.values()))
         return scratch
 
 

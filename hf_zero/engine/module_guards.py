@@ -208,12 +208,12 @@ class ModuleMethods:
 
     def _generate(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         stock = self._own_generate.get(module) or partial(cast(Any, type(module)).generate, module)
-        if "generation_config" in inspect.signature(stock).parameters:
+        signature = inspect.signature(stock)
+        if "generation_config" in signature.parameters:
             # With a static cache transformers compiles the forward, and the compiler would trace the hooks that gather.
             kwargs.setdefault("disable_compile", True)
         if not self._gathered.forwards_are_collective(module):
             return stock(*args, **kwargs)
-        signature = inspect.signature(stock)
         if "synced_gpus" in signature.parameters:
             # Also where it is False, as Seq2SeqTrainer gives it: ranks that stop would leave the others waiting.
             given = signature.bind(*args, **kwargs)

@@ -117,7 +117,7 @@ class ParameterGather:
         self._bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
         self._modules_of: dict[Bucket, list[nn.Module]] = {bucket: [] for bucket in self._bucket_of.values()}
         for module in model.modules():
-            held = (self._bucket_of.get(p) for p in module._parameters.values() if p is not None)
+            held = (self._bucket_of.get(p) for p in module.parameters(recurse=False))
             for bucket in dict.fromkeys(each for each in held if each is not None):
                 self._modules_of[bucket].append(module)
 
@@ -166,5 +166,5 @@ class ParameterGather:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` has been asked for somewhere in the module."""
-    compiled = torch._dynamo.eval_frame.OptimizedModule if hasattr(torch, "_dynamo") else ()
+    compiled = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else ()
     return any(isinstance(m, compiled) or m._compiled_call_impl is not None for m in module.modules())

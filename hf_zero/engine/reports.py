@@ -8,7 +8,6 @@ from torch import nn
 
 from ..buckets.bucket import Bucket
 from ..buckets.packed import bytes_beside
-from ..buckets.precision import Precision
 from ..config import ZeroConfig
 from ..device import peak_bytes
 from ..layout.slots import is_in_blocks
@@ -227,37 +226,28 @@ class DtypeReport:
         return render("Dtypes", tuple(DtypeRow.__dataclass_fields__), [astuple(row) for row in self.rows])
 
 
-def dtypes_of(precision: Precision, config: ZeroConfig, moments: Iterable[torch.dtype]) -> DtypeRow:
-    """The row of one bucket.
-
-    Args:
-        moments: of the optimizer's state tensors.
-    """
-    accumulation = precision.param if config.accumulates_locally else precision.master
-    return DtypeRow(
-        parameter=_name(precision.param),
-        gradient=_name(precision.param),
-        reduce=_name(precision.reduce),
-        accumulation=_name(accumulation),
-        step=_name(precision.master),
-        master=_name(precision.master) if precision.keeps_master or precision.casts else "none",
-        moments=", ".join(sorted({_name(dtype) for dtype in moments})) or "none",
-    )
-
-
 def report_dtypes(
     buckets: Sequence[Bucket], config: ZeroConfig, optimizers: Sequence[torch.optim.Optimizer]
 ) -> DtypeReport:
     """The dtypes of an engine's buckets. Moments are those of a trial step; "none" where an optimizer cannot be tried."""
     rows = []
     for bucket in buckets:
-        index, group = bucket.key.optimizer, bucket.key.group
+        index, group, precision = bucket.key.optimizer, bucket.key.group, bucket.precision
         optimizer = optimizers[index] if index >= 0 else None
-        tried = state_kinds(optimizer, optimizer.param_groups[group], bucket.precision.master) if optimizer else None
+        tried = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else None
         moments = {dtype for _, dtype in tried or ()}
         if config.quantises_moments and moments:
             moments = {torch.uint8 if is_in_blocks(slot.parameter.numel()) else torch.float32 for slot in bucket.slots}
-        rows.append(dtypes_of(bucket.precision, config, moments))
+        row = DtypeRow(
+            parameter=_name(precision.param),
+            gradient=_name(precision.param),
+            reduce=_name(precision.reduce),
+            accumulation=_name(precision.param if config.accumulates_locally else precision.master),
+            step=_name(precision.master),
+            master=_name(precision.master) if precision.keeps_master or precision.casts else "none",
+            moments=", ".join(sorted(map(_name, moments))) or "none",
+        )
+        rows.append(row)
     return DtypeReport(rows=tuple(dict.fromkeys(rows)))
 
 

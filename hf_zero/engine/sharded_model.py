@@ -215,7 +215,7 @@ class ShardedModel:
             look = WeakHook(self, partial(ShardedModel._look_at_outputs, unit=unit))
             handles.append(module.register_forward_hook(look))
             # always_call: non-reentrant checkpointing leaves the recomputed forward by an exception.
-            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            handles.append(module.register_forward_hook(after, always_call=True))
         for module in self._sharded:
             if any(p in self.unit_of and self.unit_of[p][0] is self.root for p in module._parameters.values()):
                 # An encoder or embedding may be called by itself, past the model's own forward.
@@ -237,7 +237,7 @@ class ShardedModel:
         if not self._is_passed_by(unit, refuses=True):
             self.schedule.before_forward(unit, (args, kwargs))
 
-    def _after_layer(self, _module: nn.Module, _args: tuple, _kwargs: dict, outputs: object, unit: Unit) -> None:
+    def _after_layer(self, _module: nn.Module, _args: tuple, outputs: object, unit: Unit) -> None:
         if not self._is_passed_by(unit):
             self.schedule.after_forward(unit, outputs)
 

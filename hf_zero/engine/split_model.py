@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,6 @@ class SplitModel:
 
     Attributes:
         parts: of each plain parameter that stands for a DTensor.
-        names: theirs in the model.
         copy_ranks: that hold one copy of the model together, in the order of their parts.
         ranks: those of them that compute a batch together with this one: all, unless experts are split over more.
 
@@ -95,7 +94,6 @@ class SplitModel:
         self._model = model
         self._optimizers = list(optimizers)
         self.parts: dict[nn.Parameter, SplitParameter] = {}
-        self.names: dict[nn.Parameter, str] = {}
         self._undo: list[Callable[[], None]] = []
         self.ranks: tuple[int, ...]
         self.copy_ranks: tuple[int, ...]
@@ -112,7 +110,7 @@ class SplitModel:
             )
         self.copy_ranks = max((part.ranks for part in parts.values()), key=len)
         self.ranks = _together(model, parts, self.copy_ranks)
-        self._swap({id(dtensor): self._replace(name, dtensor, parts[name]) for name, dtensor in found.items()})
+        self._swap({id(dtensor): self._replace(dtensor, parts[name]) for name, dtensor in found.items()})
         for module in model.modules():
             self._prepare(module)
 
@@ -149,14 +147,13 @@ class SplitModel:
                 dtensor_of[id(plain)] = nn.Parameter(now, requires_grad=plain.requires_grad)
         self._swap(dtensor_of)
         self.parts.clear()
-        self.names.clear()
 
-    def _replace(self, name: str, dtensor: nn.Parameter, part: SplitParameter) -> nn.Parameter:
+    def _replace(self, dtensor: nn.Parameter, part: SplitParameter) -> nn.Parameter:
         local = dtensor.detach().to_local()  # type: ignore[attr-defined]  # A DTensor, which nn.Parameter does not say.
         plain = nn.Parameter(local, requires_grad=dtensor.requires_grad)
         # Attributes that other libraries have set on the parameter go along.
         plain.__dict__.update(dtensor.__dict__)
-        self.parts[plain], self.names[plain] = part, name
+        self.parts[plain] = part
         return plain
 
     def _to_dtensor(self, part: SplitParameter) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -417,15 +414,12 @@ class CopyChecks:
     def compare_batches(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Raises `DifferentBatchesError`, on all ranks, where those of a copy have different batches. Collective."""
         self._forwards += 1
-        digests = self._everyone.exchange(digest_of([*args, *kwargs.values()]), "comparison of batches")
-        for ranks in dict.fromkeys(self._ranks):
-            other = next((rank for rank in ranks if digests[rank] != digests[ranks[0]]), None)
-            if other is not None:
-                raise DifferentBatchesError(
-                    f"hf_zero: ranks {ranks[0]} and {other} hold one copy of the model together (ranks "
-                    f"{list(ranks)}) and were given different batches. Sample by engine.groups.rank of "
-                    "engine.groups.world_size, or prepare the dataloader with ZeroPlugin(tp_size=...)."
-                )
+        for ranks, other in differing([*args, *kwargs.values()], self._everyone, self._ranks):
+            raise DifferentBatchesError(
+                f"hf_zero: ranks {ranks[0]} and {other} hold one copy of the model together (ranks "
+                f"{list(ranks)}) and were given different batches. Sample by engine.groups.rank of "
+                "engine.groups.world_size, or prepare the dataloader with ZeroPlugin(tp_size=...)."
+            )
 
     def is_due(self, step: int, *, every: int) -> bool:
         """Whether values are compared behind this step: the first few, and each `every`-th."""
@@ -474,12 +468,20 @@ def _held_before(everyone: Sequence[tuple[int, Mapping[str, Box]]], place: int) 
     return {name for before in range(place) for name, box in found[before].items() if mine.get(name) == box}
 
 
-def digest_of(values: Sequence[Any]) -> str:
+def differing(
+    batch: Sequence[Any], everyone: Transport, sets: Iterable[tuple[int, ...]]
+) -> list[tuple[tuple[int, ...], int]]:
+    """Sets of ranks, each with a rank of the set whose batch is not that of the set's first. Collective."""
+    digests = everyone.exchange(_digest_of(batch), "comparison of batches")
+    return [(ranks, rank) for ranks in sets for rank in ranks if digests[rank] != digests[ranks[0]]]
+
+
+def _digest_of(values: Sequence[Any]) -> str:
     """A digest of the tensors in a batch, of their dtypes and their shapes."""
     digest = hashlib.sha256()
     for value in values:
         if isinstance(value, Mapping):
-            digest.update(digest_of(list(value.values())).encode())
+            digest.update(_digest_of(list(value.values())).encode())
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             digest.update(str((value.dtype, tuple(value.shape))).encode())
             digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

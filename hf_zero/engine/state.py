@@ -15,7 +15,6 @@ from ..buckets.rows import KindsOf, Read, StateRow
 from ..comm.transport import DataParallelGroup
 from ..layout.boxes import Box
 from ..layout.slots import Interval
-from ..optimizer.holder import StateHolder
 from ..optimizer.row_writes import RowWrites
 from ..optimizer.sharded_optimizer import ShardedOptimizer
 from ..optimizer.state_kinds import state_itemsizes
@@ -33,49 +32,6 @@ class OwnWeights:
     parameter: nn.Parameter
     interval: Interval
     values: torch.Tensor
-
-
-def held_weights(buckets: Iterable[Bucket], holder: StateHolder) -> Iterator[OwnWeights]:
-    """Yields this rank's part of every parameter in a bucket, in the kept dtype.
-
-    Where parameters have been through blocks, it is their master's. Ranks of a replicate group have copies of one part.
-    """
-    for bucket in buckets:
-        if bucket.precision.weights is not None:
-            for row in bucket.rows:
-                master = holder.master_view(row).detach().reshape(-1)
-                yield OwnWeights(
-                    parameter=row.slot.parameter,
-                    interval=row.layout.in_parameter,
-                    values=master.to(bucket.precision.kept),
-                )
-            continue
-        for slot, part in bucket.own_parts.items():
-            values = bucket.memory.own_part(part.in_shard)
-            yield OwnWeights(parameter=slot.parameter, interval=part.in_parameter, values=values)
-
-
-def load_weights(
-    buckets: Iterable[Bucket],
-    holder: StateHolder,
-    read: Callable[[nn.Parameter, Interval], torch.Tensor],
-    left_out: Container[nn.Parameter] = (),
-) -> None:
-    """Replaces this rank's part of every parameter in a bucket, and its master.
-
-    Args:
-        read: (parameter, run of its elements) → their values, a 1-D host tensor.
-        left_out: these keep their values.
-    """
-    for bucket in buckets:
-        with holder.fetched_master(bucket) if bucket.trained else nullcontext(), torch.no_grad():
-            for slot, part in bucket.own_parts.items():
-                if slot.parameter not in left_out:
-                    values = read(slot.parameter, part.in_parameter)
-                    bucket.memory.write_own_part(part.in_shard, values)
-                    # The master, too: the next step would begin at the weights before the load.
-                    if bucket.precision.has_master:
-                        bucket.master[part.in_shard.start : part.in_shard.stop].copy_(values)
 
 
 # ---- This rank's part of what a checkpoint saves and loads: masters, optimizer state, weights ----
@@ -239,11 +195,22 @@ class EngineState:
 
     def own_weights(self) -> Iterator[OwnWeights]:
         """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
-        name_of = {slot.parameter: slot.name for bucket in self._parts.all_buckets for slot in bucket.slots}
-        mine = [bucket for bucket in self._parts.all_buckets if bucket.group.is_first]
-        for own in held_weights(mine, self._parts.holder):
-            if self._is_first_with(name_of[own.parameter]):
-                yield own
+        # Ranks of a replicate group have copies of one part.
+        for bucket in (bucket for bucket in self._parts.all_buckets if bucket.group.is_first):
+            if bucket.precision.weights is not None:
+                # Parameters have been through blocks.
+                for row in (row for row in bucket.rows if self._is_first_with(row.slot.name)):
+                    master = self._parts.holder.master_view(row).detach().reshape(-1)
+                    yield OwnWeights(
+                        parameter=row.slot.parameter,
+                        interval=row.layout.in_parameter,
+                        values=master.to(bucket.precision.kept),
+                    )
+                continue
+            for slot, part in bucket.own_parts.items():
+                if self._is_first_with(slot.name):
+                    values = bucket.memory.own_part(part.in_shard)
+                    yield OwnWeights(parameter=slot.parameter, interval=part.in_parameter, values=values)
 
     def load_weights(
         self, read: Callable[[nn.Parameter, Interval], torch.Tensor], left_out: Container[nn.Parameter] = ()
@@ -260,10 +227,23 @@ class EngineState:
     def load_own_weights(
         self, read: Callable[[nn.Parameter, Interval], torch.Tensor], left_out: Container[nn.Parameter] = ()
     ) -> None:
-        """The same, where `read` gives intervals of the part of a parameter that this rank's model has (`box_of`)."""
+        """The same, where `read` gives intervals of the part of a parameter that this rank's model has (`box_of`).
+
+        Args:
+            read: (parameter, run of its elements) → their values, a 1-D host tensor.
+        """
         # A gather of the last step still writes to the parameters, and would overwrite the loaded values.
         self._parts.parameter_gather.finish_all()
-        load_weights(self._parts.all_buckets, self._parts.holder, read, left_out)
+        for bucket in self._parts.all_buckets:
+            fetched = self._parts.holder.fetched_master(bucket) if bucket.trained else nullcontext()
+            with fetched, torch.no_grad():
+                for slot, part in bucket.own_parts.items():
+                    if slot.parameter not in left_out:
+                        values = read(slot.parameter, part.in_parameter)
+                        bucket.memory.write_own_part(part.in_shard, values)
+                        # The master, too: the next step would begin at the weights before the load.
+                        if bucket.precision.has_master:
+                            bucket.master[part.in_shard.start : part.in_shard.stop].copy_(values)
 
     def share_weights(self) -> None:
         """Sends the loaded parts to ranks that hold parameters whole. Collective."""

@@ -285,9 +285,7 @@ class TrainingStep:
             *self.gradients.install(),
             entry.register_forward_pre_hook(WeakHook(self, TrainingStep._before_forward)),
             # Also after an exception: the hooks of `offload.activations` would stay, and the root would count as running.
-            entry.register_forward_hook(
-                WeakHook(self, TrainingStep._after_forward), with_kwargs=True, always_call=True
-            ),
+            entry.register_forward_hook(WeakHook(self, TrainingStep._after_forward), always_call=True),
             *self._watch_batches(entry),
             *self._parts.parameter_places.watch(entry),
             *self.row_writes.watch(self._model, optimizers, self._config),
@@ -435,18 +433,21 @@ class TrainingStep:
                 "Accelerator, Trainer or ZeroEngine in the function that the launcher calls."
             )
 
-    def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
+    def _after_forward(self, _module: nn.Module, _args: tuple, outputs: object) -> None:
         parts = self._parts
         if parts.activations is not None:
             parts.activations.end()
         if self._gathers_layers:
             parts.sharded.after_forward(outputs)
-        if torch.is_grad_enabled():
+        # A forward of a saver, on one rank, has no backward.
+        if torch.is_grad_enabled() and not parts.sharded.gathered.is_lent:
             self._enter(TrainingState.BACKWARD)
             # As DDP, which reads what a script has set on it in a forward, for the backward behind it.
             self._choose_reducing()
             self.gradients.watch(outputs)
-            parts.nonfinite.note_batch(outputs)
+            # Checkpointing ends a repeated forward by an exception: counted again, its micro-batch would shift those behind.
+            if outputs is not None:
+                parts.nonfinite.note_batch(outputs)
             if parts.model_buffers is not None:
                 parts.model_buffers.after_forward(under_no_sync=self.is_accumulating)
 

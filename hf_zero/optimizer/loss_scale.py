@@ -88,7 +88,7 @@ class _OverShards(_ScalerBase):
         # Rows may be in other memory than the scale, and a rank may have none.
         mine = sum((part.to(found_inf.device) for part in found.values()), start=found_inf)
         # Agreement before the step: a rank sees overflows of its own rows only, and would step while another skips.
-        return {found_inf.device: engine.nonfinite.agree(optimizer, mine)}
+        return {found_inf.device: engine.bad_steps.agree(optimizer, mine)}
 
 
 class GradScaler(_OverShards, torch.amp.GradScaler):

@@ -28,7 +28,7 @@ from transformers.utils import ModelOutput
 
 from ..config import ConfigError
 from ..engine.engine import ZeroEngine
-from ..engine.split_model import DifferentBatchesError, digest_of
+from ..engine.split_model import DifferentBatchesError, differing
 from ..hooks import EngineReference, WeakHook, engine_attached_to
 from .exchange import SequenceRanks
 
@@ -342,14 +342,11 @@ class SequenceSeat:
         if self._compared == _FORWARDS or not torch.is_grad_enabled():
             return
         self._compared += 1
-        digests = engine.world.exchange(digest_of([asked]), "comparison of batches")
-        for first, *others in self._sets:
-            for rank in others:
-                if digests[rank] != digests[first]:
-                    raise DifferentBatchesError(
-                        f"hf_zero: ranks {first} and {rank} share a sequence (sp_size {self._size}) and were given different "
-                        "batches. Prepare the dataloader with accelerate, or give each sequence's ranks the same batch."
-                    )
+        for (first, *_), other in differing([asked], engine.world, self._sets):
+            raise DifferentBatchesError(
+                f"hf_zero: ranks {first} and {other} share a sequence (sp_size {self._size}) and were given different "
+                "batches. Prepare the dataloader with accelerate, or give each sequence's ranks the same batch."
+            )
 
     def _targets(self, asked: dict[str, Any]) -> torch.Tensor | None:
         """The label of each token of the whole batch. Takes labels out of a forward's arguments."""

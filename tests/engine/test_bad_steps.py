@@ -8,6 +8,7 @@ import torch
 from cells import slow
 from ranks import run_ranks
 from shared_ranks import on_ranks
+from torch.utils.checkpoint import checkpoint
 from training import bert, bert_batch, gpt2, gpt2_batch
 
 from hf_zero.config import ConfigError, ZeroConfig
@@ -200,6 +201,26 @@ def tells_batch(rank: int, world_size: int) -> str:
 def test_the_micro_batch_and_the_rank_of_a_loss_that_is_not_finite_are_named():
     for message in run_ranks(tells_batch, world_size=2, time_limit_s=60):
         assert "step 1 since the engine was built, micro-batch 2 of 3 on rank 1: its loss is nan" in message, message
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_forward_of_a_saver_and_one_that_backward_repeats_are_no_further_micro_batches(use_reentrant):
+    run = Poisoned(0, 1, {"stage": 2})
+
+    def loss_of(batch: dict, _takes_gradients: torch.Tensor) -> torch.Tensor:
+        return run.model(**batch).loss
+
+    with pytest.raises(NonFiniteGradientError) as error:
+        for micro in range(3):
+            if micro == 1:
+                with torch.no_grad():
+                    run.model.transformer.wte.weight.fill_(float("inf"))
+            batch = gpt2_batch(torch.Generator().manual_seed(micro), 2)
+            with run.engine.lent("a saver's look", wanted=True):
+                run.model(**batch)
+            checkpoint(loss_of, batch, torch.ones((), requires_grad=True), use_reentrant=use_reentrant).backward()
+        run.optimizer.step()
+    assert "micro-batch 2 of 3 on rank 0: its loss is nan" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -368,7 +368,7 @@ class Rows:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.engine = ZeroEngine(model, [optimizer], {"stage": 2})
         self.elsewhere = False
-        self.engine.nonfinite = NonFiniteCheck(model, self.engine.config, self, self.engine.transport, speaks=False)
+        self.engine.bad_steps = NonFiniteCheck(model, self.engine.config, self, self.engine.transport, speaks=False)
 
     def agree_sum(self, values: torch.Tensor, _label) -> torch.Tensor:
         return values + float(self.elsewhere)

@@ -5,6 +5,7 @@ import copy
 import pickle
 from dataclasses import dataclass
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
 from hf_zero.buckets.sharded import ShardedGradientError
 from hf_zero.comm.watch import ENDED, LABEL, STARTED
+from hf_zero.engine.collectives import ReplicatedReduction
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.nonfinite import NonFiniteGradientError
 from hf_zero.hooks import engine_attached_to
@@ -322,6 +324,19 @@ def test_a_backward_that_broke_off_is_not_trained_on(rank, world_size):
 
 
 # ---- one rank, no process group ----
+
+
+def test_a_reduction_that_fails_to_start_leaves_no_bytes_in_the_report():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = ZeroEngine(model, [optimizer], {"stage": 2, "offload": {"optimizer": "cpu"}})
+    model(torch.ones(2, 8)).sum().backward()
+    before = engine.memory_report().rows
+    optimizer.zero_grad()
+    with mock.patch.object(ReplicatedReduction, "start", side_effect=MemoryError), pytest.raises(MemoryError):
+        model(torch.ones(2, 8)).sum().backward()
+    model(torch.ones(2, 8)).sum().backward()
+    assert engine.memory_report().rows == before
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

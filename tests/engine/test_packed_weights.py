@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import gpt2_batch
 
 import hf_zero
+from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks import engine_attached_to
 from hf_zero.integrations.announce import state_plan
@@ -310,6 +311,16 @@ def test_weights_that_an_evaluation_has_repacked_are_refused_at_stage_3():
     model[0].weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(ValueError, match=r"an evaluation has repacked '0.weight' .* Load the base anew"):
         ZeroEngine(model, [torch.optim.SGD(model[1].parameters(), lr=0.1)], 3)
+
+
+def test_scales_are_tensors_again_where_no_engine_is_made():
+    model = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64), nn.Linear(64, 4)).to("cpu")
+    before = [name for name, _ in model.named_parameters()]
+    settings = {"stage": 3, "offload": {"params": "cpu"}, "unit_modules": ["Missing"]}
+    with pytest.raises(ConfigError, match="no module of such a class"):
+        ZeroEngine(model, [torch.optim.SGD(model[1].parameters(), lr=0.1)], settings)
+    assert [name for name, _ in model.named_parameters()] == before
+    assert not isinstance(model[0].weight.quant_state.absmax, nn.Parameter)
 
 
 def test_weights_in_tensors_of_their_own_are_refused_at_stage_3():

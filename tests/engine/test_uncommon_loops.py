@@ -1,5 +1,6 @@
 """Models and loops that are not a chain of layers with a forward, a backward and a step: trained as under DDP, or refused."""
 
+import itertools
 from collections.abc import Callable
 from unittest import mock
 
@@ -261,10 +262,34 @@ def test_arguments_of_an_optimizers_own_step_are_passed_on(rank, world_size, tmp
         assert all(map(torch.equal, with_arguments(rank, settings), expected)), settings
 
 
+class Undefined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return Undefined.apply(torch.tanh(hidden), self.unused)
+
+
+def small_and_undefined() -> nn.Module:
+    """Its first gradient of a backward is undefined, and all others are small."""
+    return nn.Sequential(nn.LayerNorm(WIDTH), Last())
+
+
 @on_shared_ranks
 def test_a_backward_whose_gradients_are_to_be_differentiated_is_refused(rank, world_size):
-    for stage in STAGES:
-        model = chain()
+    for stage, make in itertools.product(STAGES, (chain, small_and_undefined)):
+        model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ZeroEngine(model, [optimizer], {"stage": stage})
         with pytest.raises(RuntimeError, match=r"create_graph=True.*torch\.autograd\.grad"):
@@ -304,6 +329,11 @@ def two_columns_of_one_matrix() -> nn.ModuleDict:
     return model
 
 
+def a_run_between_elements_of_a_column() -> nn.ParameterList:
+    whole = torch.randn(4, 6)
+    return nn.ParameterList([whole[:, 0], whole[1, 1:4]])
+
+
 def with_an_alias_in_a_buffer() -> nn.Module:
     model = nn.Linear(4, 4)
     model.register_buffer("first_row", model.weight.detach()[0])
@@ -322,9 +352,9 @@ def test_a_trained_parameter_in_the_memory_of_another_tensor_is_refused(make, na
 
 
 def test_parameters_that_lie_between_each_other_and_frozen_ones_in_one_memory_are_trained():
-    model = two_columns_of_one_matrix()
-    engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 1)
-    assert all(map(engine.trains, model.parameters()))
+    for model in (two_columns_of_one_matrix(), a_run_between_elements_of_a_column()):
+        engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 1)
+        assert all(map(engine.trains, model.parameters()))
     frozen = autoencoder()
     for layer in frozen.values():
         layer.weight.requires_grad_(False)

@@ -303,9 +303,9 @@ def test_found_inf_keeps_weights_and_state_as_they_are():
             values = [part.detach().clone() for part in model.parts]
             model().backward()
             engine.clip_grad_norm_(1.0)
-            assert engine.nonfinite.found_inf == 0
+            assert engine.bad_steps.found_inf == 0
             # As on an accelerator, whose host learns of it a step later.
-            engine.nonfinite.found_inf.fill_(found_inf)
+            engine.bad_steps.found_inf.fill_(found_inf)
             optimizer.step()
             optimizer.zero_grad()
             assert any(not torch.equal(a, b) for a, b in zip(model.parts, values)) is moves
@@ -324,7 +324,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name():
     model, optimizer, engine = small(nonfinite="ignore")
     (model() * float("inf")).backward()
     optimizer.step()
-    assert engine.nonfinite.found_inf is None
+    assert engine.bad_steps.found_inf is None
     assert any(part.isnan().any() for part in model.parts)
 
 
