@@ -43,6 +43,7 @@ AIMS = {
     "files of a resume by Trainer": 60,
     "core: lines": 26_000,
     "core: files": 95,
+    "core: lines to a line of comment": 20,
     "extras: lines": 10_500,
     "extras: files": 50,
     "levels of folders": 2,
@@ -62,17 +63,18 @@ LAST = {
     "classes of a layer's forward, stage 3": 21,
     "files of a save by Trainer": 39,
     "files of a resume by Trainer": 74,
-    "core: lines": 35_312,
+    "core: lines": 35_842,
     "core: files": 113,
-    "extras: lines": 14_250,
+    "core: lines to a line of comment": 19,
+    "extras: lines": 14_234,
     "extras: files": 45,
     "levels of folders": 2,
     "interfaces (ABC, Protocol)": 10,
     "settings": 40,
     "private names of others": 85,
-    "scripts: lines": 8_972,
+    "scripts: lines": 8_987,
     "scripts: files": 38,
-    "tests: lines": 45_944,
+    "tests: lines": 46_345,
     "tests: files": 150,
 }
 """What each row was when it was counted last. Lower a number when a row has fallen; raise one only with a reason."""
@@ -92,6 +94,7 @@ def count_files() -> dict[str, int]:
     for name, paths in (("core", core), ("extras", extras), ("scripts", scripts), ("tests", tests)):
         counts |= {f"{name}: lines": lines_of(paths), f"{name}: files": len(paths)}
     return counts | {
+        "core: lines to a line of comment": lines_to_a_comment(core),
         "interfaces (ABC, Protocol)": interfaces_of(list(sources.values())),
         "settings": _settings_of(ZeroConfig()),
         "private names of others": sum(len(seam.names) for seam in SEAMS),
@@ -100,6 +103,12 @@ def count_files() -> dict[str, int]:
 
 def lines_of(paths: list[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def lines_to_a_comment(paths: list[Path]) -> int:
+    """Lines for each line that is a comment and no docstring, rounded up."""
+    comments = sum(line.lstrip().startswith("#") for path in paths for line in path.read_text().splitlines())
+    return -(-lines_of(paths) // comments)
 
 
 def interfaces_of(paths: list[Path]) -> int:
@@ -278,6 +287,7 @@ def count_fsdp2() -> dict[str, int]:
         **dict(zip(AIMS, (*walked[0].counts(), *walked[1].counts()))),
         "core: lines": lines_of(paths),
         "core: files": len(paths),
+        "core: lines to a line of comment": lines_to_a_comment(paths),
         "levels of folders": 2,
         "interfaces (ABC, Protocol)": interfaces_of(paths),
     }

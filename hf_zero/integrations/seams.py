@@ -85,8 +85,8 @@ SEAMS = (
     Seam(
         owner="torch:Tensor",
         names=("_base",),
-        where=("engine/schedule",),
-        why="Whether an output is a view of another tensor.",
+        where=("engine/schedule", "planner/trace"),
+        why="Whether an output, or a gradient, is a view of another tensor.",
         test="test_stage3_faults.py::test_a_layer_that_hides_its_outputs_is_named_and_never_trains_on_wrong_gradients",
     ),
     Seam(

@@ -321,9 +321,9 @@ class _LivingBytes(TorchDispatchMode):
         is_pinned = bool(kwargs.pop("pin_memory", False))
         result = func(*args, **kwargs)
         self._count_operations(func, args, kwargs, result)
-        # Autograd adds gradients of one tensor in place, but not under a dispatch mode. There the sum of a tied embedding's two
-        # gradients would count as a third one. Only operations of a backward itself have gradients switched off.
-        is_in_place = func is _SUM and not torch.is_grad_enabled()
+        # Autograd adds gradients of one tensor in place unless the first is a view, but not under a dispatch mode. There the sum
+        # of a tied weight's two gradients would count as a third one. Only a backward's own operations have gradients off.
+        is_in_place = func is _SUM and not torch.is_grad_enabled() and args[0]._base is None
         recursively_apply(self._count, result, is_pinned=is_pinned, is_in_place=is_in_place)
         return result
 
