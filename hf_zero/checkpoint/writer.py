@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import __version__
 from ..comm.all_or_none import Exchange
 from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
 from ..layout.boxes import Box
@@ -438,7 +439,7 @@ def _snapshot(pieces: Sequence[Piece], most_bytes: int, staging: Staging) -> tup
 Row = tuple[str, str, Interval, Values]
 """Kind, name, interval of the parameter, and the 1-D tensor of those elements."""
 
-_LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "safetensors")
+_LIBRARIES = ("torch", "transformers", "accelerate", "safetensors")
 
 _THEN = (
     "The checkpoint is not complete and will not be resumed from; training state is unharmed. Free space or make the folder "
@@ -563,8 +564,11 @@ def _manifest(
 
 @cache
 def versions_of(*libraries: str) -> Mapping[str, str]:
-    """Returns the versions of installed libraries; cached, since that takes 20 ms of every save."""
-    return {library: importlib.metadata.version(library) for library in libraries}
+    """Returns the versions of the package and of libraries; cached, since that takes 20 ms of every save.
+
+    The package's own is not looked up: a checkout that PYTHONPATH names is installed nowhere, and its first save would fail.
+    """
+    return {"hf-zero": __version__} | {library: importlib.metadata.version(library) for library in libraries}
 
 
 def _plain(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

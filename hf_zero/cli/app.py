@@ -1,6 +1,5 @@
 """`hf-zero`: the command line, and its commands beside those on folders."""
 
-import importlib.metadata
 import json
 import os
 import shlex
@@ -16,6 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from .. import __version__
 from ..checkpoint.files import shown
 from ..config import ConfigError
 from ..config.checks import cut_name
@@ -409,7 +409,7 @@ def _card() -> None:
 
 def _tell_version(wanted: bool) -> None:
     if wanted:
-        console.print(f"hf-zero {importlib.metadata.version('hf-zero')}", highlight=False)
+        console.print(f"hf-zero {__version__}", highlight=False)
         raise typer.Exit
 
 

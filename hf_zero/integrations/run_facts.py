@@ -69,7 +69,7 @@ _OF_THE_STATE = ("global_step", "log_history")
 
 _PROGRESS = ("steps trained", "epochs trained")
 
-_LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub")
+_LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub")
 
 
 @dataclass(frozen=True, kw_only=True)

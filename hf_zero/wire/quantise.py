@@ -445,7 +445,9 @@ def quantise_reference(
         q = scratch[: len(x)].view(-1, size)
         # An infinity norm is one call and takes fifteen times as long.
         torch.amax(torch.abs(rows, out=q), dim=1, out=scale)
-        scale.nan_to_num_(nan=float("inf"), posinf=float("inf")).div_(format.code.largest).clamp_(min=SMALLEST_NORMAL)
+        # By a tensor: divided by a number, torch multiplies by its reciprocal on a GPU, and some scales are off by a digit.
+        largest = scale.new_full((), format.code.largest)
+        scale.nan_to_num_(nan=float("inf"), posinf=float("inf")).div_(largest).clamp_(min=SMALLEST_NORMAL)
         torch.div(rows, scale[:, None], out=q)
         bad = scale.isinf()
         # To ask would make the host wait for another device.

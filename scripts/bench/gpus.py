@@ -1,6 +1,7 @@
 """Fine-tuning of BERT and GPT-2 on one GPU or several: torch's own engines beside every stage and tier of this package.
 
     python scripts/bench/gpus.py                                        # one GPU
+    python scripts/bench/gpus.py --mixed-precision bf16                 # in accelerate's autocast
     torchrun --nproc-per-node 4 scripts/bench/gpus.py                   # four (scripts/bench/multi_gpu.sh does this)
     python scripts/bench/gpus.py --device cpu --models bert-tiny        # does the harness run?
 
@@ -162,8 +163,8 @@ def ways(world_size: int, folder: str) -> list[Way]:
 class Job:
     """One model that is trained in one way, with AdamW and clipping, from a model in host memory."""
 
-    def __init__(self, way: Way, workload: Workload, cpu: bool):
-        accelerator = Accelerator(cpu=cpu)
+    def __init__(self, way: Way, workload: Workload, cpu: bool, mixed_precision: str = "no"):
+        accelerator = Accelerator(cpu=cpu, mixed_precision=mixed_precision)
         self.device, self._rank = accelerator.device, accelerator.process_index
         if way.settings is not None:
             ZeroPlugin(way.settings).attach(accelerator)
@@ -180,7 +181,8 @@ class Job:
         for _ in range(count):
             batch = self._workload.make_batch(self._rank, self._number)
             self._number += 1
-            loss = self._engine.model(**{name: values.to(self.device) for name, values in batch.items()}).loss
+            with self._accelerator.autocast():
+                loss = self._engine.model(**{name: values.to(self.device) for name, values in batch.items()}).loss
             loss.backward()
             self._engine.clip(MAX_NORM)
             self._engine.update()
@@ -202,9 +204,9 @@ def _fully_sharded(model: nn.Module, device: torch.device) -> nn.Module:
     return fully_shard(model)
 
 
-def measure(way: Way, model: str, *, steps: int, rounds: int, cpu: bool) -> Figures:
+def measure(way: Way, model: str, *, steps: int, rounds: int, cpu: bool, mixed_precision: str) -> Figures:
     """Trains a model one way: steps that do not count, rounds of steps that do, and traced ones on an accelerator."""
-    job = Job(way, MODELS[model], cpu)
+    job = Job(way, MODELS[model], cpu, mixed_precision)
     try:
         device = job.device
         if device.type != "cpu":
@@ -245,7 +247,8 @@ def tried(way: Way, model: str, reference: list[float] | None, spread: float = 0
         return Figures(model=model, way=way.name, losses=[], error=f"{type(error).__name__}: {lines[0][:300]}")
     expected = found.losses if reference is None else reference
     difference = max(abs(a - b) / abs(b) for a, b in zip(found.losses, expected, strict=True))
-    allowed = max(way.tolerance, _SPREADS * spread)
+    tolerance = way.tolerance if options["mixed_precision"] == "no" else ROUNDED
+    allowed = max(tolerance, _SPREADS * spread)
     return replace(found, loss_difference=difference, is_as_expected=difference <= allowed)
 
 
@@ -256,6 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
         models=(["bert-base", "gpt2"], None, MODELS),
         ways=(list, "names, as in the table; the reference is always there"),
         device=("cuda", "or cpu, or another accelerator that torch and accelerate know"),
+        mixed_precision=("no", "accelerate's: autocast in the forward", ["no", "bf16"]),
         steps=8,
         rounds=3,
         nvme_path=(Path("outputs/nvme"), "a folder on the disk to offload to"),
@@ -265,6 +269,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"skipped: no {options.device} device on this machine; --device cpu tries the harness")
         return 0
     is_cpu, world_size = options.device == "cpu", int(os.environ.get("WORLD_SIZE", 1))
+    if not is_cpu and "LOCAL_RANK" in os.environ:
+        # NCCL of 2.30 and later lets ranks share a GPU where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
+        count = torch.get_device_module(options.device).device_count()
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)
     deadline_s = time.monotonic() + 60 * options.minutes
     figures: list[Figures] = []
     options.nvme_path.mkdir(parents=True, exist_ok=True)
@@ -277,6 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{model}, {way.name}: not measured, for want of time (--minutes)")
                 continue
             size = {"steps": options.steps, "rounds": options.rounds, "cpu": is_cpu}
+            size["mixed_precision"] = options.mixed_precision
             found = tried(way, model, reference, spread, **size)
             figures.append(found)
             _give_back(options.device)
@@ -325,7 +334,13 @@ def report(options: argparse.Namespace, figures: Sequence[Figures], world_size: 
         ("off by", "loss_difference", ".1e"),
         ("", lambda each: each.error or ("" if each.is_as_expected else "losses are off")),
     ]
-    print_table(f"{world_size} x {device}, commit {run['commit']}, torch {run['torch']}", columns, figures, width=160)
+    arithmetic = {"no": "float32", "bf16": "bf16 autocast"}[options.mixed_precision]
+    print_table(
+        f"{world_size} x {device}, {arithmetic}, commit {run['commit']}, torch {run['torch']}",
+        columns,
+        figures,
+        width=160,
+    )
     measured = {"device": device, "ranks": world_size, "ways": [asdict(each) for each in figures]}
     keep("gpus", run, measured, options.json or RESULTS / f"gpus-{run['commit']}-{world_size}.json")
 

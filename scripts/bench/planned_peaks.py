@@ -4,9 +4,11 @@
     python scripts/bench/planned_peaks.py --models gpt2 --set-ups ddp 2    # some of them
     python scripts/bench/planned_peaks.py --json results/planned_peaks.json         # where the figures go
     python scripts/bench/planned_peaks.py --parts                          # GPT-2's own vocabulary, by what needs less memory
+    python scripts/bench/planned_peaks.py --device cuda --ranks 1          # on one GPU
 
-Measured as compare.py does: the highest resident set of three steps less the resident set before there was a model, each cell in
-fresh ranks whose malloc gives freed blocks back. State is measured beside it, from the engine's own tensors after the last step.
+Measured as compare.py does: the highest resident set of three steps less the resident set before there was a model, each cell
+in fresh ranks whose malloc gives freed blocks back. On a GPU: the most that torch's allocator held, less what it held before.
+State is measured beside it, from the engine's own tensors after the last step.
 
 A loss in chunks takes minutes of CPU time: torch cuts it into chunks of a few tokens. A cell that does not end within
 `--time-limit-s` is named and left out. Liger's loss is in no cell, since its kernels need a GPU.
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import send_to_device
 from compare import PEAK_STEPS
 from engines import WORKLOADS
 from harness import (
@@ -149,37 +152,48 @@ def settings_of(set_up: str, folder: str) -> dict[str, Any] | None:
     return settings
 
 
-def job_of(model: str, rows: int, length: int, ranks: int, param_dtype: str = AUTO) -> Job:
+def job_of(model: str, rows: int, length: int, ranks: int, param_dtype: str = AUTO, device: str = "cpu") -> Job:
     """What the planner is given: a model without memory."""
     with torch.device("meta"):
         shaped = MODELS_AND_PARTS[model]()
     given = {"shape": f"{rows} x {length}", "tokens": rows * length, "param_dtype": param_dtype}
     activations = trace(shaped, lambda: batch(model, shaped, rows, length), **given)
     optimizers = [torch.optim.AdamW(shaped.parameters(), fused=True)]
-    ways = {"device": torch.device("cpu"), "world_size": ranks, "ranks_a_node": ranks}
+    ways = {"device": torch.device(device), "world_size": ranks, "ranks_a_node": ranks}
     return Job(model=shaped, optimizers=optimizers, activations=activations, **ways)
 
 
-def planned(model: str, set_up: str, rows: int, length: int, ranks: int) -> Any:
+def planned(model: str, set_up: str, rows: int, length: int, ranks: int, device: str = "cpu") -> Any:
     settings = settings_of(set_up, "/tmp")
     if settings is None:
-        return job_of(model, rows, length, ranks).forecast_ddp()
+        return job_of(model, rows, length, ranks, device=device).forecast_ddp()
     config = ZeroConfig.from_dict(settings)
-    return job_of(model, rows, length, ranks, config.param_dtype).forecast(set_up, settings, config)
+    return job_of(model, rows, length, ranks, config.param_dtype, device).forecast(set_up, settings, config)
+
+
+def _held_on(device: str) -> int:
+    """Bytes that a rank holds, from which its peak is counted from now on."""
+    if device == "cpu":
+        return held_before()
+    # cuBLAS keeps a workspace from its first product on.
+    square = torch.ones(8, 8, device=device)
+    torch.mm(square, square)
+    torch.accelerator.reset_peak_memory_stats()
+    return torch.accelerator.memory_allocated()
 
 
 def peak_of_rank(
-    rank: int, world_size: int, *, model: str, set_up: str, rows: int, length: int, folder: str
+    rank: int, world_size: int, *, model: str, set_up: str, rows: int, length: int, folder: str, device: str
 ) -> dict[str, int]:
     """Peak bytes and bytes of state of a rank that trains a few steps."""
-    before_bytes = held_before()
+    before_bytes = _held_on(device)
     torch.manual_seed(0)
-    made, settings = MODELS_AND_PARTS[model]().train(), settings_of(set_up, folder)
+    made, settings = MODELS_AND_PARTS[model]().train().to(device), settings_of(set_up, folder)
     optimizer = torch.optim.AdamW(made.parameters(), fused=True)
     engine = None if settings is None else ZeroEngine(made, [optimizer], settings)
     trained = torch.nn.parallel.DistributedDataParallel(made) if engine is None else made
     for _ in range(PEAK_STEPS):
-        trained(**batch(model, made, rows, length)).loss.backward()
+        trained(**send_to_device(batch(model, made, rows, length), device)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     state = _ddp_state(made, optimizer)
@@ -187,7 +201,7 @@ def peak_of_rank(
         engine.finish_parameters()
         passing = ("window, during the step", "gathered parameters, at most")
         state = sum(row.bytes for row in engine.memory_report().rows if row.kind not in passing)
-    peak = most_held() - before_bytes
+    peak = (most_held() if device == "cpu" else torch.accelerator.max_memory_allocated()) - before_bytes
     if engine is not None:
         engine.close()
     return {"peak": peak, "state": state}
@@ -200,14 +214,16 @@ def _ddp_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return 3 * parameters + sum(b.nbytes for b in model.buffers()) + kept
 
 
-def measure(cells: list[tuple[str, str, int, int]], ranks: int, time_limit_s: float) -> list[dict[str, Any]]:
+def measure(
+    cells: list[tuple[str, str, int, int]], ranks: int, time_limit_s: float, device: str = "cpu"
+) -> list[dict[str, Any]]:
     """Of each model, set-up, rows and length: bytes of the rank that has more, planned and measured, and the errors.
 
     A cell that does not end in time is left out.
     """
     found = []
     for model, set_up, rows, length in cells:
-        cell = {"model": model, "set_up": set_up, "rows": rows, "length": length}
+        cell = {"model": model, "set_up": set_up, "rows": rows, "length": length, "device": device}
         with tempfile.TemporaryDirectory(prefix="plan-") as folder:
             try:
                 by_rank = on_ranks(peak_of_rank, ranks, limit_s=time_limit_s, folder=folder, **cell)
@@ -215,7 +231,7 @@ def measure(cells: list[tuple[str, str, int, int]], ranks: int, time_limit_s: fl
                 print(f"left out: {model}, {set_up} has not ended in {time_limit_s:.0f} s", file=sys.stderr, flush=True)
                 continue
         state, peak = (max(each[what] for each in by_rank) for what in ("state", "peak"))
-        forecast = planned(model, set_up, rows, length, ranks)
+        forecast = planned(model, set_up, rows, length, ranks, device)
         cell |= {"ranks": ranks, "planned": dict(forecast.device), "planned_state": forecast.state_bytes}
         cell |= {"planned_logits": forecast.device.get("logits", 0)}
         cell |= {"planned_peak": forecast.device_bytes, "measured_state": state, "measured_peak": peak}
@@ -259,6 +275,7 @@ def main() -> int:
             False,
             "a GPT-2 with its own vocabulary, 4 x 128, by parts that need less memory; --models and --batches do not count",
         ),
+        device=("cpu", "or another that torch knows"),
         ranks=2,
         time_limit_s=300.0,
     )
@@ -270,7 +287,7 @@ def main() -> int:
         )
     shapes = [tuple(map(int, each.split("x"))) for each in batches]
     wanted = [(m, s, *shape) for m in models for shape in shapes for s in options.set_ups]
-    cells = measure(wanted, options.ranks, options.time_limit_s)
+    cells = measure(wanted, options.ranks, options.time_limit_s, options.device)
     print_table("A rank's memory, in MB: planned and measured", _COLUMNS, cells)
     if options.parts:
         print_under_ddp(cells)

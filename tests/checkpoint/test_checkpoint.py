@@ -1,5 +1,6 @@
 """Rows written and read by themselves: any split reads any other, odd state to the bit, faults of one rank are every rank's."""
 
+import importlib.metadata
 import itertools
 import json
 from dataclasses import replace
@@ -23,6 +24,7 @@ from torch import nn
 from trainer_job import as_launched
 from training import adamw_in_two_groups, gpt2, gpt2_batch, save_engine
 
+import hf_zero
 from hf_zero import engine_of, gathered
 from hf_zero.checkpoint import files, structure
 from hf_zero.checkpoint.commit import Disk, seal
@@ -30,7 +32,7 @@ from hf_zero.checkpoint.files import CHUNK_BYTES, CheckpointError, FileRecord, c
 from hf_zero.checkpoint.manifest import Manifest, SavedRow
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.structure import checkpoint_faults, own_chunks
-from hf_zero.checkpoint.writer import plan_rows, write_pieces
+from hf_zero.checkpoint.writer import plan_rows, versions_of, write_pieces
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, plain_settings, restore_settings
 from hf_zero.layout.slots import Interval
@@ -639,3 +641,13 @@ def test_a_checkpoint_of_steps_that_were_one_step_late_is_resumed_without_them(t
         state, expected = resumed[1].state[row], optimizer.state[expected_of]
         assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+def test_a_checkout_that_is_not_installed_knows_its_version(monkeypatch):
+    def version_of(name: str) -> str:
+        if name == "hf-zero":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    assert versions_of.__wrapped__("torch") == {"hf-zero": hf_zero.__version__, "torch": "1.0"}
