@@ -4,6 +4,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple, cast
 
 import torch
@@ -20,7 +21,7 @@ from ..offload.shards import Region
 from ..offload.tiers import Tier
 from .memory import ParameterMemory, clear_padding
 from .precision import Precision, forget_loaded, wanted_dtype
-from .sharded import GradientState, ShardedGradient, ShardedGradientError, allow_norms, refuse_norms
+from .sharded import GradientState, ShardedGradient, ShardedGradientError, allow_norms, plain_gradient, refuse_norms
 
 # ---- All views of a flat tensor in one call of torch ----
 
@@ -605,38 +606,48 @@ class Run:
     gradient: torch.Tensor
 
 
+_PLACE = attrgetter("slot.bucket.layout.index", "layout.in_shard.start")
+
+
 def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None) -> list[Run]:
     """Joins rows that all have gradients into the fewest runs, in the order of buckets and rows.
 
     Args:
         phase_of: rows of different phases do not share a run. None: one phase for all.
     """
-    found: list[list[tuple[Row, torch.Tensor]]] = []
     phases = phase_of or {}
-    for row in sorted(rows, key=lambda row: (row.slot.bucket.layout.index, row.layout.in_shard.start)):
-        # `detach` multiplies a clipped gradient that still has its coefficient. A caller whose kernel multiplies must take the
-        # coefficients before this call.
-        here = (row, cast(torch.Tensor, row.tensor.grad).detach().contiguous())
-        if found and _follows(found[-1][-1], here) and phases.get(row) == phases.get(found[-1][-1][0]):
-            found[-1].append(here)
-        else:
-            found.append([here])
-    return [_joined(run, phases.get(run[0][0])) for run in found]
+    found: list[Run] = []
+    bucket: Bucket | None = None
+    phase: Hashable = None
+    dtype: torch.dtype | None = None
+    first, start, stop, end, memory_end = None, 0, 0, 0, 0
+    for row in sorted(rows, key=_PLACE):
+        # Few calls a row: each parameter comes here twice in each step. A caller whose kernel multiplies a clipped gradient by
+        # its coefficient must take the coefficients before this call.
+        gradient = plain_gradient(cast(torch.Tensor, row.tensor.grad)).contiguous()
+        address, part, here = gradient.data_ptr(), row.layout.in_shard, row.slot.bucket
+        if (
+            first is not None
+            and here is bucket
+            and part.start == stop
+            and address == end
+            and gradient.dtype == dtype
+            # Addresses that touch are not enough: two allocations may touch, and torch refuses a view that leaves its storage.
+            and address + gradient.nbytes <= memory_end
+            and phases.get(row) == phase
+        ):
+            stop, end = part.stop, address + gradient.nbytes
+            continue
+        if first is not None:
+            found.append(_run(phase, start, stop, first))
+        first, bucket, phase, dtype = gradient, here, phases.get(row), gradient.dtype
+        (start, stop), end = part, address + gradient.nbytes
+        memory = gradient.untyped_storage()
+        memory_end = memory.data_ptr() + memory.nbytes()
+    if first is not None:
+        found.append(_run(phase, start, stop, first))
+    return found
 
 
-def _follows(before: tuple[Row, torch.Tensor], after: tuple[Row, torch.Tensor]) -> bool:
-    (last, last_gradient), (row, gradient) = before, after
-    return (
-        row.slot.bucket is last.slot.bucket
-        and row.layout.in_shard.start == last.layout.in_shard.stop
-        and gradient.dtype == last_gradient.dtype
-        # Addresses that touch are not enough: two allocations may touch, and torch refuses a view that leaves its storage.
-        and gradient.untyped_storage().data_ptr() == last_gradient.untyped_storage().data_ptr()
-        and gradient.data_ptr() == last_gradient.data_ptr() + last_gradient.nbytes
-    )
-
-
-def _joined(run: list[tuple[Row, torch.Tensor]], phase: Hashable) -> Run:
-    (first, gradient), (last, _) = run[0], run[-1]
-    interval = Interval(first.layout.in_shard.start, last.layout.in_shard.stop)
-    return Run(phase, interval, gradient.as_strided((interval.numel,), (1,)))
+def _run(phase: Hashable, start: int, stop: int, first: torch.Tensor) -> Run:
+    return Run(phase, Interval(start, stop), first.as_strided((stop - start,), (1,)))

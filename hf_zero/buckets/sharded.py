@@ -248,16 +248,18 @@ class ClippedGradient(torch.Tensor):
 
     Attributes:
         coefficient: None once it has been multiplied in, or taken.
+        behind: the gradient by itself.
     """
 
     coefficient: Coefficient | None
+    behind: torch.Tensor
     _row: "weakref.ref[torch.Tensor]"
     _product: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, gradient: torch.Tensor, coefficient: Coefficient, row: torch.Tensor) -> "ClippedGradient":
         self = gradient.detach().as_subclass(cls)
-        self.coefficient = coefficient
+        self.coefficient, self.behind = coefficient, gradient
         # Weak: the row holds this gradient, and a cycle would keep the memory after the step until Python's collector runs.
         self._row = weakref.ref(row)
         self._product = None
@@ -268,6 +270,11 @@ class ClippedGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = tree_map_only(cls, cls._multiplied, (args, kwargs or {}))
             return func(*args, **kwargs)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a kernel multiplies what it reads in this gradient's own memory."""
+        return self.coefficient is None and self._product is None
 
     @torch.no_grad()
     def _multiplied(self) -> torch.Tensor:
@@ -300,6 +307,15 @@ def take_coefficient(row: nn.Parameter) -> Coefficient | None:
         return None
     coefficient, gradient.coefficient = gradient.coefficient, None
     return coefficient
+
+
+def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a row's gradient in its own memory and no class of this file; a clipped one is multiplied, if nobody has."""
+    if type(gradient) is torch.Tensor:
+        return gradient
+    # `detach` would call `__torch_function__` for each parameter, which takes the host as long as ten operations.
+    is_taken = isinstance(gradient, ClippedGradient) and gradient.is_taken
+    return cast(ClippedGradient, gradient).behind if is_taken else gradient.detach()
 
 
 def widen(*rows: nn.Parameter) -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from ..buckets.bucket import Bucket, Row, Run, runs_of
 from ..buckets.dynamic import Coded
 from ..buckets.sharded import Coefficient, clip_later, take_coefficient
-from ..layout.slots import is_in_blocks
+from ..layout.slots import Interval, is_in_blocks
 from ..optimizer.bucket_state import BucketState, KernelReport
 from ..optimizer.holder import Assigned, BucketStep, LentStep, StepChoice
 from ..optimizer.moments8 import StateInBlocks
@@ -235,6 +235,7 @@ class FlatState:
 
     def __init__(self):
         self._flats: dict[Bucket, dict[str, torch.Tensor]] = {}
+        self._views: dict[Bucket, dict[tuple[Row, str], torch.Tensor]] = {}
 
     def of(self, bucket: Bucket, name: str) -> torch.Tensor:
         """(shard_numel,) of the master dtype. Undefined where no row has been made ready."""
@@ -245,7 +246,13 @@ class FlatState:
 
     def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
         """Makes `state[name]`, the row's in the register, a view of the flat tensor; returns whether it had values."""
-        view, value = row.of(self.of(row.slot.bucket, name)), state.get(name)
+        bucket, value = row.slot.bucket, state.get(name)
+        views = self._views.setdefault(bucket, {})
+        view = views.get((row, name))
+        if view is None:
+            view = views[row, name] = self._view(row, name)
+        if value is view:
+            return True
         if value is None:
             view.zero_()
         elif value.data_ptr() != view.data_ptr():
@@ -253,9 +260,49 @@ class FlatState:
         state[name] = view
         return value is not None
 
+    def _view(self, row: Row, name: str) -> torch.Tensor:
+        return row.of(self.of(row.slot.bucket, name))
+
+    def of_run(self, bucket: Bucket, name: str, interval: Interval) -> torch.Tensor:
+        """Returns the elements `interval` of the shard."""
+        return self.of(bucket, name)[interval.start : interval.stop]
+
     def forget(self, bucket: Bucket) -> None:
         """Leaves the memory to the views that are still in the register."""
         self._flats.pop(bucket, None)
+        self._views.pop(bucket, None)
+
+
+class SmallState(FlatState):
+    """The same for the parameters too small for 8-bit blocks: in float32, one behind the other, with nothing between them."""
+
+    def __init__(self):
+        super().__init__()
+        # Start in the shard → start here; the number of elements.
+        self._layouts: dict[Bucket, tuple[dict[int, int], int]] = {}
+
+    def of(self, bucket: Bucket, name: str) -> torch.Tensor:
+        flats = self._flats.setdefault(bucket, {})
+        if name not in flats:
+            flats[name] = bucket.tier.empty(self._layout(bucket)[1], torch.float32)
+        return flats[name]
+
+    def of_run(self, bucket: Bucket, name: str, interval: Interval) -> torch.Tensor:
+        start = self._layout(bucket)[0][interval.start]
+        return self.of(bucket, name)[start : start + interval.numel]
+
+    def _view(self, row: Row, name: str) -> torch.Tensor:
+        return self.of_run(row.slot.bucket, name, row.layout.in_shard).view(row.tensor.shape)
+
+    def _layout(self, bucket: Bucket) -> tuple[dict[int, int], int]:
+        if bucket not in self._layouts:
+            starts, end = {}, 0
+            for row in bucket.rows:
+                if not is_in_blocks(row.slot.parameter.numel()):
+                    starts[row.layout.in_shard.start] = end
+                    end += row.layout.in_shard.numel
+            self._layouts[bucket] = starts, end
+        return self._layouts[bucket]
 
 
 class KernelStep(BucketStep):
@@ -311,9 +358,9 @@ class KernelStep(BucketStep):
         phase_of = self._form.begin(
             group, {row: self._optimizer.state[row.tensor] for row in rows}, self._flat.make_ready
         )
-        flats = {name: self._flat.of(bucket, name) for name in self._form.state_names(group)}
+        names = self._form.state_names(group)
         for run, phase, clip in self._runs(rows, phase_of):
-            states = {name: flat[run.interval.start : run.interval.stop] for name, flat in flats.items()}
+            states = {name: self._flat.of_run(bucket, name, run.interval) for name in names}
             self._form.step(group, phase, self._place(bucket, run, states, clip))
 
     def _runs(
@@ -354,7 +401,7 @@ class KernelStep(BucketStep):
 class KernelStepInBlocks(KernelStep):
     """The same for buckets whose moments are in 8-bit blocks, which they do not leave.
 
-    Parameters too small for blocks are stepped one by one, on their float32 moments.
+    Parameters too small for blocks are stepped on their float32 moments, neighbours together.
 
     Args:
         blocks: each bucket's moments.
@@ -371,19 +418,28 @@ class KernelStepInBlocks(KernelStep):
         super().__init__(optimizer, form, found_inf, otherwise)
         self._form: AdamWForm = form
         self._blocks = blocks
+        self._small = SmallState()
 
     def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
         register, blocks = self._optimizer.state, self._blocks[bucket]
-        number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, blocks.make_ready)
-        alone_of = {row: None if is_in_blocks(row.slot.parameter.numel()) else row for row in rows}
+        small = {row for row in rows if not is_in_blocks(row.slot.parameter.numel())}
+
+        def make_ready(row: Row, name: str, state: dict[str, Any]) -> bool:
+            return (self._small if row in small else blocks).make_ready(row, name, state)
+
+        number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, make_ready)
         packed, names = blocks.blocks(), self._form.state_names(group)
-        for run, (number, alone), clip in self._runs(rows, {row: (number_of[row], alone_of[row]) for row in rows}):
-            if alone is None:
-                states = {name: packed[name].cut(run.interval) for name in names}
-                self._form.step_in_blocks(group, number, self._place(bucket, run, states, clip))
-            else:
-                states = {name: register[alone.tensor][name].view(-1) for name in names}
+        for run, (number, is_small), clip in self._runs(rows, {row: (number_of[row], row in small) for row in rows}):
+            if is_small:
+                states = {name: self._small.of_run(bucket, name, run.interval) for name in names}
                 self._form.step(group, number, self._place(bucket, run, states, clip))
+            else:
+                coded = {name: packed[name].cut(run.interval) for name in names}
+                self._form.step_in_blocks(group, number, self._place(bucket, run, coded, clip))
+
+    def forget(self, bucket: Bucket) -> None:
+        super().forget(bucket)
+        self._small.forget(bucket)
 
 
 def kernel_of(optimizer: torch.optim.Optimizer, found_inf: FoundInf) -> KernelStep | None:

@@ -190,21 +190,17 @@ class StateInBlocks(StatePlace):
         return kept
 
     def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
-        """Puts the row's moment into blocks, zero if there is none; a small parameter's into float32.
-
-        Returns whether there was one.
-        """
-        had = name in state
-        if not is_in_blocks(row.slot.parameter.numel()):
-            value = state[name] if had else torch.zeros_like(row.tensor)
-            # A kernel takes the moment as one flat run of float32.
-            state[name] = value.to(torch.float32).contiguous()
-        elif had:
-            state[name] = self.put(row, {name: state[name]})[name]
-        else:
-            self.blocks()[name].clear_part(row.layout.in_shard)
-            state[name] = self._moments.placeholder(row)
-        return had
+        """Puts the row's moment into blocks, zero if there is none; returns whether there was one."""
+        value = state.get(name)
+        # First: in all steps but the first, each moment is there.
+        if self._moments.is_placeholder(value):
+            return True
+        if value is not None:
+            state[name] = self.put(row, {name: value})[name]
+            return True
+        self.blocks()[name].clear_part(row.layout.in_shard)
+        state[name] = self._moments.placeholder(row)
+        return False
 
     def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
         packed = sum(state.nbytes for state in self.packed.values())

@@ -157,6 +157,8 @@ def _lay_out(
     buckets: list[PlannedBucket] = []
     taken: set[str] = set()
     may_lie_in_place = device.type == "cpu" and not config.offload.moves_params
+    # By the kind of device: a machine without GPUs plans for one with them.
+    has_kernels = device.type == "cuda" and config.kernels != "never"
     for part in division.parts:
         for layout in division.layouts_of(part, first_index=len(buckets)):
             key = cast(BucketKey, layout.key)
@@ -168,7 +170,11 @@ def _lay_out(
             tried = (key.optimizer, key.group, precision.master)
             if tried not in state_of:
                 state_of[tried] = _state_of(optimizers, *tried)
-            buckets.append(_planned(part, layout, place, precision, state_of[tried], in_place=may_lie_in_place))
+            by_kernel = has_kernels and key.optimizer >= 0 and _has_kernel(optimizers[key.optimizer])
+            made = _planned(
+                part, layout, place, precision, state_of[tried], in_place=may_lie_in_place, by_kernel=by_kernel
+            )
+            buckets.append(made)
     others = [p for name, p in model.named_parameters() if name not in taken]
     kept_whole = sum(tensor.nbytes for tensor in (*others, *model.buffers())) + bytes_beside(model)
     return Layout(config=config, groups=groups, buckets=tuple(buckets), kept_whole=kept_whole)
@@ -182,13 +188,16 @@ def _planned(
     state: tuple[int, ...] | None,
     *,
     in_place: bool,
+    by_kernel: bool,
 ) -> PlannedBucket:
     """Makes a bucket with its cost.
 
     Args:
         state: bytes an element of each kind of optimizer state.
         in_place: a shard that is kept in the dtype of the parameters may be part of what is gathered.
+        by_kernel: a kernel of a GPU takes the steps, and reads bfloat16 gradients as they were reduced.
     """
+    stays_reduced = by_kernel and precision.reduced == torch.bfloat16 and not place.is_apart
     is_master = place.parameters_are_masters and precision.master == precision.kept
     keeps_master = precision.keeps_master and not is_master
     whole_bytes = layout.numel * precision.param.itemsize
@@ -202,7 +211,7 @@ def _planned(
             param_bytes=precision.kept.itemsize,
             reduce_bytes=precision.reduce.itemsize,
             reduced_bytes=precision.reduced.itemsize,
-            gradient_bytes=precision.master.itemsize,
+            gradient_bytes=(precision.reduced if stays_reduced else precision.master).itemsize,
             master_bytes=precision.master.itemsize,
             has_master=precision.has_master,
             keeps_master=keeps_master,
@@ -286,6 +295,10 @@ CONTEXT_BYTES, WORKSPACES_BYTES, COMMUNICATORS_BYTES = 400 * 2**20, 144 * 2**20,
 """A CUDA context; workspaces of cuBLAS with kernels that are loaded at their first call; buffers of NCCL. Not measured here."""
 
 _FUSED_BY_KERNELS = ("AdamW", "Adam", "SGD", "Lion")
+
+
+def _has_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__name__ in _FUSED_BY_KERNELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,7 +398,7 @@ class Job:
             if self.on_host and not settings.get("foreach"):
                 largest = max((p.nbytes for group in optimizer.param_groups for p in group["params"]), default=0)
                 found = max(found, 2 * min(largest, max(sizes, default=0)))
-            elif not kernels or type(optimizer).__name__ not in _FUSED_BY_KERNELS:
+            elif not (kernels and _has_kernel(optimizer)):
                 found = max(found, sum(sizes))
         return found
 

@@ -34,7 +34,7 @@ from .request import checkpoint, exchanged_bytes, inner_model, is_checkpointed, 
 # the trace sees what the attention implementation in use saves, what is saved twice or as a view, what checkpointing drops
 # and recomputes, casts of autocast and of the loss, and the moment at which each goes. Storages are counted, from their
 # birth until the last reference to them goes. What a kernel takes for itself inside one call is not seen. Tensors pass for
-# ones of the host, on which attention by `sdpa` saves what the fused kernels of an accelerator save, too.
+# ones of the GPU where there is one: attention by `sdpa` and dropout save other tensors there than on the host.
 
 _HOST = torch.device("cpu")
 _ATTENTION_ON_HOST = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -100,35 +100,65 @@ def trace(
             forward_flops=whole.forward_flops // sp_size,
             exchanged_bytes=passes * exchanged_bytes(model, tokens, sp_size, itemsize),
         )
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        living = _LivingBytes(_vocabulary_of(model), tiles=_TILES_ON_HOST if on_host else 1)
-        fake = _without_memory(model, mode, living, None if param_dtype == AUTO else getattr(torch, param_dtype))
-        if recomputes:
-            checkpoint(fake)
-        in_chunks = _take_out_kernels(fake, on_host=on_host)
-        with mode:
-            made = batch() if callable(batch) else batch
-            inputs = recursively_apply(_like, dict(made))
-        if _has_fused_head(inner_model(fake)):
-            inputs[_FUSED_HEAD] = True
-        recursively_apply(living.leave_out, inputs)
-        casts: AbstractContextManager = torch.autocast("cpu", autocast) if autocast else nullcontext()
-        with torch.random.fork_rng(devices=[]), _packed_as(made.get("position_ids")), mode, living:
-            with torch.enable_grad(), casts:
-                loss = _loss_of(fake(**inputs))
-            saved, saved_logits, forward_flops = living.now, living.logits, living.flops
-            loss.backward()
-            del loss
-    except PlanError:
-        raise
-    except Exception as error:
-        # Any code of the model's may run into what has no value here.
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise PlanError(
-            f"hf_zero: activations of {type(model).__name__} cannot be traced without values ({type(error).__name__}: "
-            f"{reason[0][:200]}). Plan without them, or measure a step."
-        ) from error
+    # Without a GPU, torch has no kernel of a GPU to choose, and ends the process at the first gradient.
+    has_gpu = not on_host and torch.cuda.is_available()
+    devices = [torch.device("cuda", torch.cuda.current_device())] if has_gpu else []
+    ways: dict[str, Any] = {
+        "autocast": autocast,
+        "param_dtype": param_dtype,
+        "recomputes": recomputes,
+        "on_host": on_host,
+    }
+    for device in (*devices, _HOST):
+        try:
+            return _traced(model, batch, device, shape=shape, tokens=tokens, **ways)
+        except PlanError:
+            raise
+        except Exception as error:
+            # An operation may have no form without values on a GPU, and one on the host.
+            if device != _HOST:
+                continue
+            # Any code of the model's may run into what has no value here.
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise PlanError(
+                f"hf_zero: activations of {type(model).__name__} cannot be traced without values ({type(error).__name__}: "
+                f"{reason[0][:200]}). Plan without them, or measure a step."
+            ) from error
+    raise AssertionError("the host is tried last")
+
+
+def _traced(
+    model: nn.Module,
+    batch: "Batch | Callable[[], Batch]",
+    device: torch.device,
+    *,
+    shape: str,
+    tokens: int,
+    autocast: torch.dtype | None,
+    param_dtype: str,
+    recomputes: bool,
+    on_host: bool,
+) -> Activations:
+    """Traces with tensors that pass for ones of `device`."""
+    mode, like = FakeTensorMode(allow_non_fake_inputs=True), partial(_like, device=device)
+    living = _LivingBytes(_vocabulary_of(model), tiles=_TILES_ON_HOST if on_host else 1)
+    fake = _without_memory(model, mode, living, None if param_dtype == AUTO else getattr(torch, param_dtype), like)
+    if recomputes:
+        checkpoint(fake)
+    in_chunks = _take_out_kernels(fake, on_host=on_host)
+    with mode:
+        made = batch() if callable(batch) else batch
+        inputs = recursively_apply(like, dict(made))
+    if _has_fused_head(inner_model(fake)):
+        inputs[_FUSED_HEAD] = True
+    recursively_apply(living.leave_out, inputs)
+    casts: AbstractContextManager = torch.autocast(device.type, autocast) if autocast else nullcontext()
+    with torch.random.fork_rng(devices=[]), _packed_as(made.get("position_ids")), mode, living:
+        with torch.enable_grad(), casts:
+            loss = _loss_of(fake(**inputs))
+        saved, saved_logits, forward_flops = living.now, living.logits, living.flops
+        loss.backward()
+        del loss
     traced = Activations(
         curve=tuple(living.curve),
         saved_bytes=saved,
@@ -215,31 +245,35 @@ def _loss_of(outputs: Any) -> torch.Tensor:
     return found[0].float().mean()
 
 
-def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns a tensor of this shape on the host, of another dtype if it holds floating-point numbers."""
+def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None, *, device: torch.device) -> torch.Tensor:
+    """Returns a tensor of this shape on the device, of another dtype if it holds floating-point numbers."""
     is_cast = dtype is not None and tensor.is_floating_point()
-    return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=_HOST)
+    return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=device)
 
 
-def _beside(held: Any, living: "_LivingBytes", copies: dict[int, Any]) -> Any:
+Like = Callable[..., torch.Tensor]
+"""`_like` on the device of a trace."""
+
+
+def _beside(held: Any, living: "_LivingBytes", copies: dict[int, Any], like: Like) -> Any:
     """Returns a tensor, or the state of a packed weight, with tensors without memory in the place of its own.
 
     Args:
         copies: takes states, which modules hold too.
     """
     if isinstance(held, torch.Tensor):
-        like = _like(held)
-        living.leave_out(like)
-        return like
+        beside = like(held)
+        living.leave_out(beside)
+        return beside
     if not hasattr(held, "absmax"):
         return held
     alike = copies[id(held)] = copy.copy(held)
-    alike.__dict__.update({name: _beside(each, living, copies) for name, each in held.__dict__.items()})
+    alike.__dict__.update({name: _beside(each, living, copies, like) for name, each in held.__dict__.items()})
     return alike
 
 
 def _without_memory(
-    model: nn.Module, mode: FakeTensorMode, living: "_LivingBytes", dtype: torch.dtype | None
+    model: nn.Module, mode: FakeTensorMode, living: "_LivingBytes", dtype: torch.dtype | None, like: Like
 ) -> nn.Module:
     """A copy of the model whose parameters and buffers have no memory, and whose gradients go where they come.
 
@@ -250,14 +284,14 @@ def _without_memory(
     uncast = frozenset() if dtype is None else uncast_parameters(model, dtype)
     with mode:
         for parameter in model.parameters():
-            like = _like(parameter, None if parameter in uncast or is_packed(parameter) else dtype)
-            copied = copies[id(parameter)] = nn.Parameter(like, requires_grad=parameter.requires_grad)
+            empty = like(parameter, None if parameter in uncast or is_packed(parameter) else dtype)
+            copied = copies[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             if is_packed(parameter):
                 # Kernels take shapes and blocks from there, and read nothing.
                 for name, held in parameter.__dict__.items():
-                    copied.__dict__[name] = _beside(held, living, beside)
+                    copied.__dict__[name] = _beside(held, living, beside, like)
         for buffer in model.buffers():
-            copies[id(buffer)] = _like(buffer)
+            copies[id(buffer)] = like(buffer)
     for each in copies.values():
         living.leave_out(each)
     fake = copy.deepcopy(model, copies | beside)
