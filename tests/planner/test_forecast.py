@@ -19,7 +19,7 @@ from training import LENGTH, bert, gpt2, llama
 from hf_zero import ConfigError, ZeroConfig, make_plan
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import ddp_state, state_plan
-from hf_zero.planner.layouts import Job
+from hf_zero.planner.layouts import Job, lay_out, ranks_without_a_group
 from hf_zero.planner.layouts import ddp_state as planned_ddp
 from hf_zero.planner.request import batch_of
 from hf_zero.planner.trace import trace
@@ -326,3 +326,30 @@ def test_forecast_peaks_are_near_the_measured_ones_in_all_set_ups(tmp_path):
     # All but bf16: a processor without instructions for it takes a hundred times as long for a backward.
     set_ups = ("ddp", "0", "1", "2", "3", "2, cpu", "2, nvme")
     run_bench(tmp_path, "--models", "gpt2", "bert", "--set-ups", *set_ups, "--batches", "4x64")
+
+
+def test_a_trace_is_of_the_gpu_where_one_is_the_training_device_and_of_the_host_where_that_fails(monkeypatch):
+    tracing = sys.modules[trace.__module__]
+    asked, traced = [], tracing._traced
+
+    def on(model, batch, device, **more):
+        asked.append(device.type)
+        if device.type == "cuda":
+            raise RuntimeError("no form without values")
+        return traced(model, batch, device, **more)
+
+    monkeypatch.setattr(tracing, "_traced", on)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    ways = {"shape": "2 x 8", "tokens": 16}
+    there, here = (trace(gpt2(), lambda: batch_of(gpt2(), 2, 8), on_host=on_host, **ways) for on_host in (False, True))
+    assert asked == ["cuda", "cpu", "cpu"] and there.curve == here.curve
+
+
+@pytest.mark.parametrize(("kernels", "nbytes"), [("auto", 2), ("never", 4)])
+def test_a_kernel_of_a_gpu_reads_bfloat16_gradients_as_they_were_reduced(kernels, nbytes):
+    config = ZeroConfig.from_dict({"stage": 2, "param_dtype": "bfloat16", "kernels": kernels})
+    model = gpt2()
+    groups = ranks_without_a_group(2, 2, config, "nccl")
+    layout = lay_out(model, [torch.optim.AdamW(model.parameters())], config, groups, torch.device("cuda"))
+    assert {cost.gradient_bytes for cost in layout.costs} == {nbytes}
