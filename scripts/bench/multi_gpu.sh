@@ -15,4 +15,4 @@ if (( ranks < 2 )); then
     echo "skipped: $ranks GPUs here; scripts/gpu_day.sh is for one"
     exit 0
 fi
-exec timeout --kill-after=30 1200 torchrun --standalone --nproc-per-node "$ranks" scripts/bench/gpus.py "$@"
+exec timeout --kill-after=30 1200 python -m torch.distributed.run --standalone --nproc-per-node "$ranks" scripts/bench/gpus.py "$@"
