@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from harness import print_table, read_options, write_record
+from harness import describe_run, print_table, read_options, write_record
 
 from hf_zero.arithmetic import round_stochastically, runs_triton
 from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, Coded, quantise_dynamic
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     columns = [("operation", "name"), ("ms", "ms", ".3f"), ("GB/s", "gb_a_second", ".0f")]
     print_table(title, [*columns, ("of the copy", "copy_fraction", ".2f")], figures)
     if options.json:
-        write_record(options.json, {"title": title, "figures": figures})
+        write_record(options.json, describe_run(options) | {"kind": "kernels", "title": title, "figures": figures})
     return 0
 
 

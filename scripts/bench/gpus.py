@@ -341,7 +341,7 @@ def report(options: argparse.Namespace, figures: Sequence[Figures], world_size: 
         figures,
         width=160,
     )
-    measured = {"device": device, "ranks": world_size, "ways": [asdict(each) for each in figures]}
+    measured = {"kind": "gpus", "device": device, "ranks": world_size, "ways": [asdict(each) for each in figures]}
     keep("gpus", run, measured, options.json or RESULTS / f"gpus-{run['commit']}-{world_size}.json")
 
 

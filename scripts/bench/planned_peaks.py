@@ -176,9 +176,10 @@ def _held_on(device: str) -> int:
     """Bytes that a rank holds, from which its peak is counted from now on."""
     if device == "cpu":
         return held_before()
-    # cuBLAS keeps a workspace from its first product on.
-    square = torch.ones(8, 8, device=device)
-    torch.mm(square, square)
+    # cuBLAS keeps a workspace of each thread from the thread's first product on. Backward has a thread of its own.
+    square = torch.ones(8, 8, device=device, requires_grad=True)
+    (square @ square).sum().backward()
+    del square
     torch.accelerator.reset_peak_memory_stats()
     return torch.accelerator.memory_allocated()
 
@@ -297,7 +298,7 @@ def main() -> int:
     print_table("A rank's memory, in MB: planned and measured", _COLUMNS, cells)
     if options.parts:
         print_under_ddp(cells)
-    kind = {"kind": "parts"} if options.parts else {}
+    kind = {"kind": "parts" if options.parts else "forecasts"}
     write_record(options.json or RESULTS / name, describe_run(options) | kind | {"cells": cells})
     wrong = too_far(cells)
     for cell in wrong:

@@ -332,11 +332,55 @@ def parts(record: Record) -> dict[str, str]:
     return {"parts": markdown(columns, rows)}
 
 
+def gpus(record: Record) -> dict[str, str]:
+    """A table a model: each way beside the first, which is torch's own."""
+    ways = [way for way in record["ways"] if way["error"] is None]
+    firsts = {way["model"]: way["step_ms"] for way in reversed(ways)}
+    columns = [
+        *(("way", "way"), ("ms a step", "step_ms", ".1f")),
+        ("of the first's", lambda way: way["step_ms"] / firsts[way["model"]], ".2f"),
+        ("device busy", lambda way: way["trace"] and way["trace"]["busy_ms"] / way["step_ms"], ".0%"),
+        *(("peak MiB", "peak_mib", ".0f"), ("losses off by", "loss_difference", ".1e")),
+    ]
+    of_model = {model: [way for way in ways if way["model"] == model] for model in firsts}
+    return {model: markdown(columns, rows) for model, rows in reversed(of_model.items())}
+
+
+def kernels(record: Record) -> dict[str, str]:
+    columns = [("operation", "name"), ("ms", "ms", ".3f"), ("GB/s", "gb_a_second", ".0f")]
+    return {"kernels": markdown([*columns, ("of a copy's", "copy_fraction", ".2f")], record["figures"])}
+
+
+def forecasts(record: Record) -> dict[str, str]:
+    columns = [
+        *(("model", "model"), ("stage", "set_up"), ("state MiB", "measured_state", ".0f", MIB)),
+        *(
+            ("forecast", "state_error", "+.1%"),
+            ("peak MiB", "measured_peak", ".0f", MIB),
+            ("forecast", "peak_error", "+.1%"),
+        ),
+    ]
+    return {"forecasts": markdown(columns, record["cells"])}
+
+
 REPORTS: dict[str, Callable[[Record], dict[str, str]]] = {
     "steps": steps,
     **{
         each.__name__: each
-        for each in (checkpoints, curves, links, host_time, first_step, axes, offload, matrix, parts)
+        for each in (
+            checkpoints,
+            curves,
+            links,
+            host_time,
+            first_step,
+            axes,
+            offload,
+            matrix,
+            parts,
+            gpus,
+            kernels,
+            forecasts,
+        )
     },
 }
 

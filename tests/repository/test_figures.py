@@ -140,11 +140,27 @@ def models_in_words(found: dict) -> list[str]:
     return [f"on a GPT-2 of {million} M parameters, with one figure varied"]
 
 
+def gpu_forecasts_in_words(found: dict) -> list[str]:
+    # Of the measured peak beside the forecast, not the forecast beside the peak.
+    above = [100 * (1 / (1 + cell["peak_error"]) - 1) for cell in found["cells"]]
+    return [f"the peak of torch's allocator was {min(above):.0f} to {max(above):.0f} % above the forecast"]
+
+
+def gpu_steps_in_words(found: dict) -> list[str]:
+    ms = {way["way"]: way["step_ms"] for way in found["ways"]}
+    return [
+        f"hf_zero takes {ms['stage 2'] / ms['torch']:.1f} times as long as a plain loop",
+        f"cost the host {ms['stage 2'] - (ms['torch'] + ms['torch, again']) / 2:.0f} ms",
+    ]
+
+
 SENTENCES: list[tuple[str, str, Callable[[dict], list[str]]]] = [
     ("docs/planning.md", "planned_peaks.json", peaks_in_words),
     ("docs/planning.md", "auto.json", choices_in_words),
     ("docs/planning.md", "links.json", links_in_words),
     ("docs/planning.md", "published.json", published_in_words),
+    ("docs/planning.md", "gpu-forecasts.json", gpu_forecasts_in_words),
+    ("scripts/bench/RESULTS.md", "gpu-bf16.json", gpu_steps_in_words),
     ("docs/benchmarks.md", "links.json", slow_links_in_words),
     ("scripts/bench/RESULTS.md", "curves.json", models_in_words),
     ("docs/precision.md", "bf16_ways.json", bf16_in_words),
