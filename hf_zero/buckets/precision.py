@@ -411,12 +411,11 @@ def choose_sizes(model: nn.Module, config: ZeroConfig, groups: Groups, device: t
     if isinstance(config.bucket_bytes, int):
         numel = max(1, config.bucket_bytes // smallest)
         return BucketSizes(numel=numel, layer_numel=numel)
-    # One rank sends nothing, and so has no collective whose cost could choose a size.
-    if device.type == "cpu" or groups.world_size == 1:
+    if device.type == "cpu":
         numel = (_LARGEST_UNIT_BYTES if config.stage == 3 else bytes_on_host(total_bytes)) // smallest
         return BucketSizes(numel=numel, layer_numel=numel)
     numel = bytes_on_accelerators(total_bytes, groups) // smallest
-    return BucketSizes(numel=numel, layer_numel=_ANY)
+    return BucketSizes(numel=numel, layer_numel=numel if groups.world_size == 1 else _ANY)
 
 
 def least_unit_bytes(config: ZeroConfig, device: torch.device) -> int:
@@ -441,10 +440,14 @@ def bytes_on_host(total_bytes: int) -> int:
 def bytes_on_accelerators(total_bytes: int, groups: Groups) -> int:
     """Returns the cheapest size for the group that reduces whole buckets, up to 256 MiB and an eighth of all.
 
-    Beyond that `GRAD_BUFFERS` of them would be most of the gradients that stage 2 does not keep.
+    Beyond that `GRAD_BUFFERS` of them would be most of the gradients that stage 2 does not keep. One rank sends nothing, and has
+    the largest: each bucket costs the host some 150 us a step.
     """
+    largest = min(_LARGEST_QUEUED_BYTES, total_bytes // _BUCKETS_A_MODEL)
+    if groups.world_size == 1:
+        return max(_SMALLEST_BYTES, largest)
     # A shard group of one rank sends nothing: whole gradients are then all-reduced between the replicas.
     group = groups.shard if groups.shard.size > 1 else groups.replicate
     nodes = len({groups.nodes[rank] for rank in group.ranks})
     wanted = cost_of(ranks=group.size, nodes=nodes).bucket_bytes(total_bytes)
-    return max(_SMALLEST_BYTES, min(_LARGEST_QUEUED_BYTES, total_bytes // _BUCKETS_A_MODEL, wanted))
+    return max(_SMALLEST_BYTES, min(largest, wanted))

@@ -140,6 +140,8 @@ class GradientStore(ABC):
         self._arriving: list[Bucket] = []
         # Put when the bucket starts.
         self._small: dict[Bucket, list[tuple[ParameterSlot, torch.Tensor]]] = defaultdict(list)
+        # The slots of a buffer on its way: to cut one a second time costs the host as much as all other work on the bucket.
+        self._views: dict[Bucket, list[torch.Tensor]] = {}
         # Whose reduction is the second in its pass.
         self._again: set[Bucket] = set()
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
@@ -265,6 +267,7 @@ class GradientStore(ABC):
             going_on = {row for row in held if row.slot.continues or bucket in self._again}
             self._again.discard(bucket)
             bucket.arrival = self._deliver(bucket, going_on)
+            self._views.pop(bucket, None)
             self._arriving.append(bucket)
             self._landing.landed(bucket, bucket.arrival)
 
@@ -284,6 +287,7 @@ class GradientStore(ABC):
                 slot.arrived = False
         self._open.clear()
         self._small.clear()
+        self._views.clear()
 
     def _put_small(self, bucket: Bucket) -> None:
         small = self._small.pop(bucket, None)
@@ -298,7 +302,7 @@ class GradientStore(ABC):
             ordered = [gradient for slot, gradient in sorted(small, key=_number)]
             bucket.slot_views.fill(flat, ordered, share)
             return
-        all_views = bucket.slot_views.of(flat)
+        all_views = self._views[bucket] = bucket.slot_views.of(flat)
         views = [all_views[slot.number] for slot in slots]
         if not is_as_it_is:
             # Divided in their own dtype, as `put` does.
@@ -322,7 +326,12 @@ def new_buffer(bucket: Bucket) -> torch.Tensor:
 
 
 def add_or_set(
-    bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, d2h: DeviceToHost, going_on: Collection[Row]
+    bucket: Bucket,
+    reduced: torch.Tensor,
+    target: torch.Tensor,
+    d2h: DeviceToHost,
+    going_on: Collection[Row],
+    cut: Sequence[torch.Tensor] | None = None,
 ) -> Arrival:
     """Adds `reduced` to the gradients of rows that go on, and sets the others. Both are flat as the rank's shard.
 
@@ -330,8 +339,11 @@ def add_or_set(
 
     `target` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
     the optimizer steps. Both are there on the arrival.
+
+    Args:
+        cut: `target`, cut into the rows; None to cut it here.
     """
-    views = zip(bucket.rows, bucket.row_views.of(target))
+    views = zip(bucket.rows, bucket.row_views.of(target) if cut is None else cut)
     if going_on:
         return d2h.start_sum(_sum_into(views, going_on, sets=target is not reduced), reduced, bucket.arrival)
     # An earlier sum or copy may still write to the memory that is set here.
@@ -443,7 +455,9 @@ class ReplicatedGradients(GradientStore):
     def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
         flat, precision = self._under_way.pop(bucket), bucket.precision
         if precision.reduce == precision.master:
-            return add_or_set(bucket, flat, flat, DeviceToHost(), going_on)
+            # A row is a whole parameter here. One without elements has no row.
+            cut = self._views.get(bucket) if len(bucket.rows) == len(bucket.slots) else None
+            return add_or_set(bucket, flat, flat, DeviceToHost(), going_on, cut)
         if bucket not in self._reduced:
             self._reduced[bucket] = Tier(bucket.device).scratch(bucket.layout.numel, precision.master)
             self._count(bucket)

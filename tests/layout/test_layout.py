@@ -218,10 +218,11 @@ def auto_mib(megabytes: int, made: Groups, device: torch.device, stage: int = 2,
     return choose_sizes(model_of(megabytes), ZeroConfig(stage=stage, **settings), made, device).numel * 4 / MIB
 
 
-def test_the_host_keeps_its_sizes_and_so_does_one_gpu():
-    for made, device in ((groups(8), HOST), (groups(1), DEVICE)):
-        assert [auto_mib(n, made, device) for n in (1, 80, 400)] == [1, 10, 25]
-        assert auto_mib(400, made, device, stage=3) == 32
+def test_the_host_has_small_buckets_and_one_gpu_that_sends_nothing_large_ones():
+    for made, device, most, layers in ((groups(8), HOST, 25, 32), (groups(1), DEVICE, 50, 50)):
+        assert [auto_mib(n, made, device) for n in (1, 80, 400)] == [1, 10, most]
+        assert auto_mib(400, made, device, stage=3) == layers
+    assert auto_mib(4000, groups(1), DEVICE) == 256
 
 
 def test_on_gpus_sizes_grow_with_the_model_and_the_ranks():
