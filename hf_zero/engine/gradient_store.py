@@ -141,7 +141,7 @@ class GradientStore(ABC):
         # Put when the bucket starts.
         self._small: dict[Bucket, list[tuple[ParameterSlot, torch.Tensor]]] = defaultdict(list)
         # The slots of a buffer on its way: to cut one a second time costs the host as much as all other work on the bucket.
-        self._views: dict[Bucket, list[torch.Tensor]] = {}
+        self._views: dict[Bucket, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         # Whose reduction is the second in its pass.
         self._again: set[Bucket] = set()
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
@@ -302,7 +302,8 @@ class GradientStore(ABC):
             ordered = [gradient for slot, gradient in sorted(small, key=_number)]
             bucket.slot_views.fill(flat, ordered, share)
             return
-        all_views = self._views[bucket] = bucket.slot_views.of(flat)
+        all_views = bucket.slot_views.of(flat)
+        self._views[bucket] = flat, all_views
         views = [all_views[slot.number] for slot in slots]
         if not is_as_it_is:
             # Divided in their own dtype, as `put` does.
@@ -456,7 +457,10 @@ class ReplicatedGradients(GradientStore):
         flat, precision = self._under_way.pop(bucket), bucket.precision
         if precision.reduce == precision.master:
             # A row is a whole parameter here. One without elements has no row.
-            cut = self._views.get(bucket) if len(bucket.rows) == len(bucket.slots) else None
+            filled, cut = self._views.get(bucket, (None, None))
+            # Late gradients fill another buffer while the first is on its way.
+            if filled is not flat or len(bucket.rows) != len(bucket.slots):
+                cut = None
             return add_or_set(bucket, flat, flat, DeviceToHost(), going_on, cut)
         if bucket not in self._reduced:
             self._reduced[bucket] = Tier(bucket.device).scratch(bucket.layout.numel, precision.master)
@@ -557,9 +561,7 @@ class ShardedGradients(GradientStore):
             parameter.grad = sharded_gradient
 
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        # As the base does, without a call: most gradients of a step come here.
-        slot.arrived = True
-        self._small[slot.bucket].append((slot, gradient))
+        super().put_small(slot, gradient)
         # `continues` stays as it is: `take_small` brings plain gradients only, and `put` has set it for the others.
         sharded_gradient = slot.sharded_gradient
         sharded_gradient.state, sharded_gradient.pending = GradientState.HELD, None

@@ -70,9 +70,6 @@ class KernelForm(ABC):
         """Takes the step."""
 
 
-_UNKNOWN = (None, 0, 0)
-
-
 class AdamWForm(KernelForm):
     """`torch.optim.AdamW`, and `torch.optim.Adam` without decay. The phase is the number of the step, from 1."""
 
@@ -113,9 +110,10 @@ class AdamWForm(KernelForm):
                     make_ready(row, name, state)
         steps, numbers = [state["step"] for state in states.values()], {}
         for row, step in zip(states, steps):
-            known, version, number = self._counts.get(row, _UNKNOWN)
+            known, version, number = self._counts.get(row) or (None, 0, 0)
             # Asked of the device only where somebody else has written the count: that stops the device's queue.
-            numbers[row] = 1 + (number if known is step and version == step._version else int(step.item()))
+            is_known = version == step._version and known is step
+            numbers[row] = 1 + (number if is_known else int(step.item()))
         torch._foreach_add_(steps, 1)
         for step, (row, number) in zip(steps, numbers.items()):
             self._counts[row] = (step, step._version, number)
