@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import logging
 import os
 import resource
 import sys
@@ -35,6 +36,8 @@ from .request import checkpoint, exchanged_bytes, inner_model, is_checkpointed, 
 # and recomputes, casts of autocast and of the loss, and the moment at which each goes. Storages are counted, from their
 # birth until the last reference to them goes. What a kernel takes for itself inside one call is not seen. Tensors pass for
 # ones of the GPU where there is one: attention by `sdpa` and dropout save other tensors there than on the host.
+
+_log = logging.getLogger(__name__)
 
 _HOST = torch.device("cpu")
 _ATTENTION_ON_HOST = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -115,8 +118,9 @@ def trace(
         except PlanError:
             raise
         except Exception as error:
-            # An operation may have no form without values on a GPU, and one on the host.
             if device != _HOST:
+                # An operation may have no form without values on a GPU, and one on the host.
+                _log.info("hf_zero: activations are counted as on the host (%s: %s).", type(error).__name__, error)
                 continue
             # Any code of the model's may run into what has no value here.
             reason = str(error).strip().splitlines() or [type(error).__name__]

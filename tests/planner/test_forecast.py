@@ -328,7 +328,8 @@ def test_forecast_peaks_are_near_the_measured_ones_in_all_set_ups(tmp_path):
     run_bench(tmp_path, "--models", "gpt2", "bert", "--set-ups", *set_ups, "--batches", "4x64")
 
 
-def test_a_trace_is_of_the_gpu_where_one_is_the_training_device_and_of_the_host_where_that_fails(monkeypatch):
+def test_a_trace_is_of_the_gpu_where_one_is_the_training_device_and_of_the_host_where_that_fails(monkeypatch, caplog):
+    caplog.set_level("INFO", "hf_zero")
     tracing = sys.modules[trace.__module__]
     asked, traced = [], tracing._traced
 
@@ -344,6 +345,7 @@ def test_a_trace_is_of_the_gpu_where_one_is_the_training_device_and_of_the_host_
     ways = {"shape": "2 x 8", "tokens": 16}
     there, here = (trace(gpt2(), lambda: batch_of(gpt2(), 2, 8), on_host=on_host, **ways) for on_host in (False, True))
     assert asked == ["cuda", "cpu", "cpu"] and there.curve == here.curve
+    assert caplog.text.count("as on the host (RuntimeError: no form without values)") == 1
 
 
 @pytest.mark.parametrize(("kernels", "nbytes"), [("auto", 2), ("never", 4)])
