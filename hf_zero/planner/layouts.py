@@ -381,7 +381,8 @@ class Job:
 
     def _passing(self, **held: int) -> Passing:
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        usual = RUNTIME_ON_HOST_BYTES if self.on_host else CONTEXT_BYTES + WORKSPACES_BYTES + COMMUNICATORS_BYTES
+        on_device = CONTEXT_BYTES + WORKSPACES_BYTES + (COMMUNICATORS_BYTES if self.world_size > 1 else 0)
+        usual = RUNTIME_ON_HOST_BYTES if self.on_host else on_device
         return Passing(
             runtime=usual if self.runtime_bytes is None else self.runtime_bytes,
             largest_parameter=max((tensor.nbytes for tensor in tensors), default=0),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -355,3 +356,9 @@ def test_a_kernel_of_a_gpu_reads_bfloat16_gradients_as_they_were_reduced(kernels
     groups = ranks_without_a_group(2, 2, config, "nccl")
     layout = lay_out(model, [torch.optim.AdamW(model.parameters())], config, groups, torch.device("cuda"))
     assert {cost.gradient_bytes for cost in layout.costs} == {nbytes}
+
+
+@pytest.mark.parametrize(("ranks", "mib"), [(1, 544), (2, 800)])
+def test_buffers_of_nccl_count_where_several_ranks_talk(ranks, mib):
+    job = replace(job_of(gpt2(), ranks), device=torch.device("cuda"))
+    assert job.forecast("stage 2", {"stage": 2}, ZeroConfig(stage=2)).device["runtime"] == mib * 2**20
