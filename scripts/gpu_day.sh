@@ -22,13 +22,15 @@ logs=outputs/gpu_day
 mkdir -p "$results" "$logs"
 is_small=false
 [[ "${1:-} ${2:-}" == "--device cpu" ]] && { is_small=true; shift 2; }
-wanted=" $* "
+wanted=" $* " left=" $* " names=""
 summary=()
 
 # part NAME SECONDS COMMAND...: runs it with its output on the screen and in a log.
 part() {
     local name="$1" limit_s="$2" began_s=$SECONDS status
     shift 2
+    names+=" $name"
+    left="${left// $name / }"
     [[ "$wanted" == "  " || "$wanted" == *" $name "* ]] || return 0
     echo "== $name (at most $limit_s s)"
     timeout --kill-after=10 "$limit_s" "$@" 2>&1 | tee "$logs/$name.log"
@@ -56,6 +58,10 @@ else
             --ways FSDP2 "stage 0" "stage 1" "stage 2" "stage 3" "stage 2, torch's steps" "stage 3, bf16 parameters" \
             --json "$results/gpus-$commit-2.json"
     fi
+fi
+if [[ -n "${left// /}" ]]; then
+    echo "gpu_day.sh: no part is called$left; parts here:$names." >&2
+    exit 2
 fi
 echo "== summary of commit $commit"
 printf '%s\n' "${summary[@]}"

@@ -286,6 +286,9 @@ def main() -> int:
         ranks=2,
         time_limit_s=300.0,
     )
+    if options.device != "cpu" and not torch.get_device_module(options.device).is_available():
+        print(f"skipped: no {options.device} device on this machine")
+        return 0
     models, batches, name = options.models, options.batches, "planned_peaks.json"
     if options.parts:
         models, batches, name = [each for each in PARTS if HAS_TRL or PARTS[each] is not _trls], ["4x128"], "parts.json"
