@@ -1,10 +1,10 @@
 """Flat gradient buffers between backward and step: their pool, and a store for each way of keeping them."""
 
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Literal, cast
 
 import torch
@@ -97,11 +97,7 @@ class BufferPool:
 _AT_ONCE_NUMEL = 1 << 20
 """Below this size, small gradients are concatenated first: one launch, at the price of a second copy."""
 
-_DTYPE = attrgetter("dtype")
-
-
-def _number(small: tuple[ParameterSlot, torch.Tensor]) -> int:
-    return small[0].number
+_DTYPE, _NUMBER, _FIRST = attrgetter("dtype"), attrgetter("number"), itemgetter(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +135,8 @@ class GradientStore(ABC):
         self._started: dict[Bucket, Handle] = {}
         self._arriving: list[Bucket] = []
         # Put when the bucket starts.
-        self._small: dict[Bucket, list[tuple[ParameterSlot, torch.Tensor]]] = defaultdict(list)
-        # The slots of a buffer on its way: to cut one a second time costs the host as much as all other work on the bucket.
-        self._views: dict[Bucket, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._small: dict[Bucket, list[ParameterSlot]] = {}
+        self._small_gradients: dict[Bucket, list[torch.Tensor]] = {}
         # Whose reduction is the second in its pass.
         self._again: set[Bucket] = set()
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
@@ -220,7 +215,12 @@ class GradientStore(ABC):
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         """`put` of a small slot's first gradient in a pass."""
         slot.arrived = True
-        self._small[slot.bucket].append((slot, gradient))
+        bucket = slot.bucket
+        if bucket in self._small:
+            self._small[bucket].append(slot)
+            self._small_gradients[bucket].append(gradient)
+        else:
+            self._small[bucket], self._small_gradients[bucket] = [slot], [gradient]
 
     def start_again(self, bucket: Bucket) -> None:
         """Reduces late gradients, of this rank or another, and adds the sum to the first one."""
@@ -267,7 +267,6 @@ class GradientStore(ABC):
             going_on = {row for row in held if row.slot.continues or bucket in self._again}
             self._again.discard(bucket)
             bucket.arrival = self._deliver(bucket, going_on)
-            self._views.pop(bucket, None)
             self._arriving.append(bucket)
             self._landing.landed(bucket, bucket.arrival)
 
@@ -287,23 +286,21 @@ class GradientStore(ABC):
                 slot.arrived = False
         self._open.clear()
         self._small.clear()
-        self._views.clear()
+        self._small_gradients.clear()
 
     def _put_small(self, bucket: Bucket) -> None:
-        small = self._small.pop(bucket, None)
-        if not small:
+        slots, gradients = self._small.pop(bucket, None), self._small_gradients.pop(bucket, [])
+        if not slots:
             return
-        slots, gradients = zip(*small)
         flat, share = self._buffer(bucket), bucket.share
         is_as_it_is = set(map(_DTYPE, gradients)) == {flat.dtype}
         is_all = is_as_it_is and len(slots) == len(bucket.slots)
         if is_all and share != 1.0 and flat.numel() <= _AT_ONCE_NUMEL:
             # In slot order: gradients have come in the order of backward.
-            ordered = [gradient for slot, gradient in sorted(small, key=_number)]
+            ordered = [gradient for _, gradient in sorted(zip(map(_NUMBER, slots), gradients), key=_FIRST)]
             bucket.slot_views.fill(flat, ordered, share)
             return
         all_views = bucket.slot_views.of(flat)
-        self._views[bucket] = flat, all_views
         views = [all_views[slot.number] for slot in slots]
         if not is_as_it_is:
             # Divided in their own dtype, as `put` does.
@@ -327,12 +324,7 @@ def new_buffer(bucket: Bucket) -> torch.Tensor:
 
 
 def add_or_set(
-    bucket: Bucket,
-    reduced: torch.Tensor,
-    target: torch.Tensor,
-    d2h: DeviceToHost,
-    going_on: Collection[Row],
-    cut: Sequence[torch.Tensor] | None = None,
+    bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, d2h: DeviceToHost, going_on: Collection[Row]
 ) -> Arrival:
     """Adds `reduced` to the gradients of rows that go on, and sets the others. Both are flat as the rank's shard.
 
@@ -340,11 +332,8 @@ def add_or_set(
 
     `target` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
     the optimizer steps. Both are there on the arrival.
-
-    Args:
-        cut: `target`, cut into the rows; None to cut it here.
     """
-    views = zip(bucket.rows, bucket.row_views.of(target) if cut is None else cut)
+    views = zip(bucket.rows, bucket.row_views.of(target))
     if going_on:
         return d2h.start_sum(_sum_into(views, going_on, sets=target is not reduced), reduced, bucket.arrival)
     # An earlier sum or copy may still write to the memory that is set here.
@@ -456,12 +445,7 @@ class ReplicatedGradients(GradientStore):
     def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
         flat, precision = self._under_way.pop(bucket), bucket.precision
         if precision.reduce == precision.master:
-            # A row is a whole parameter here. One without elements has no row.
-            filled, cut = self._views.get(bucket, (None, None))
-            # Late gradients fill another buffer while the first is on its way.
-            if filled is not flat or len(bucket.rows) != len(bucket.slots):
-                cut = None
-            return add_or_set(bucket, flat, flat, DeviceToHost(), going_on, cut)
+            return add_or_set(bucket, flat, flat, DeviceToHost(), going_on)
         if bucket not in self._reduced:
             self._reduced[bucket] = Tier(bucket.device).scratch(bucket.layout.numel, precision.master)
             self._count(bucket)

@@ -22,8 +22,7 @@ from .steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
 Group = Mapping[str, Any]
 
 MakeReady = Callable[[Row, str, dict[str, Any]], bool]
-"""Has a row's state of a name where a kernel wants it, zero if the register, whose entry is given, has none; whether it had. None
-stands for a function that has nothing to do: all rows have all their state there."""
+"""Has a row's state of a name where a kernel wants it, zero if the register, whose entry is given, has none; whether it had."""
 
 
 class KernelForm(ABC):
@@ -56,9 +55,7 @@ class KernelForm(ABC):
         """Kinds of state with one value an element."""
 
     @abstractmethod
-    def begin(
-        self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady | None
-    ) -> Mapping[Row, int]:
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
         """Makes the rows' state ready for their next step.
 
         Returns:
@@ -95,29 +92,26 @@ class AdamWForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
-    def begin(
-        self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady | None
-    ) -> Mapping[Row, int]:
-        # In lists, without calls: each parameter comes here in each step.
-        if make_ready is not None:
-            for row, state in states.items():
-                if "step" not in state:
-                    # Where torch's own step has it, so that either may take the next one.
-                    home = row.tensor.device if group["fused"] else torch.device("cpu")
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=home)
-                    self._counts[row] = (state["step"], 0, 0)
-                for name in self.state_names(group):
-                    make_ready(row, name, state)
-        steps, numbers = [state["step"] for state in states.values()], {}
-        for row, step in zip(states, steps):
-            known, version, number = self._counts.get(row) or (None, 0, 0)
-            # Asked of the device only where somebody else has written the count: that stops the device's queue.
-            is_known = version == step._version and known is step
-            numbers[row] = 1 + (number if is_known else int(step.item()))
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
+        for row, state in states.items():
+            if "step" not in state:
+                # Where torch's own step has it, so that either may take the next one.
+                home = row.tensor.device if group["fused"] else torch.device("cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=home)
+                self._counts[row] = (state["step"], state["step"]._version, 0)
+            for name in self.state_names(group):
+                make_ready(row, name, state)
+        numbers = {row: self._taken(row, state["step"]) + 1 for row, state in states.items()}
+        steps = [state["step"] for state in states.values()]
         torch._foreach_add_(steps, 1)
-        for step, (row, number) in zip(steps, numbers.items()):
+        for (row, number), step in zip(numbers.items(), steps):
             self._counts[row] = (step, step._version, number)
         return numbers
+
+    def _taken(self, row: Row, step: torch.Tensor) -> int:
+        """The value of `step`, asked of the device only where somebody else has written it: that stops its queue."""
+        known, version, number = self._counts.get(row, (None, 0, 0))
+        return number if known is step and version == step._version else int(step.item())
 
     def step(self, group: Group, phase: int, place: Place) -> None:
         self._step(adamw, group, phase, place)
@@ -146,11 +140,7 @@ class SGDForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def begin(
-        self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady | None
-    ) -> Mapping[Row, int]:
-        if make_ready is None:
-            return dict.fromkeys(states, 0)
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
         names = self.state_names(group)
         return {row: int(not all([make_ready(row, name, state) for name in names])) for row, state in states.items()}
 
@@ -175,12 +165,9 @@ class LionForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("exp_avg",)
 
-    def begin(
-        self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady | None
-    ) -> Mapping[Row, int]:
-        if make_ready is not None:
-            for row, state in states.items():
-                make_ready(row, "exp_avg", state)
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
+        for row, state in states.items():
+            make_ready(row, "exp_avg", state)
         return dict.fromkeys(states, 0)
 
     def step(self, group: Group, phase: int, place: Place) -> None:
@@ -248,7 +235,7 @@ class FlatState:
 
     def __init__(self):
         self._flats: dict[Bucket, dict[str, torch.Tensor]] = {}
-        self._views: dict[Bucket, dict[str, dict[Row, torch.Tensor]]] = {}
+        self._views: dict[Bucket, dict[tuple[Row, str], torch.Tensor]] = {}
 
     def of(self, bucket: Bucket, name: str) -> torch.Tensor:
         """(shard_numel,) of the master dtype. Undefined where no row has been made ready."""
@@ -259,10 +246,13 @@ class FlatState:
 
     def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
         """Makes `state[name]`, the row's in the register, a view of the flat tensor; returns whether it had values."""
-        value, views = state.get(name), self._views.setdefault(row.slot.bucket, {}).setdefault(name, {})
-        view = views.get(row)
+        bucket, value = row.slot.bucket, state.get(name)
+        views = self._views.setdefault(bucket, {})
+        view = views.get((row, name))
         if view is None:
-            view = views[row] = self._view(row, name)
+            view = views[row, name] = self._view(row, name)
+        if value is view:
+            return True
         if value is None:
             view.zero_()
         elif value.data_ptr() != view.data_ptr():
@@ -272,14 +262,6 @@ class FlatState:
 
     def _view(self, row: Row, name: str) -> torch.Tensor:
         return row.of(self.of(row.slot.bucket, name))
-
-    def has_all(self, bucket: Bucket, names: Sequence[str], states: Mapping[Row, dict[str, Any]]) -> bool:
-        """Whether `make_ready` has made the state of all these rows, and nobody has put other tensors there since."""
-        views = self._views.get(bucket, {})
-        return all(
-            name in views and all([views[name].get(row, self) is state.get(name) for row, state in states.items()])
-            for name in names
-        )
 
     def of_run(self, bucket: Bucket, name: str, interval: Interval) -> torch.Tensor:
         """Returns the elements `interval` of the shard."""
@@ -373,24 +355,20 @@ class KernelStep(BucketStep):
             self._with_copy.add(bucket)
 
     def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
-        register, names = self._optimizer.state, self._form.state_names(group)
-        states = {row: register[row.tensor] for row in rows}
-        # A `step` of AdamW's comes and goes with the moments.
-        is_ready = bool(names) and self._flat.has_all(bucket, names, states)
-        phase_of = self._form.begin(group, states, None if is_ready else self._flat.make_ready)
+        phase_of = self._form.begin(
+            group, {row: self._optimizer.state[row.tensor] for row in rows}, self._flat.make_ready
+        )
+        names = self._form.state_names(group)
         for run, phase, clip in self._runs(rows, phase_of):
-            flats = {name: self._flat.of_run(bucket, name, run.interval) for name in names}
-            self._form.step(group, phase, self._place(bucket, run, flats, clip))
+            states = {name: self._flat.of_run(bucket, name, run.interval) for name in names}
+            self._form.step(group, phase, self._place(bucket, run, states, clip))
 
     def _runs(
         self, rows: Sequence[Row], phase_of: Mapping[Row, _Phase]
     ) -> Iterator[tuple[Run, _Phase, Coefficient | None]]:
         """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
-        phases = {row: (phase_of[row], take_coefficient(row.tensor)) for row in rows}
-        # Mostly one, and then rows need not be compared.
-        different = set(phases.values())
-        for run in runs_of(rows, phases if len(different) > 1 else None):
-            phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase) if run.phase else next(iter(different))
+        for run in runs_of(rows, {row: (phase_of[row], take_coefficient(row.tensor)) for row in rows}):
+            phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase)
             yield run, phase, clip
 
     def _place(
