@@ -35,7 +35,7 @@ from .request import checkpoint, exchanged_bytes, inner_model, is_checkpointed, 
 # the trace sees what the attention implementation in use saves, what is saved twice or as a view, what checkpointing drops
 # and recomputes, casts of autocast and of the loss, and the moment at which each goes. Storages are counted, from their
 # birth until the last reference to them goes. What a kernel takes for itself inside one call is not seen. Tensors pass for
-# ones of the GPU where there is one: attention by `sdpa` and dropout save other tensors there than on the host.
+# ones of the GPU where one is in use: attention by `sdpa` and dropout save other tensors there than on the host.
 
 _log = logging.getLogger(__name__)
 
@@ -103,8 +103,9 @@ def trace(
             forward_flops=whole.forward_flops // sp_size,
             exchanged_bytes=passes * exchanged_bytes(model, tokens, sp_size, itemsize),
         )
-    # Without a GPU, torch has no kernel of a GPU to choose, and ends the process at the first gradient.
-    has_gpu = not on_host and torch.cuda.is_available()
+    # In use already: a plan that began to use the GPU in a notebook would keep a launcher from forking ranks. Without a GPU,
+    # torch has no kernel of a GPU to choose, and ends the process at the first gradient.
+    has_gpu = not on_host and torch.cuda.is_initialized()
     devices = [torch.device("cuda", torch.cuda.current_device())] if has_gpu else []
     ways: dict[str, Any] = {
         "autocast": autocast,

@@ -289,6 +289,9 @@ def main() -> int:
     if options.device != "cpu" and not torch.get_device_module(options.device).is_available():
         print(f"skipped: no {options.device} device on this machine")
         return 0
+    if options.device != "cpu":
+        # A trace is of a GPU that is in use.
+        torch.get_device_module(options.device).init()
     models, batches, name = options.models, options.batches, "planned_peaks.json"
     if options.parts:
         models, batches, name = [each for each in PARTS if HAS_TRL or PARTS[each] is not _trls], ["4x128"], "parts.json"

@@ -341,9 +341,13 @@ def test_a_trace_is_of_the_gpu_where_one_is_the_training_device_and_of_the_host_
         return traced(model, batch, device, **more)
 
     monkeypatch.setattr(tracing, "_traced", on)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     ways = {"shape": "2 x 8", "tokens": 16}
+    # A GPU that nobody uses yet stays so.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    trace(gpt2(), lambda: batch_of(gpt2(), 2, 8), on_host=False, **ways)
+    assert asked.pop() == "cpu" and not asked
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     there, here = (trace(gpt2(), lambda: batch_of(gpt2(), 2, 8), on_host=on_host, **ways) for on_host in (False, True))
     assert asked == ["cuda", "cpu", "cpu"] and there.curve == here.curve
     assert caplog.text.count("as on the host (RuntimeError: no form without values)") == 1
