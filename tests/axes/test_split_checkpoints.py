@@ -424,6 +424,7 @@ def trained(rank: int, world_size: int, folder: str, kind: str, sizes: tuple, ou
     return {"whole": whole_of(trainer.model)} | history(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "copies", "is_resumed"),
     [

@@ -802,6 +802,7 @@ def goes_on(rank: int, world_size: int, folder: str, doors: list[str]) -> list[d
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", short_of([1, 2], [2]))
 def test_a_plain_trainers_checkpoint_goes_on_at_every_stage_as_ddp_does(world_size, tmp_path):
     whole = run_on_ranks(train_from, output_dir=str(tmp_path), resume=None, door="ddp", max_steps=6)[0]

@@ -98,6 +98,7 @@ def test_nothing_that_is_no_lock_file_is_written_to_for_one(put, tmp_path):
     assert victim.read_text() == "mine" and os.path.lexists(run / LOCK_NAME)
 
 
+@pytest.mark.slow
 def test_what_a_lock_file_says_of_its_holder_is_not_obeyed_by_a_terminal(holder, tmp_path, monkeypatch):
     monkeypatch.setattr(commit, "PATIENCE_S", 0.1)
     (tmp_path / LOCK_NAME).write_text(json.dumps({"pid": "\x1b[31m7", "host": "h"}))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import clean_state_dict_for_safetensors
 from accelerate_job import make_accelerator
+from cells import slow
 from launching import launch, launch_forked
 from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, load_model, save_file, save_model
@@ -261,21 +262,17 @@ def forked(script: Path, *arguments: object, caches: Path) -> subprocess.Complet
             r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended(.|\n)*"
             r"call it on every rank, outside `if is_main_process`, or wrap the call in `with hf_zero\.gathered\(model\)`",
         ),
-        (
+        slow(
             forked,
             "save_state",
             r"only some ranks came to accelerator\.save_state; ranks \[1\] have ended(.|\n)*"
             r"call it on every rank, outside `if is_main_process`\. The time limit is",
         ),
-        pytest.param(
-            *(launch, "state_dict", r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        slow(launch, "state_dict", r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended"),
+        slow(
             launch,
             "forward",
             r"rank 1 has come to the end of its script(.|\n)*all-gather parameters of bucket \d failed",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -386,6 +383,7 @@ class SavesByItself(Trainer):
             save_file(self.model.classifier.state_dict(), Path(output_dir) / "classifier.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.extra("wire")
 @on_ranks(2)
 def test_a_trainer_that_saves_parts_of_its_model_by_itself_finds_their_values(rank, world_size, tmp_path):
@@ -426,6 +424,7 @@ def with_a_step(accelerator: Accelerator, rank: int) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_savers_of_a_plain_loop_find_the_values_of_an_adapters_modules(rank, world_size, tmp_path):
     folder = str(tmp_path)

@@ -270,6 +270,7 @@ def with_two_adapters(model: PreTrainedModel) -> PeftModel:
     return adapted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", short_of(["stage=2", "stage=3", f"stage=3,{SHARDED}"], ["stage=3"]))
 def test_each_of_several_adapters_is_in_its_own_folder_and_goes_on(settings, tmp_path):
     run = {"settings": settings, "model": "gpt2", "adapt": with_two_adapters, "save_steps": 2, "max_steps": 4}

@@ -54,6 +54,7 @@ def test_a_rank_that_ends_while_groups_are_made_ends_the_others_with_its_name(ra
     assert re.search(rf"ranks? .*\b{victim}\b.* ended", str(error)), error
 
 
+@pytest.mark.short_cells("0")
 @pytest.mark.parametrize("late", [0, 2])
 @on_ranks(3)
 def test_a_rank_that_does_not_come_in_time_is_named_on_all_others(rank, world_size, late):

@@ -209,6 +209,7 @@ def test_an_accelerate_loop_is_equal_but_for_the_norm(tmp_path):
         assert len(report.reasons) == 1 and "clipped" in report.reasons[0]
 
 
+@pytest.mark.slow
 def test_trainer_is_equal_and_inexact_settings_are_named(tmp_path):
     words = ("--output_dir", tmp_path / "out", "--max_steps", 4, "--report_to", "none", "--max_grad_norm", 100)
     exact, inexact = reports(tmp_path, ["2", "stage=2,comm.gradients=int8"], "trainers.py", *words)

@@ -268,6 +268,7 @@ def with_frozen_base(rank: int, world_size: int, dtype: torch.dtype) -> dict[str
     }
 
 
+@pytest.mark.slow
 def test_a_frozen_base_is_gathered_in_bf16_and_kept_as_it_was_loaded():
     wide, narrow = (run_on_ranks(with_frozen_base, dtype=dtype)[0] for dtype in (torch.float32, torch.bfloat16))
     assert wide["kept"] and narrow["kept"]
@@ -393,6 +394,7 @@ READS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "more"),
     [(2, {}), pytest.param(4, {}, marks=pytest.mark.slow), pytest.param(4, NEAR, marks=pytest.mark.slow)],

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cells import short_of, slow
+from cells import slow
 from gradient_bytes import Measured, measure, over_plan
 from ranks import run_alone
 from resident import covered_spans, living_tensors, resident_bytes, resident_in
@@ -208,7 +208,6 @@ ELSEWHERE = {
     "params nvme": {**CPU, "params": "nvme"},
     "all nvme": {**NVME, "params": "nvme"},
 }
-IN_SHORT = ["cpu", "cpu, early", "a half on cpu", "nvme, early", "params cpu", "all nvme"]
 PASSING = ("gradient buffers", "gathered parameters, at most", "window, during the step")
 
 
@@ -246,16 +245,9 @@ def plan_report_and_what_is_held(where: str, dtype: torch.dtype, path: str) -> N
 )
 @pytest.mark.parametrize(
     "where",
-    [
-        *short_of([where for where in ELSEWHERE if "early" not in where], IN_SHORT),
-        *(
-            pytest.param(where, marks=[pytest.mark.extra("early"), *([] if where in IN_SHORT else [pytest.mark.slow])])
-            for where in ELSEWHERE
-            if "early" in where
-        ),
-    ],
+    [pytest.param(where, marks=pytest.mark.extra("early")) if "early" in where else where for where in ELSEWHERE],
 )
-@pytest.mark.short_cells("cpu, early-fp32", "params cpu-fp32", "all nvme-fp32")
+@pytest.mark.short_cells("all nvme-fp32")
 def test_plan_and_report_come_to_the_memory_that_is_held_with_state_elsewhere(where, dtype, tmp_path):
     # In a process that has few objects of its own.
     arguments = {"where": where, "dtype": dtype, "path": str(tmp_path)}

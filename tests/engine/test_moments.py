@@ -234,6 +234,7 @@ def on_all_layouts(rank: int, world_size: int, more: dict, make_optimizer: Calla
     return first.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", ["by chance", *(slow(place) for place in ("kernels with masters", "device", "host", "partly host"))]
 )
@@ -339,6 +340,7 @@ def resumed_on_another_world_size(rank: int, world_size: int, folder: str) -> No
         assert all(loss < 6 for loss in steps(model, optimizer, range(3, 5)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "layouts"),
     [

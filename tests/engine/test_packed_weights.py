@@ -167,7 +167,7 @@ def test_ranks_start_with_the_codes_and_scales_of_rank_0(rank, world_size, bases
         assert steps(rank, model, optimizer, gpt2_batch) == expected
 
 
-@pytest.mark.parametrize("says", [NESTED, slow(FOUR), EIGHT], ids=["nested", "four", "eight"])
+@pytest.mark.parametrize("says", [NESTED, slow(FOUR), slow(EIGHT)], ids=["nested", "four", "eight"])
 @on_shared_ranks
 def test_adapters_merge_into_a_base_that_stays_sharded_and_trains_on(rank, world_size, says, bases):
     """As at stage 2; and a closed engine leaves an ordinary model."""
@@ -232,6 +232,7 @@ def in_bytes(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.contiguous().view(torch.uint8) for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [PLAIN[::5], slow(PLAIN)], ids=["some", "all"])
 @on_shared_ranks
 def test_frozen_parameters_of_any_dtype_are_sharded(rank, world_size, dtypes, tmp_path):

@@ -267,6 +267,7 @@ def gathered_without_graph(model: nn.Module):
         yield
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_torch_func_gives_the_values_of_a_plain_model_or_is_refused_by_name(rank, world_size):
     bare, without_graph = (lambda _model: nullcontext()), (lambda _model: torch.no_grad())
@@ -289,6 +290,7 @@ def test_torch_func_gives_the_values_of_a_plain_model_or_is_refused_by_name(rank
 # ---- what scripts do with a model besides training it ----
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_trainer_evaluates_in_bfloat16_as_under_ddp_and_its_model_stays_as_it_was(rank, world_size, tmp_path):
     folder = str(tmp_path)
@@ -388,6 +390,7 @@ def merges(rank: int, world_size: int, make: Callable[[], nn.Module], folder: st
     assert_same(run, ddp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [adapted, slow(adapted_with_magnitudes)])
 def test_merging_an_adapter_at_stage_3_gives_ddps_model(make, tmp_path):
     run_on_ranks(merges, make=make, folder=str(tmp_path))
@@ -427,6 +430,7 @@ def pushing_each_step(run: Run) -> None:
         run.seen += [values.clone() for _, values in pushed(run.model)]
 
 
+@pytest.mark.short_cells("gpt2")
 @pytest.mark.parametrize("make", [gpt2, adapted])
 def test_weights_that_all_ranks_push_are_ddps(make):
     offloaded = {**SHARDED, "offload": {"params": "cpu", "optimizer": "cpu"}}
@@ -533,6 +537,7 @@ def editing_each_step(run: Run) -> None:
         transformer.ln_f.weight.clamp_(0, 1)
 
 
+@pytest.mark.slow
 def test_edits_of_each_element_behind_a_step_are_ddps():
     offloaded = {**SHARDED, "offload": {"params": "cpu", "optimizer": "cpu"}}
     shared_ranks.run(same_as_ddp, script=editing_each_step, variants=[SHARDED, KEPT, offloaded], make=gpt2)
@@ -712,6 +717,7 @@ def reallocates(rank: int, world_size: int, stage: int | None, before_step: bool
     return [seen, model.peft_config["default"].rank_pattern]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before_step", [slow(False), True])
 def test_adapters_that_reallocate_their_ranks_train_as_under_ddp(before_step):
     expected = shared_ranks.run(reallocates, stage=None, before_step=before_step)

@@ -132,10 +132,13 @@ def trains_as_under_ddp(rank: int, world_size: int, make: Callable[[], nn.Module
             assert_same(run, reference, settings)
 
 
+@pytest.mark.short_cells(
+    *(f"some-{name}" for name in ("reentrant", "Shuffled", "OneEach", "OnlyTheFirstRank", "OneLoss", "InTurn"))
+)
 @pytest.mark.parametrize(
     "make", MODELS, ids=["random", "checkpointed", "reentrant", *[each.__name__ for each in MODELS[3:]]]
 )
-@pytest.mark.parametrize("variants", [VARIANTS[:1], slow(VARIANTS)], ids=["some", "every"])
+@pytest.mark.parametrize("variants", [VARIANTS[:1], VARIANTS], ids=["some", "every"])
 def test_layers_that_some_ranks_skip_train_as_under_ddp(make, variants):
     shared_ranks.run(trains_as_under_ddp, make=make, variants=variants)
 

@@ -1031,6 +1031,7 @@ def images_on_rank_0(generator: torch.Generator, size: int) -> dict[str, torch.T
     return {"input_ids": ids, "labels": ids.masked_fill(ids == 59, -100), "pixel_values": images}
 
 
+@pytest.mark.slow
 def test_batches_without_images_on_some_ranks_train_as_under_ddp_where_the_text_layers_alone_are_units():
     units = {"unit_modules": ["LlamaDecoderLayer"], "unit_bytes": 0}
     variants = [{**SHARDED, **units}, {**KEPT, **units}]
@@ -1133,6 +1134,7 @@ def with_compiled_layers(count: int) -> nn.Module:
 
 
 # To compile takes nearly all of the time.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "script", "variants", "count"),
     [(1, predicting, [SHARDED], 1), slow(2, evaluating_between_steps, [SHARDED, KEPT], 2)],

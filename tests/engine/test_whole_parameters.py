@@ -214,7 +214,7 @@ ASKING = ["in blocks", "asking", "asking for names"]
 OTHERS = [name for name in OPTIMIZERS if name not in (*EVERYWHERE, *ASKING)]
 
 
-@pytest.mark.short_cells("muon", "asking")
+@pytest.mark.short_cells("asking")
 @pytest.mark.parametrize(
     ("names", "variants"),
     [
@@ -645,6 +645,7 @@ def trained_across_a_resize(rank: int, world_size: int, settings: dict | None, v
 LARGER, SMALLER = VOCABULARY + 30, VOCABULARY - 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "vocabulary"), short_rows(itertools.product((1, 2, 3), (LARGER, SMALLER)), [(1, LARGER), (3, SMALLER)])
 )

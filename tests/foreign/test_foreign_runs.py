@@ -143,6 +143,7 @@ def goes_on_at(stage: int, checkpoints: list[str], out: str) -> list[dict]:
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "stages"), [slow(1, [0, 1, 2, 3]), (2, [3]), slow(2, [0, 1, 2]), slow(3, [0, 1, 2, 3])]
 )
@@ -287,6 +288,18 @@ def reads_metadata(content: bytes, folder: str) -> tuple[str, int]:
     return "", 0
 
 
+@pytest.mark.short_cells(
+    "a place of 16 GiB",
+    "a place of many digits",
+    "bytes of 2**50",
+    "a text of 2**50",
+    "an array of 2**50",
+    "a path that doubles",
+    "tuples in tuples for a key",
+    "a list in several places",
+    "a layout of tuples in tuples",
+    "a number of many digits",
+)
 @pytest.mark.parametrize("name", BOMBS)
 def test_metadata_of_a_few_bytes_takes_no_memory_and_no_time(name, tmp_path):
     arguments = {"content": BOMBS[name], "folder": str(tmp_path)}
@@ -314,7 +327,7 @@ def refuses(rank: int, world_size: int, checkpoint: str, model: str, overrides: 
     return str(refused.value)
 
 
-@pytest.mark.short_cells("another model-deepspeed", "another optimizer-fsdp", "frozen-deepspeed")
+@pytest.mark.short_cells("another model-deepspeed", "frozen-deepspeed")
 @pytest.mark.parametrize("origin", ["fsdp", "deepspeed"])
 @pytest.mark.parametrize(
     ("model", "overrides", "says"),
@@ -408,6 +421,7 @@ def loads(rank: int, world_size: int, folder: str, stages: list[int]) -> list[li
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_converted_checkpoint_is_loaded_by_accelerate(world_size, tmp_path):
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+from cells import slow
 from safetensors.torch import load_file, save_file
 from shared_ranks import run_on_ranks
 from split_runs import KINDS, SplitJob, load, moments_of, save_models
@@ -144,11 +145,11 @@ def resumes(rank: int, world_size: int, folder: Path, tp: int, name: str, stage:
 @pytest.mark.parametrize(
     "name, world_size, tp, stage",
     [
-        ("checkpoint-2", 1, 1, 2),
         ("plain-2", 2, 1, 3),
-        ("transformers-2", 2, 2, 1),
-        pytest.param("checkpoint-2", 4, 2, 2, marks=pytest.mark.slow),
-        pytest.param("transformers-2", 4, 1, 3, marks=pytest.mark.slow),
+        slow("checkpoint-2", 1, 1, 2),
+        slow("transformers-2", 2, 2, 1),
+        slow("checkpoint-2", 4, 2, 2),
+        slow("transformers-2", 4, 1, 3),
     ],
 )
 def test_fsdp_beside_tensor_parallelism_is_resumed_bit_for_bit(sharded, name, world_size, tp, stage):
@@ -231,6 +232,7 @@ def test_weights_of_transformers_without_an_optimizer_or_a_ranks_file_are_refuse
         open_foreign(folder)
 
 
+@pytest.mark.slow
 def test_experts_in_a_file_a_rank_are_written_as_files_have_them_with_an_optimizer_or_without(sharded, tmp_path):
     folder = Path(shutil.copytree(sharded.folder / "experts-2", tmp_path / "saved"))
     commands = [["convert", "--optimizer", "SGD"], ["consolidate"]]

@@ -74,7 +74,7 @@ DOORS = ["plugin 0", "plugin 1", "plugin 2", "attach 2", "yaml 2", "variable 1"]
 DOORS_TO_STAGE_3 = ["plugin 3", "attach 3", "yaml 3", "variable 3"]
 
 
-@pytest.mark.short_cells("plugin 0", "plugin 3", "attach 3", "variable 1", "yaml 2", "variable 3")
+@pytest.mark.short_cells("yaml 2", "plugin 3", "attach 3", "variable 3")
 @pytest.mark.parametrize("door", [*DOORS, *DOORS_TO_STAGE_3])
 def test_every_door_has_ddps_losses(door, ddp):
     outcomes = run_on_ranks(launched, door=door, forecasts=door.startswith("plugin"))
@@ -214,6 +214,7 @@ def test_compiled_models_are_refused_at_stage_3():
     run_on_ranks(compiled)
 
 
+@pytest.mark.short_cells("ddp")
 @pytest.mark.parametrize("door", ["ddp", "plugin 2"])
 @on_ranks(1)
 def test_a_model_that_is_prepared_twice_is_compiled_both_times(rank, world_size, door):
@@ -695,6 +696,7 @@ def with_optimizers_apart(rank: int, world_size: int, door: str) -> list[float]:
     return losses
 
 
+@pytest.mark.short_cells("plugin 3")
 @pytest.mark.parametrize("door", ["plugin 1", "plugin 2", "plugin 3"])
 def test_optimizers_that_are_prepared_one_after_the_other_train_together(door):
     found, expected = (run_on_ranks(with_optimizers_apart, door=each) for each in (door, "ddp"))
@@ -775,6 +777,7 @@ def shown_in_a_run(rank: int, world_size: int, door: str, folder: str) -> dict[s
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [slow(0), slow(2), 3])
 def test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before(stage, tmp_path):
     stock, ours = (run_on_ranks(shown_in_a_run, door=d, folder=str(tmp_path)) for d in ("ddp", f"plugin {stage}"))

@@ -164,6 +164,7 @@ def trained(rank: int, world_size: int, stage: str | None, folder: str) -> list[
     return history(trainer)["losses"]
 
 
+@pytest.mark.slow
 def test_seq2seq_arguments_with_the_flag_train_like_ddp(tmp_path):
     runs = {}
     for stage in (None, "2", "3"):

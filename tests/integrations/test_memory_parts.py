@@ -110,7 +110,7 @@ def compare(rank: int, world_size: int, *, head: str, loss: str, variants: list[
     ("head", "loss", "variants"),
     [
         ("tied", "tiles", [SHARDED]),
-        ("apart", "tiles", [*BELOW, SHARDED, *ELSEWHERE]),
+        slow("apart", "tiles", [*BELOW, SHARDED, *ELSEWHERE]),
         *(
             slow(head, loss, [*BELOW, SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD, *ELSEWHERE])
             for head in HEADS
@@ -141,6 +141,7 @@ def compare_kept(rank: int, world_size: int, *, variants: list[dict]) -> None:
     same_as_ddp(rank, world_size, keeps_some_logits, variants, make=gpt2)
 
 
+@pytest.mark.slow
 def test_logits_of_some_tokens_are_kept(tmp_path):
     shared_ranks.run(compare_kept, variants=[BELOW[1], SHARDED, in_folder(ELSEWHERE[0], tmp_path)])
 

@@ -51,6 +51,7 @@ def forks() -> None:
     prepare_forks()
 
 
+@pytest.mark.short_cells("trainer")
 @pytest.mark.parametrize("door", DOORS)
 def test_a_run_that_a_signal_ends_goes_on_bit_for_bit(door, tmp_path):
     outcome = run_trial(SHORT[door], tmp_path / "run")

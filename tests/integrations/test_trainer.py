@@ -79,7 +79,7 @@ DOORS = [
 SHORT = {("flag 0", "bert"), ("flag 3", "bert"), ("callback 2", "bert"), ("both 1", "bert"), ("seq2seq 3", "gpt2")}
 
 
-@pytest.mark.short_cells("flag 3-bert", "callback 2-bert")
+@pytest.mark.short_cells("callback 2-bert")
 @pytest.mark.parametrize(
     ("door", "model"),
     [
@@ -355,6 +355,7 @@ def generated(stage: int | None, output_dir: str) -> tuple[list, float]:
     return predicted.predictions.tolist(), predicted.metrics["test_loss"]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_predict_with_generate_has_ddps_tokens_at_stage_3(rank, world_size, tmp_path):
     stages = [None, 3]
@@ -584,6 +585,7 @@ def resumes(rank: int, world_size: int, doors: list[str], folder: str) -> list[d
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_trainers_own_ways_to_train_and_to_load_are_taken(tmp_path):
     for plain, ours in run_on_ranks(resumes, doors=["ddp", "flag 3"], folder=str(tmp_path)):
         assert ours == plain and ours["loads"] == 2
@@ -608,6 +610,7 @@ def finds_its_batch(rank: int, world_size: int, doors: list[str], folder: str) -
     return losses
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_found_has_ddps_losses_and_is_what_a_checkpoint_says(tmp_path):
     for plain, ours in run_on_ranks(finds_its_batch, doors=["ddp", "flag 2"], folder=str(tmp_path)):
         assert ours == plain
@@ -639,6 +642,7 @@ def trains_compiled(rank: int, world_size: int, doors: list[str], folder: str) -
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_evaluated_first_and_trained_twice(tmp_path):
     for plain, ours in run_on_ranks(trains_compiled, doors=["ddp", "flag 2"], folder=str(tmp_path)):
         assert ours == pytest.approx(plain, rel=1e-5)
@@ -656,6 +660,7 @@ def trains_again(rank: int, world_size: int, stage: int, folder: str) -> tuple[d
     return history(first), history(second)
 
 
+@pytest.mark.short_cells("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_second_trainer_resumes_on_the_model_of_the_first_which_may_save_it(stage, tmp_path):
     for first, second in run_on_ranks(trains_again, stage=stage, folder=str(tmp_path)):
@@ -702,12 +707,14 @@ def take_turns(rank: int, world_size: int, doors: list[str], folder: str) -> lis
     return found
 
 
+@pytest.mark.slow
 def test_trainers_that_take_turns_on_one_model_keep_their_optimizers_state_as_under_ddp(tmp_path):
     doors = ["ddp", "flag 1", "flag 3", "flag stage=2,offload.optimizer=cpu"]
     for plain, *ours in run_on_ranks(take_turns, doors=doors, folder=str(tmp_path)):
         assert ours == [plain] * 3
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_trainer_whose_state_went_with_its_files_is_told_so_when_its_turn_comes_again(rank, world_size, tmp_path):
     folder = str(tmp_path)

@@ -412,6 +412,7 @@ def test_autograd_sees_that_a_step_has_written_parameters():
         stale.backward()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_tiers_and_rounding_by_chance_go_together_with_kernels(rank, world_size):
     """What another tier steps is torch's; with a ratio, the rest is a kernel's."""

@@ -115,6 +115,7 @@ def test_a_trace_counts_what_autograd_saves(name, attention):
     assert traced.peak_bytes >= traced.saved_bytes
 
 
+@pytest.mark.slow
 def test_a_row_of_one_sequence_has_no_mask_in_a_trace():
     model = llama()
     model.config.use_cache = False

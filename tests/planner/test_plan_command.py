@@ -76,6 +76,7 @@ def test_a_plan_names_the_part_with_which_something_would_fit(tmp_path):
     assert moved.exit_code == 0, moved.output
 
 
+@pytest.mark.slow
 def test_ranks_of_a_sequence_have_a_part_of_its_activations_and_of_its_work(config, tmp_path):
     def planned(*arguments) -> dict:
         return json.loads(hf_zero("plan", config, "--gpus", 4, "--batch", 2, "--json", *arguments).stdout)

@@ -36,6 +36,7 @@ def tags_of(folder: Path) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_tensorboard_has_trainers_figures(tmp_path):
     pytest.importorskip("tensorboard")

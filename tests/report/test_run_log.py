@@ -83,6 +83,7 @@ def test_a_run_that_fails_says_of_what(tmp_path):
     assert "ValueError: the data is gone" in (tmp_path / PAGE_NAME).read_text()
 
 
+@pytest.mark.slow
 def test_an_accelerate_loop_leaves_its_log_where_the_project_is(tmp_path):
     first, other = on_ranks(loops, folder=str(tmp_path))
     assert first == {"is_open": True, "open_after": False} and not other["is_open"]

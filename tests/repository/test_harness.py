@@ -88,6 +88,7 @@ def test_each_engine_comes_first_in_some_round():
     assert turns(["a", "b", "c"], 2) == ["a", "b", "c", "b", "c", "a"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_is_left_out_with_its_reason_and_others_are_measured():
     workload = WORKLOADS["tiny"]
     found = compare(

@@ -103,7 +103,7 @@ print(time.process_time())
         (["--help"], 0.5, set()),
         (["run", "--help"], 0.5, set()),
         (["migrate", "nowhere.json"], 0.5, set()),
-        (["doctor", "--quick"], 2.5, {"torch"}),
+        slow(["doctor", "--quick"], 2.5, {"torch"}),
         (["inspect", "FOLDER"], 2.5, {"torch"}),
         slow(["verify", "FOLDER"], 2.5, {"torch"}),
         slow(["report", "FOLDER"], 2.5, {"torch"}),

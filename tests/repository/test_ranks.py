@@ -87,6 +87,7 @@ def sleep_on_rank_1(rank: int, world_size: int) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_the_time_limit_ends_a_run_and_names_who_was_awaited():
     started_s = time.monotonic()
     with pytest.raises(RanksTimedOutError, match=r"no result from ranks \[.*1\]"):

@@ -168,6 +168,7 @@ def test_one_rank_trains_at_stage_3_and_reloads(name, tmp_path, monkeypatch):
     assert all(p.isfinite().all() for p in kind.from_pretrained(tmp_path).parameters())
 
 
+@pytest.mark.short_cells("gpt-txt")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name, extension", [("bert", "tsv"), ("gpt", "txt")])
 def test_the_logged_loss_is_the_mean_whatever_world_size_and_accumulation(tmp_path, name, extension):

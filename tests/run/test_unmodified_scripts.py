@@ -134,6 +134,7 @@ os.execve = execve
 COMMAND = "from hf_zero.cli.app import main\n\nmain()\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, slow(2)])
 def test_the_command_starts_the_ranks_by_itself(tmp_path, ranks):
     # The short suite's one start of `accelerate launch`, and of `-m hf_zero.run` under it in a new interpreter. The command

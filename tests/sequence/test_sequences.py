@@ -135,6 +135,7 @@ def test_a_layer_exchanges_heads_eight_times_a_step_and_no_more_bytes_than_its_t
     assert sent == 2 * exchanged_bytes(model_of(job), job.rows * job.tokens // 2, 2, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_accelerates_loop_evaluates_whole_and_generates_as_on_one_rank(tp):
     job = SequenceJob(kind="llama", trained=0.3, accumulation=2, steps=2, tokens=23, settings={"stage": 3})

@@ -493,6 +493,7 @@ def from_host_memory(rank: int, world_size: int, library: Path, folder: str, nam
     assert compiled.hazards() == compiled.crossings() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [(2, SOME), slow(2, list(CASES)), slow(1, list(CASES))],

@@ -69,6 +69,7 @@ def trainer(door: str, model: str, folder: Path, **overrides) -> tuple[str, dict
     return "trainer", {"door": door, "model": model, "output_dir": str(folder), **SETTINGS, **overrides}
 
 
+@pytest.mark.slow
 def test_trainer_trains_a_bert_from_host_memory_at_stage_3(library, tmp_path):
     compared(library, tmp_path, [trainer("flag 3", "bert", tmp_path)])
 

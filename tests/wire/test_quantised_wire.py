@@ -285,6 +285,7 @@ def test_a_run_in_blocks_goes_on_bit_for_bit_at_other_stages_and_in_other_codes(
     run_ranks(saves_and_resumes, world_size=2, time_limit_s=120, keyword_arguments=arguments)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_a_run_goes_on_in_blocks_where_it_was_exact_and_the_other_way_round(rank, world_size, tmp_path):
     root = str(tmp_path)
