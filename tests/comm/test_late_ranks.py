@@ -42,6 +42,8 @@ REDUCE = Label(kind="reduce-scatter gradients", subject="bucket 4", holds="bert.
 RUNS = {
     "hang in evaluate": {"stage": 3, "fault": "hang in evaluate", "way": "engine"},
     "save on rank 0 alone": {"stage": 2, "fault": "save on rank 0 alone"},
+}
+SAVES = {
     "lone save of a callback": {"stage": 2, "fault": "lone save of a callback", "way": "trainer"},
     "saves of two steps": {"stage": 2, "fault": "saves of two steps", "way": "trainer"},
 }
@@ -57,13 +59,27 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder) -> dict[str, list[dict]]:
     """Runs whose backend would wait for half an hour."""
-    started = outcomes([{**run, **LIMITS} for run in RUNS.values()], folder)
-    return dict(zip(RUNS, started, strict=True))
+    return started(RUNS, folder)
+
+
+@pytest.fixture(scope="module")
+def saves(folder) -> dict[str, list[dict]]:
+    return started(SAVES, folder / "saves")
+
+
+def started(runs: dict[str, dict], folder: Path) -> dict[str, list[dict]]:
+    return dict(zip(runs, outcomes([{**run, **LIMITS} for run in runs.values()], folder), strict=True))
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_all_ranks_end_with_an_error_in_time(name, runs):
     assert_all_end_in_time(runs[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVES)
+def test_all_ranks_of_a_lone_save_end_in_time_too(name, saves):
+    assert_all_end_in_time(saves[name])
 
 
 def assert_all_end_in_time(run: list[dict]) -> None:
@@ -103,21 +119,24 @@ def test_ranks_in_different_collectives_are_told_who_waits_where(runs):
     assert re.search(r"rank 1 waits in (all-reduce|reduce-scatter) gradients of bucket 0 \(.*backward, step 3\)", told)
 
 
-def test_a_save_that_one_rank_makes_alone_is_told_with_where_the_other_rank_waits(runs):
-    told = "".join(outcome["said"] for outcome in runs["lone save of a callback"])
+@pytest.mark.slow
+def test_a_save_that_one_rank_makes_alone_is_told_with_where_the_other_rank_waits(saves):
+    told = "".join(outcome["said"] for outcome in saves["lone save of a callback"])
     assert "is in no collective" not in told
     assert "rank 1 waits in first save of a Trainer (save, step 3)" in told
     # Both ranks reach their limit at once, and either may tell.
     assert "rank 0 waits in script's own torch.distributed.all_gather (between steps, step 4)" in told
 
 
-def test_saves_of_two_steps_are_refused_with_both_steps(runs):
-    told = "".join(outcome["said"] for outcome in runs["saves of two steps"])
+@pytest.mark.slow
+def test_saves_of_two_steps_are_refused_with_both_steps(saves):
+    told = "".join(outcome["said"] for outcome in saves["saves of two steps"])
     assert "the ranks called different collectives" in told
     assert "rank 0 the save of checkpoint-4" in told and "rank 1 the save of checkpoint-3" in told
 
 
-def test_saves_that_are_not_all_ranks_leave_nothing_under_a_checkpoints_name(runs, folder):
+@pytest.mark.slow
+def test_saves_that_are_not_all_ranks_leave_nothing_under_a_checkpoints_name(saves, folder):
     assert len(list(folder.rglob("out"))) == 2 and not list(folder.rglob("out/checkpoint-*"))
 
 

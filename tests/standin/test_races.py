@@ -303,12 +303,10 @@ def races_by_rank(world_size: int, cells: list[tuple[str, str]], library: Path, 
 SHORT = [
     ("reduced in bf16", "gpt2", 2),
     ("stage 1", "idle", 2),
-    ("stage 2", "accumulated", 2),
     ("stage 3", "saved", 2),
     ("bf16", "clipped", 2),
     ("bad steps skipped", "gpt2", 2),
     ("int8 at stage 2", "edited", 2),
-    ("int8", "gpt2", 2),
     ("state in host memory", "accumulated", 2),
     ("state in host memory", "idle", 2),
     ("bf16, state in host memory at stage 2", "dropped", 2),
@@ -325,27 +323,6 @@ SHORT = [
 ]
 
 
-@pytest.mark.short_cells(
-    "reduced in bf16-gpt2-2",
-    "stage 1-idle-2",
-    "stage 3-saved-2",
-    "bf16-clipped-2",
-    "bad steps skipped-gpt2-2",
-    "int8 at stage 2-edited-2",
-    "state in host memory-accumulated-2",
-    "state in host memory-idle-2",
-    "bf16, state in host memory at stage 2-dropped-2",
-    "bf16, state in host memory at stage 3-idle-2",
-    "early steps-gpt2-2",
-    "early steps in files-gpt2-2",
-    "parameters in cpu, state in cpu-evaluated-2",
-    "parameters in nvme, state in none-gpt2-1",
-    "activations in host memory-in halves-2",
-    "outer steps-gpt2-2",
-    "groups-gpt2-4",
-    "int8 between groups-gpt2-4",
-    "secondary shards-gpt2-4",
-)
 @pytest.mark.parametrize(
     ("name", "way", "world_size"), [pytest.param(*cell, marks=marks_of(cell[0])) for cell in SHORT]
 )
