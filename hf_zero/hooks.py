@@ -91,28 +91,28 @@ def differentiable_tensors(value: object) -> list[torch.Tensor]:
 
 def has_tensors(value: object) -> bool:
     """Whether any tensor can be found in the same places."""
-    return next(_tensors(value), None) is not None
+    return bool(_tensors(value))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-        return
+        return [value]
     # Plain nests are looked through here: torch's walk takes several times as long, and each layer is looked at.
     kind = type(value)
     if kind in _LEAVES:
-        return
-    if kind is tuple or kind is list or kind is dict:
-        for item in value.values() if kind is dict else value:
-            yield from _tensors(item)
-        return
-    for leaf in tree_leaves(value):
+        return []
+    found = []
+    is_plain = kind is tuple or kind is list or kind is dict
+    for leaf in (value.values() if kind is dict else value) if is_plain else tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            yield leaf
+            found.append(leaf)
+        elif is_plain and type(leaf) not in _LEAVES:
+            found += _tensors(leaf)
         # torch's walk takes a dataclass for a leaf, and would miss the tensors that a model returns in one. Python takes the
         # class itself for a dataclass, too, which has no values.
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors(list(vars(leaf).values()))
+        elif not is_plain and is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors(list(vars(leaf).values()))
+    return found
 
 
 def is_in_backward() -> bool:

@@ -58,6 +58,7 @@ class Gradients:
         find_unused_parameters: see `ZeroEngine`.
 
     Attributes:
+        store: keeps the gradients until the step.
         stop_asked: returns the number of the signal that asks this rank to stop, 0 for none.
         stop_agreed: the number of a signal that some rank had at the end of its backward, the same on all ranks; 0 for none.
         hooked: the slots of all trained parameters, each with how far its bucket is filled.
@@ -84,7 +85,7 @@ class Gradients:
         # Not the layout's index: that counts buckets of frozen parameters, too.
         self._fillings = [_Filling(bucket, place) for place, bucket in enumerate(self._buckets)]
         self._filling_of = {filling.bucket: filling for filling in self._fillings}
-        self._store = store
+        self.store = store
         self._transport = transport
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         self.hooked = [(slot, self._filling_of[slot.bucket]) for slot in self._slots]
@@ -150,9 +151,9 @@ class Gradients:
                 "hf_zero: the last backward ended with an error after some of its gradients had been sent to the other "
                 "ranks, so the ranks no longer agree. End the run and resume it from a checkpoint."
             )
-        self._store.finish_all()
+        self.store.finish_all()
         # Behind the wait: a reduction that runs still reads its buffer.
-        self._store.discard_open()
+        self.store.discard_open()
         self.drop()
         self._begin_pass()
 
@@ -211,7 +212,7 @@ class Gradients:
                 "another object."
             )
         if not self.reducing:
-            self._store.hold(slot, gradient)
+            self.store.hold(slot, gradient)
             self._held.add(slot)
             return
         self._touch()
@@ -223,14 +224,14 @@ class Gradients:
         if filling.place < self._next:
             self._late.add(bucket)
             self.may_pass_over &= bucket not in self._passed_over
-            self._store.put_late(slot, gradient)
+            self.store.put_late(slot, gradient)
             return
         # Counted once: reentrant checkpointing may bring several gradients of one parameter in a pass.
         if not slot.arrived:
             filling.awaited -= 1
-        self._store.put(slot, gradient)
+        self.store.put(slot, gradient)
         if not filling.awaited:
-            self._start_full(up_to=len(self._buckets))
+            self.start_full()
 
     def _take_undefined(self, slot: ParameterSlot) -> None:
         """Handles a parameter that autograd has passed without a gradient.
@@ -253,9 +254,9 @@ class Gradients:
         filling.awaited -= 1
         # Expanded from one element: the zeros take no memory beside the buffer.
         zero = torch.zeros((), dtype=slot.parameter.dtype, device=slot.bucket.device)
-        self._store.put(slot, zero.expand(slot.parameter.shape))
+        self.store.put(slot, zero.expand(slot.parameter.shape))
         if not filling.awaited:
-            self._start_full(up_to=len(self._buckets))
+            self.start_full()
 
     def _touch(self) -> None:
         """Notes that this pass reduces gradients."""
@@ -265,22 +266,6 @@ class Gradients:
             collects = not torch.is_grad_enabled()
             for filling in self._fillings:
                 filling.collects = collects
-
-    def take_small(self, slot: ParameterSlot, filling: _Filling) -> None:
-        """Takes a small slot's first gradient in a reducing pass, with few questions: most slots are small."""
-        gradient = slot.parameter.grad
-        # Everything but a first, plain gradient goes by `take`: second gradients, pending sums, gradients that are refused.
-        if not filling.collects or slot.arrived or type(gradient) is not torch.Tensor or gradient.is_sparse:
-            self.take(slot)
-            return
-        if not slot.bucket.memory.is_readable:
-            self.take(slot)
-            return
-        slot.used = True
-        self._store.put_small(slot, gradient)
-        filling.awaited -= 1
-        if not filling.awaited:
-            self._start_full(up_to=len(self._buckets))
 
     def _start_passed_over(self, bucket: Bucket) -> bool:
         """Starts the next bucket, not full, if gradients have gone past that one to `bucket`. Returns whether it started.
@@ -303,7 +288,7 @@ class Gradients:
         self._next += 1
         self._passed_over.add(passed_over)
         self._start(passed_over)
-        self._start_full(up_to=place)
+        self.start_full(up_to=place)
         return True
 
     def has_begun(self, bucket: Bucket) -> bool:
@@ -328,19 +313,21 @@ class Gradients:
             self._next += 1
             self._start(bucket)
         # Between groups of ranks too, where the next step of a reduction waits for the next reduction.
-        self._store.start_last_steps(self._buckets[: max(places) + 1])
-        self._start_full(up_to=len(self._buckets))
+        self.store.start_last_steps(self._buckets[: max(places) + 1])
+        self.start_full()
 
-    def _start_full(self, *, up_to: int) -> None:
-        while self._next < up_to and self._fillings[self._next].awaited == 0:
+    def start_full(self, *, up_to: int | None = None) -> None:
+        """Starts the next buckets that have all of their gradients, those before the place `up_to`; None for all."""
+        last = len(self._buckets) if up_to is None else up_to
+        while self._next < last and self._fillings[self._next].awaited == 0:
             # In bucket order, not in order of arrival: ranks match collectives by their order.
             self._start(self._buckets[self._next])
             self._next += 1
 
     def _start(self, bucket: Bucket) -> None:
-        # A small gradient is late from now on: put by `take_small`, the gradient would wait for a start that does not come.
+        # A small gradient is late from now on: put by its hook, the gradient would wait for a start that does not come.
         self._filling_of[bucket].collects = False
-        self._store.start(bucket)
+        self.store.start(bucket)
 
     def _end_pass(self) -> None:
         self._end_is_queued = False
@@ -359,19 +346,19 @@ class Gradients:
             self._next += 1
         # Started before the wait: the small message travels while this rank waits for the large ones.
         agreement = self._start_agreement()
-        self._store.finish_all()
+        self.store.finish_all()
         # Reductions first, agreement second: late gradients are added to a finished sum, on all ranks alike.
         late = self._agree(agreement)
         for bucket in late:
-            self._store.start_again(bucket)
+            self.store.start_again(bucket)
         if late:
-            self._store.finish_all()
-        self._store.end_pass()
+            self.store.finish_all()
+        self.store.end_pass()
         with look_only():
             for slot in self._slots:
                 # Most were finished as they were put.
                 if slot.used and (slot.used_elsewhere or slot.parameter.grad is not slot.sharded_gradient):
-                    self._store.finish_slot(slot)
+                    self.store.finish_slot(slot)
         # A slot that continues keeps the gradient that an earlier pass has reduced.
         for row in (slot.row for slot in self._slots if not slot.used):
             if row is not None and not row.slot.continues:
@@ -412,10 +399,27 @@ def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]
             gradients.take(gradients.hooked[index][0])
 
     def on_small_gradient(_parameter: torch.Tensor) -> None:
+        # Few calls, all here: most slots are small, and each comes here in each backward.
         gradients = known()
-        if gradients is not None:
-            slot, filling = gradients.hooked[index]
-            gradients.take_small(slot, filling)
+        if gradients is None:
+            return
+        slot, filling = gradients.hooked[index]
+        gradient = slot.parameter.grad
+        if (
+            filling.collects
+            and not slot.arrived
+            and type(gradient) is torch.Tensor
+            and not gradient.is_sparse
+            and slot.bucket.memory.is_readable
+        ):
+            slot.used = True
+            gradients.store.put_small(slot, gradient)
+            filling.awaited -= 1
+            if not filling.awaited:
+                gradients.start_full()
+        else:
+            # Second gradients, pending sums, gradients that are refused.
+            gradients.take(slot)
 
     return on_small_gradient if gradients.hooked[index][0].is_small else on_gradient
 

@@ -1,10 +1,10 @@
 """Flat gradient buffers between backward and step: their pool, and a store for each way of keeping them."""
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Literal, cast
 
 import torch
@@ -97,7 +97,7 @@ class BufferPool:
 _AT_ONCE_NUMEL = 1 << 20
 """Below this size, small gradients are concatenated first: one launch, at the price of a second copy."""
 
-_DTYPE, _NUMBER, _FIRST = attrgetter("dtype"), attrgetter("number"), itemgetter(0)
+_DTYPE = attrgetter("dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +135,8 @@ class GradientStore(ABC):
         self._started: dict[Bucket, Handle] = {}
         self._arriving: list[Bucket] = []
         # Put when the bucket starts.
-        self._small: dict[Bucket, list[ParameterSlot]] = {}
-        self._small_gradients: dict[Bucket, list[torch.Tensor]] = {}
+        # By the slots' numbers, of which no two are alike.
+        self._small: defaultdict[Bucket, list[tuple[int, ParameterSlot, torch.Tensor]]] = defaultdict(list)
         # Whose reduction is the second in its pass.
         self._again: set[Bucket] = set()
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
@@ -215,12 +215,7 @@ class GradientStore(ABC):
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         """`put` of a small slot's first gradient in a pass."""
         slot.arrived = True
-        bucket = slot.bucket
-        if bucket in self._small:
-            self._small[bucket].append(slot)
-            self._small_gradients[bucket].append(gradient)
-        else:
-            self._small[bucket], self._small_gradients[bucket] = [slot], [gradient]
+        self._small[slot.bucket].append((slot.number, slot, gradient))
 
     def start_again(self, bucket: Bucket) -> None:
         """Reduces late gradients, of this rank or another, and adds the sum to the first one."""
@@ -286,22 +281,21 @@ class GradientStore(ABC):
                 slot.arrived = False
         self._open.clear()
         self._small.clear()
-        self._small_gradients.clear()
 
     def _put_small(self, bucket: Bucket) -> None:
-        slots, gradients = self._small.pop(bucket, None), self._small_gradients.pop(bucket, [])
-        if not slots:
+        small = self._small.pop(bucket, None)
+        if not small:
             return
+        gradients = [gradient for _, _, gradient in small]
         flat, share = self._buffer(bucket), bucket.share
         is_as_it_is = set(map(_DTYPE, gradients)) == {flat.dtype}
-        is_all = is_as_it_is and len(slots) == len(bucket.slots)
+        is_all = is_as_it_is and len(small) == len(bucket.slots)
         if is_all and share != 1.0 and flat.numel() <= _AT_ONCE_NUMEL:
             # In slot order: gradients have come in the order of backward.
-            ordered = [gradient for _, gradient in sorted(zip(map(_NUMBER, slots), gradients), key=_FIRST)]
-            bucket.slot_views.fill(flat, ordered, share)
+            bucket.slot_views.fill(flat, [gradient for _, _, gradient in sorted(small)], share)
             return
         all_views = bucket.slot_views.of(flat)
-        views = [all_views[slot.number] for slot in slots]
+        views = [all_views[number] for number, _, _ in small]
         if not is_as_it_is:
             # Divided in their own dtype, as `put` does.
             torch._foreach_copy_(views, torch._foreach_mul(gradients, share))
@@ -545,8 +539,10 @@ class ShardedGradients(GradientStore):
             parameter.grad = sharded_gradient
 
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        super().put_small(slot, gradient)
-        # `continues` stays as it is: `take_small` brings plain gradients only, and `put` has set it for the others.
+        # All of the parent's, without a call: each small parameter comes here in each backward.
+        slot.arrived = True
+        self._small[slot.bucket].append((slot.number, slot, gradient))
+        # `continues` stays as it is: hooks bring plain gradients only, and `put` has set it for the others.
         sharded_gradient = slot.sharded_gradient
         sharded_gradient.state, sharded_gradient.pending = GradientState.HELD, None
         slot.parameter.grad = sharded_gradient

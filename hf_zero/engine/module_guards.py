@@ -59,11 +59,12 @@ class ShardedParameters(dict):
 
     def follow_units(self) -> None:
         """Follows a change of state of one of the units. Each module of each unit comes here twice in a pass."""
-        if not (self._unit.is_sharded or (self._others and any([unit.is_sharded for unit in self._others]))):
-            self.remove()
-            return
         # Past `nn.Module.__getattr__`, for speed.
         held: Any = self._module.__dict__["_parameters"]
+        if not (self._unit.is_sharded or (self._others and any([unit.is_sharded for unit in self._others]))):
+            if held is self:
+                self._module.__dict__["_parameters"] = self._stock
+            return
         if held is self:
             return
         if held is not self._stock:

@@ -10,7 +10,7 @@ decoder's encoder states) in another order than plain autograd does.
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -611,16 +611,17 @@ class Unsharding:
         def announce(_gradient: torch.Tensor) -> None:
             self.before_backward(unit, builds_graph=torch.is_grad_enabled())
 
-        found = list(differentiable_tensors(outputs))
         # An in-place operation on a view takes the view's own node out of the graph, and its base's stays.
-        for tensor in _with_bases(found):
+        for tensor in _with_bases(differentiable_tensors(outputs)):
             if versions.get(id(tensor)) != tensor._version:
                 tensor.register_hook(announce)
 
 
-def _with_bases(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _with_bases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    found = []
     for tensor in tensors:
-        yield tensor
+        found.append(tensor)
         base = tensor._base
         if base is not None and base.requires_grad:
-            yield base
+            found.append(base)
+    return found

@@ -22,7 +22,7 @@ from hf_zero.config import ConfigError
 from hf_zero.diagnose import recorded as recordings
 from hf_zero.diagnose.parity import _adding_in_float32
 from hf_zero.diagnose.parity_report import ParityError, ParityReport, Recording, compare
-from hf_zero.engine.gradient_store import GradientStore
+from hf_zero.engine.gradient_store import ShardedGradients
 
 SECONDS = 90
 
@@ -84,10 +84,10 @@ WRONG = "transformer.h.0.mlp.c_fc.weight"
 
 def with_faults(rank: int, world_size: int) -> list[ParityReport]:
     """A gradient that is divided by half of what it should be, and a shard that rank 1 forgets to step in its second step."""
-    put, end_step = GradientStore.put_small, Bucket.end_step
-    GradientStore.put_small = lambda self, slot, gradient: put(self, slot, gradient * (1 + (slot.name == WRONG)))
+    put, end_step = ShardedGradients.put_small, Bucket.end_step
+    ShardedGradients.put_small = lambda self, slot, gradient: put(self, slot, gradient * (1 + (slot.name == WRONG)))
     [divided] = at_stages(rank, world_size, [{"stage": 2}])
-    GradientStore.put_small = put
+    ShardedGradients.put_small = put
     kept = []
 
     def skip_in_second_step(bucket: Bucket) -> None:
