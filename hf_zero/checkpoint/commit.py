@@ -298,18 +298,16 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
     on_all_ranks(exchange, rename, doing=f"commit {final}", then=_THEN)
 
 
-def put_back(finals: Iterable[Path], *, leads: bool, exchange: Exchange) -> None:
-    """Undoes each `commit` of one of `finals` that was killed between the two renames. Collective.
-
-    Args:
-        leads: whether this rank renames.
-    """
+def put_back(finals: Iterable[Path], *, exchange: Exchange) -> None:
+    """Undoes each `commit` of one of `finals` that was killed between the two renames. Collective."""
 
     def rename() -> None:
-        for final in finals if leads else ():
+        for final in finals:
             # The old checkpoint is then the only whole one, and nothing reads `.old-`.
             if former_of(final).is_dir() and not final.exists():
-                former_of(final).rename(final)
+                # On every rank, since hosts may have disks of their own. Another rank of this disk may have been faster.
+                with suppress(FileNotFoundError):
+                    former_of(final).rename(final)
 
     then = "Nothing was trained. Make the folder writable, or take `.old-` out of the name yourself."
     on_all_ranks(exchange, rename, doing="put back a checkpoint that a killed run was replacing", then=then)

@@ -153,7 +153,9 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         refuse_other_engines(model)
         compiler = self.state.dynamo_plugin
         settings = (self.mixed_precision, compiler.backend)
-        is_again = model.__dict__.get(_PREPARED) == settings
+        # The model inside, too: of one that `prepare` has compiled, the script has the compiled wrapper.
+        inside = self.unwrap_model(model, keep_torch_compile=False)
+        is_again = settings in (model.__dict__.get(_PREPARED), inside.__dict__.get(_PREPARED))
         # With the same settings as before, accelerate has to skip the model: a second autocast would wrap the forward.
         _mark_prepared(model, is_again)
         # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
@@ -435,8 +437,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
         if input_dir is not None and self.zero_engines:
             # What a link leads to is what a save has replaced.
-            world = self.zero_engines[0].world
-            put_back([folder.resolve()], leads=self.zero_engines[0].world_groups.rank == 0, exchange=world.exchange)
+            put_back([folder.resolve()], exchange=self.zero_engines[0].world.exchange)
             refuse_unless_state(folder)
         for engine in self.zero_engines:
             # Before accelerate writes into the parameters: an all-gather still under way would put the former values over the

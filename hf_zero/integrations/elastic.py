@@ -153,7 +153,7 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
     # A save may replace a state, such as one of the same step that a signal asks for.
     replaced = [old.name.removeprefix(".old-") for old in parent.glob(".old-*") if (old / ZERO_FOLDER).is_dir()]
     finals = [parent / name for name in replaced if _NUMBERED.match(name)]
-    put_back(finals, leads=accelerator.is_main_process, exchange=exchange_between_ranks)
+    put_back(finals, exchange=exchange_between_ranks)
     names = {path.name for path in parent.glob("*") if path.is_dir() and _NUMBERED.match(path.name)}
     # The names of all ranks: hosts with disks of their own may have different states, and all ranks have to go through one
     # list.

@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import SaveStrategy
 
-from ..checkpoint.commit import clear_leftovers, disk_with, find_disk, held_alone, on_all_ranks
+from ..checkpoint.commit import clear_leftovers, disk_with, find_disk, held_alone, on_all_ranks, put_back
 from ..checkpoint.files import CheckpointError, Progress, read_mapping, shown
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import (
@@ -164,6 +164,7 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
 
 
 def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
+    put_back([asked.resolve()], exchange=exchange_between_ranks)
     # Not `find_disk`, which writes a mark: a checkpoint may be in a folder that is only read.
     disk = disk_with(asked, trainer.args.process_index, exchange_between_ranks)
     with _checking(trainer) as show:

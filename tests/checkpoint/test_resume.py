@@ -84,6 +84,12 @@ def test_a_folder_of_checkpoints_is_refused_with_the_newest_that_is_inside(train
     assert f"so give '{trained}/checkpoint-2'" in said
 
 
+def test_a_checkpoint_comes_back_by_its_name_whose_replacement_was_killed_between_the_two_renames(trained, tmp_path):
+    shutil.copytree(trained / "checkpoint-2", tmp_path / ".old-checkpoint-2")
+    assert refusal(tmp_path, resume=str(tmp_path / "checkpoint-2")) == ""
+    assert (tmp_path / "checkpoint-4").is_dir() and not (tmp_path / ".old-checkpoint-2").exists()
+
+
 @pytest.mark.parametrize(
     ("stage", "model", "hidden"),
     short_rows([(2, "bert", 60), (3, "bert", 60), (2, "gpt2", 48)], [(3, "bert", 60), (2, "gpt2", 48)]),

@@ -214,8 +214,7 @@ def test_compiled_models_are_refused_at_stage_3():
     run_on_ranks(compiled)
 
 
-@pytest.mark.short_cells("ddp")
-@pytest.mark.parametrize("door", ["ddp", "plugin 2"])
+@pytest.mark.parametrize("door", [slow("ddp"), "plugin 2"])
 @on_ranks(1)
 def test_a_model_that_is_prepared_twice_is_compiled_both_times(rank, world_size, door):
     as_launched(rank, world_size)
@@ -229,6 +228,16 @@ def test_a_model_that_is_prepared_twice_is_compiled_both_times(rank, world_size,
         optimizer.step()
         optimizer.zero_grad()
         assert torch.allclose(model.weight, before - 0.1)
+
+
+@on_ranks(1)
+def test_a_compiled_model_that_is_prepared_again_has_one_autocast(rank, world_size):
+    as_launched(rank, world_size)
+    accelerator = make_accelerator("plugin 2", dynamo_backend="eager", mixed_precision="bf16", cpu=True)
+    model = torch.nn.Linear(2, 2)
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = prepared.forward
+    assert accelerator.prepare(prepared) is prepared and prepared.forward == before
 
 
 def distilled(rank: int, world_size: int, door: str, order: str, folder: str) -> dict:
