@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .config import ConfigError, ZeroConfig
-from .layout.slots import GRAD_BUFFERS, BucketLayout, moment_bytes, pool_growth, pool_numel
+from .layout import GRAD_BUFFERS, BucketLayout, moment_bytes, pool_growth, pool_numel
 
 # ---- What a planner refuses ----
 
@@ -154,7 +154,7 @@ def plan_states(
 ) -> StatePlan:
     """The bytes of state for these buckets under this stage.
 
-    Above stage 0 a rank keeps the shard of gradients, and whole buckets pass through a pool (layout/slots.py). Where whole
+    Above stage 0 a rank keeps the shard of gradients, and whole buckets pass through a pool (layout.py). Where whole
     gradients wait for the last micro-batch of a step, stage 1 reduces them where they are; stages 2 and 3 have them beside.
 
     Args:

@@ -14,11 +14,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup
 from ..device import Arrival
-from ..guard import look_only
-from ..hooks import WeakHook
-from ..layout.slots import BucketLayout, Interval, RowLayout, rows_of_shard
-from ..offload.shards import Region
-from ..offload.tiers import Tier
+from ..hooks import WeakHook, look_only
+from ..layout import BucketLayout, Interval, RowLayout, rows_of_shard
+from ..offload.tiers import Region, Tier
 from .memory import ParameterMemory, clear_padding
 from .precision import Precision, forget_loaded, wanted_dtype
 from .sharded import GradientState, ShardedGradient, ShardedGradientError, allow_norms, plain_gradient, refuse_norms

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from ..device import alias, allocate, ask_for, reserve, side_queue
-from ..guard import look_only
-from ..layout.slots import BucketLayout, Interval
-from ..offload.shards import ParameterShard, ParameterTier, Region
-from ..offload.tiers import HostToDevice
+from ..hooks import look_only
+from ..layout import BucketLayout, Interval
+from ..offload.tiers import HostToDevice, ParameterShard, ParameterTier, Region
 from .sharded import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
 
 # ---- What lies between and behind the parameters of a flat buffer: zeros ----

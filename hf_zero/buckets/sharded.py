@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..guard import ALIASING, EDITS, LOOKS, Guard, Guarded, look_only
-from ..hooks import WeakHook, engine_attached_to
+from ..hooks import ALIASING, EDITS, LOOKS, Guard, Guarded, WeakHook, engine_attached_to, look_only
 
 # ---- Tensors inside the nested arguments of a torch function ----
 

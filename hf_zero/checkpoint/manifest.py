@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 
-from ..layout.boxes import Box
-from ..layout.slots import Interval
+from ..layout import Box, Interval
 from .files import (
     HASH_DIGITS,
     CheckpointError,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ..device import ask_for
-from ..layout.boxes import Box, pieces_for
-from ..layout.slots import Interval
+from ..layout import Box, Interval, pieces_for
 from .files import CheckpointError, is_whole_safetensors, refuse_links, spans_in
 from .manifest import Manifest, SavedRow
 from .writer import DTYPE_NAMES

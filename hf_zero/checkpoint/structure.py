@@ -12,8 +12,7 @@ from typing import Any, TypeGuard
 
 from ..comm.all_or_none import Exchange
 from ..extras import MissingExtraError, extra
-from ..layout.boxes import Box
-from ..layout.slots import Interval, doubly_covered, uncovered
+from ..layout import Box, Interval, doubly_covered, uncovered
 from .commit import Disk
 from .files import (
     CHUNK_BYTES,

@@ -19,8 +19,7 @@ import torch
 from .. import __version__
 from ..comm.all_or_none import Exchange
 from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
-from ..layout.boxes import Box
-from ..layout.slots import Interval, aligned
+from ..layout import Box, Interval, aligned
 from .commit import on_all_ranks
 from .files import CheckpointError
 from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from .arrivals import CommunicationError, PeerFailure
 from .groups import Groups
+from .ledger import Watch, first_line, hidden_from_profiler
 from .rank_state import script_line
-from .transport import hidden_from_profiler
-from .watch import Watch, first_line
 
 # ---- Do all ranks gather the same parameters in the same order? A device backend cannot tell ----
 #

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .arrivals import RankProcess, in_words
+from .ledger import LABEL, STARTED, CollectiveLog, Wait
 from .rank_state import RankState, ScriptCollective, in_brackets, script_frame
-from .watch import LABEL, STARTED, CollectiveLog, Wait
 
 _LISTED = 8
 _DETAILED = 2

@@ -22,8 +22,8 @@ from .arrivals import NOTICES_S, CommunicationError, PeerFailure, RankProcesses,
 from .control import control_of
 from .diagnosis import DeviceQueue, RankReport, ScriptCall, StragglerReport, is_to_end, others_are_behind
 from .groups import Groups
+from .ledger import SAVE, Wait, Watch, end_process
 from .rank_state import RankState, main_stack, script_line
-from .watch import SAVE, Wait, Watch, end_process
 
 # ---- Calls to the launcher's store, each with a time limit ----
 #

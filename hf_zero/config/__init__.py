@@ -5,8 +5,7 @@ arguments or the script itself.
 """
 
 from .checks import AUTO, DTYPES, ConfigError, parse_bytes
-from .parts import CheckpointConfig, CommConfig, OffloadConfig, OuterConfig
-from .zero import ConfigLike, ZeroConfig
+from .zero import CheckpointConfig, CommConfig, ConfigLike, OffloadConfig, OuterConfig, ZeroConfig
 
 __all__ = [
     "AUTO",

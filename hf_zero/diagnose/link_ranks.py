@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from ..comm.groups import Groups, own_group
 from ..comm.ledger import Label
-from ..comm.transport import ModelCopies, Transport
-from ..comm.transports import all_gather_flat, choose_transport
+from ..comm.transport import ModelCopies, Transport, all_gather_flat, choose_transport
 from ..config import CommConfig
 
 _TIMEOUT_S = 30.0

@@ -18,10 +18,11 @@ from ..device import Arrival, allocate, enter_thread
 from ..offload.files import ReadRegion
 from ..offload.host_memory import HostCores
 from ..offload.tiers import StateFiles, Tier
-from ..optimizer.bucket_state import BucketState, EarlyReport, Placeholders
-from ..optimizer.holder import StepTiming
-from ..optimizer.state_kinds import (
+from ..optimizer.bucket_state import (
     Arguments,
+    BucketState,
+    EarlyReport,
+    Placeholders,
     Trial,
     arguments_of,
     double_of,
@@ -31,6 +32,7 @@ from ..optimizer.state_kinds import (
     settings_of,
     try_step,
 )
+from ..optimizer.holder import StepTiming
 
 # ---- The inputs of a step, and the step itself on the caller's tensors ----
 

@@ -14,8 +14,7 @@ from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..guard import look_only
-from ..hooks import WeakHook, differentiable_tensors
+from ..hooks import WeakHook, differentiable_tensors, look_only
 from .gradient_store import GradientStore
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")

@@ -1,11 +1,12 @@
-"""Deals parameters into units and buckets, and builds the buckets."""
+"""Refuses models that an engine would train wrongly, deals parameters into units and buckets, and builds the buckets."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..arithmetic import FLOAT_DTYPES
@@ -25,13 +26,181 @@ from ..buckets.precision import (
 )
 from ..comm.groups import Groups
 from ..config import AUTO, ConfigError, ZeroConfig
-from ..layout.slots import IN_BLOCKS, Alignment, BucketLayout, ParameterSpec, plan_buckets
-from ..offload.shards import ParameterTier, Placement
-from ..optimizer.sharded_optimizer import keeps_intact, refuse_wrapper
+from ..hooks import engine_attached_to
+from ..layout import IN_BLOCKS, Alignment, BucketLayout, ParameterSpec, plan_buckets
+from ..offload.tiers import ParameterTier, Placement
+from ..optimizer.sharded_optimizer import UpdateScope, keeps_intact, refuse_wrapper, update_scope_of
 from .buffers import ignored_by_ddp, ignored_parameters
-from .checks import refuse_other_engines, refuse_second_engine
 from .collectives import Wire
-from .mesh import Mesh
+from .split_model import Mesh, SplitModel
+
+# ---- Refuses models, settings and optimizers that an engine would train wrongly, before anything is moved ----
+
+_WRAPPERS = {
+    "DistributedDataParallel": "DDP averages its gradients",
+    "DataParallel": (
+        "DataParallel copies it to the GPUs of this one process, as Trainer does for `python train.py` where it sees several; "
+        "start a process for each GPU (torchrun, accelerate launch) or let it see one (CUDA_VISIBLE_DEVICES=0)"
+    ),
+    "FullyShardedDataParallel": "FSDP shards it",
+    "FSDPModule": "FSDP (`fully_shard`) shards it",
+    "DeepSpeedEngine": "DeepSpeed trains it",
+}
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def refuse_other_engines(model: nn.Module) -> None:
+    """Raises `ConfigError` for a model that another engine has wrapped or sharded, whole or in part."""
+    for name, module in model.named_modules():
+        # By names of classes: an import of the other engines takes long, and they may not be installed. By `__mro__`:
+        # `fully_shard` gives each module a class of its own, of which `FSDPModule` is a base.
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS]
+        if kinds:
+            what = repr(name) if name else "the model"
+            raise ConfigError(
+                f"hf_zero: {what} is of class {type(module).__name__}: {_WRAPPERS[kinds[0]]}. Two engines cannot own one model. "
+                "Give hf_zero the plain model, which a wrapper has as `module`, before anything wraps it."
+            )
+
+
+def refuse_second_engine(model: nn.Module) -> None:
+    """Raises `ValueError` for a model of which a live `ZeroEngine` has parameters in its buckets."""
+    for name, parameter in model.named_parameters():
+        engine = engine_attached_to(parameter)
+        # A frozen parameter that the other engine leaves whole may be in both models: no bucket has the parameter.
+        if engine is not None and (engine.trains(parameter) or parameter in engine.sharded.unit_of):
+            raise ValueError(
+                f"hf_zero: {name!r} is in the buckets of another ZeroEngine, and two cannot reduce its gradient. "
+                "Close that engine on all ranks (hf_zero.engine_of(model).close()) and use a new optimizer, or use "
+                "another model."
+            )
+
+
+def refuse_beside_split(split: SplitModel, config: ZeroConfig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises `ConfigError` for settings and optimizers that need whole parameters where a rank has a part of them."""
+    if split.is_empty:
+        return
+    if config.comm.sync_every > 1:
+        raise ConfigError(
+            f"hf_zero config: `comm.sync_every` is {config.comm.sync_every}, and the model is split over ranks (tensor or expert "
+            "parallel), all of which take each step together. Leave `comm.sync_every` at 1."
+        )
+    if split.experts:
+        _refuse_beside_experts(config)
+    if config.out_of_memory == "halve":
+        raise ConfigError(
+            "hf_zero config: `out_of_memory: halve` does not go with a model that is split over ranks (tensor or "
+            "expert parallel), whose other ranks would wait for the failed one. Leave `out_of_memory` at stop."
+        )
+    for optimizer in optimizers:
+        if update_scope_of(optimizer) in (UpdateScope.PARAMETER, UpdateScope.MODEL):
+            raise ConfigError(
+                f"hf_zero: the optimizer {type(optimizer).__name__} updates an element by what the rest of its "
+                "parameter is, and this split model has only parts of parameters. Use AdamW, SGD, Lion, ..., or "
+                "load without tp_size and ep_size."
+            )
+
+
+def _refuse_beside_experts(config: ZeroConfig) -> None:
+    """The same where experts are split over more ranks than compute a batch together."""
+    apart = "experts are split over more ranks than the rest of the model (ep_size above tp_size), and have groups of their own"
+    if config.comm.shard_group_size != AUTO:
+        raise ConfigError(
+            f"hf_zero config: `comm.shard_group_size` is {config.comm.shard_group_size}, and {apart}, which it does not say the "
+            "size of. Leave `comm.shard_group_size` at auto, or give ep_size the value of tp_size."
+        )
+    if config.comm.secondary_shard != "none":
+        raise ConfigError(
+            f"hf_zero config: `comm.secondary_shard` is {config.comm.secondary_shard}, and {apart}, not all of which may have "
+            "several ranks on a node. Leave `comm.secondary_shard` at none, or give ep_size the value of tp_size."
+        )
+
+
+def refuse_renormed_embeddings(model: nn.Module, config: ZeroConfig) -> None:
+    """Raises `ValueError` for an embedding with `max_norm` whose weight the ranks would share the state of.
+
+    Its forward scales, in place, the rows of the tokens that this rank has seen. Under DDP, whose copies are never compared, each
+    rank goes on with weights of its own.
+    """
+    if config.stage == 0 or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and _is_edited(module, config):
+            raise ValueError(
+                f"hf_zero: {name!r} is an embedding with `max_norm={module.max_norm}`, which scales other rows on "
+                "each rank. Build it with `max_norm=None` and scale inside `with hf_zero.gathered(model, "
+                "writeback=True):`, or train at `stage: 0`."
+            )
+
+
+def _is_edited(module: nn.Embedding | nn.EmbeddingBag, config: ZeroConfig) -> bool:
+    is_shared_out = config.stage == 3 or module.weight.requires_grad
+    return module.max_norm is not None and is_shared_out
+
+
+class _Extent(NamedTuple):
+    """A tensor's bytes from its first element to its last."""
+
+    device: str
+    begin: int
+    end: int
+    name: str
+    tensor: torch.Tensor
+
+
+def refuse_shared_storage(model: nn.Module) -> None:
+    """Raises `ValueError` for a trained parameter, some of whose elements are also those of another parameter or of a buffer.
+
+    One Parameter that several modules have is one tensor, and is trained as such.
+    """
+    found = {id(tensor): (name, tensor) for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+    for one, other in _overlapping(found.values()):
+        if (one.tensor.requires_grad or other.tensor.requires_grad) and _share_elements(one.tensor, other.tensor):
+            raise ValueError(
+                f"hf_zero: {one.name!r} and {other.name!r} are two tensors in the same memory, which the engine "
+                "would separate. Make them one Parameter (decoder.weight = encoder.weight), or copy one "
+                "(.detach().clone()), before the model is prepared."
+            )
+
+
+def _overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[_Extent, _Extent]]:
+    """Pairs of tensors whose extents overlap."""
+    before: list[_Extent] = []
+    for extent in sorted((_extent(name, tensor) for name, tensor in named if _has_memory(tensor)), key=lambda e: e[:3]):
+        # In order of address: an extent overlaps only those that began earlier and have not ended yet.
+        before = [other for other in before if other.device == extent.device and extent.begin < other.end]
+        yield from ((other, extent) for other in before)
+        before.append(extent)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    # Of other classes it is not known where their elements lie.
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def _extent(name: str, tensor: torch.Tensor) -> _Extent:
+    begin = tensor.data_ptr()
+    return _Extent(str(tensor.device), begin, begin + _span(tensor) * tensor.element_size(), name, tensor)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many elements lie from its first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
+def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether some do, of tensors whose extents overlap: columns of one matrix lie between each other."""
+    # Without gaps in both, what overlaps is shared. A tensor without any may still lie in a gap of the other.
+    if _span(one) == one.numel() and _span(other) == other.numel():
+        return True
+    return bool(torch.isin(_addresses(one), _addresses(other)).any())
+
+
+def _addresses(tensor: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(_span(tensor)).as_strided(tensor.shape, tensor.stride())
+    return places.reshape(-1) * tensor.element_size() + tensor.data_ptr()
+
 
 # ---- Chooses the modules that are units: unsharded before their forward, resharded after it ----
 

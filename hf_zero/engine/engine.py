@@ -10,11 +10,10 @@ from torch import nn
 
 from ..buckets.bucket import rows_with_gradient
 from ..buckets.sharded import widen
-from ..comm.ledger import Label
-from ..comm.watch import ErrorHook
+from ..comm.ledger import ErrorHook, Label
 from ..config import ConfigLike, ZeroConfig
 from ..hooks import attach, detach
-from ..layout.slots import Interval
+from ..layout import Interval
 from ..optimizer.sharded_optimizer import RowStates, ShardedOptimizer
 from ..optimizer.state_rows import full_gradient, full_state, on_host, resize_whole, slot_of
 from .assemble import Parts, assemble

@@ -16,7 +16,7 @@ from ..buckets.sharded import GradientState, ShardedGradient, widen
 from ..comm.transport import Handle
 from ..config import ZeroConfig
 from ..device import Arrival, Reservation, reserve
-from ..layout.slots import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
+from ..layout import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
 from ..offload.tiers import DeviceToHost, Tier
 from .collectives import Reduction
 
@@ -24,7 +24,7 @@ from .collectives import Reduction
 
 
 class BufferPool:
-    """Whole-bucket buffers, kept by kind (layout/slots.py); at most `limit` large ones, in use or free.
+    """Whole-bucket buffers, kept by kind (layout.py); at most `limit` large ones, in use or free.
 
     When gradients come in another order than the buckets, more than `limit` may be open at a time; the pool then grows rather
     than stand still.

@@ -11,12 +11,10 @@ from torch.utils.hooks import RemovableHandle
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import show_values
 from ..comm.transport import Transport
-from ..guard import look_only
-from ..hooks import WeakHook, is_in_backward
+from ..hooks import WeakHook, is_in_backward, look_only
 from ..optimizer.holder import StateHolder
 from .buffers import ignored_parameters
-from .collectives import Gather
-from .parameter_gather import is_compiled
+from .collectives import Gather, is_compiled
 
 # ---- Which module has each bucketed parameter under which name, and whether it still does ----
 

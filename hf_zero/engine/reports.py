@@ -10,10 +10,10 @@ from ..buckets.bucket import Bucket
 from ..buckets.packed import bytes_beside
 from ..config import ZeroConfig
 from ..device import peak_bytes
-from ..layout.slots import is_in_blocks
+from ..layout import is_in_blocks
+from ..optimizer.bucket_state import state_kinds
 from ..optimizer.holder import StateHolder
 from ..optimizer.sharded_optimizer import ShardedOptimizer
-from ..optimizer.state_kinds import state_kinds
 from ..optimizer.state_rows import state_of
 from .assemble import Parts
 from .report_tables import IN_FILES, MemoryReport, MemoryRow, TrafficReport, render

@@ -13,11 +13,9 @@ from torch import nn
 from ..buckets.bucket import Bucket
 from ..buckets.rows import KindsOf, Read, StateRow
 from ..comm.transport import DataParallelGroup
-from ..layout.boxes import Box
-from ..layout.slots import Interval
-from ..optimizer.row_writes import RowWrites
-from ..optimizer.sharded_optimizer import ShardedOptimizer
-from ..optimizer.state_kinds import state_itemsizes
+from ..layout import Box, Interval
+from ..optimizer.bucket_state import state_itemsizes
+from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer
 from ..optimizer.state_rows import fill_rows, state_rows, state_scalars
 from .assemble import Parts
 from .split_model import read_part

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .. import layout
 from ..buckets.bucket import Bucket, Row, rows_with_gradient
 from ..buckets.memory import UnshardedMemory
 from ..buckets.sharded import ShardedGradient
@@ -18,14 +19,12 @@ from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
 from ..hooks import WeakHook, engine_attached_to, is_in_backward
-from ..layout import slots
 from ..optimizer.holder import StateHolder
-from ..optimizer.row_writes import RowWrites
-from ..optimizer.sharded_optimizer import ShardedOptimizer, identity_of
+from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer, identity_of
 from .assemble import Parts
 from .backward import Gradients, never_asked
+from .collectives import is_compiled
 from .gradient_store import GradientStore, Landing, choose_store
-from .parameter_gather import is_compiled
 
 # ---- Edits of parameters that their masters would not follow, because autograd does not count them ----
 
@@ -247,7 +246,7 @@ class TrainingStep:
     def _make_store(self) -> GradientStore:
         parts = self._parts
         # Early steps begin as reductions end: a wait for all reductions at the end of backward would leave no time for them.
-        most = slots.GRAD_BUFFERS if parts.holder.timing.steps_early else None
+        most = layout.GRAD_BUFFERS if parts.holder.timing.steps_early else None
         landing = Landing(
             d2h=parts.tier.d2h,
             landed=self._landed,

@@ -11,7 +11,7 @@ import torch
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.memory import GatheredMemory
 from ..comm.transport import Handle
-from ..guard import look_only
+from ..hooks import look_only
 from ..optimizer.replicas import checksum
 from .collectives import Gather
 

@@ -9,8 +9,7 @@ import torch
 
 from ..checkpoint.files import CheckpointError, is_inside
 from ..checkpoint.structure import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, weight_shards_of
-from ..layout.boxes import Box
-from ..layout.slots import Interval
+from ..layout import Box, Interval
 from .pickles import Record, load_dcp_metadata, load_stream
 from .states import MASTER, Chunk, ChunkedFolder, ForeignCheckpoint, ForeignGroup, SavedEntry, WeightShards
 

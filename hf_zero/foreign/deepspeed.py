@@ -10,8 +10,7 @@ import torch
 
 from ..checkpoint.files import CheckpointError, is_inside, read_text
 from ..checkpoint.structure import OPTIMIZER_FILE
-from ..layout.boxes import pieces_for
-from ..layout.slots import Interval
+from ..layout import Interval, pieces_for
 from .pickles import load_deepspeed_file
 from .states import MASTER, ForeignCheckpoint, ForeignGroup
 

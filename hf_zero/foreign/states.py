@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.reader import SavedBlock, dtype_named, read_blocks
 from ..checkpoint.structure import weight_shards_of
-from ..layout.boxes import Box
-from ..layout.slots import Interval
+from ..layout import Box, Interval
 
 # ---- Tensors of another engine's checkpoint that lie in boxes in several files, read box by box ----
 

@@ -20,9 +20,9 @@ from ..checkpoint.commit import put_back
 from ..checkpoint.manifest import Manifest
 from ..config import ConfigError, ZeroConfig
 from ..device import ask_for
-from ..engine.checks import refuse_other_engines
+from ..engine.bucketing import refuse_other_engines
+from ..engine.collectives import is_compiled
 from ..engine.engine import ZeroEngine, keep_state, take_up_state
-from ..engine.parameter_gather import is_compiled
 from ..extras import extra, is_installed
 from ..hooks import WeakHook, engine_attached_to
 from ..optimizer.sharded_optimizer import engine_stepped_by, refuse_wrapper

@@ -26,8 +26,7 @@ from ..checkpoint.structure import is_foreign
 from ..config import AUTO, ConfigError
 from ..engine.engine import ZeroEngine
 from ..extras import extra
-from ..guard import mix_in
-from ..hooks import engine_attached_to
+from ..hooks import engine_attached_to, mix_in
 from ..optimizer.loss_scale import GradScaler, scale_over_shards
 from ..optimizer.sharded_optimizer import engine_stepped_by
 from .environment import find_in_callers

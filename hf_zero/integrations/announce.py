@@ -22,11 +22,11 @@ from ..buckets.packed import bytes_beside
 from ..checkpoint.files import in_one_line
 from ..comm.arrivals import CommunicationError, RankProcesses
 from ..comm.groups import keeps_launch_order
-from ..comm.watch import ErrorHook
+from ..comm.ledger import ErrorHook
 from ..config import ConfigError, ZeroConfig
 from ..device import available_host_bytes, in_units
+from ..engine.assemble import anchor_numel
 from ..engine.engine import ZeroEngine
-from ..engine.holders import anchor_numel
 from ..engine.report_tables import IN_FILES, render
 from ..extras import extra
 from ..forecast import FORECAST_ERROR, AtStart, BucketCost, DdpState, Forecast, StatePlan, plan_ddp, plan_states

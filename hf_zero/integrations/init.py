@@ -17,15 +17,14 @@ from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.reader import SavedBlock, mapped_tensors, read_blocks
 from ..checkpoint.structure import is_foreign
-from ..comm.watch import ErrorHook
+from ..comm.ledger import ErrorHook
 from ..config import ZeroConfig
 from ..engine.assemble import FILES_ATTRIBUTE
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..extras import extra
 from ..hooks import replaced
-from ..layout.boxes import Box
-from ..layout.slots import Interval
+from ..layout import Box, Interval
 from .saved_weights import (
     FileBlock,
     blocks_in_files,

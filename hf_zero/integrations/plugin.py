@@ -11,11 +11,11 @@ from accelerate.state import AcceleratorState, is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buckets.precision import check_cast_owner
-from ..comm.watch import ErrorHook
+from ..comm.ledger import ErrorHook
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
 from ..config.zero import changed
-from ..guard import mix_in
+from ..hooks import mix_in
 from .accelerator import ZeroAcceleratorMixin
 from .accelerator_parts import mesh_of_batches
 from .announce import end_cleanly
@@ -33,7 +33,7 @@ from .launcher import CONFIG_VARIABLE
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..config.parts import ZeroSettings
+    from ..config.zero import ZeroSettings
 
 
 # ---- A plugin that accelerate left aside: the run stops at its first step, and does not train without the engine ----

@@ -29,8 +29,7 @@ from ..engine.assemble import FILES_ATTRIBUTE
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..extras import extra
-from ..layout.boxes import Box
-from ..layout.slots import Interval
+from ..layout import Box, Interval
 from .config_model import expected_tensors, meta_model
 from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, progress_bar, tensors_by_saved_name
 

@@ -30,7 +30,7 @@ class Seam:
 
 
 REPLACED_CLASSES: Mapping[str, str] = {
-    "guard": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for saving, "
+    "hooks": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for saving, "
     "resuming and preparing. accelerate's optimizers, which schedulers ask whether a step was skipped. "
     "GradScalers that a script or accelerate holds already. Parameters whose values are not there, or on "
     "their way: reads raise or wait, and no operation can pass. Gradients in an optimizer's groups, whose norm a script may "
@@ -71,14 +71,14 @@ SEAMS = (
     Seam(
         owner="torch.autograd:profiler",
         names=("_is_profiler_enabled",),
-        where=("comm/transport",),
+        where=("comm/ledger",),
         why="Collectives have names in profiles, which cost nothing where none is being made.",
         test="test_ledger.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
     ),
     Seam(
         owner="torch.autograd:",
         names=("_enable_record_function",),
-        where=("comm/transport",),
+        where=("comm/ledger",),
         why="gloo notes the end of a collective in a profile that may have ended meanwhile, and crashes.",
         test="test_ledger.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
     ),
@@ -119,7 +119,7 @@ SEAMS = (
     Seam(
         owner="torch:",
         names=("_dynamo",),
-        where=("engine/parameter_gather",),
+        where=("engine/collectives",),
         why="Whether a module has been compiled, without importing the compiler.",
         test="test_accelerate.py::test_compiled_model_has_ddps_losses",
     ),
@@ -161,28 +161,28 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_apply", "_load_from_state_dict"),
-        where=("engine/module_guards",),
+        where=("engine/sharded_model",),
         why="`.to()`, `.half()` and `load_state_dict` of sharded parameters; both are replaced on the modules of stage 3.",
         test="test_stage3_faults.py::test_moving_and_casting_a_sharded_model_is_refused_unless_it_changes_nothing_and_training_goes_on",
     ),
     Seam(
         owner="torch.nn:Module",
         names=("_save_to_state_dict", "_state_dict_hooks", "_state_dict_pre_hooks", "_non_persistent_buffers_set"),
-        where=("integrations/placed_weights", "integrations/state_io", "engine/buffers"),
+        where=("integrations/trainer_saves", "integrations/state_io", "engine/buffers"),
         why="Whether a module saves its parameters as they are, or computes what it saves; and whether buffers are saved.",
         test="test_sharded_checkpoints.py::test_every_so_many_steps_a_whole_checkpoint_is_written_and_kept",
     ),
     Seam(
         owner="torch.nn:Module",
         names=("_compiled_call_impl",),
-        where=("engine/parameter_gather",),
+        where=("engine/collectives",),
         why="Whether `module.compile()` has been called.",
         test="test_accelerate.py::test_compiled_model_has_ddps_losses",
     ),
     Seam(
         owner="torch.optim:Optimizer",
         names=("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-        where=("optimizer/state_kinds", "optimizer/holder", "optimizer/sharded_optimizer"),
+        where=("optimizer/bucket_state", "optimizer/holder", "optimizer/sharded_optimizer"),
         why="A step of a part or on trial is nobody else's step: its hooks are left out. Other hooks may write to stepped rows.",
         test="test_whole_parameters.py::test_how_far_an_optimizer_looks_is_seen_by_a_trial_that_leaves_it_alone",
     ),
@@ -299,12 +299,7 @@ SEAMS = (
     Seam(
         owner="transformers:Trainer",
         names=("_save_checkpoint", "_save_rng_state", "_save"),
-        where=(
-            "integrations/trainer",
-            "integrations/trainer_saves",
-            "integrations/placed_weights",
-            "integrations/signals",
-        ),
+        where=("integrations/trainer", "integrations/trainer_saves", "integrations/signals"),
         why="A checkpoint's folder is written under another name and renamed when all of it is there.",
         test="test_commit.py",
     ),

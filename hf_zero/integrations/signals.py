@@ -21,8 +21,7 @@ from ..checkpoint.files import CheckpointError
 from ..comm.ledger import Label
 from ..config import AUTO, ConfigError
 from ..engine.engine import ZeroEngine
-from ..guard import mix_in
-from ..hooks import WeakHook
+from ..hooks import WeakHook, mix_in
 from .accelerator_parts import numbered_states
 from .environment import trainer_in_callers
 

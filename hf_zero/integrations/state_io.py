@@ -24,9 +24,8 @@ from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..engine.state import EngineState, SavedState
-from ..layout.boxes import Box
-from ..layout.slots import Interval
-from ..optimizer.state_kinds import state_names
+from ..layout import Box, Interval
+from ..optimizer.bucket_state import state_names
 
 AFTER_A_FAILED_LOAD = "Nothing was trained; resume from another checkpoint."
 

@@ -28,8 +28,7 @@ from ..engine.engine import ZeroEngine
 from ..engine.sharded_model import computing_in
 from ..engine.split_model import is_dtensor
 from ..extras import extra
-from ..guard import mix_in
-from ..hooks import engine_attached_to, replaced
+from ..hooks import engine_attached_to, mix_in, replaced
 from .gathered import gathered
 from .init import init, load_weights_into
 from .model_parallel import as_if_whole

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..comm.watch import write_error_file
+from ..comm.ledger import write_error_file
 from ..config import ConfigError, ZeroConfig
 from ..hooks import replaced
 from .environment import RunRecord
@@ -262,7 +262,7 @@ def _say_and_end(error: BaseException) -> None:
     """Shows an error as Python does, from the script's first line on, and ends with status 1."""
     if isinstance(error, ConfigError):
         # Here, not above: it imports torch, and the script has its own time for that.
-        from ..comm.watch import ErrorHook
+        from ..comm.ledger import ErrorHook
 
         ErrorHook.installed()
     trace = _of_the_script(error.__traceback__)

@@ -9,12 +9,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..buckets.bucket import Bucket, Row, Run, runs_of
-from ..buckets.dynamic import Coded
+from ..buckets.rows import Coded
 from ..buckets.sharded import Coefficient, clip_later, take_coefficient
-from ..layout.slots import Interval, is_in_blocks
+from ..layout import Interval, is_in_blocks
 from ..optimizer.bucket_state import BucketState, KernelReport
 from ..optimizer.holder import Assigned, BucketStep, LentStep, StepChoice
-from ..optimizer.moments8 import StateInBlocks
+from ..optimizer.places import StateInBlocks
 from .steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
 
 # ---- What kernels know of optimizers: which settings they have a form for, and which state is whose ----

@@ -24,7 +24,7 @@ import xxhash
 
 from ..config import ConfigError
 from ..device import allocate, enter_thread, in_units
-from ..layout.slots import Interval
+from ..layout import Interval
 from .host_memory import HostCores
 
 # ---- The folder of one run's files, below a path that runs share ----

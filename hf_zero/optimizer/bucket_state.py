@@ -1,16 +1,303 @@
-"""The memory of a bucket's master and optimizer state between steps."""
+"""The state that an optimizer keeps, and the memory of a bucket's master and state between steps."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
+from torch import nn
 
 from ..buckets.bucket import Bucket, Row
+from ..buckets.precision import Precision
 from ..buckets.rows import PackedPart
+from ..layout import block_bytes, is_in_blocks
 from ..offload.files import StoredShard
-from ..offload.shards import Region
+from ..offload.tiers import Region
+
+# ---- Finds the state that an optimizer keeps, by a trial step of a copy before its first step ----
+
+_SHAPE = (4, 4)
+"""Of the trial parameter: a matrix, for optimizers that are made for those."""
+LARGE_SHAPE = (128, 96)
+"""Of one that optimizers with state in blocks take for large: a multiple of the usual 256 elements of a block, and above the
+usual 4096 below which state is not in blocks."""
+_PLAIN = (torch.Tensor, int, float, str, type(None))
+"""Kinds of state that can be copied, and seen to be as it was."""
+_OF_THE_DEVICE = ("capturable", "fused")
+"""Settings that a step on the host may refuse, and that change nothing of what is kept."""
+DUE = "delayed "
+"""Prefix of keys in old checkpoints: gradients, settings and counts of steps that were one step late."""
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a script gives to `optimizer.step`: positional and keyword arguments."""
+
+NO_ARGUMENTS: Arguments = ((), {})
+
+_ARGUMENTS = "_hf_zero_arguments"
+
+
+def arguments_of(optimizer: torch.optim.Optimizer) -> Arguments:
+    """Returns the script's arguments to the running step."""
+    return optimizer.__dict__.get(_ARGUMENTS, NO_ARGUMENTS)
+
+
+def note_arguments(optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
+    """Passes these arguments to `own_step` of this optimizer from now on."""
+    if arguments != NO_ARGUMENTS:
+        optimizer.__dict__[_ARGUMENTS] = arguments
+    else:
+        optimizer.__dict__.pop(_ARGUMENTS, None)
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether class and step are torch's own, whose step leaves parameters without a gradient alone."""
+    kind: Any = type(optimizer)
+    return all(made.__module__.startswith("torch.optim.") for made in (kind, kind.step))
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Runs the optimizer's arithmetic without the step hooks around it, with the noted arguments."""
+    # torch wraps the step of each optimizer class in the calls of its hooks when the first of the class is made. A class whose
+    # step calls its parent's runs a second wrapper: hence no hooks at all meanwhile.
+    step: Any = type(optimizer).step
+    inner = step.__wrapped__ if getattr(step, "hooked", False) else step
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        args, kwargs = arguments_of(optimizer)
+        inner(optimizer, *args, **kwargs)
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+
+
+def enter_training(optimizer: torch.optim.Optimizer) -> None:
+    """Calls `train()` of schedule-free optimizers, which refuse to step before."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
+
+
+def double_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """Makes an optimizer like this one with one group and state of its own, whose step leaves this one alone.
+
+    Its methods are the class's own, without the replacements of a scheduler or an engine.
+    """
+    kind = type(optimizer)
+    # Without `__init__`, whose arguments are the class's own affair.
+    double = object.__new__(kind)
+    # By attributes: `copy.copy` would leave out those that a class sets beside its groups.
+    attributes = optimizer.__dict__.items()
+    double.__dict__.update({name: value for name, value in attributes if not callable(getattr(kind, name, None))})
+    double.param_groups, double.state = [group], defaultdict(dict, state)
+    return double
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies an optimizer group without its parameters."""
+    # Deep: the step of a double could otherwise write to a tensor or list in the script's settings.
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def group_with(group: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
+    """Copies an optimizer group with some of its parameters, and their names if there are names."""
+    chosen = [place for place, tensor in enumerate(group["params"]) if wanted(tensor)]
+    parallel = [name for name in ("params", "param_names") if name in group]
+    return {**group, **{name: [group[name][place] for place in chosen] for name in parallel}}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The findings of one step of an optimizer.
+
+    Attributes:
+        kinds: (name, dtype) of each state tensor with one value an element.
+        names: of all state of the parameter.
+        has_factors: some state tensors have other shapes than the parameter.
+        hindrance: the reason against early steps on copies; None without one.
+    """
+
+    kinds: tuple[tuple[str, torch.dtype], ...]
+    names: frozenset[str]
+    has_factors: bool
+    hindrance: str | None
+
+
+def try_step(
+    optimizer: torch.optim.Optimizer,
+    settings: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, int] = _SHAPE,
+) -> Trial | None:
+    """Takes one step on a matrix of `dtype` in a group with these settings, by a double of the optimizer or a new one.
+
+    None where neither can step.
+    """
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    group = settings_of(settings) | {"params": [parameter]}
+    # Those of the settings' own parameters.
+    group.pop("param_names", None)
+    trial = double_of(optimizer, group, {})
+    try:
+        with torch.random.fork_rng(devices=[]):
+            enter_training(trial)
+            before = torch.get_rng_state()
+            own_step(trial)
+            draws = not torch.equal(torch.get_rng_state(), before)
+    except Exception:
+        # A class that cannot step outside its own construction tells nothing beforehand; the caller decides what that means.
+        return _try_new(optimizer, settings_of(settings), dtype)
+    return _trial_of(trial, parameter, draws=draws)
+
+
+def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draws: bool) -> Trial:
+    """Reads the findings behind a step; `draws`: the step has drawn random numbers."""
+    state, name = optimizer.state[parameter], type(optimizer).__name__
+    tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value)}
+    strange = [kind for kind, value in state.items() if not isinstance(value, _PLAIN)]
+    hindrance = f"{name} keeps {strange[0]!r}, which is no tensor or number" if strange else None
+    loose = [key for key in optimizer.state if not torch.is_tensor(key)]
+    if loose:
+        hindrance = f"{name} keeps state of no parameter ({loose[0]!r})"
+    return Trial(
+        kinds=tuple((kind, value.dtype) for kind, value in tensors.items() if value.shape == parameter.shape),
+        names=frozenset(kind for kind, value in state.items() if value is not None),
+        has_factors=any(value.numel() > 1 and value.shape != parameter.shape for value in tensors.values()),
+        hindrance=f"{name} draws random numbers" if draws else hindrance,
+    )
+
+
+def state_kinds(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[tuple[str, torch.dtype], ...] | None:
+    """Returns (name, dtype) of each state tensor with one value an element, for rows of `dtype` in such a group.
+
+    None if no trial step is possible.
+    """
+    trial = try_step(optimizer, settings, dtype)
+    return None if trial is None else trial.kinds
+
+
+def kinds_by_size(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Whether a large parameter has other kinds of state than a small one, as if only large ones have blocks."""
+    if is_of_torch(optimizer):
+        return False
+    small, large = (try_step(optimizer, settings, dtype, shape) for shape in (_SHAPE, LARGE_SHAPE))
+    return small is not None and large is not None and (small.kinds, small.names) != (large.kinds, large.names)
+
+
+def state_itemsizes(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[int, ...] | None:
+    """Returns bytes an element of each kind of state, for parameters of `dtype` in a group with these settings.
+
+    None if no trial step is possible, and for state without one value an element (Adafactor's rows and columns).
+    """
+    trial = _try_on_host(optimizer, settings, dtype)
+    return None if trial is None or trial.has_factors else tuple(dtype.itemsize for _, dtype in trial.kinds)
+
+
+def with_dimensions(
+    state: Mapping[str, Any], row: Row, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Reshapes the state of a parameter without dimensions, such as a temperature, to a row with one.
+
+    Its moments look like scalars. A trial step on a matrix, in a group with these settings, tells them apart.
+    """
+    held = dict(state)
+    scalars = {name: value for name, value in state.items() if torch.is_tensor(value) and not value.dim()}
+    if row.slot.parameter.dim() or not row.tensor.dim() or not scalars:
+        return held
+    trial = _try_on_host(optimizer, settings, row.tensor.dtype)
+    elementwise = {name for name, _ in trial.kinds} if trial else set()
+    held.update(
+        (name, value.view(row.tensor.shape))
+        for name, value in scalars.items()
+        if name in elementwise or name.startswith(DUE)
+    )
+    return held
+
+
+def state_names(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of state that a step of a matrix leaves; none if no trial step is possible."""
+    trial = _try_on_host(optimizer, settings, torch.float32)
+    return frozenset() if trial is None else trial.names
+
+
+def _try_on_host(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
+    """Tries on the host an optimizer that steps on an accelerator."""
+    settings = {
+        name: value.item() if torch.is_tensor(value) and value.numel() == 1 else value
+        for name, value in settings_of(settings).items()
+    } | {name: False for name in _OF_THE_DEVICE if name in settings}
+    return try_step(optimizer, settings, dtype)
+
+
+def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
+    """Tries a new optimizer of the class, for those of torch that make their state when they are built.
+
+    A double of torch 2.11's Adagrad, which is not built, has no state to step with.
+    """
+    kind: Any = type(optimizer)
+    if not is_of_torch(optimizer):
+        return None
+    # A group has more than the constructor takes, such as a scheduler's `initial_lr`.
+    asked = {name: settings[name] for name in inspect.signature(kind).parameters if name in settings}
+    parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        new = kind([parameter], **asked)
+        own_step(new)
+    except Exception:
+        # One that wants another kind of parameter or gradient than a small dense matrix tells nothing beforehand.
+        return None
+    return _trial_of(new, parameter, draws=False)
+
+
+def tier_bytes_needed(
+    owner: Mapping[nn.Parameter, tuple[int, int]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    precision_of: Callable[[nn.Parameter], Precision],
+    shards_of: Callable[[nn.Parameter], int],
+    *,
+    with_gradients: bool,
+    in_blocks: bool,
+) -> int:
+    """Counts bytes of masters and optimizer state of a rank's part; `with_gradients`, of gradients too.
+
+    State that cannot be known beforehand counts nothing.
+
+    Args:
+        owner: (optimizer, group) of each trained parameter.
+        shards_of: ranks that share a parameter's state.
+        in_blocks: large parameters have their state in 8-bit blocks.
+    """
+    kinds: dict[tuple, list[int]] = {}
+    # By the number of ranks that share it.
+    total: dict[int, int] = {}
+    for parameter, (index, group) in owner.items():
+        precision, shards = precision_of(parameter), shards_of(parameter)
+        key = (index, group, precision.master)
+        # One trial step for each group and dtype, since a model may have thousands of parameters.
+        if key not in kinds:
+            optimizer = optimizers[index] if index >= 0 else None
+            found = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else ()
+            kinds[key] = [dtype.itemsize for _, dtype in found or ()]
+        master = precision.master.itemsize if precision.has_master else 0
+        gradient = precision.master.itemsize if with_gradients else 0
+        numel = parameter.numel()
+        packed = in_blocks and is_in_blocks(numel)
+        state = len(kinds[key]) * block_bytes(numel) if packed else numel * sum(kinds[key])
+        total[shards] = total.get(shards, 0) + state + numel * (master + gradient)
+    return sum(nbytes // shards for shards, nbytes in total.items())
+
 
 # ---- Counts for reports: early steps, and steps by kernels ----
 

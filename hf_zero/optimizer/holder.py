@@ -18,8 +18,7 @@ from ..device import Arrival
 from ..hooks import WeakHook
 from ..offload.files import OffloadError, StoredShard, Window
 from ..offload.tiers import StateFiles
-from .bucket_state import BucketState, EarlyReport, KernelReport, StatePlace
-from .state_kinds import DUE, group_with, own_step
+from .bucket_state import DUE, BucketState, EarlyReport, KernelReport, StatePlace, group_with, own_step
 
 # ---- One step of a stock optimizer, taken a bucket at a time, to the same bits ----
 

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 
 from ..buckets.sharded import widen
-from ..guard import mix_in
+from ..hooks import mix_in
 from .sharded_optimizer import SCALES_ITSELF, engine_stepped_by
 
 if TYPE_CHECKING:

@@ -11,11 +11,10 @@ from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, PackedPart
 from ..buckets.sharded import widen
 from ..comm.ledger import Label
 from ..device import allocate
-from ..layout.slots import Interval
-from .bucket_state import is_elementwise
+from ..layout import Interval
+from .bucket_state import is_elementwise, with_dimensions
 from .holder import StateHolder
 from .sharded_optimizer import ShardedOptimizer
-from .state_kinds import with_dimensions
 
 # ---- Optimizer state of this rank's rows as (kind, name, interval, tensor), for saving and loading ----
 

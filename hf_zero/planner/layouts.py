@@ -25,9 +25,9 @@ from ..forecast import (
     plan_ddp,
     plan_states,
 )
-from ..layout.slots import GRAD_BUFFERS, USUAL_ALIGNMENT, BucketLayout
+from ..layout import GRAD_BUFFERS, USUAL_ALIGNMENT, BucketLayout
 from ..offload.files import WINDOW
-from ..optimizer.state_kinds import state_itemsizes
+from ..optimizer.bucket_state import state_itemsizes
 from .search import Machine, Piece, StepTime, Work, simulate
 
 # ---- The engine's layout of a model's state for any number of ranks, without any memory ----

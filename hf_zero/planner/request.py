@@ -20,7 +20,7 @@ from ..checkpoint.files import reason
 from ..config import ConfigError, ZeroConfig, parse_bytes
 from ..config.checks import one_of, refuse, whole_number
 from ..forecast import PlanError
-from ..layout.boxes import Box
+from ..layout import Box
 from .search import Machine
 
 # ---- The set-ups that a planner compares: each stage with each tier that the machine has ----

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import ZeroConfig
 from ..forecast import CLOSE, FITS, TOO_LARGE, Forecast, PlanError, Room, size
-from ..layout.slots import GRAD_BUFFERS
+from ..layout import GRAD_BUFFERS
 
 # ---- What accelerators, links and disks do in a second, for the forecast of a step's time ----
 

@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..comm.groups import Groups
 from ..comm.ledger import Label, Ledger
-from ..comm.transport import Transport
-from ..comm.transports import choose_transport
+from ..comm.transport import Transport, choose_transport
 from ..config import CommConfig
 
 _CHANNEL = 0x8000

@@ -10,7 +10,7 @@ import torch
 
 from ..arithmetic import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
 from ..kernels.base import Kernel, is_interpreted, kernel, nearest_integer, rounded
-from ..layout.slots import BLOCK_NUMEL
+from ..layout import BLOCK_NUMEL
 
 if TYPE_CHECKING:
     import triton.language as tl

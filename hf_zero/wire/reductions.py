@@ -14,7 +14,7 @@ from ..comm.transport import DataParallelGroup, Handle, StepsInOrder, Transport
 from ..config import CommConfig
 from ..device import allocate
 from ..engine.collectives import GATHER, Gather, Reduction
-from ..layout.slots import Interval
+from ..layout import Interval
 from .quantise import BlockFormat, block_format, dequantise, dequantise_sum, quantise
 
 # ---- Reduce-scatter and all-gather of blocks: the sender quantises once, the receiver dequantises once ----

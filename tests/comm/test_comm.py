@@ -31,8 +31,14 @@ from hf_zero.comm.all_or_none import all_or_none, all_results_or_none, raise_on_
 from hf_zero.comm.arrivals import CommunicationError, RankProcess
 from hf_zero.comm.groups import Groups, urgent_options
 from hf_zero.comm.ledger import Label, Ledger
-from hf_zero.comm.transport import Handle, StepsInOrder
-from hf_zero.comm.transports import CollectiveTransport, PointToPointTransport, StoreBarrier, StoreExchange
+from hf_zero.comm.transport import (
+    CollectiveTransport,
+    Handle,
+    PointToPointTransport,
+    StepsInOrder,
+    StoreBarrier,
+    StoreExchange,
+)
 from hf_zero.comm.watchdog import Watchdog
 from hf_zero.config import CommConfig
 from hf_zero.device import SideQueue, queue_end

@@ -27,10 +27,9 @@ from training import gpt2, gpt2_batch
 import hf_zero
 from hf_zero import ZeroEngine, engine_of
 from hf_zero.comm.diagnosis import DeviceQueue, RankReport, StragglerReport, is_to_end, others_are_behind
-from hf_zero.comm.ledger import Label, Ledger
+from hf_zero.comm.ledger import SAVE, CollectiveLog, Label, Ledger, ScriptCollective, Wait, Watch
 from hf_zero.comm.rank_state import RankState, script_frame
 from hf_zero.comm.transport import Handle
-from hf_zero.comm.watch import SAVE, CollectiveLog, ScriptCollective, Wait, Watch
 from hf_zero.comm.watchdog import StragglerWatch
 from hf_zero.optimizer.replicas import ReplicasDivergedError, checksum
 

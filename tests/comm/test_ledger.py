@@ -32,7 +32,7 @@ from hf_zero.comm.transport import Handle
 from hf_zero.config import ZeroConfig
 from hf_zero.device import Moment, clock
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.layout.slots import Interval
+from hf_zero.layout import Interval
 
 pytestmark = pytest.mark.timeout(120)
 GATHER, REDUCE = (

@@ -20,9 +20,8 @@ from hf_zero.config import (
     OuterConfig,
     ZeroConfig,
     parse_bytes,
-    parts,
 )
-from hf_zero.config import parts as typed_settings
+from hf_zero.config import zero as typed_settings
 from hf_zero.config.checks import CUT
 
 SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}
@@ -363,10 +362,10 @@ def test_the_types_of_keyword_arguments_agree_with_the_config():
     """Each key with every type that the field has; sections also as mappings."""
     for typed, config in (
         (typed_settings.ZeroSettings, ZeroConfig),
-        (typed_settings.OffloadSettings, parts.OffloadConfig),
-        (typed_settings.CommSettings, parts.CommConfig),
-        (typed_settings.OuterSettings, parts.OuterConfig),
-        (typed_settings.CheckpointSettings, parts.CheckpointConfig),
+        (typed_settings.OffloadSettings, OffloadConfig),
+        (typed_settings.CommSettings, CommConfig),
+        (typed_settings.OuterSettings, OuterConfig),
+        (typed_settings.CheckpointSettings, CheckpointConfig),
     ):
         hints = typing.get_type_hints(typed)
         assert list(hints) == [field.name for field in dataclasses.fields(config)] and not typed.__required_keys__

@@ -18,14 +18,14 @@ from shared_ranks import run_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_zero import layout
 from hf_zero.config import OffloadConfig, ZeroConfig
 from hf_zero.early import steps as early_steps
 from hf_zero.early.steps import Trust
-from hf_zero.engine import holders
+from hf_zero.engine import assemble
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
-from hf_zero.layout import slots
-from hf_zero.offload import shards
+from hf_zero.offload import tiers
 from hf_zero.offload.files import ALIGNMENT, OffloadError, aligned
 from hf_zero.offload.host_memory import ShareOfCores
 
@@ -170,7 +170,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_bucket_is_stepped_while_backward_goes_on(stage, monkeypatch):
-    monkeypatch.setattr(slots, "GRAD_BUFFERS", 1)
+    monkeypatch.setattr(layout, "GRAD_BUFFERS", 1)
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"], stage)
     one_step(model, optimizer)
     stepped, waited = threading.Event(), []
@@ -207,7 +207,7 @@ def test_early_steps_have_their_own_number_of_threads(monkeypatch):
     seen = set()
     stock = early_steps.Double.step
     monkeypatch.setattr(early_steps.Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
-    monkeypatch.setattr(shards, "choose_host_cores", lambda _: ShareOfCores(own + 2))
+    monkeypatch.setattr(tiers, "choose_host_cores", lambda _: ShareOfCores(own + 2))
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"])
     for _ in range(3):
         one_step(model, optimizer)
@@ -435,7 +435,7 @@ def test_ranks_forget_and_keep_together_bit_for_bit(world_size, count, in_files,
 
 
 def test_a_bucket_is_read_stepped_and_written_while_backward_goes_on_and_nothing_has_changed(monkeypatch, tmp_path):
-    monkeypatch.setattr(slots, "GRAD_BUFFERS", 1)
+    monkeypatch.setattr(layout, "GRAD_BUFFERS", 1)
     model, optimizer, engine = built(early(tmp_path), OPTIMIZERS["adamw"])
     one_step(model, optimizer)
     weights, state = weights_of(model), state_of(engine)
@@ -530,16 +530,16 @@ def test_second_sides_are_made_as_far_as_asked_and_reported(tmp_path, capsys):
 
 def test_a_disk_without_room_for_second_sides_is_refused_before_the_first_step(monkeypatch, tmp_path):
     needed = 3 * 4 * sum(p.numel() for p in built({}, OPTIMIZERS["adamw"])[0].parameters())
-    monkeypatch.setattr(holders, "free_disk_bytes", lambda _: needed + ALIGNMENT)
+    monkeypatch.setattr(assemble, "free_disk_bytes", lambda _: needed + ALIGNMENT)
     built(in_time(tmp_path), OPTIMIZERS["adamw"])
     with pytest.raises(OSError, match=rf"\({needed - ALIGNMENT} bytes\) too little"):
         built(early(tmp_path), OPTIMIZERS["adamw"])
 
 
 def test_beside_an_accelerator_half_of_the_free_disk_is_for_second_sides(monkeypatch, tmp_path):
-    monkeypatch.setattr(holders, "free_disk_bytes", lambda path: 1000 if path == tmp_path else 0)
+    monkeypatch.setattr(assemble, "free_disk_bytes", lambda path: 1000 if path == tmp_path else 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = ZeroConfig(offload=OffloadConfig(**in_time(tmp_path))).offload
-    needed = holders.Elsewhere(host=0, disk=100)
-    assert holders.speculate_bytes(config, torch.device("cuda"), needed) == (1000 // 2 - 100) // 2
-    assert holders.speculate_bytes(config, torch.device("cpu"), needed) == 0
+    needed = assemble.Elsewhere(host=0, disk=100)
+    assert assemble.speculate_bytes(config, torch.device("cuda"), needed) == (1000 // 2 - 100) // 2
+    assert assemble.speculate_bytes(config, torch.device("cpu"), needed) == 0

@@ -20,7 +20,7 @@ from hf_zero import GradScaler, ZeroPlugin
 from hf_zero.buckets.sharded import ClippedGradient, Coefficient, clip_later
 from hf_zero.comm.transport import Transport
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.nonfinite import NonFiniteCheck
+from hf_zero.engine.norm import NonFiniteCheck
 from hf_zero.optimizer.holder import StepChoice
 from hf_zero.optimizer.loss_scale import scale_over_shards
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, DynamicCode, dequantise_dynamic, quantise_dynamic, tables_of
-from hf_zero.layout.slots import BLOCK_NUMEL, blocks
+from hf_zero.buckets.rows import SIGNED, UNSIGNED, DynamicCode, dequantise_dynamic, quantise_dynamic, tables_of
+from hf_zero.layout import BLOCK_NUMEL, blocks
 
 CODES = pytest.mark.parametrize("code", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -173,7 +173,7 @@ def test_what_is_larger_than_a_chunk_is_the_same(monkeypatch):
     values = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
     codes, scales = packed(values, SIGNED)
     expected = unpacked(codes, scales, SIGNED)
-    monkeypatch.setattr("hf_zero.buckets.dynamic._HOST_CHUNK_NUMEL", 2 * BLOCK_NUMEL)
+    monkeypatch.setattr("hf_zero.buckets.rows._HOST_CHUNK_NUMEL", 2 * BLOCK_NUMEL)
     other, other_scales = packed(values, SIGNED)
     assert same_bits(codes, other) and same_bits(scales, other_scales)
     assert same_bits(unpacked(codes, scales, SIGNED), expected)

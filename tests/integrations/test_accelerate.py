@@ -33,8 +33,8 @@ from training import bert, bert_batch, gpt2, gpt2_batch
 from transformers import Trainer
 
 from hf_zero import ConfigError, ZeroPlugin, engine_of
-from hf_zero.comm.watch import ERROR_FILE_VARIABLE
-from hf_zero.guard import mix_in
+from hf_zero.comm.ledger import ERROR_FILE_VARIABLE
+from hf_zero.hooks import mix_in
 from hf_zero.integrations.environment import _processes_on
 
 pytestmark = pytest.mark.timeout(180)

@@ -44,7 +44,7 @@ from hf_zero.arithmetic import uses_kernels
 from hf_zero.buckets.bucket import runs_of
 from hf_zero.buckets.rows import MASTER
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.nonfinite import NonFiniteGradientError
+from hf_zero.engine.norm import NonFiniteGradientError
 from hf_zero.integrations.state_io import load_engine
 from hf_zero.kernels import statistics
 from hf_zero.kernels.bucket_steps import form_of

@@ -19,7 +19,7 @@ from launching import SUPPORT, run_forked
 from optimizer_steps import MOMENTS, place_of
 
 from hf_zero import arithmetic
-from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, Coded
+from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded
 from hf_zero.kernels import statistics
 from hf_zero.kernels.steps import SGD, AdamW, Lion, adamw, adamw_in_blocks, lion, sgd
 

@@ -13,15 +13,16 @@ from hf_zero.buckets.precision import choose_sizes, cost_of
 from hf_zero.comm.groups import Groups, RankGroup
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.gradient_store import BufferPool
-from hf_zero.layout.boxes import Box, pieces_for
-from hf_zero.layout.slots import (
+from hf_zero.layout import (
     BLOCK_NUMEL,
     IN_BLOCKS,
     SHARD_ALIGN_NUMEL,
     SLOT_ALIGN_NUMEL,
+    Box,
     Interval,
     ParameterSpec,
     doubly_covered,
+    pieces_for,
     plan_buckets,
     pool_growth,
     pool_numel,

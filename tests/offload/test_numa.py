@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import adam
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.offload import shards
+from hf_zero.offload import tiers
 from hf_zero.offload.host_memory import HostCores, NodeCores, ShareOfCores, choose_host_cores, near_cores
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,7 +45,7 @@ def two_nodes(tmp_path, monkeypatch) -> list[set[int]]:
     half = len(HERE) // 2
     nodes = [set(HERE[:half]), set(HERE[half:])]
     system = tree(tmp_path / "sys", {node: ",".join(map(str, sorted(cores))) for node, cores in enumerate(nodes)})
-    monkeypatch.setattr(shards, "choose_host_cores", partial(choose_host_cores, system=system))
+    monkeypatch.setattr(tiers, "choose_host_cores", partial(choose_host_cores, system=system))
     return nodes
 
 
@@ -200,8 +200,8 @@ def test_a_step_that_fails_leaves_the_thread_bound_until_the_next_forward_only(t
 
 @several_cores
 def test_pages_are_written_to_from_the_nodes_cores(monkeypatch):
-    flat = shards.HostTier(HOST, NodeCores(1, frozenset(HERE[1:]))).empty(1 << 20, torch.bfloat16)
+    flat = tiers.HostTier(HOST, NodeCores(1, frozenset(HERE[1:]))).empty(1 << 20, torch.bfloat16)
     assert resident_bytes([flat]) == flat.nbytes and not flat.any()
-    untouched = shards.HostTier(HOST, HostCores(1)).empty(1 << 20, torch.bfloat16)
+    untouched = tiers.HostTier(HOST, HostCores(1)).empty(1 << 20, torch.bfloat16)
     assert resident_bytes([untouched]) == 0
     assert os.sched_getaffinity(0) == set(HERE)

@@ -30,7 +30,7 @@ from training import adamw_in_two_groups, gpt2, gpt2_batch, steps
 
 from hf_zero import device
 from hf_zero.buckets.bucket import Bucket, Row
-from hf_zero.comm.watch import LABEL, SITE, STARTED, STEP
+from hf_zero.comm.ledger import LABEL, SITE, STARTED, STEP
 from hf_zero.device import available_host_bytes
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce, state_plan
@@ -38,10 +38,9 @@ from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, 
 from hf_zero.offload import files
 from hf_zero.offload.files import RunFolder
 from hf_zero.offload.host_memory import HostCores, host_memory_fault
-from hf_zero.offload.shards import Placement
-from hf_zero.offload.tiers import HostTier
+from hf_zero.offload.tiers import HostTier, Placement
+from hf_zero.optimizer.bucket_state import state_kinds
 from hf_zero.optimizer.holder import BucketStep
-from hf_zero.optimizer.state_kinds import state_kinds
 
 pytestmark = pytest.mark.timeout(180)
 CPU = {"offload": {"optimizer": "cpu"}}
@@ -248,6 +247,7 @@ def both_ways(rank: int, world_size: int, settings: dict, writes: str) -> tuple[
 def test_a_bucket_is_sent_while_others_are_stepped(stage):
     for plain, found in run_on_ranks(both_ways, settings={"stage": stage, **CPU}, writes=""):
         assert [index for index, _ in found.steps] == [index for index, _ in found.gathers] == found.buckets
+        assert all(stepped <= sent for (_, stepped), (_, sent) in zip(found.steps, found.gathers))
         assert all(sent < stepped for (_, sent), (_, stepped) in zip(found.gathers, found.steps[1:]))
         assert found.losses == plain.losses
 

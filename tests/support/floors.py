@@ -6,7 +6,6 @@ FLOOR = {
     "layout": 0,
     "device": 0,
     "hooks": 0,
-    "guard": 0,
     "arithmetic": 1,
     "forecast": 1,
     "comm": 2,

@@ -19,10 +19,10 @@ from optimizer_steps import MOMENTS, STEPPERS, Stepper, make_tensors, place_of, 
 from triton_interpreter import interpret
 
 from hf_zero import arithmetic
-from hf_zero.buckets.dynamic import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
+from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
 from hf_zero.kernels import base, statistics
 from hf_zero.kernels.steps import AdamW, adamw_in_blocks_reference, adamw_in_blocks_triton
-from hf_zero.layout.slots import blocks
+from hf_zero.layout import blocks
 from hf_zero.wire import quantise
 from hf_zero.wire.quantise import BlockFormat
 

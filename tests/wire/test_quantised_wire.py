@@ -18,10 +18,10 @@ from wire_runs import go_on, resume, save, setting, start
 
 from hf_zero.comm.groups import Groups
 from hf_zero.comm.ledger import Label
-from hf_zero.comm.transports import CollectiveTransport, PointToPointTransport
+from hf_zero.comm.transport import CollectiveTransport, PointToPointTransport
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.nonfinite import NonFiniteGradientError
+from hf_zero.engine.norm import NonFiniteGradientError
 from hf_zero.integrations.announce import state_plan
 from hf_zero.wire.quantise import INT4, INT8, BlockFormat, round_to_blocks
 from hf_zero.wire.reductions import all_gather_blocks, reduce_scatter_blocks
