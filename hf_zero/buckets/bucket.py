@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -622,8 +622,10 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
     for row in sorted(rows, key=_PLACE):
         # Few calls a row: each parameter comes here twice in each step. A caller whose kernel multiplies a clipped gradient by
         # its coefficient must take the coefficients before this call.
-        gradient = plain_gradient(cast(torch.Tensor, row.tensor.grad)).contiguous()
+        held: Any = row.tensor.grad
+        gradient = (held if type(held) is torch.Tensor else plain_gradient(held)).contiguous()
         address, part, here = gradient.data_ptr(), row.layout.in_shard, row.slot.bucket
+        own_phase = phases.get(row) if phases else None
         if (
             first is not None
             and here is bucket
@@ -632,13 +634,13 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
             and gradient.dtype == dtype
             # Addresses that touch are not enough: two allocations may touch, and torch refuses a view that leaves its storage.
             and address + gradient.nbytes <= memory_end
-            and phases.get(row) == phase
+            and own_phase == phase
         ):
             stop, end = part.stop, address + gradient.nbytes
             continue
         if first is not None:
             found.append(_run(phase, start, stop, first))
-        first, bucket, phase, dtype = gradient, here, phases.get(row), gradient.dtype
+        first, bucket, phase, dtype = gradient, here, own_phase, gradient.dtype
         (start, stop), end = part, address + gradient.nbytes
         memory = gradient.untyped_storage()
         memory_end = memory.data_ptr() + memory.nbytes()

@@ -354,10 +354,7 @@ class Gradients:
             self.store.finish_all()
         self.store.end_pass()
         with look_only():
-            for slot in self._slots:
-                # Most were finished as they were put.
-                if slot.used and (slot.used_elsewhere or slot.parameter.grad is not slot.sharded_gradient):
-                    self.store.finish_slot(slot)
+            self.store.finish_slots(self._slots)
         # A slot that continues keeps the gradient that an earlier pass has reduced.
         for row in (slot.row for slot in self._slots if not slot.used):
             if row is not None and not row.slot.continues:

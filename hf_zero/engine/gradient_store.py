@@ -179,8 +179,8 @@ class GradientStore(ABC):
         """
         self.put(slot, gradient)
 
-    def finish_slot(self, slot: ParameterSlot) -> None:  # noqa: B027 (`p.grad` may be the reduced gradient itself)
-        """Ends the pass for a slot whose gradient some rank contributed to."""
+    def finish_slots(self, slots: Iterable[ParameterSlot]) -> None:  # noqa: B027 (`p.grad` may be the reduced gradient itself)
+        """Ends the pass for slots: `p.grad` stands for the reduced gradient where some rank has contributed to it."""
 
     def end_pass(self) -> None:
         """Called on every rank when all gradients of a backward pass are reduced."""
@@ -410,7 +410,9 @@ class ReplicatedGradients(GradientStore):
         slot.parameter.grad = None
 
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        super().put_small(slot, gradient)
+        # All of the parent's, without a call: each small parameter comes here in each backward.
+        slot.arrived = True
+        self._small[slot.bucket].append((slot.number, slot, gradient))
         slot.parameter.grad = None
 
     def start(self, bucket: Bucket) -> None:
@@ -533,7 +535,7 @@ class ShardedGradients(GradientStore):
         if not slot.arrived:
             slot.continues = isinstance(parameter.grad, ShardedGradient)
         super().put(slot, gradient)
-        # As `finish_slot` does: each gradient of a step comes here.
+        # As `finish_slots` does: each gradient of a step comes here.
         sharded_gradient.state, sharded_gradient.pending = GradientState.HELD, None
         if parameter.grad is not sharded_gradient:
             parameter.grad = sharded_gradient
@@ -553,14 +555,19 @@ class ShardedGradients(GradientStore):
         slot.bucket.await_gradient()
         self.put(slot, gradient)
 
-    def finish_slot(self, slot: ParameterSlot) -> None:
-        if slot.parameter.grad is slot.sharded_gradient:
-            # Another rank has zeroed it, and has used the parameter since.
-            slot.sharded_gradient.refuse_if_spent()
-        # Where the script took it out of `p.grad` (zero_grad), it meant whatever had been added to it, too.
-        slot.sharded_gradient.become(GradientState.HELD)
-        if slot.parameter.grad is not slot.sharded_gradient:
-            slot.parameter.grad = slot.sharded_gradient
+    def finish_slots(self, slots: Iterable[ParameterSlot]) -> None:
+        for slot in slots:
+            is_there = slot.parameter.grad is slot.sharded_gradient
+            # Most were finished as they were put.
+            if not slot.used or (is_there and not slot.used_elsewhere):
+                continue
+            if is_there:
+                # Another rank has zeroed it, and has used the parameter since.
+                slot.sharded_gradient.refuse_if_spent()
+            # Where the script took it out of `p.grad` (zero_grad), it meant whatever had been added to it, too.
+            slot.sharded_gradient.become(GradientState.HELD)
+            if not is_there:
+                slot.parameter.grad = slot.sharded_gradient
 
     def start(self, bucket: Bucket) -> None:
         for slot in bucket.slots:

@@ -93,13 +93,14 @@ class AdamWForm(KernelForm):
         return ("exp_avg", "exp_avg_sq")
 
     def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
+        names = self.state_names(group)
         for row, state in states.items():
             if "step" not in state:
                 # Where torch's own step has it, so that either may take the next one.
                 home = row.tensor.device if group["fused"] else torch.device("cpu")
                 state["step"] = torch.zeros((), dtype=torch.float32, device=home)
                 self._counts[row] = (state["step"], state["step"]._version, 0)
-            for name in self.state_names(group):
+            for name in names:
                 make_ready(row, name, state)
         numbers = {row: self._taken(row, state["step"]) + 1 for row, state in states.items()}
         steps = [state["step"] for state in states.values()]

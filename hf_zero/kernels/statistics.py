@@ -197,7 +197,7 @@ class NormByKernels(GradientNorm):
     def _measure(self, rows: Sequence[Row], norm_type: float, max_norm: float) -> Measured:
         if norm_type != 2:
             return super()._measure(rows, norm_type, max_norm)
-        flats = [run.gradient for run in runs_of(row for row in rows if row.tensor.grad is not None)]
+        flats = [run.gradient for run in runs_of([row for row in rows if row.tensor.grad is not None])]
         mine = torch.zeros(2, dtype=torch.float64, device=self.device)
         # Gradients in host memory are measured there.
         for memory in {flat.device for flat in flats}:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -159,14 +159,17 @@ class BucketSteps:
             self._broken = error
         # A disk may fail under one rank. The others have stepped by then, and would wait for its parameters.
         self._raise_together()
-        for row in (row for rows in rows_of.values() for row in rows):
-            # Taken away before the script's own call, which would step these rows a second time.
-            self._gradients[row] = cast(torch.Tensor, row.tensor.grad)
-            row.tensor.grad = None
+        for rows in rows_of.values():
+            for row in rows:
+                # Taken away before the script's own call, which would step these rows a second time.
+                gradient: Any = row.tensor.grad
+                self._gradients[row] = gradient
+                row.tensor.grad = None
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
-        makes_state = any(row.tensor not in self.optimizer.state for rows in rows_of.values() for row in rows)
+        register = self.optimizer.state
+        makes_state = any([row.tensor not in register for rows in rows_of.values() for row in rows])
         # `closing` ends the walk at an error in a step: left to the garbage
         # collector, its threads would go on using buffers and files.
         with closing(self._walk(list(rows_of), spared=int(makes_state))) as walk:
