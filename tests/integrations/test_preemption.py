@@ -401,6 +401,14 @@ def wait_for(run: subprocess.Popen, folder: Path, what: str, count: int = 1) -> 
         time.sleep(0.05)
 
 
+def status_of(run: subprocess.Popen, folder: Path) -> int:
+    """The exit status of a run that is about to end."""
+    try:
+        return run.wait(100)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the run has not ended: {(folder / 'said').read_text()[-8000:]}")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_under_torchrun_goes_on_behind_a_signal_to_the_launcher_and_one_to_a_worker(tmp_path):
@@ -408,13 +416,13 @@ def test_a_run_under_torchrun_goes_on_behind_a_signal_to_the_launcher_and_one_to
     try:
         wait_for(run, tmp_path, "'loss'")
         run.terminate()
-        assert run.wait(100) != 0
+        assert status_of(run, tmp_path) != 0
         [first] = tmp_path.glob("checkpoint-*")
         run = launched(tmp_path, "--max-restarts", "1")
         wait_for(run, tmp_path, f"resumed from {first}")
         wait_for(run, tmp_path, "'loss'", 1 + (tmp_path / "said").read_text().count("'loss'"))
         psutil.Process(run.pid).children()[-1].send_signal(signal.SIGUSR1)
-        assert run.wait(100) == 0
+        assert status_of(run, tmp_path) == 0
     finally:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)

@@ -26,9 +26,11 @@ def as_launched(rank: int, world_size: int, *, forecasts: bool = False) -> None:
         import_module("hf_zero.planner.auto").forecast_at_start = lambda *_: None
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
-    # The group has met already; accelerate only asks that an address is there.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", OMP_NUM_THREADS="1")
-    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # The group has met already; accelerate only asks that an address is there. Under a launcher the address is that of the run:
+    # two runs with one port would meet in one store.
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}.items():
+        os.environ.setdefault(name, value)
 
 
 def make_trainer(
