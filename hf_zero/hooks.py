@@ -103,15 +103,19 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if kind in _LEAVES:
         return []
     found = []
-    is_plain = kind is tuple or kind is list or kind is dict
-    for leaf in (value.values() if kind is dict else value) if is_plain else tree_leaves(value):
+    if kind is tuple or kind is list or kind is dict:
+        for item in value.values() if kind is dict else value:
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif type(item) not in _LEAVES:
+                found += _tensors(item)
+        return found
+    for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
-        elif is_plain and type(leaf) not in _LEAVES:
-            found += _tensors(leaf)
         # torch's walk takes a dataclass for a leaf, and would miss the tensors that a model returns in one. Python takes the
         # class itself for a dataclass, too, which has no values.
-        elif not is_plain and is_dataclass(leaf) and not isinstance(leaf, type):
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += _tensors(list(vars(leaf).values()))
     return found
 

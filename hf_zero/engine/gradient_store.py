@@ -212,10 +212,12 @@ class GradientStore(ABC):
             torch.mul(gradient, share, out=view)
         slot.arrived = True
 
+    @abstractmethod
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """`put` of a small slot's first gradient in a pass."""
-        slot.arrived = True
-        self._small[slot.bucket].append((slot.number, slot, gradient))
+        """Takes a small slot's first gradient in a pass out of `p.grad`, to keep in `_small` until the bucket starts.
+
+        Each small parameter comes here in each backward: without a further call.
+        """
 
     def start_again(self, bucket: Bucket) -> None:
         """Reduces late gradients, of this rank or another, and adds the sum to the first one."""
@@ -410,7 +412,6 @@ class ReplicatedGradients(GradientStore):
         slot.parameter.grad = None
 
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        # All of the parent's, without a call: each small parameter comes here in each backward.
         slot.arrived = True
         self._small[slot.bucket].append((slot.number, slot, gradient))
         slot.parameter.grad = None
@@ -541,7 +542,6 @@ class ShardedGradients(GradientStore):
             parameter.grad = sharded_gradient
 
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        # All of the parent's, without a call: each small parameter comes here in each backward.
         slot.arrived = True
         self._small[slot.bucket].append((slot.number, slot, gradient))
         # `continues` stays as it is: hooks bring plain gradients only, and `put` has set it for the others.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -162,9 +162,7 @@ class BucketSteps:
         for rows in rows_of.values():
             for row in rows:
                 # Taken away before the script's own call, which would step these rows a second time.
-                gradient: Any = row.tensor.grad
-                self._gradients[row] = gradient
-                row.tensor.grad = None
+                self._gradients[row], row.tensor.grad = cast(torch.Tensor, row.tensor.grad), None
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
