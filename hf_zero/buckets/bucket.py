@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
+from itertools import repeat, takewhile
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -198,10 +198,10 @@ class Row:
         return _part(shard, self.layout.in_shard, self.tensor.shape)
 
 
-def rows_with_gradient(row_of: Mapping[nn.Parameter, Row], parameters: Iterable[nn.Parameter]) -> list[Row]:
-    """Returns this rank's rows of some parameters, those with a gradient for the next step."""
+def rows_with_gradient(rows: Iterable[Row]) -> list[Row]:
+    """Returns those rows that have a gradient for the next step, behind its arrival."""
     with look_only():
-        owned = [(row, row.tensor, row.slot.parameter) for row in map(row_of.get, parameters) if row is not None]
+        owned = [(row, row.tensor, row.slot.parameter) for row in rows]
         # As `has_gradient` does: each parameter comes here in each step.
         rows = [row for row, tensor, p in owned if tensor.grad is not None and (tensor is p or p.grad is not None)]
     # In any order: these are waits for this rank's own copies, in which no other rank takes part.
@@ -613,19 +613,21 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
     Args:
         phase_of: rows of different phases do not share a run. None: one phase for all.
     """
-    phases = phase_of or {}
+    # Each parameter comes here twice in each step, so Python calls no function a row. A caller whose kernel multiplies a clipped
+    # gradient by its coefficient must take the coefficients before this call.
+    ordered = sorted(rows, key=_PLACE)
+    held: list[Any] = [row.tensor.grad for row in ordered]
+    gradients = [each if type(each) is torch.Tensor else plain_gradient(each) for each in held]
+    if not all(map(torch.Tensor.is_contiguous, gradients)):
+        gradients = [gradient.contiguous() for gradient in gradients]
+    phases = repeat(None) if phase_of is None else [phase_of[row] for row in ordered]
     found: list[Run] = []
     bucket: Bucket | None = None
     phase: Hashable = None
     dtype: torch.dtype | None = None
     first, start, stop, end, memory_end = None, 0, 0, 0, 0
-    for row in sorted(rows, key=_PLACE):
-        # Few calls a row: each parameter comes here twice in each step. A caller whose kernel multiplies a clipped gradient by
-        # its coefficient must take the coefficients before this call.
-        held: Any = row.tensor.grad
-        gradient = (held if type(held) is torch.Tensor else plain_gradient(held)).contiguous()
-        address, part, here = gradient.data_ptr(), row.layout.in_shard, row.slot.bucket
-        own_phase = phases.get(row) if phases else None
+    for row, gradient, address, own_phase in zip(ordered, gradients, map(torch.Tensor.data_ptr, gradients), phases):
+        part, here = row.layout.in_shard, row.slot.bucket
         if (
             first is not None
             and here is bucket

@@ -163,7 +163,9 @@ class ZeroEngine:
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
-        rows = rows_with_gradient(self._parts.row_of, self._parts.slot_of if parameters is None else parameters)
+        row_of = self._parts.row_of
+        wanted = row_of if parameters is None else parameters
+        rows = rows_with_gradient([row_of[parameter] for parameter in wanted if parameter in row_of])
         widen(*[row.tensor for row in rows])
         trained = [row.tensor for row in rows if row.tensor.grad is not None]
         if trained:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from itertools import chain
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -234,6 +235,9 @@ class TrainingStep:
         if self._gathers_layers:
             parts.sharded.schedule.start_reductions = WeakHook(self.gradients, Gradients.start_early)
             parts.sharded.schedule.has_gradients = WeakHook(self.gradients, Gradients.has_begun)
+        # The parameters that a clip was asked for last, and the answer of `_rows_of`.
+        self._asked: list[nn.Parameter] = []
+        self._found: tuple[list[Row], bool] = [], not parts.slot_of
         self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
         # What a step has written back so far, what it has still to send, and whether it sends buckets as they are stepped.
         self._written: set[Bucket] = set()
@@ -337,22 +341,37 @@ class TrainingStep:
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
     ) -> torch.Tensor:
         """See `ZeroEngine.clip_grad_norm_`."""
-        slot_of, nonfinite = self._parts.slot_of, self._parts.nonfinite
+        nonfinite = self._parts.nonfinite
         self._enter(TrainingState.CLIP)
-        # By the parameters asked for, not the rows found: the ranks must come to the same answer.
-        wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
-        rows = rows_with_gradient(self._parts.row_of, wanted)
+        rows, is_of_all = self._rows_of(parameters)
+        rows = rows_with_gradient(rows)
         for bucket in {row.slot.bucket for row in rows}:
             bucket.allow_norms()
         # The norm before the coefficient, over all ranks: each rank then scales by the same number.
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         self.last_norm = measured.norm
-        bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
+        bad = nonfinite.look(measured, at_all=is_of_all)
         if bad is not None:
             self._look_for_flipped_bits()
             nonfinite.found(bad, rows)
         self._parts.holder.choice.scale_gradients(rows, measured.coefficient)
         return measured.norm
+
+    def _rows_of(self, parameters: Iterable[nn.Parameter] | None) -> tuple[Iterable[Row], bool]:
+        """Returns this rank's rows of some parameters, and whether these are all parameters of the engine.
+
+        All or not is asked of the parameters and not of the rows: the ranks must come to the same answer.
+        """
+        row_of, slot_of = self._parts.row_of, self._parts.slot_of
+        if parameters is None:
+            return row_of.values(), True
+        asked = list(parameters)
+        # The same ones in each step of most scripts. To look a parameter up takes two calls of Python, for its hash.
+        if len(asked) != len(self._asked) or not all(map(is_, asked, self._asked)):
+            wanted = dict.fromkeys(parameter for parameter in asked if parameter in slot_of)
+            rows = [row_of[parameter] for parameter in wanted if parameter in row_of]
+            self._asked, self._found = asked, (rows, len(wanted) == len(slot_of))
+        return self._found
 
     def _look_for_flipped_bits(self) -> None:
         """Before gradients are called bad: those of a rank whose parameters were harmed often are."""

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ..buckets.bucket import Bucket, Row, Run, runs_of
 from ..buckets.rows import Coded
-from ..buckets.sharded import Coefficient, clip_later, take_coefficient
+from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient
 from ..layout import Interval, is_in_blocks
 from ..optimizer.bucket_state import BucketState, KernelReport
 from ..optimizer.holder import Assigned, BucketStep, LentStep, StepChoice
@@ -21,8 +21,11 @@ from .steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
 
 Group = Mapping[str, Any]
 
-MakeReady = Callable[[Row, str, dict[str, Any]], bool]
-"""Has a row's state of a name where a kernel wants it, zero if the register, whose entry is given, has none; whether it had."""
+States = Mapping[Row, dict[str, Any]]
+"""What the optimizer's register has of each row."""
+
+MakeReady = Callable[[str, States], set[Row]]
+"""Has the rows' state of a name where a kernel wants it, zero where the register has none, and returns the rows that had none."""
 
 
 class KernelForm(ABC):
@@ -55,7 +58,7 @@ class KernelForm(ABC):
         """Kinds of state with one value an element."""
 
     @abstractmethod
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
+    def begin(self, group: Group, states: States, make_ready: MakeReady) -> Mapping[Row, int]:
         """Makes the rows' state ready for their next step.
 
         Returns:
@@ -92,27 +95,27 @@ class AdamWForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
-        names = self.state_names(group)
+    def begin(self, group: Group, states: States, make_ready: MakeReady) -> Mapping[Row, int]:
+        for name in self.state_names(group):
+            make_ready(name, states)
+        counts, numbers = self._counts, {}
         for row, state in states.items():
             if "step" not in state:
                 # Where torch's own step has it, so that either may take the next one.
                 home = row.tensor.device if group["fused"] else torch.device("cpu")
                 state["step"] = torch.zeros((), dtype=torch.float32, device=home)
-                self._counts[row] = (state["step"], state["step"]._version, 0)
-            for name in names:
-                make_ready(row, name, state)
-        numbers = {row: self._taken(row, state["step"]) + 1 for row, state in states.items()}
+                counts[row] = (state["step"], state["step"]._version, 0)
+            step = state["step"]
+            known, version, taken = counts.get(row, (step, -1, 0))
+            if known is not step or version != step._version:
+                # Asked of the device only where somebody else has written it: that stops its queue.
+                taken = int(step.item())
+            numbers[row] = taken + 1
         steps = [state["step"] for state in states.values()]
         torch._foreach_add_(steps, 1)
         for (row, number), step in zip(numbers.items(), steps):
-            self._counts[row] = (step, step._version, number)
+            counts[row] = (step, step._version, number)
         return numbers
-
-    def _taken(self, row: Row, step: torch.Tensor) -> int:
-        """The value of `step`, asked of the device only where somebody else has written it: that stops its queue."""
-        known, version, number = self._counts.get(row, (None, 0, 0))
-        return number if known is step and version == step._version else int(step.item())
 
     def step(self, group: Group, phase: int, place: Place) -> None:
         self._step(adamw, group, phase, place)
@@ -141,9 +144,9 @@ class SGDForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
-        names = self.state_names(group)
-        return {row: int(not all([make_ready(row, name, state) for name in names])) for row, state in states.items()}
+    def begin(self, group: Group, states: States, make_ready: MakeReady) -> Mapping[Row, int]:
+        new = set[Row]().union(*(make_ready(name, states) for name in self.state_names(group)))
+        return {row: int(row in new) for row in states}
 
     def step(self, group: Group, phase: int, place: Place) -> None:
         settings = SGD(
@@ -166,9 +169,8 @@ class LionForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("exp_avg",)
 
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
-        for row, state in states.items():
-            make_ready(row, "exp_avg", state)
+    def begin(self, group: Group, states: States, make_ready: MakeReady) -> Mapping[Row, int]:
+        make_ready("exp_avg", states)
         return dict.fromkeys(states, 0)
 
     def step(self, group: Group, phase: int, place: Place) -> None:
@@ -236,7 +238,7 @@ class FlatState:
 
     def __init__(self):
         self._flats: dict[Bucket, dict[str, torch.Tensor]] = {}
-        self._views: dict[Bucket, dict[tuple[Row, str], torch.Tensor]] = {}
+        self._views: dict[str, dict[Row, torch.Tensor]] = {}
 
     def of(self, bucket: Bucket, name: str) -> torch.Tensor:
         """(shard_numel,) of the master dtype. Undefined where no row has been made ready."""
@@ -245,21 +247,23 @@ class FlatState:
             flats[name] = bucket.tier.empty(bucket.layout.shard_numel, bucket.precision.master)
         return flats[name]
 
-    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
-        """Makes `state[name]`, the row's in the register, a view of the flat tensor; returns whether it had values."""
-        bucket, value = row.slot.bucket, state.get(name)
-        views = self._views.setdefault(bucket, {})
-        view = views.get((row, name))
-        if view is None:
-            view = views[row, name] = self._view(row, name)
-        if value is view:
-            return True
-        if value is None:
-            view.zero_()
-        elif value.data_ptr() != view.data_ptr():
-            view.copy_(value)
-        state[name] = view
-        return value is not None
+    def make_ready(self, name: str, states: States) -> set[Row]:
+        """Makes each row's `name` in the register a view of the flat tensor; returns the rows that had no values."""
+        views, new = self._views.setdefault(name, {}), set()
+        for row, state in states.items():
+            value = state.get(name)
+            # First: in all steps but the first, each row's is one.
+            if row in views and value is views[row]:
+                continue
+            if row not in views:
+                views[row] = self._view(row, name)
+            view = state[name] = views[row]
+            if value is None:
+                view.zero_()
+                new.add(row)
+            elif value.data_ptr() != view.data_ptr():
+                view.copy_(value)
+        return new
 
     def _view(self, row: Row, name: str) -> torch.Tensor:
         return row.of(self.of(row.slot.bucket, name))
@@ -271,7 +275,9 @@ class FlatState:
     def forget(self, bucket: Bucket) -> None:
         """Leaves the memory to the views that are still in the register."""
         self._flats.pop(bucket, None)
-        self._views.pop(bucket, None)
+        for views in self._views.values():
+            for row in bucket.rows:
+                views.pop(row, None)
 
 
 class SmallState(FlatState):
@@ -368,7 +374,8 @@ class KernelStep(BucketStep):
         self, rows: Sequence[Row], phase_of: Mapping[Row, _Phase]
     ) -> Iterator[tuple[Run, _Phase, Coefficient | None]]:
         """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
-        for run in runs_of(rows, {row: (phase_of[row], take_coefficient(row.tensor)) for row in rows}):
+        clips = [take_coefficient(row.tensor) if type(row.tensor.grad) is ClippedGradient else None for row in rows]
+        for run in runs_of(rows, {row: (phase_of[row], clip) for row, clip in zip(rows, clips)}):
             phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase)
             yield run, phase, clip
 
@@ -425,8 +432,10 @@ class KernelStepInBlocks(KernelStep):
         register, blocks = self._optimizer.state, self._blocks[bucket]
         small = {row for row in rows if not is_in_blocks(row.slot.parameter.numel())}
 
-        def make_ready(row: Row, name: str, state: dict[str, Any]) -> bool:
-            return (self._small if row in small else blocks).make_ready(row, name, state)
+        def make_ready(name: str, states: States) -> set[Row]:
+            in_blocks = {row: state for row, state in states.items() if row not in small}
+            in_float32 = {row: state for row, state in states.items() if row in small}
+            return self._small.make_ready(name, in_float32) | blocks.make_ready(name, in_blocks)
 
         number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, make_ready)
         packed, names = blocks.blocks(), self._form.state_names(group)
@@ -500,13 +509,11 @@ class KernelShare:
         if coefficient is None:
             return []
         one = Coefficient(coefficient)
-        left = []
-        for row in rows:
-            if row.slot.bucket in self._mine and not row.is_parameter:
-                clip_later(row.tensor, one)
-            else:
-                left.append(row)
-        return left
+        # A row that is a parameter has no clipped gradient; see `ClippedGradient`.
+        later = [row for row in rows if row.slot.bucket in self._mine and row.tensor is not row.slot.parameter]
+        for row in later:
+            clip_later(row.tensor, one)
+        return [row for row in rows if row.slot.bucket not in self._mine or row.tensor is row.slot.parameter]
 
     def report(self) -> KernelReport:
         return KernelReport(buckets=len(self._mine), all_buckets=self._bucket_count, hindrances=tuple(self._hindrances))

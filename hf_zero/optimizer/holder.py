@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -106,7 +106,7 @@ class BucketSteps:
         self._step = step
         self._commit = commit
         self._transport = transport
-        self._gradients: dict[Row, torch.Tensor] = {}
+        self._gradients: dict[Row, torch.Tensor | None] = {}
         self._broken: OffloadError | None = None
         self._hook = self._register()
 
@@ -162,12 +162,14 @@ class BucketSteps:
         for rows in rows_of.values():
             for row in rows:
                 # Taken away before the script's own call, which would step these rows a second time.
-                self._gradients[row], row.tensor.grad = cast(torch.Tensor, row.tensor.grad), None
+                self._gradients[row], row.tensor.grad = row.tensor.grad, None
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
         register = self.optimizer.state
-        makes_state = any([row.tensor not in register for rows in rows_of.values() for row in rows])
+        makes_state = self._window is not None and any(
+            row.tensor not in register for rows in rows_of.values() for row in rows
+        )
         # `closing` ends the walk at an error in a step: left to the garbage
         # collector, its threads would go on using buffers and files.
         with closing(self._walk(list(rows_of), spared=int(makes_state))) as walk:

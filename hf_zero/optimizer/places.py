@@ -203,18 +203,21 @@ class StateInBlocks(StatePlace):
                 kept[name] = self._moments.placeholder(row)
         return kept
 
-    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
-        """Puts the row's moment into blocks, zero if there is none; returns whether there was one."""
-        value = state.get(name)
-        # First: in all steps but the first, each moment is there.
-        if self._moments.is_placeholder(value):
-            return True
-        if value is not None:
-            state[name] = self.put(row, {name: value})[name]
-            return True
-        self.blocks()[name].clear_part(row.layout.in_shard)
-        state[name] = self._moments.placeholder(row)
-        return False
+    def make_ready(self, name: str, states: Mapping[Row, dict[str, Any]]) -> set[Row]:
+        """Puts the rows' moments into blocks, zero where there is none; returns the rows that had none."""
+        new = set()
+        for row, state in states.items():
+            value = state.get(name)
+            # First: in all steps but the first, each moment is there.
+            if self._moments.is_placeholder(value):
+                continue
+            if value is not None:
+                state[name] = self.put(row, {name: value})[name]
+                continue
+            self.blocks()[name].clear_part(row.layout.in_shard)
+            state[name] = self._moments.placeholder(row)
+            new.add(row)
+        return new
 
     def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
         packed = sum(state.nbytes for state in self.packed.values())

@@ -46,7 +46,7 @@ sized() {
 
 step() {
     # shellcheck disable=SC2046
-    python $bench/step.py $(sized "--model 4m --rounds 2 --steps 1" "--engines all --model 30m --starts 2 --rounds 3 --steps 2") --json "$results/step.json"
+    python $bench/step.py $(sized "--model 4m --rounds 1 --steps 1" "--engines all --model 30m --starts 2 --rounds 3 --steps 2") --json "$results/step.json"
 }
 
 curves() {

@@ -37,7 +37,6 @@ def test_line_runs_as_it_is_typed(page: str, line: Line, tmp_path: Path):
     [
         ("hf-zero", "README.md", "hf-zero run"),
         ("torchrun", "docs/ways-in.md", "torchrun"),
-        ("accelerate", "docs/ways-in.md", "accelerate launch"),
         ("accelerate", "docs/unmodified-scripts.md", "-m hf_zero.run"),
         ("python", "docs/parity.md", "python "),
     ],
