@@ -183,8 +183,11 @@ WAYS = {
 }
 
 
-OTHER_MODELS = {"bert", "t5", "adapters"}
-"""Ways that differ from the first in the model alone. Each meets every third setting."""
+SPARSE = {
+    **dict.fromkeys(["bert", "t5", "adapters"], 3),
+    **dict.fromkeys(["recomputed", "evaluated", "two optimizers"], 2),
+}
+"""Ways that meet every third setting, since only their models differ from the first way's, or every second."""
 
 
 def optimizers_of(model: nn.Module, way: Way) -> list[torch.optim.Optimizer]:
@@ -335,13 +338,13 @@ def test_everything_is_ordered(name, way, world_size, library, tmp_path):
 
 
 def world_sizes_of(name: str, way: str, turn: int) -> set[int]:
-    """Ranks on which a setting meets a way: in turns one and two, now and then four. Settings of four meet every fourth way."""
-    if way in OTHER_MODELS and turn % 3:
+    """Ranks on which a setting meets a way: one or two in turns, now and then four. Settings of four meet every fourth way."""
+    if turn % SPARSE.get(way, 1):
         return set()
     least = max([1, *(ranks for word, ranks in LEAST_RANKS.items() if word in name)])
     if least == 4:
         return {4} if turn % 4 == 0 else set()
-    return {max(least, 1 + turn % 2), *([4] if turn % 12 == 0 else [])}
+    return {max(least, 1 + turn // 2 % 2), *([4] if turn % 12 == 0 else [])}
 
 
 @pytest.mark.slow
