@@ -199,7 +199,7 @@ class Row:
 
 
 def rows_with_gradient(rows: Iterable[Row]) -> list[Row]:
-    """Returns those rows that have a gradient for the next step, behind its arrival."""
+    """Returns the rows with a gradient for the next step, once their gradients have arrived."""
     with look_only():
         owned = [(row, row.tensor, row.slot.parameter) for row in rows]
         # As `has_gradient` does: each parameter comes here in each step.

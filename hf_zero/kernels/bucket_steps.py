@@ -22,10 +22,10 @@ from .steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
 Group = Mapping[str, Any]
 
 States = Mapping[Row, dict[str, Any]]
-"""What the optimizer's register has of each row."""
+"""Each row's entry in the optimizer's register."""
 
 MakeReady = Callable[[str, States], set[Row]]
-"""Has the rows' state of a name where a kernel wants it, zero where the register has none, and returns the rows that had none."""
+"""Moves the rows' state of one name to where a kernel reads and writes; returns the rows that had none, now zeros."""
 
 
 class KernelForm(ABC):

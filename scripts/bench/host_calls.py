@@ -2,13 +2,16 @@
 
     python scripts/bench/host_calls.py                              # a minute
     python scripts/bench/host_calls.py --engines hf_zero3 --top 30  # which functions of this package they are
+    python scripts/bench/host_calls.py --ranks 1 --kernels          # one rank whose steps are launches of kernels, as on a GPU
 
 CPU time tells what a step costs the host, and wants a machine on which nothing else runs. Calls are the same on a busy one,
-so a change to what a step does is seen here first. Steps are clipped, and counted after some of warm-up, on rank 0.
+so a change to what a step does is seen here first. Steps are clipped, and counted after some of warm-up, on rank 0. With
+`--kernels`, launches do nothing: the host's calls for them are counted, and the losses mean nothing.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from types import FrameType
@@ -41,8 +44,15 @@ class Calls(NamedTuple):
     functions: dict[str, float]
 
 
-def count_calls(rank: int, world_size: int, *, engine_names: list[str], n_layer: int, steps: int) -> dict[str, Calls]:
+def count_calls(
+    rank: int, world_size: int, *, engine_names: list[str], n_layer: int, steps: int, kernels: bool = False
+) -> dict[str, Calls]:
     """The calls of each engine on this rank."""
+    if kernels:
+        os.environ["TRITON_INTERPRET"] = "1"
+        from hf_zero.kernels.base import Kernel
+
+        Kernel._launch = lambda *_arguments, **_constants: None
     workload, found = Classifier(n_layer=n_layer), {}
     for name in engine_names:
         engine = ENGINES[name](workload.make_model, adamw_arguments(fused=True))
@@ -90,16 +100,21 @@ def main() -> int:
         engines=(list(USUAL), ", ".join(ENGINES)),
         n_layer=12,
         steps=5,
+        ranks=2,
+        kernels=(False, "count the host's calls for steps by kernels"),
         top=(0, "functions of this package to list for each engine"),
         time_limit_s=300.0,
     )
-    job = {"engine_names": chosen_engines(options.engines), "n_layer": options.n_layer, "steps": options.steps}
-    found: dict[str, Calls] = on_ranks(count_calls, 2, limit_s=options.time_limit_s, **job)[0]
+    job = {"engine_names": chosen_engines(options.engines)} | {
+        name: getattr(options, name) for name in ("n_layer", "steps", "kernels")
+    }
+    found: dict[str, Calls] = on_ranks(count_calls, options.ranks, limit_s=options.time_limit_s, **job)[0]
     columns = [
         *(("engine", "engine"), ("Python", "python", ",.0f"), ("of them hf_zero's", "package", ",.0f")),
         *(("built in", "builtin", ",.0f"), ("torch operations", "operations", ",.0f")),
     ]
-    title = f"BERT of {options.n_layer} layers, 2 ranks, calls a step on rank 0"
+    ranks = f"{options.ranks} rank{'s' if options.ranks > 1 else ''}"
+    title = f"BERT of {options.n_layer} layers, {ranks}, calls a step on rank 0"
     print_table(title, columns, ({"engine": name} | calls._asdict() for name, calls in found.items()))
     for name, calls in found.items() if options.top else ():
         print(f"\n{name}")
