@@ -1,6 +1,6 @@
 """Breaks the engine on purpose, one place at a time, and shows that the short suite's tests fail of it.
 
-    python scripts/mutation_check.py                  # all breaks: some eight minutes on two cores
+    python scripts/mutation_check.py                  # all breaks: some seven minutes on two cores
     python scripts/mutation_check.py wrong-divisor    # those named
 
 `breaks.yaml` beside this script lists the breaks. Each is made in a copy of the tree, and its tests are run there until the first

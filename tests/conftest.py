@@ -101,7 +101,7 @@ LONGEST_FIRST_WITH_SLOW = (
         "test_commit.py",
         "test_configs.py",
     ),
-    *("test_mutations.py", "test_forecast.py", "test_late_ranks.py", "test_bench.py"),
+    *("test_forecast.py", "test_late_ranks.py", "test_bench.py"),
     *("test_docs.py", "test_faults.py", "test_standin_device.py", "test_split_models.py", "test_auto.py"),
     *("test_elastic_agents.py", "test_parity.py", "test_hostile_folders.py", "test_standin_doors.py"),
     *("test_memory.py", "test_hub.py", "test_accelerate.py", "test_hybrid.py"),

@@ -185,7 +185,7 @@ WAYS = {
 
 SPARSE = {
     **dict.fromkeys(["bert", "t5", "adapters"], 3),
-    **dict.fromkeys(["recomputed", "evaluated", "two optimizers"], 2),
+    **dict.fromkeys(["recomputed", "clipped", "in halves", "evaluated", "edited", "two optimizers"], 2),
 }
 """Ways that meet every third setting, since only their models differ from the first way's, or every second."""
 
