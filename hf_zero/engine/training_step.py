@@ -343,8 +343,8 @@ class TrainingStep:
         """See `ZeroEngine.clip_grad_norm_`."""
         nonfinite = self._parts.nonfinite
         self._enter(TrainingState.CLIP)
-        rows, is_of_all = self._rows_of(parameters)
-        rows = rows_with_gradient(rows)
+        asked, is_of_all = self._rows_of(parameters)
+        rows = rows_with_gradient(asked)
         for bucket in {row.slot.bucket for row in rows}:
             bucket.allow_norms()
         # The norm before the coefficient, over all ranks: each rank then scales by the same number.
@@ -358,10 +358,7 @@ class TrainingStep:
         return measured.norm
 
     def _rows_of(self, parameters: Iterable[nn.Parameter] | None) -> tuple[Iterable[Row], bool]:
-        """Returns this rank's rows of some parameters, and whether these are all parameters of the engine.
-
-        All or not is asked of the parameters and not of the rows: the ranks must come to the same answer.
-        """
+        """Returns this rank's rows of some parameters, and whether these are all parameters of the engine."""
         row_of, slot_of = self._parts.row_of, self._parts.slot_of
         if parameters is None:
             return row_of.values(), True
@@ -370,6 +367,7 @@ class TrainingStep:
         if len(asked) != len(self._asked) or not all(map(is_, asked, self._asked)):
             wanted = dict.fromkeys(parameter for parameter in asked if parameter in slot_of)
             rows = [row_of[parameter] for parameter in wanted if parameter in row_of]
+            # By the parameters and not by the rows: the ranks must come to the same answer.
             self._asked, self._found = asked, (rows, len(wanted) == len(slot_of))
         return self._found
 

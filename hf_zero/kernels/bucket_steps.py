@@ -3,6 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -12,7 +13,7 @@ from ..buckets.bucket import Bucket, Row, Run, runs_of
 from ..buckets.rows import Coded
 from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient
 from ..layout import Interval, is_in_blocks
-from ..optimizer.bucket_state import BucketState, KernelReport
+from ..optimizer.bucket_state import BucketState, KernelReport, States
 from ..optimizer.holder import Assigned, BucketStep, LentStep, StepChoice
 from ..optimizer.places import StateInBlocks
 from .steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
@@ -20,9 +21,6 @@ from .steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
 # ---- What kernels know of optimizers: which settings they have a form for, and which state is whose ----
 
 Group = Mapping[str, Any]
-
-States = Mapping[Row, dict[str, Any]]
-"""Each row's entry in the optimizer's register."""
 
 MakeReady = Callable[[str, States], set[Row]]
 """Moves the rows' state of one name to where a kernel reads and writes; returns the rows that had none, now zeros."""
@@ -238,7 +236,7 @@ class FlatState:
 
     def __init__(self):
         self._flats: dict[Bucket, dict[str, torch.Tensor]] = {}
-        self._views: dict[str, dict[Row, torch.Tensor]] = {}
+        self._views: dict[Bucket, dict[str, dict[Row, torch.Tensor]]] = {}
 
     def of(self, bucket: Bucket, name: str) -> torch.Tensor:
         """(shard_numel,) of the master dtype. Undefined where no row has been made ready."""
@@ -247,9 +245,9 @@ class FlatState:
             flats[name] = bucket.tier.empty(bucket.layout.shard_numel, bucket.precision.master)
         return flats[name]
 
-    def make_ready(self, name: str, states: States) -> set[Row]:
+    def make_ready(self, bucket: Bucket, name: str, states: States) -> set[Row]:
         """Makes each row's `name` in the register a view of the flat tensor; returns the rows that had no values."""
-        views, new = self._views.setdefault(name, {}), set()
+        views, new = self._views.setdefault(bucket, {}).setdefault(name, {}), set()
         for row, state in states.items():
             value = state.get(name)
             # First: in all steps but the first, each row's is one.
@@ -275,9 +273,7 @@ class FlatState:
     def forget(self, bucket: Bucket) -> None:
         """Leaves the memory to the views that are still in the register."""
         self._flats.pop(bucket, None)
-        for views in self._views.values():
-            for row in bucket.rows:
-                views.pop(row, None)
+        self._views.pop(bucket, None)
 
 
 class SmallState(FlatState):
@@ -362,9 +358,8 @@ class KernelStep(BucketStep):
             self._with_copy.add(bucket)
 
     def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
-        phase_of = self._form.begin(
-            group, {row: self._optimizer.state[row.tensor] for row in rows}, self._flat.make_ready
-        )
+        states_of = {row: self._optimizer.state[row.tensor] for row in rows}
+        phase_of = self._form.begin(group, states_of, partial(self._flat.make_ready, bucket))
         names = self._form.state_names(group)
         for run, phase, clip in self._runs(rows, phase_of):
             states = {name: self._flat.of_run(bucket, name, run.interval) for name in names}
@@ -374,6 +369,7 @@ class KernelStep(BucketStep):
         self, rows: Sequence[Row], phase_of: Mapping[Row, _Phase]
     ) -> Iterator[tuple[Run, _Phase, Coefficient | None]]:
         """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
+        # Only a clipped gradient is worth a call: each parameter comes here in each step.
         clips = [take_coefficient(row.tensor) if type(row.tensor.grad) is ClippedGradient else None for row in rows]
         for run in runs_of(rows, {row: (phase_of[row], clip) for row, clip in zip(rows, clips)}):
             phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase)
@@ -435,7 +431,7 @@ class KernelStepInBlocks(KernelStep):
         def make_ready(name: str, states: States) -> set[Row]:
             in_blocks = {row: state for row, state in states.items() if row not in small}
             in_float32 = {row: state for row, state in states.items() if row in small}
-            return self._small.make_ready(name, in_float32) | blocks.make_ready(name, in_blocks)
+            return self._small.make_ready(bucket, name, in_float32) | blocks.make_ready(name, in_blocks)
 
         number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, make_ready)
         packed, names = blocks.blocks(), self._form.state_names(group)
@@ -510,10 +506,10 @@ class KernelShare:
             return []
         one = Coefficient(coefficient)
         # A row that is a parameter has no clipped gradient; see `ClippedGradient`.
-        later = [row for row in rows if row.slot.bucket in self._mine and row.tensor is not row.slot.parameter]
+        later = {row for row in rows if row.slot.bucket in self._mine and row.tensor is not row.slot.parameter}
         for row in later:
             clip_later(row.tensor, one)
-        return [row for row in rows if row.slot.bucket not in self._mine or row.tensor is row.slot.parameter]
+        return [row for row in rows if row not in later]
 
     def report(self) -> KernelReport:
         return KernelReport(buckets=len(self._mine), all_buckets=self._bucket_count, hindrances=tuple(self._hindrances))

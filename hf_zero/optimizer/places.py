@@ -203,7 +203,7 @@ class StateInBlocks(StatePlace):
                 kept[name] = self._moments.placeholder(row)
         return kept
 
-    def make_ready(self, name: str, states: Mapping[Row, dict[str, Any]]) -> set[Row]:
+    def make_ready(self, name: str, states: States) -> set[Row]:
         """Puts the rows' moments into blocks, zero where there is none; returns the rows that had none."""
         new = set()
         for row, state in states.items():

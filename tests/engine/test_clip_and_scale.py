@@ -56,6 +56,19 @@ def test_a_clip_that_only_kernels_read_makes_no_pass_over_the_gradients(setting)
     assert all(torch.equal(g, b) for g, b in zip(held, before))
 
 
+def test_a_clip_of_other_parameters_than_the_last_ones_is_of_these():
+    model, _, engine = small(kernels="never")
+    model().backward()
+    # As many each time; and the first again, which has been clipped.
+    for part in (0, 1, 1, 0):
+        expected = engine.full_grad(model.parts[part]).norm()
+        norm = engine.clip_grad_norm_(0.01, parameters=[model.parts[part]])
+        torch.testing.assert_close(norm, expected)
+        torch.testing.assert_close(
+            engine.full_grad(model.parts[part]).norm(), torch.tensor(0.01).to(norm), rtol=1e-3, atol=0
+        )
+
+
 @pytest.mark.extra("kernels")
 def test_gradients_of_parameters_and_those_that_torch_steps_are_clipped_at_once():
     whole = {"stage": 0}
