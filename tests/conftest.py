@@ -94,14 +94,8 @@ LONGEST_FIRST = (
 
 # The same where slow tests run, too; those of the other list follow.
 LONGEST_FIRST_WITH_SLOW = (
-    *(
-        "test_docs_in_minutes.py",
-        "test_races.py",
-        "test_random_modules.py",
-        "test_commit.py",
-        "test_configs.py",
-    ),
-    *("test_forecast.py", "test_late_ranks.py", "test_bench.py"),
+    *("test_races.py", "test_bench.py", "test_docs_in_minutes.py", "test_core_alone.py"),
+    *("test_random_modules.py", "test_commit.py", "test_configs.py", "test_forecast.py", "test_late_ranks.py"),
     *("test_docs.py", "test_faults.py", "test_standin_device.py", "test_split_models.py", "test_auto.py"),
     *("test_elastic_agents.py", "test_parity.py", "test_hostile_folders.py", "test_standin_doors.py"),
     *("test_memory.py", "test_hub.py", "test_accelerate.py", "test_hybrid.py"),
@@ -119,6 +113,7 @@ hypothesis.settings.register_profile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-times", action="store_true", help="CPU seconds of every test, file and folder, at the end")
+    parser.addoption("--one-cell", action="store_true", help="the first cell alone of each test with several")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -131,6 +126,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cells.mark_slow(items, are_all=not any("::" in argument for argument in config.args))
     items[:] = [item for item in items if all(is_installed(mark.args[0]) for mark in item.iter_markers("extra"))]
     is_short = config.getoption("markexpr") == "not slow"
+    if config.getoption("one_cell"):
+        wanted = [item for item in items if not (is_short and item.get_closest_marker("slow"))]
+        # The first of each test stays, and all in their order.
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(wanted)}
+        items[:] = [item for item in wanted if first[item.nodeid.partition("[")[0]] is item]
     order = LONGEST_FIRST if is_short else dict.fromkeys((*LONGEST_FIRST_WITH_SLOW, *LONGEST_FIRST))
     places = {name: place for place, name in enumerate(order)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))

@@ -166,9 +166,7 @@ def _foreign_weights(checkpoint: Path) -> _Weights:
 
 def _file_weights(checkpoint: Path, number: int, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> _Weights:
     """Opens files that `from_pretrained` reads. `shapes`: of the model's whole tensors, by name."""
-    # accelerate numbers the files of its models, from the second on.
-    names = [f"model_{number}.safetensors"] if number else weight_files(checkpoint)
-    files = [mapped_tensors(checkpoint / name) for name in names]
+    files = [mapped_tensors(checkpoint / name) for name in weight_files(checkpoint, number)]
     held = {name: values for file in files for name, values in file.items()}
     if isinstance(model, PreTrainedModel) and not held.keys() <= shapes.keys():
         # Names that the model has not: experts, for example, are one tensor in the model and many in its files.

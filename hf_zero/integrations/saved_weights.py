@@ -283,8 +283,11 @@ class SavedTensor:
         )
 
 
-def weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path, number: int = 0) -> list[str]:
     """Names of the safetensors files that hold a folder's model, in order.
+
+    Args:
+        number: the model's place among those of `accelerator.save_state`, which numbers files from the second model on.
 
     Raises:
         CheckpointError: there are none, or the index names files that are missing or outside of the folder.
@@ -292,7 +295,7 @@ def weight_files(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise CheckpointError(f"hf_zero: {no_folder(folder)}.")
     index = folder / SAFETENSORS_INDEX_FILE
-    if index.is_file():
+    if index.is_file() and not number:
         # Before the index is opened: a folder from the Hub may hold a link to any file.
         refuse_links(folder, [index])
         weight_map = read_mapping(index).get("weight_map")
@@ -304,14 +307,19 @@ def weight_files(folder: Path) -> list[str]:
         if bad:
             raise CheckpointError(f"hf_zero: {index} names {bad[0][:200]!r}, which is not a file of {folder}.")
         return names
-    for name in (SAFETENSORS_SINGLE_FILE, ADAPTER_SAFE_WEIGHTS_NAME):
+    names = [f"model_{number}.safetensors"] if number else [SAFETENSORS_SINGLE_FILE, ADAPTER_SAFE_WEIGHTS_NAME]
+    for name in names:
         if (folder / name).is_file():
             return [name]
+    pickled = f"pytorch_model_{number}.bin" if number else "pytorch_model.bin"
+    if (folder / pickled).is_file():
+        raise CheckpointError(
+            f"hf_zero: {folder} holds no {names[0]}, only {pickled}, which runs code when loaded. Save with "
+            "`safe_serialization=True`, the default."
+        )
     newest = next(newest_first(folder), None)
     inside = "" if newest is None else f"; {newest.name} is inside, so give {newest}"
-    raise CheckpointError(
-        f"hf_zero: {folder} holds no {SAFETENSORS_SINGLE_FILE} and no {SAFETENSORS_INDEX_FILE}{inside}."
-    )
+    raise CheckpointError(f"hf_zero: {folder} holds no {names[0]} and no {SAFETENSORS_INDEX_FILE}{inside}.")
 
 
 def saved_tensors(folder: Path) -> list[SavedTensor]:

@@ -324,7 +324,13 @@ def test_accelerate_trains_saves_and_resumes(folder_name, tmp_path, kind, sizes,
 
 
 def with_two_models(
-    rank: int, world_size: int, folder: str, models: list[tuple], saved: Path, resumed: Path | None = None
+    rank: int,
+    world_size: int,
+    folder: str,
+    models: list[tuple],
+    saved: Path,
+    resumed: Path | None = None,
+    safe_serialization: bool = True,
 ) -> tuple[list, list]:
     """Whole parameters of two models as they were saved, and as they are behind a load over others."""
     as_launched(rank, world_size)
@@ -339,7 +345,7 @@ def with_two_models(
             for parameter in model.parameters():
                 parameter.add_(number + 1)
     if resumed is None:
-        accelerator.save_state(str(saved))
+        accelerator.save_state(str(saved), safe_serialization=safe_serialization)
     before = [parts_of(model) for model in prepared]
     with torch.no_grad():
         for parameter in (p for model in prepared for p in model.parameters()):
@@ -379,6 +385,15 @@ def test_two_models_of_which_one_is_split_are_loaded_as_they_were_saved(folder_n
     for outcome in outcomes:
         for before, after in zip(*outcome):
             assert all(np.array_equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_a_split_second_model_is_not_read_from_a_pickle_and_the_error_names_the_file(folder_name, tmp_path):
+    how, state = {"folder": folder_name, "saved": tmp_path / "state"}, tmp_path / "state"
+    run_on_ranks(with_two_models, models=[MIXTURE, MIXTURE], safe_serialization=False, **how)
+    with pytest.raises(RuntimeError, match=r"holds no model_1\.safetensors, only pytorch_model_1\.bin") as raised:
+        run_on_ranks(with_two_models, models=[MIXTURE, ITS_EXPERTS_SPLIT], resumed=state, **how)
+    assert "safe_serialization=True" in str(raised.value)
 
 
 def recorded(rank: int, world_size: int, folder: str, log: Path) -> tuple[bool, bool]:

@@ -392,8 +392,8 @@ def settings_at(case: Case, stage: int) -> dict:
     return settings
 
 
-def compare(rank: int, world_size: int, seeds: list[int], stages: tuple[int, ...], dtype: torch.dtype) -> list[Result]:
-    """Every case at every stage beside its reference."""
+def compare(rank: int, world_size: int, seeds: list[int], dtype: torch.dtype, at_half: bool) -> list[Result]:
+    """Every case beside its reference, at every stage, or at half of them: odd seeds at 1 and 3, even ones at 0 and 2."""
     warnings.simplefilter("ignore")
     torch.set_default_dtype(dtype)
     results = []
@@ -402,7 +402,9 @@ def compare(rank: int, world_size: int, seeds: list[int], stages: tuple[int, ...
         expected = train(case, rank, world_size, None)
         reference = why_not_ddp(case, world_size) or "DDP"
         # At stage 3 all ranks gather a layer together, so each has to use it.
-        for stage in stages if case.is_same_on_each_rank else stages[:3]:
+        for stage in STAGES if case.is_same_on_each_rank else STAGES[:3]:
+            if at_half and stage % 2 != seed % 2:
+                continue
             try:
                 outcome = train(case, rank, world_size, stage)
             except Exception as error:
@@ -411,19 +413,19 @@ def compare(rank: int, world_size: int, seeds: list[int], stages: tuple[int, ...
     return results
 
 
-def check(world_size: int, seeds: list[int], dtype: torch.dtype, time_limit_s: float) -> None:
+def check(world_size: int, seeds: list[int], dtype: torch.dtype, time_limit_s: float, *, at_half: bool = False) -> None:
     on_ranks = run_ranks(
         compare,
         world_size=world_size,
         time_limit_s=time_limit_s,
-        keyword_arguments={"seeds": seeds, "stages": STAGES, "dtype": dtype},
+        keyword_arguments={"seeds": seeds, "dtype": dtype, "at_half": at_half},
     )
-    references = Counter(result.reference for result in on_ranks[0] if result.stage == 0)
-    apart = len(seeds) - sum(result.stage == 3 for result in on_ranks[0])
+    references = Counter({result.seed: result.reference for result in on_ranks[0]}.values())
+    stages = Counter(result.stage for result in on_ranks[0])
     errors = [result.error for results in on_ranks for result in results]
     print(
         f"{world_size} ranks, {dtype}: {len(seeds)} cases beside {dict(references)}, off by {max(errors):.1e} at most; "
-        f"{apart} of them not at stage 3: ranks differ"
+        f"by stage, at 3 those whose ranks do not differ: {dict(stages)}"
     )
     wrong = [result for results in on_ranks for result in results if not result.error <= MOST_ERROR[dtype]]
     assert not wrong, "\n".join(map(str, wrong))
@@ -449,4 +451,4 @@ SEEDS = {
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", SEEDS)
 def test_300_random_modules_train_as_under_ddp(world_size):
-    check(world_size, SEEDS[world_size], torch.float64, time_limit_s=1500)
+    check(world_size, SEEDS[world_size], torch.float64, time_limit_s=1500, at_half=True)

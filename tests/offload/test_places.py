@@ -141,12 +141,8 @@ SHORT = [
     ),
 ]
 LONG = [
-    *(
-        (f"{name}, every job and stage", ranks, of_jobs(EVERY, place))
-        for name, place in (("host", HOST), ("files", FILES))
-        for ranks in (1, 2)
-    ),
-    ("state of few jobs", 3, of_jobs(FEW, HOST, FILES)),
+    *((f"{name}, every job and stage", 2, of_jobs(EVERY, place)) for name, place in (("host", HOST), ("files", FILES))),
+    *(("state of few jobs", ranks, of_jobs(FEW, HOST, FILES)) for ranks in (1, 3)),
     *(
         (f"state with {name}", ranks, at_stages((1, 2, 3), HOST, FILES, **more))
         for name, more in (("local accumulation", LOCAL), ("masters", BF16))

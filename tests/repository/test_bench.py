@@ -9,7 +9,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import guard
 import pytest
@@ -19,9 +18,7 @@ from engines import ENGINES, Engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 
-import axes
 import bf16_ways
-import first_step
 import fused_kernels
 import gpus
 import harness
@@ -31,7 +28,7 @@ import ranks
 import step
 import tables
 from compare import summarise_ranks
-from engines import WORKLOADS
+from engines import USUAL_ENGINES, WORKLOADS
 from harness import BENCH_FOLDER, tcp_bytes
 from launching import run_forked
 
@@ -94,32 +91,29 @@ def test_ratios_are_paired_by_round_and_losses_compared_with_the_baseline():
     assert summary["loss_difference"] == 0.5
 
 
-def run_here(script: ModuleType, *arguments: object) -> int:
-    """A benchmark's exit status: in this process, whose ranks are forked with everything imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
-        return script.main()
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> Path:
+    """The folder of figures of `all.sh --quick`, which runs every part once."""
+    results = tmp_path_factory.mktemp("bench")
+    said = run_on_cpu(["bash", str(BENCH_FOLDER / "all.sh"), "--quick"], {"RESULTS": str(results)}, time_limit_s=1500)
+    assert f"tables and pictures in {results}" in said
+    return results
 
 
-def run_as_main(path: Path, *arguments: object) -> None:
-    """The same for a file that cannot be imported by its name, since a standard module has it."""
-    main = ModuleType("__main__")
-    main.__file__ = str(path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
-        patch.setattr(ranks, "PRELOADED_MODULES", list(ranks.PRELOADED_MODULES))
-        # Where the ranks find the functions that they are told to run.
-        patch.setitem(sys.modules, "__main__", main)
-        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(main))
+def figures_of(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def engines_in_table(path: Path, kind: str) -> list[str]:
+    table = tables.tables_of(tables.read_record(path))[kind]
+    return [line.split("|")[1].strip() for line in table.splitlines()[2:]]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_step_compares_engines_end_to_end(tmp_path):
-    figures_path = tmp_path / "figures.json"
-    assert run_here(step, "--quick", "--engines", "fsdp2", "--json", figures_path) == 0
-    engines = {engine["name"]: engine for engine in json.loads(figures_path.read_text())["engines"]}
-    assert list(engines) == ["ddp", "fsdp2"]
+@pytest.mark.timeout(1600)
+def test_step_compares_engines_end_to_end(quick):
+    engines = {engine["name"]: engine for engine in figures_of(quick / "step.json")["engines"]}
+    assert list(engines) == list(USUAL_ENGINES)
     assert engines["fsdp2"]["loss_difference"] == 0.0
     assert engines["fsdp2"]["sent_ratio"]["median"] > 1.0
     assert engines["ddp"]["peak_bytes"] > 0
@@ -145,36 +139,29 @@ def test_a_peak_counts_what_was_held_and_freed_blocks_are_given_back():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_host_time_compares_engines_end_to_end(tmp_path):
-    figures_path = tmp_path / "figures.json"
-    assert run_here(host_time, "--quick", "--json", figures_path) == 0
-    engines = {engine["name"]: engine for engine in json.loads(figures_path.read_text())["engines"]}
+@pytest.mark.timeout(1600)
+def test_host_time_compares_engines_end_to_end(quick):
+    engines = {engine["name"]: engine for engine in figures_of(quick / "host_time.json")["engines"]}
     assert list(engines) == list(host_time.USUAL)
     assert engines["ddp"]["to_ddp"] == engines["fsdp2"]["to_fsdp2"] == 1.0
     assert all(engine["cpu_ms"] > 0 and engine["loss_difference"] < 1e-5 for engine in engines.values())
 
 
 @pytest.mark.slow
-def test_first_step_compares_every_stage_with_ddp(tmp_path):
-    figures_path = tmp_path / "first_step.json"
-    assert run_here(first_step, "--quick", "--json", figures_path) == 0
-    table = tables.tables_of(tables.read_record(figures_path))["first-step"]
-    engines = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+@pytest.mark.timeout(1600)
+def test_first_step_compares_every_stage_with_ddp(quick):
+    engines = engines_in_table(quick / "first_step.json", "first-step")
     assert engines == ["DDP", *(f"hf_zero stage {stage}" for stage in (1, 2, 3))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
-def test_axes_compares_stages_with_fsdp2_over_the_copies_of_a_split_model(tmp_path, sizes):
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("name", ["axes.json", "axes-experts.json"])
+def test_axes_compares_stages_with_fsdp2_over_the_copies_of_a_split_model(name, quick):
     pytest.importorskip("transformers.distributed")
-    figures_path = tmp_path / "axes.json"
-    tp, ep = sizes
-    assert run_here(axes, "--quick", "--tp", tp, "--ep", ep, "--json", figures_path) == 0
-    table = tables.tables_of(tables.read_record(figures_path))["axes"]
-    engines = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    engines = engines_in_table(quick / name, "axes")
     assert engines == ["FSDP2", *(f"hf_zero stage {stage}" for stage in (1, 2, 3))]
-    fsdp2, *ours = json.loads(figures_path.read_text())["engines"]
+    fsdp2, *ours = figures_of(quick / name)["engines"]
     assert all(row["sent_bytes"] < fsdp2["sent_bytes"] for row in ours)
 
 
@@ -186,11 +173,9 @@ def test_host_time_says_by_how_much_a_goal_is_missed():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_io_saves_and_resumes_end_to_end(tmp_path):
-    figures_path = tmp_path / "io.json"
-    run_as_main(BENCH_FOLDER / "checkpoints.py", "--quick", "--stages", 3, "--folder", tmp_path, "--json", figures_path)
-    figures = json.loads(figures_path.read_text())
+@pytest.mark.timeout(1600)
+def test_saves_and_resumes_are_compared_end_to_end(quick):
+    figures = figures_of(quick / "checkpoints.json")
     assert {"stage 3: stall", "stage 3: at once", "torch.save", "DCP", "safetensors"} <= figures["saves"].keys()
     assert all(seconds > 0 for way in figures["saves"].values() for seconds in way)
     assert figures["resumes"].keys() == {"DDP", "stage 3"}
@@ -214,17 +199,10 @@ def test_step_refuses_an_unknown_engine(capsys):
     assert "unknown engines fsdp3; there are ddp" in capsys.readouterr().err
 
 
-def offload_figures(path: Path, *arguments: object) -> dict:
-    assert run_here(offload, "--json", path, *arguments) == 0
-    return json.loads(path.read_text())
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_offload_compares_ways_end_to_end_and_says_what_it_leaves_out(tmp_path):
-    figures = offload_figures(
-        *(tmp_path / "figures.json", "--model", "tiny", "--steps", 2, "--rounds", 1, "--nvme-path", tmp_path)
-    )
+@pytest.mark.timeout(1600)
+def test_offload_compares_ways_end_to_end_and_says_what_it_leaves_out(quick):
+    figures = figures_of(quick / "offload.json")
     ways = {way["way"]: way for way in figures["ways"]}
     assert list(ways) == ["none", "cpu", "nvme", "torch"]
     assert figures["left_out"].keys() == {"torchao", "torchao-gradients", "deepspeed"}
@@ -235,8 +213,12 @@ def test_offload_compares_ways_end_to_end_and_says_what_it_leaves_out(tmp_path):
     assert figures["commit"] and figures["device"] == "cpu"
 
 
-def test_offload_begins_no_run_that_would_end_too_late(tmp_path):
-    figures = offload_figures(tmp_path / "figures.json", "--model", "tiny", "--minutes", 0, "--ways", "none")
+def test_offload_begins_no_run_that_would_end_too_late(tmp_path, monkeypatch):
+    path = tmp_path / "figures.json"
+    few = ["--model", "tiny", "--minutes", "0", "--ways", "none", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", [offload.__file__, *few])
+    assert offload.main() == 0
+    figures = figures_of(path)
     assert figures["ways"] == [] and not figures["failed"]
 
 
@@ -288,12 +270,12 @@ def test_a_trace_tells_what_of_communication_is_hidden():
     assert gpus.trace_in([], steps=1) == gpus.DeviceTrace(busy_ms=0.0, comm_ms=0.0, hidden_ms=0.0)
 
 
-def run_on_cpu(command: list[str], environment: dict[str, str] | None = None) -> str:
+def run_on_cpu(command: list[str], environment: dict[str, str] | None = None, time_limit_s: float = 280) -> str:
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=time_limit_s,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -431,12 +431,12 @@ def test_accuracy_is_kept_where_gradients_and_weights_travel_in_8_bits(curve):
         "stage=3,comm.gradients=int8,comm.weights=int8",
     )
     sums = dict.fromkeys((exact, *quantised), 0.0)
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         for settings in sums:
             found = curve(settings, seed)
             sums[settings] += found[-1][1]
             print(f"seed {seed}, {settings}: {found}")
-    means = {settings: total / 3 for settings, total in sums.items()}
+    means = {settings: total / 2 for settings, total in sums.items()}
     print("mean accuracy:", ", ".join(f"{settings}: {mean:.4f}" for settings, mean in means.items()))
     assert all(abs(means[settings] - means[exact]) <= 0.005 for settings in quantised)
 

@@ -39,6 +39,7 @@ HARMLESS = {("extra forward", 2), ("different seeds", 2), ("different seeds", 3)
 those of all ranks from the start."""
 ONLY_BELOW_3 = {"diverged replica"}
 """At stage 3 each parameter is held once."""
+FROM_OUTSIDE = {"stopped", "killed", "different seeds"}
 UNSAID = {"stopped", "killed"}
 """The rank at fault says nothing."""
 

@@ -42,6 +42,7 @@ LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
 
 RUNS_THE_TESTS = "bash scripts/test.sh"
 INSTALLS = "pip install hf-zero"
+MEASURES = "bash scripts/bench/all.sh --quick"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,8 @@ class Line:
             return "would run this very test"
         if self.command == INSTALLS:
             return "is not published yet; a test of the wheel installs the package"
+        if self.command == MEASURES:
+            return "is run by test_bench.py, which looks at its figures"
         gpus = re.match(r"(\d+) GPUs?\b", self.comment)
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if gpus is not None and there < int(gpus[1]):
