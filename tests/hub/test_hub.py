@@ -196,7 +196,10 @@ def test_adapters_on_a_packed_base_are_saved_resumed_merged_and_pushed(name, say
     run = tmp_path / "flag 3 2 0"
     for world_size in (2, 3):
         ours, theirs = (outcome(door, world_size, resume=str(run / "checkpoint-4")) for door in ("flag 3", "flag 2"))
-        assert ours == theirs and (ours["losses"] == stage_3["losses"]) is (world_size == 2)
+        assert (ours["losses"] == stage_3["losses"]) is (world_size == 2)
+        assert ours == theirs if world_size == 2 else ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+        # Three ranks' shards of one stage end elsewhere than the other stage's, and so do the parts of the norm's sum.
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-6)
     assert hf_zero("push", run / "checkpoint-8", REPO).exit_code == 0
     arrived = downloaded(server, tmp_path / "adapter") / "adapter_model.safetensors"
     assert arrived.read_bytes() == (run / "checkpoint-8" / "adapter_model.safetensors").read_bytes()
