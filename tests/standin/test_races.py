@@ -367,17 +367,20 @@ def ways_up(rank: int, world_size: int, library: Path, folder: str, name: str) -
     entries = [entry for entry in map(Entry._make, trace) if entry.actor.startswith("stream")]
     [computes] = {entry.actor for entry in entries if entry.name == "aten::addmm"}
 
-    def is_in(kind: type, each: Entry) -> bool:
+    def places(kind: type) -> set[str]:
+        """As an entry tells them."""
         lines, first = inspect.getsourcelines(kind)
-        file = Path(inspect.getfile(kind)).name
-        numbers = map(int, re.findall(rf"{re.escape(file)}:(\d+)", each.where))
-        return any(first <= number < first + len(lines) for number in numbers)
+        return {f"{Path(inspect.getfile(kind)).name}:{number}" for number in range(first, first + len(lines))}
 
+    def is_in(places: set[str], each: Entry) -> bool:
+        return not places.isdisjoint(re.findall(r"\w+\.py:\d+", each.where))
+
+    copies, gathers = places(RoundedHostToDevice), places(Gather)
     found = []
     for each in entries:
-        if each.kind == "do" and is_in(RoundedHostToDevice, each):
+        if each.kind == "do" and is_in(copies, each):
             found.append(("a copy", each.actor))
-        elif each.kind == "give" and is_in(Gather, each):
+        elif each.kind == "give" and is_in(gathers, each):
             found.append(("a gather", each.actor))
     return computes, found
 
