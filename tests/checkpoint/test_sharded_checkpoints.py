@@ -328,7 +328,7 @@ def buffers_go_on(rank: int, world_size: int, folder: str, layout: str) -> list[
     return [buffers[f"extra{number}"].tolist() for number in range(3)]
 
 
-@pytest.mark.parametrize("layout", ["hf", "sharded"])
+@pytest.mark.parametrize("layout", [slow("hf"), "sharded"])
 def test_buffers_of_unsigned_integers_are_saved_and_go_on(layout, tmp_path):
     found = run_on_ranks(buffers_go_on, folder=str(tmp_path), layout=layout)
     assert found == [[[1000, 1001, 1002]] * 3] * 2

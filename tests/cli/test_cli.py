@@ -180,7 +180,7 @@ AS_ON_THE_HUB = {
 }
 
 
-@pytest.mark.short_cells("old names", "another head", "no prefix, masks", "a tied tensor by both names")
+@pytest.mark.short_cells("old names", "no prefix, masks")
 @pytest.mark.extra("hub")
 @pytest.mark.parametrize("name", AS_ON_THE_HUB)
 def test_a_model_that_from_pretrained_takes_as_it_is_on_the_hub_is_good(name, tmp_path):

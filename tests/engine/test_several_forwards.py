@@ -9,7 +9,7 @@ import torch.distributed as dist
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate_job import make_accelerator
-from cells import short_of
+from cells import short_of, slow
 from shared_ranks import on_ranks, on_shared_ranks, run_on_ranks
 from torch import nn
 from torch.func import functional_call, grad, vmap
@@ -414,11 +414,10 @@ def read_behind_steps(rank: int, settings: dict | None) -> list[list]:
     return seen
 
 
+@pytest.mark.parametrize("stage", [slow(1), 2])
 @on_ranks(2)
-def test_reads_that_bypass_the_models_forward_or_the_model_wait_for_the_step_and_are_ddps(rank, world_size):
-    expected = read_behind_steps(rank, None)
-    for stage in (1, 2):
-        assert read_behind_steps(rank, {"stage": stage, "bucket_bytes": 256}) == expected, f"stage {stage}"
+def test_reads_that_bypass_the_models_forward_or_the_model_wait_for_the_step_and_are_ddps(rank, world_size, stage):
+    assert read_behind_steps(rank, {"stage": stage, "bucket_bytes": 256}) == read_behind_steps(rank, None)
 
 
 @on_ranks(2)

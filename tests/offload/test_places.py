@@ -132,11 +132,9 @@ SHORT = [
         "activations",
         2,
         [
-            *of_activations(["bert"], 0),
-            *of_activations(["bert with dropout"], 1),
             *of_activations(["odd"], 2),
             *of_activations(["dropping"], 3, beside=True),
-            *of_activations(["recomputed by hooks", "recomputed in a graph of its own"], 3),
+            *of_activations(["recomputed by hooks"], 3),
         ],
     ),
 ]
@@ -185,7 +183,7 @@ LONG = [
             ranks,
             [
                 *of_activations(MANY, 0),
-                *(case for stage in (1, 2) for case in of_activations(["dropping"], stage)),
+                *(case for stage in (1, 2) for case in of_activations(["dropping", "bert with dropout"], stage)),
                 *of_activations(MANY, 3, beside=True),
             ],
         )

@@ -257,9 +257,7 @@ def with_value(line: object, place: tuple, value: object) -> object:
     return {**line, place[0]: inner} if isinstance(line, dict) else [*line[: place[0]], inner, *line[place[0] + 1 :]]
 
 
-@pytest.mark.short_cells(
-    "(1.7e+308, 2.0)", "(1.0, 1.0000000000000002)", "(9007199254740992, 90071992547", "('inf', '-inf')", "(0, 0)"
-)
+@pytest.mark.short_cells("(1.7e+308, 2.0)", "('inf', '-inf')")
 @pytest.mark.parametrize("values", EXTREMES, ids=lambda values: str(values)[:30])
 def test_no_number_however_large_or_small_breaks_a_report(values, tmp_path):
     """Two by turns in the place of each number of each kind of line, one place after the other."""

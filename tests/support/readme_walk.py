@@ -34,6 +34,8 @@ LONG_RUN_ONLY = (
     "hf-zero plan outputs/shaped --nodes 256 ",
     "hf-zero plan outputs/shaped --gpus 8 --gpu-memory 24GB ",
     "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 flag.py --output_dir outputs/int8 ",
+    "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 long.py",
+    "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 4 split.py",
 )
 """How lines begin that no later line needs, and that say in other words what lines of the short run and other tests do."""
 
