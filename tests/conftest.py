@@ -94,13 +94,13 @@ LONGEST_FIRST = (
 
 # The same where slow tests run, too; those of the other list follow.
 LONGEST_FIRST_WITH_SLOW = (
-    *("test_races.py", "test_bench.py", "test_docs_in_minutes.py", "test_core_alone.py"),
-    *("test_random_modules.py", "test_commit.py", "test_configs.py", "test_forecast.py", "test_late_ranks.py"),
-    *("test_docs.py", "test_faults.py", "test_standin_device.py", "test_split_models.py", "test_auto.py"),
-    *("test_elastic_agents.py", "test_parity.py", "test_hostile_folders.py", "test_standin_doors.py"),
-    *("test_memory.py", "test_hub.py", "test_accelerate.py", "test_hybrid.py"),
-    *("test_trainer.py", "test_config_fuzz.py", "test_recipes.py", "test_stage3.py", "test_equivalence.py"),
-    *("test_offload.py", "test_places.py"),
+    *("test_races.py", "test_docs_in_minutes.py", "test_bench.py", "test_recipes.py", "test_core_alone.py"),
+    *("test_preemption.py", "test_configs.py", "test_elastic_agents.py", "test_random_modules.py", "test_places.py"),
+    *("test_forecast.py", "test_sequences.py", "test_skipped_layers.py", "test_parity.py", "test_memory.py"),
+    *("test_late_ranks.py", "test_commit.py", "test_split_checkpoints.py", "test_hostile_folders.py"),
+    *("test_split_models.py", "test_faults.py", "test_equivalence.py", "test_hub.py", "test_offload.py"),
+    *("test_standin_doors.py", "test_auto.py", "test_packed_weights.py", "test_trainer.py", "test_stage3.py"),
+    *("test_accelerate.py", "test_whole_parameters.py", "test_standin_device.py", "test_hybrid.py"),
 )
 
 # Examples of a property: the short run tries the same twenty each time, the long one a hundred at random. How long one takes says
