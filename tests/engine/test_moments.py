@@ -143,7 +143,6 @@ def on_text(settings: dict, count: int = 50) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.extra("kernels")
 def test_a_small_gpt_learns_a_text_as_with_32_bits():
     exact, quantised = on_text({"stage": 2}), on_text({"stage": 2, **IN_8_BITS})

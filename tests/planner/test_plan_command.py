@@ -54,7 +54,6 @@ def test_a_plan_where_nothing_fits_says_what_is_short_and_exits_with_1(config):
     assert result.exit_code == 1 and "Nothing fits" in result.output
 
 
-@pytest.mark.slow
 def test_a_plan_names_the_part_with_which_something_would_fit(tmp_path):
     size = {"n_embd": 64, "n_layer": 6, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
     GPT2Config(**size, vocab_size=150000, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
