@@ -36,8 +36,9 @@ LONG_RUN_ONLY = (
     "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 flag.py --output_dir outputs/int8 ",
     "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 long.py",
     "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 4 split.py",
+    "hf-zero consolidate outputs/split ",
 )
-"""How lines begin that no later line needs, and that say in other words what lines of the short run and other tests do."""
+"""How lines begin that no other line of the short run needs, and that say in other words what its lines and other tests do."""
 
 LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
 """How an example is launched that no bash line names; its fence says so, with the script's arguments."""
