@@ -95,11 +95,7 @@ def on_the_wire(comm: dict, *places: dict, job: Job = ONCE_CLIPPED, **settings) 
     return [Case(job=job, places=list(places or ALIKE), settings={"comm": comm, **settings})]
 
 
-PLACES = {"host": HOST, "files": FILES}
-# Each job at each stage, at two stages in host memory and at two in files.
-IN_TURNS = [
-    [(name, stage) for at, name in enumerate(JOBS) for stage in range(4) if (at + stage) % 2 == turn] for turn in (0, 1)
-]
+EVERY = list(itertools.product(JOBS, range(4)))
 FEW = list(itertools.product(("clipped", "sgd"), range(4)))
 MANY = ["recomputed by hooks", "recomputed in a graph of its own", "bert with dropout", "dropping", "bert", "odd"]
 OTHERWISE = [
@@ -143,7 +139,7 @@ SHORT = [
     ),
 ]
 LONG = [
-    *((f"{name}, every job", 2, of_jobs(IN_TURNS[turn], place)) for turn, (name, place) in enumerate(PLACES.items())),
+    *((f"{name}, every job and stage", 2, of_jobs(EVERY, place)) for name, place in (("host", HOST), ("files", FILES))),
     *(("state of few jobs", ranks, of_jobs(FEW, HOST, FILES)) for ranks in (1, 3)),
     *(
         (f"state with {name}", ranks, at_stages((1, 2, 3), HOST, FILES, **more))
