@@ -302,7 +302,7 @@ def test_a_killed_run_leaves_only_good_checkpoints_and_goes_on_bit_for_bit(seed,
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_25_killed_runs_go_on_bit_for_bit(undisturbed, tmp_path, capsys):
+def test_many_killed_runs_go_on_bit_for_bit(undisturbed, tmp_path, capsys):
     struck: list[Struck] = []
     seed = 1000
     while sum(each.alive for each in struck) < SLOW_KILLS:

@@ -838,7 +838,7 @@ def test_harmed_checkpoints_are_one_clear_fault_by_every_door(layout, count, tra
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
-def test_75_harmed_checkpoints_of_a_layout_are_one_clear_fault_by_every_door(layout, trained, tmp_path):
+def test_many_harmed_checkpoints_of_a_layout_are_one_clear_fault_by_every_door(layout, trained, tmp_path):
     base = str(trained / layout / "checkpoint-4")
     [wrong] = run_on_ranks(
         fuzz, world_size=1, time_limit_s=7000, base=base, work=str(tmp_path), seeds=range(1000, 1075), resume_every=1

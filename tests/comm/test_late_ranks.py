@@ -594,8 +594,7 @@ def trains_clean(rank: int, world_size: int, settings: dict, steps: int) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("settings", COPIES)
-def test_450_clean_steps_raise_no_alarm(settings):
-    """200 at stage 2, and 50 in each of the other settings."""
+def test_clean_steps_raise_no_alarm(settings):
     arguments = {"settings": COPIES[settings], "steps": 200 if settings == "stage 2" else 50}
     world_size = 4 if "comm" in COPIES[settings] else 2
     run_ranks(trains_clean, world_size=world_size, time_limit_s=800, keyword_arguments=arguments)

@@ -450,5 +450,5 @@ SEEDS = {
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", SEEDS)
-def test_200_random_modules_train_as_under_ddp(world_size):
+def test_many_random_modules_train_as_under_ddp(world_size):
     check(world_size, SEEDS[world_size], torch.float64, time_limit_s=1500, at_half=True)

@@ -69,7 +69,7 @@ def test_an_extra_whose_folder_is_missing_is_one_short_error(core):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_tests_of_the_core_pass_without_the_extras(core):
-    # Those of documents, recipes and benchmarks are about the whole repository. What a test imports, each of its cells does.
+    # Tests of documents, recipes and benchmarks are about the whole repository. All cells of a test import the same modules.
     words = ["-n", "2", "--dist", "loadfile", "--one-cell", "--ignore", "tests/repository", "tests"]
     ran = run(core, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *words)
     assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-5_000:]

@@ -38,7 +38,7 @@ LONG_RUN_ONLY = (
     "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 4 split.py",
     "hf-zero consolidate outputs/split ",
 )
-"""How lines begin that no other line of the short run needs, and that say in other words what its lines and other tests do."""
+"""Starts of lines that the short run leaves out: none of its lines needs them, and other tests do the same in other words."""
 
 LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
 """How an example is launched that no bash line names; its fence says so, with the script's arguments."""

@@ -66,7 +66,6 @@ KINDS: dict[str, tuple[type, Any]] = {
     ),
 }  # fmt: skip
 CAUSAL = ("gpt2", "llama", "qwen3", "mistral")
-FAMILIES = ("gpt2", "llama", "qwen3", "bert", "modernbert")
 
 
 @dataclass(frozen=True, kw_only=True)
