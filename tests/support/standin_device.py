@@ -82,6 +82,8 @@ def register(library: Path, name: str = NAME, backend: str = BACKEND) -> ModuleT
 
     def communicator(options: object, _: object) -> dist.Backend:
         gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+        # As NCCL's ranks, all are there before any goes on: one that leaves first would fail those still connecting.
+        gloo.barrier().wait()
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         limit_ms = int(options.timeout / timedelta(milliseconds=1))
         return compiled.communicator(gloo, ranks, f"communicator {options.group_id} of ranks {ranks}", limit_ms)
