@@ -79,6 +79,10 @@ def _connected(
     with _reachable() if has_gloo else nullcontext(os.environ.get(_GLOO_INTERFACE)) as interface:
         try:
             group = dist.new_group(ranks, limit, backend, options)
+            if has_gloo and group is not dist.GroupMember.NON_GROUP_MEMBER:
+                # A rank that is connected may end at once, with an error that all ranks raise: those still connecting would
+                # fail of that instead.
+                dist.all_reduce(torch.zeros(1), group=group)
         except RuntimeError as error:
             ended = ended_ranks(ranks)
             why = f"torch says: {error}"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -52,6 +53,23 @@ def test_a_rank_that_ends_while_groups_are_made_ends_the_others_with_its_name(ra
     # One of the survivors may be the first to end for it.
     assert victim in error.culprits
     assert re.search(rf"ranks? .*\b{victim}\b.* ended", str(error)), error
+
+
+@on_ranks(2)
+def test_no_rank_goes_on_before_all_are_connected(rank, world_size):
+    make, connected_s = dist.new_group, []
+
+    def new_group(*arguments):
+        group = make(*arguments)
+        time.sleep(0.3 * rank)
+        connected_s.append(time.monotonic())
+        return group
+
+    with mock.patch.object(dist, "new_group", new_group):
+        own_groups.own_group([0, 1], timedelta(seconds=60))
+    ended_s, last_s = time.monotonic(), torch.tensor(connected_s[-1], dtype=torch.float64)
+    dist.all_reduce(last_s, dist.ReduceOp.MAX)
+    assert ended_s >= last_s.item()
 
 
 @pytest.mark.short_cells("0")
