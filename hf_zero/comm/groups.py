@@ -79,9 +79,11 @@ def _connected(
     with _reachable() if has_gloo else nullcontext(os.environ.get(_GLOO_INTERFACE)) as interface:
         try:
             group = dist.new_group(ranks, limit, backend, options)
-            if has_gloo and group is not dist.GroupMember.NON_GROUP_MEMBER:
-                # A rank that is connected may end at once, with an error that all ranks raise: those still connecting would
-                # fail of that instead.
+            if group is dist.GroupMember.NON_GROUP_MEMBER:
+                return None
+            if has_gloo:
+                # All ranks go on together. A rank that ends at once, with an error that all ranks raise, would break the
+                # connections of ranks that still connect, and they would report that in place of the error.
                 dist.all_reduce(torch.zeros(1), group=group)
         except RuntimeError as error:
             ended = ended_ranks(ranks)
@@ -92,8 +94,6 @@ def _connected(
                 place = f"interface {interface}" if interface else f"the address of {socket.gethostname()}"
                 why = f"gloo listens at {place}; set {_GLOO_INTERFACE} to an interface that other hosts reach. {why}"
             raise CommunicationError(f"hf_zero: {in_words(ranks)} could not connect. {why}", ended) from error
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        return None
     if limit < timeout:
         # Short while connecting, where a rank may be gone; then the limit of a collective, which may take long.
         set_limit(timeout, group)

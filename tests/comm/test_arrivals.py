@@ -57,6 +57,7 @@ def test_a_rank_that_ends_while_groups_are_made_ends_the_others_with_its_name(ra
 
 @on_ranks(2)
 def test_no_rank_goes_on_before_all_are_connected(rank, world_size):
+    """Processes of one host have one monotonic clock."""
     make, connected_s = dist.new_group, []
 
     def new_group(*arguments):

@@ -357,7 +357,7 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         (device, "weakref", SimpleNamespace(finalize=finalize)),
         (PinnedPool, "take", take_pinned),
         # The watchdog holds frames of the main thread for a moment. A frame that ends meanwhile drops its memory in the
-        # watchdog's thread, behind all of the main thread's waits; but no hand-over would tell of them.
+        # watchdog's thread. That is behind all waits of the main thread, and no hand-over tells the trace so.
         (diagnosis, "script_frame", lambda: (None, None)),
     ):
         stack.enter_context(mock.patch.object(owner, name, instead))

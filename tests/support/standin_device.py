@@ -82,7 +82,7 @@ def register(library: Path, name: str = NAME, backend: str = BACKEND) -> ModuleT
 
     def communicator(options: object, _: object) -> dist.Backend:
         gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
-        # As NCCL's ranks, all are there before any goes on: one that leaves first would fail those still connecting.
+        # Like NCCL's, all ranks come before any goes on. A rank that leaves first would fail the ranks that still connect.
         gloo.barrier().wait()
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         limit_ms = int(options.timeout / timedelta(milliseconds=1))
