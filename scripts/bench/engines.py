@@ -283,10 +283,18 @@ class Accelerated(Engine):
         del self.accelerator
 
 
-def make_ddp(make_model: MakeModel, optimizer_arguments: OptimizerArguments, bucket_bytes: int | None = None) -> Engine:
-    """Replicated everything: the engine the others are measured against."""
+def make_torch(make_model: MakeModel, optimizer_arguments: OptimizerArguments) -> Engine:
+    """One rank in a plain loop."""
+    model = make_model()
+    return Engine(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments))
+
+
+def make_ddp(
+    make_model: MakeModel, optimizer_arguments: OptimizerArguments, bucket_bytes: int | None = None, **more: Any
+) -> Engine:
+    """Replicated everything: the engine the others are measured against. `more`: DistributedDataParallel's options."""
     sizes = {} if bucket_bytes is None else {"bucket_cap_mb": bucket_bytes / MIB}
-    model = DistributedDataParallel(make_model(), **sizes)
+    model = DistributedDataParallel(make_model(), **sizes, **more)
     return DataParallel(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments))
 
 
@@ -300,20 +308,20 @@ def make_zero_optimizer(make_model: MakeModel, optimizer_arguments: OptimizerArg
     return DataParallel(model, optimizer)
 
 
-def shard_fully(model: torch.nn.Module, reshard_after_forward: bool = True) -> torch.nn.Module:
-    """FSDP2 as its documentation shows it: every block is a unit, the rest belongs to the root."""
+def shard_fully(model: torch.nn.Module, reshard_after_forward: bool = True, **more: Any) -> torch.nn.Module:
+    """FSDP2 as its documentation shows it: every block is a unit, the rest belongs to the root. `more`: its other options."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **more)
     # torch's default keeps the root's parameters from forward to backward, where they are needed first.
-    return fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard_after_forward else False)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard_after_forward else False, **more)
 
 
 def make_fsdp2(
-    make_model: MakeModel, optimizer_arguments: OptimizerArguments, reshard_after_forward: bool = True
+    make_model: MakeModel, optimizer_arguments: OptimizerArguments, reshard_after_forward: bool = True, **more: Any
 ) -> Engine:
-    model = shard_fully(make_model(), reshard_after_forward)
+    model = shard_fully(make_model(), reshard_after_forward, **more)
     return Engine(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments))
 
 

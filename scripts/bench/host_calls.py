@@ -1,125 +1,362 @@
-"""How many calls of Python and operations of torch a step takes, on the job of host_time.py.
+"""Counts the host's work in a training step with next to nothing to compute, in proportion to DDP's or a plain loop's.
 
-    python scripts/bench/host_calls.py                              # a minute
-    python scripts/bench/host_calls.py --engines hf_zero3 --top 30  # which functions of this package they are
-    python scripts/bench/host_calls.py --ranks 1 --kernels          # one rank whose steps are launches of kernels, as on a GPU
+    python scripts/bench/host_calls.py                                  # GPT-2 and BERT, bf16 and fp32, 1 to 64 ranks: minutes
+    python scripts/bench/host_calls.py --models gpt2 --ranks 8 --precisions bf16
+    python scripts/bench/host_calls.py --models gpt2 --ranks 8 --engines hf_zero2 --top 30      # which functions they are in
+    python scripts/bench/host_calls.py --rounds 20                      # CPU time by phase, too: on a machine without other work
 
-CPU time tells what a step costs the host, and wants a machine on which nothing else runs. Calls are the same on a busy one,
-so a change to what a step does is seen here first. Steps are clipped, and counted after some of warm-up, on rank 0. With
-`--kernels`, launches do nothing: the host's calls for them are counted, and the losses mean nothing.
+The models have the published layers and parameters at 1/24 of the widths, and every size that decides a code path (buckets,
+DDP's cap) is scaled in the same way. So a step has as many buckets and parameters as on a GPU, and the host's work is the same.
+Triton's launches do nothing, and memory comes from torch's allocator. The losses of steps by kernels mean nothing.
+
+One and two ranks train with gloo, more with torch's fake group, which sends nothing. DDP's reducer takes no futures of the fake
+group, so there it gets a gloo group of one rank.
+
+Bytecodes follow CPU time; calls do not, because one call may loop over all parameters. Counts are the same on a busy machine.
+CPU time is that of the thread that runs Python. All engines take turns in one process, and a ratio is the median over rounds
+of (an engine's shortest step / the peer's shortest step in the same round).
+
+Not counted: Triton's own launcher, NCCL's enqueue, autograd's device thread, and the agreement of more than two ranks.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise, product
+from statistics import median
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from engines import ENGINES, MAX_NORM, Batch, Classifier, Engine, adamw_arguments, chosen_engines
-from harness import count_events, on_ranks, print_table, read_options
-from host_time import USUAL
+import torch.distributed as dist
+from engines import (
+    MAX_NORM,
+    Batch,
+    Classifier,
+    Engine,
+    Workload,
+    adamw_arguments,
+    make_ddp,
+    make_fsdp2,
+    make_hf_zero,
+    make_torch,
+)
+from harness import count_events, describe_run, keep, on_ranks, print_table, read_options
+from ranks import run_alone
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.profiler import ProfilerActivity
 
 PACKAGE = "/hf_zero/"
-WARMUP_STEPS = 5
+WARMUP_STEPS = 8
+"""Twice what an engine needs until each step is as the one before."""
+STEPS = 2
+BATCHES = 16
+_NARROWER = 24
+
+_SMALL: dict[str, Any] = {"n_layer": 12, "n_embd": 768 // _NARROWER, "n_head": 4, "n_positions": 64}
+_SMALL |= {"batch_size": 1, "sequence_length": 4}
+_MIB = 2**20
 
 
-class Calls(NamedTuple):
-    """What one engine's step takes, as means over some steps.
+@dataclass(frozen=True)
+class Shape:
+    """A model with the layers of a published one.
 
     Attributes:
-        python: calls of Python functions, of everything that runs in the step.
-        package: of those, the ones in this package.
-        builtin: calls of functions written in C.
-        operations: of torch, those called by others too.
-        functions: calls by function of this package, "file:line name".
+        published_numel: parameters of the published model.
     """
 
+    workload: Workload
+    published_numel: int
+
+
+SHAPES = {
+    "gpt2": Shape(Workload(vocab_size=2144, **_SMALL), 124_439_808),
+    "bert": Shape(Classifier(vocab_size=1000, **_SMALL), 109_483_778),
+}
+ENGINES = ("torch", "ddp", "fsdp2", *(f"hf_zero{stage}" for stage in range(4)))
+PHASES = ("forward", "backward", "clip", "step", "zero_grad")
+FIGURES = ("bytecodes", "python", "builtin", "operations", "launches")
+GUARDED = {"bytecodes": "bytecodes", "builtin": "calls of C", "operations": "torch operations"}
+"""The figures that `guard.py` holds, and their names in words."""
+
+
+class Case(NamedTuple):
+    """What is trained: a model, on so many ranks, in fp32 or under bf16 autocast."""
+
+    model: str
+    ranks: int
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.precision} on {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+
+    @property
+    def peer(self) -> str:
+        """The engine that the others are compared with."""
+        return "torch" if self.ranks == 1 else "ddp"
+
+
+class Counts(NamedTuple):
+    """Work of one engine's step on rank 0, as means over some steps.
+
+    Attributes:
+        bytecodes: of Python, in all code.
+        python, builtin: calls of functions written in Python and in C.
+        package: calls of this package's functions.
+        operations: of torch, nested ones included.
+        launches: of kernels.
+        functions: bytecodes by function of this package, "file:line name".
+        phase_us: thread CPU time by phase; empty if none was measured.
+        rounds_us: the shortest step of each round.
+    """
+
+    bytecodes: float
     python: float
-    package: float
     builtin: float
+    package: float
     operations: float
+    launches: float
     functions: dict[str, float]
+    phase_us: dict[str, float]
+    rounds_us: list[float]
 
 
-def count_calls(
-    rank: int, world_size: int, *, engine_names: list[str], n_layer: int, steps: int, kernels: bool = False
-) -> dict[str, Calls]:
-    """The calls of each engine on this rank."""
-    if kernels:
-        os.environ["TRITON_INTERPRET"] = "1"
-        from hf_zero.kernels.base import Kernel
+class Loop:
+    """One engine in the plain loop, phase by phase."""
 
-        Kernel._launch = lambda *_arguments, **_constants: None
-    workload, found = Classifier(n_layer=n_layer), {}
-    for name in engine_names:
-        engine = ENGINES[name](workload.make_model, adamw_arguments(fused=True))
-        engine.max_norm = MAX_NORM
-        batches = [workload.make_batch(rank, step) for step in range(WARMUP_STEPS + steps)]
+    def __init__(self, engine: Engine, autocasts: bool):
+        self._engine = engine
+        self._autocasts = autocasts
+
+    def step(self, batch: Batch) -> list[int]:
+        """Trains on one batch; returns the thread's CPU time at the ends of the phases, in ns."""
+        engine, now = self._engine, time.thread_time_ns
+        times = [now()]
+        with torch.autocast("cpu", torch.bfloat16) if self._autocasts else nullcontext():
+            loss = engine.model(**batch).loss
+        times.append(now())
+        engine.backward(loss)
+        times.append(now())
+        engine.clip(MAX_NORM)
+        times.append(now())
+        engine.optimizer.step()
+        times.append(now())
+        engine.optimizer.zero_grad()
+        times.append(now())
+        return times
+
+
+def _loop(name: str, case: Case) -> Loop:
+    shape, is_bf16 = SHAPES[case.model], case.precision == "bf16"
+    make_model, arguments = shape.workload.make_model, adamw_arguments(fused=True)
+    numel = sum(parameter.numel() for parameter in make_model().parameters())
+    scale = numel / shape.published_numel
+    if name == "torch":
+        return Loop(make_torch(make_model, arguments), is_bf16)
+    if name == "ddp":
+        is_fake = dist.is_initialized() and dist.get_backend() == "fake"
+        group = dist.new_group([0], backend="gloo") if is_fake else None
+        with patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", max(1, int(scale * _MIB))):
+            return Loop(make_ddp(make_model, arguments, int(25 * _MIB * scale), process_group=group), is_bf16)
+    if name == "fsdp2":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bf16 else MixedPrecisionPolicy()
+        return Loop(make_fsdp2(make_model, arguments, mp_policy=policy), autocasts=False)
+    # On accelerators a bucket has an eighth of the model.
+    settings: dict[str, Any] = {"stage": int(name.removeprefix("hf_zero")), "bucket_bytes": numel * 4 // 8}
+    if settings["stage"] == 3:
+        settings |= {"unit_bytes": 0, "reshard_after_forward": True}
+        settings |= {"gather_dtype": "bfloat16"} if is_bf16 else {}
+    engine = make_hf_zero(make_model, arguments, **settings)
+    engine.zero.transport.ledger.is_timed = False
+    return Loop(engine, is_bf16)
+
+
+def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rounds: int = 0) -> dict[str, Counts]:
+    """Counts the step of each engine on this rank, in a process group that exists."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    # Imported here: what they are replaced by lasts as long as this process.
+    import hf_zero.buckets.memory
+    import hf_zero.engine.gradient_store
+    from hf_zero import device
+    from hf_zero.kernels.base import Kernel
+
+    launches: Counter[str] = Counter()
+    Kernel._launch = lambda *_arguments, **_constants: launches.update(("launch",))
+    for module in (hf_zero.buckets.memory, hf_zero.engine.gradient_store):
+        module.reserve = lambda numel, dtype, where, kept, apart=False: device.ResizedReservation(
+            numel, dtype, kept, where
+        )
+    hf_zero.buckets.memory.allocate = lambda numel, dtype, where: torch.empty(numel, dtype=dtype, device=where)
+    batches = [SHAPES[case.model].workload.make_batch(rank, step) for step in range(BATCHES)]
+    loops = {name: _loop(name, case) for name in engines}
+    for loop in loops.values():
         for batch in batches[:WARMUP_STEPS]:
-            engine.step(batch)
-        found[name] = _count(engine, batches[WARMUP_STEPS:])
-        engine.finish()
-        engine.close()
-    return found
+            loop.step(batch)
+    times: dict[str, list[list[int]]] = {name: [] for name in engines}
+    for _, (name, loop), batch in product(range(rounds), loops.items(), batches[: STEPS * 2]):
+        ends = loop.step(batch)
+        times[name].append([end - start for start, end in pairwise(ends)])
+    return {name: _count(loop, batches, launches, times[name]) for name, loop in loops.items()}
 
 
-def _count(engine: Engine, batches: list[Batch]) -> Calls:
-    functions: Counter[str] = Counter()
+def _count(loop: Loop, batches: list[Batch], launches: Counter[str], times: list[list[int]]) -> Counts:
+    def train() -> None:
+        for batch in batches[:STEPS]:
+            loop.step(batch)
+
     kinds: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str) -> None:
         kinds[event] += 1
-        path = frame.f_code.co_filename
-        if event == "call" and PACKAGE in path:
-            functions[f"{path.rpartition(PACKAGE)[2]}:{frame.f_code.co_firstlineno} {frame.f_code.co_name}"] += 1
+        kinds["package"] += event == "call" and PACKAGE in frame.f_code.co_filename
 
-    def train() -> None:
-        for batch in batches:
-            engine.step(batch)
-
+    launches.clear()
     count_events(train, note)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    launched = launches.total()
+    bytecodes = _bytecodes(train)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
         train()
-        engine.finish()
-    steps = len(batches)
-    return Calls(
-        python=kinds["call"] / steps,
-        package=functions.total() / steps,
-        builtin=kinds["c_call"] / steps,
-        operations=sum(event.name.startswith("aten::") for event in profile.events()) / steps,
-        functions={name: calls / steps for name, calls in functions.most_common()},
+    own = {code: number for code, number in bytecodes.items() if PACKAGE in code.co_filename}
+    a_round, steps_us = STEPS * 2, [sum(each) / 1e3 for each in times]
+    return Counts(
+        bytecodes=bytecodes.total() / STEPS,
+        python=kinds["call"] / STEPS,
+        builtin=kinds["c_call"] / STEPS,
+        package=kinds["package"] / STEPS,
+        operations=sum(event.name.startswith("aten::") for event in profile.events()) / STEPS,
+        launches=launched / STEPS,
+        functions={
+            f"{code.co_filename.rpartition(PACKAGE)[2]}:{code.co_firstlineno} {code.co_name}": number / STEPS
+            for code, number in sorted(own.items(), key=lambda each: -each[1])
+        },
+        phase_us={phase: median(each[i] for each in times) / 1e3 for i, phase in enumerate(PHASES) if times},
+        rounds_us=[min(steps_us[i : i + a_round]) for i in range(0, len(steps_us), a_round)],
     )
+
+
+def _bytecodes(work: Callable[[], object]) -> Counter[Any]:
+    """Counts the bytecodes that some work executes on this thread, by code object."""
+    counted: Counter[Any] = Counter()
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        if event == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        elif event == "opcode":
+            counted[frame.f_code] += 1
+        return trace
+
+    gc.collect()
+    gc.disable()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+        gc.enable()
+    return counted
+
+
+def count_alone(*, case: Case, **options: Any) -> dict[str, Counts]:
+    """Counts in a process that is rank 0 of torch's fake group, whose collectives send nothing."""
+
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(8, case.ranks))
+    dist.init_process_group("fake", rank=0, world_size=case.ranks, store=dist.HashStore())
+    try:
+        return count(0, case.ranks, case=case, **options)
+    finally:
+        dist.destroy_process_group()
+
+
+def counts_of(case: Case, engines: Sequence[str], rounds: int = 0, *, limit_s: float = 300) -> dict[str, Counts]:
+    """Counts the step of each engine in fresh processes; of several ranks that send, on rank 0."""
+    job = {"case": case, "engines": list(engines), "rounds": rounds}
+    if case.ranks > 2:
+        return run_alone(count_alone, time_limit_s=limit_s, keyword_arguments=job)
+    return on_ranks(count, case.ranks, limit_s=limit_s, **job)[0]
+
+
+def ratios(counts: dict[str, Counts], peer: str) -> dict[str, dict[str, float | None]]:
+    """Returns, by engine, each figure in proportion to the peer's; `time` is paired by round."""
+    its = counts[peer]
+    found: dict[str, dict[str, float | None]] = {}
+    for name, own in counts.items():
+        row: dict[str, float | None] = {
+            figure: getattr(own, figure) / getattr(its, figure) for figure in FIGURES if getattr(its, figure)
+        }
+        row["time"] = median(a / b for a, b in zip(own.rounds_us, its.rounds_us)) if own.rounds_us else None
+        found[name] = row
+    return found
+
+
+# Engine → figure → the most that it may be in proportion to DDP's, on more than one rank; and to a plain loop's on one.
+GOALS: dict[str, dict[str, float]] = {
+    **{f"hf_zero{stage}": {"bytecodes": 1.05, "operations": 0.80, "time": 1.05} for stage in range(3)},
+    "hf_zero3": {"time": 1.25},
+}
+GOALS_ALONE = {f"hf_zero{stage}": {"bytecodes": 1.05, "time": 1.05} for stage in range(4)}
+
+
+def missed_goals(case: Case, found: dict[str, dict[str, float | None]]) -> list[str]:
+    """Says, in words, which goals the engines miss."""
+    goals = GOALS_ALONE if case.peer == "torch" else GOALS
+    return [
+        f"{name}, {case}: {figure} {value:.3f} of {case.peer}'s > {most}"
+        for name, row in found.items()
+        for figure, most in goals.get(name, {}).items()
+        if (value := row.get(figure)) is not None and value > most
+    ]
+
+
+def _show(case: Case, counts: dict[str, Counts], top: int) -> list[str]:
+    by_peer = ratios(counts, case.peer)
+    columns: list[tuple[Any, ...]] = [("engine", "engine")]
+    for figure in FIGURES:
+        columns += [(figure, figure, ",.0f"), (f"/ {case.peer}", lambda row, f=figure: row["ratios"].get(f), ".2f")]
+    if counts[case.peer].phase_us:
+        columns += [(f"{phase}, us", lambda row, p=phase: row["phase_us"][p], ",.0f") for phase in PHASES]
+        columns += [(f"time / {case.peer}", lambda row: row["ratios"]["time"], ".2f")]
+    rows = [{"engine": name, "ratios": by_peer[name]} | each._asdict() for name, each in counts.items()]
+    print_table(f"{case}: a step on rank 0", columns, rows)
+    for name, each in counts.items() if top else ():
+        print(f"\n{name}: bytecodes of hf_zero's functions, {sum(each.functions.values()):,.0f} in all")
+        for function, number in list(each.functions.items())[:top]:
+            print(f"{number:9.1f}  {function}")
+    return missed_goals(case, by_peer)
 
 
 def main() -> int:
     options = read_options(
         __doc__,
-        engines=(list(USUAL), ", ".join(ENGINES)),
-        n_layer=12,
-        steps=5,
-        ranks=2,
-        kernels=(False, "count the host's calls for steps by kernels"),
+        engines=(list(ENGINES), ", ".join(ENGINES)),
+        models=(list(SHAPES), ", ".join(SHAPES)),
+        ranks=([1, 2, 8, 64], "1 and 2 train with gloo, more with torch's fake group"),
+        precisions=(["bf16", "fp32"], "bf16 is autocast, and at stage 3 parameters that are gathered in bf16"),
+        rounds=(0, "rounds in which CPU time is measured by phase"),
         top=(0, "functions of this package to list for each engine"),
         time_limit_s=300.0,
     )
-    job = {"engine_names": chosen_engines(options.engines)} | {
-        name: getattr(options, name) for name in ("n_layer", "steps", "kernels")
-    }
-    found: dict[str, Calls] = on_ranks(count_calls, options.ranks, limit_s=options.time_limit_s, **job)[0]
-    columns = [
-        *(("engine", "engine"), ("Python", "python", ",.0f"), ("of them hf_zero's", "package", ",.0f")),
-        *(("built in", "builtin", ",.0f"), ("torch operations", "operations", ",.0f")),
-    ]
-    ranks = f"{options.ranks} rank{'s' if options.ranks > 1 else ''}"
-    title = f"BERT of {options.n_layer} layers, {ranks}, calls a step on rank 0"
-    print_table(title, columns, ({"engine": name} | calls._asdict() for name, calls in found.items()))
-    for name, calls in found.items() if options.top else ():
-        print(f"\n{name}")
-        for function, count in list(calls.functions.items())[: options.top]:
-            print(f"{count:9.1f}  {function}")
+    if unknown := [name for name in options.engines if name not in ENGINES]:
+        print(f"unknown engines {', '.join(unknown)}; there are {', '.join(ENGINES)}", file=sys.stderr)
+        return 2
+    missed, kept = [], {}
+    for case in (Case(*each) for each in product(options.models, options.ranks, options.precisions)):
+        names = list(dict.fromkeys([case.peer, *options.engines]))
+        counts = counts_of(case, names, options.rounds, limit_s=options.time_limit_s)
+        missed += _show(case, counts, options.top)
+        kept[str(case)] = {name: each._asdict() | {"functions": {}} for name, each in counts.items()}
+    print(*(f"goal missed: {line}" for line in missed), sep="\n")
+    if options.json:
+        keep("host_calls", describe_run(options), {"kind": "host_calls", "cases": kept, "missed": missed}, options.json)
     return 0
 
 

@@ -12,18 +12,15 @@ import torch
 from accelerate.utils import ProfileKwargs
 from accelerate_job import make_accelerator
 from cells import short_of
-from host_calls import count_calls as count_calls_of_engines
 from hypothesis import given
 from hypothesis import strategies as st
 from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from trainer_job import as_launched
-from training import USUAL_UNIT_BYTES
 
 from hf_zero.arithmetic import PART_NUMEL, sum_of_squares, sums_of_squares
 from hf_zero.buckets.bucket import FlatViews
-from hf_zero.buckets.precision import SMALLEST_UNIT_BYTES
 from hf_zero.buckets.sharded import ShardedValues
 from hf_zero.comm.control import Control
 from hf_zero.comm.groups import receiving_threads
@@ -308,25 +305,6 @@ def test_a_steady_step_walks_over_no_modules_reads_no_sharded_parameter_and_agre
     # On used parameters; where gradients are sharded, on their norm; where layers are gathered, on the ends of two passes.
     agreements = {0: 1, 1: 2, 2: 2, 3: 4}[stage]
     assert counts == {"__torch_function__": 0, "named_modules": 0, "_start": steps * agreements}
-
-
-MOST_CALLS = {"hf_zero0": 680, "hf_zero1": 860, "hf_zero2": 880, "hf_zero3": 1950}
-"""Of this package's functions, in a step of two layers of BERT (39 parameters): a tenth more than there are."""
-
-
-def calls_in_usual_units(rank: int, world_size: int, **job) -> dict:
-    SMALLEST_UNIT_BYTES.update(USUAL_UNIT_BYTES)
-    return count_calls_of_engines(rank, world_size, **job)
-
-
-@pytest.mark.slow
-def test_a_step_calls_no_more_functions_than_it_did():
-    found = run_on_ranks(calls_in_usual_units, engine_names=["ddp", "fsdp2", *MOST_CALLS], n_layer=2, steps=2)[0]
-    for name, most in MOST_CALLS.items():
-        assert found[name].package <= most, f"{name}: {found[name].functions}"
-    for name in ("hf_zero1", "hf_zero2"):
-        assert found[name].python < found["ddp"].python and found[name].operations < found["ddp"].operations
-    assert found["hf_zero3"].python < 0.4 * found["fsdp2"].python
 
 
 def policies_of_receiving_threads(rank: int, world_size: int) -> list[int]:

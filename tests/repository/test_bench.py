@@ -22,6 +22,7 @@ import bf16_ways
 import fused_kernels
 import gpus
 import harness
+import host_calls
 import host_time
 import offload
 import ranks
@@ -372,14 +373,14 @@ def test_sentences_become_token_ids_of_the_most_frequent_words(tmp_path):
     assert ids[:, :4].tolist() == [[2, 2, 3, 0], [1, 3, 2, 0]]
 
 
-# ---- the guard: a step's bytes, memory and calls beside DDP's and FSDP2's, against what they were at the baseline ----
+# ---- the guard: a step's bytes, memory and host work in proportion to its peers, against the baseline ----
 
 WASTEFUL = "hf_zero2, wasteful"
 PART_WASTED = 0.2
 
 
 def make_wasteful(make_model, optimizer_arguments) -> Engine:
-    """An engine that sends, holds and calls a fifth more in each step."""
+    """An engine that sends and holds a fifth more in each step."""
     usual = guard.Costs(**guard.read_baseline()["costs"]["hf_zero2"])
     engine = ENGINES["hf_zero2"](make_model, optimizer_arguments)
     held = torch.ones(int(PART_WASTED * usual.peak_bytes), dtype=torch.uint8)
@@ -388,8 +389,6 @@ def make_wasteful(make_model, optimizer_arguments) -> Engine:
 
     def wasteful(max_norm: float) -> torch.Tensor:
         dist.all_reduce(sent)
-        for _ in range(int(PART_WASTED * usual.calls)):
-            len(())
         clip(max_norm)
         return held
 
@@ -402,18 +401,19 @@ def costs() -> dict[str, guard.Costs]:
     return guard.measure_costs(guard.engines())
 
 
-def test_a_step_costs_no_tenth_more_beside_its_peers_than_at_the_baseline(costs):
+def test_a_step_costs_no_more_in_proportion_to_its_peers_than_at_the_baseline(costs):
     baseline = guard.read_baseline()
-    complaint = guard.grown(guard.ratios_of(costs), baseline)
+    complaint = guard.grown(guard.ratios_of(costs) | guard.host_ratios(), baseline)
     if complaint and guard.versions() != baseline["versions"]:
         pytest.skip(f"the baseline is of other releases of what is compared. {complaint}")
     assert not complaint, complaint
 
 
 @pytest.mark.slow
-def test_a_step_that_wastes_bytes_memory_and_calls_is_found():
+def test_a_step_that_wastes_bytes_and_memory_is_found():
     costs = guard.measure_costs(guard.engines() | {WASTEFUL: make_wasteful})
-    complaint = guard.grown(guard.ratios_of(costs | {"hf_zero2": costs[WASTEFUL]}), guard.read_baseline())
+    baseline = guard.read_baseline()
+    complaint = guard.grown(baseline["ratios"] | guard.ratios_of(costs | {"hf_zero2": costs[WASTEFUL]}), baseline)
     assert all(f"{words} of hf_zero2 / ddp: was" in complaint for words in guard.KINDS.values()), complaint
     assert "hf_zero1" not in complaint and "hf_zero3" not in complaint
 
@@ -427,6 +427,21 @@ def test_an_eighth_more_of_one_ratio_names_it_and_how_to_renew_the_baseline(kind
     complaint = guard.grown(baseline["ratios"] | {name: 1.12 * was}, baseline)
     assert f"{name}: was {was:.3f}, is {1.12 * was:.3f} (+12.0%)" in complaint
     assert complaint.count(": was") == 1 and "guard.py --renew" in complaint
+
+
+def test_a_twentieth_more_of_a_count_is_found():
+    baseline = guard.read_baseline()
+    name = "bytecodes of hf_zero2 / ddp, gpt2 bf16 on 8 ranks"
+    assert name in guard.grown(baseline["ratios"] | {name: 1.05 * baseline["ratios"][name]}, baseline)
+
+
+def test_bytecodes_are_counted_by_function_and_exactly():
+    def loop(rounds: int) -> None:
+        for _ in range(rounds):
+            pass
+
+    ten, twenty, again = (host_calls._bytecodes(lambda n=n: loop(n))[loop.__code__] for n in (10, 20, 20))
+    assert again == twenty and twenty - ten == 10 * ((twenty - ten) // 10) >= 20
 
 
 def test_another_release_of_torch_is_named_as_a_possible_cause():
