@@ -3,14 +3,16 @@
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from ..hooks import ALIASING, EDITS, LOOKS, Guard, Guarded, WeakHook, engine_attached_to, look_only
@@ -345,6 +347,9 @@ _DATA: Any = torch.Tensor.data
 
 _REPLACING = frozenset({_DATA.__set__, torch.Tensor.set_})
 
+_DIFFERENTIATING = (torch.autograd.backward, torch.autograd.grad)
+"""Differentiate with respect to `inputs`, whose values they do not read."""
+
 _SPELLED = {
     "__reduce_ex__": "pickling",
     "__deepcopy__": "copy.deepcopy",
@@ -376,6 +381,12 @@ class ShardedValues(Guarded):
         if func == _DATA.__set__ and isinstance(args[1], ShardedAlias) and args[1]._parameter is args[0]:
             # `p.data *= 2` sets what it has edited.
             return None
+        if func in _DIFFERENTIATING:
+            # torch passes `inputs` as a tuple, by name to `backward` and by position to `grad`.
+            inputs = kwargs.pop("inputs") if "inputs" in kwargs else args[1]
+            if any(map(are_hidden, inputs or ())):
+                return _differentiate(func, args[0], inputs, kwargs)
+            kwargs["inputs"], args = inputs, args[:1]
         for tensor in leaves((args, kwargs)):
             if isinstance(tensor, ShardedValues):
                 _fetch(_parameter_behind(tensor), func)
@@ -452,6 +463,26 @@ def _fetch(parameter: nn.Parameter, func: Callable) -> None:
     # New data are refused even in a pass: the next drop points the parameter back at its shard, and the new data would be lost.
     if func in _REPLACING or engine is None or not engine.sharded.gather_in_pass(parameter):
         raise unprepared_step(lambda other: other is parameter) or unreadable(_name_of(parameter), _spelling(func))
+
+
+def _differentiate(func: Callable, outputs: Any, inputs: Sequence[Any], kwargs: dict) -> Any:
+    """Calls torch's `backward` or `grad` with the autograd nodes of sharded inputs, in place of the guarded inputs.
+
+    Not with the guard disabled: the backward that runs inside needs the guard for its own reads.
+    """
+    named = {**kwargs, "inputs": [_edge_of(each) if are_hidden(each) else each for each in inputs]}
+    if not kwargs.get("materialize_grads"):
+        return func(outputs, **named)
+    # torch has no shape to make zeros of if it is given a node.
+    found = func(outputs, **{**named, "materialize_grads": False, "allow_unused": True})
+    zeros = partial(torch.zeros_like, requires_grad=kwargs["create_graph"])
+    return tuple(zeros(each) if gradient is None else gradient for each, gradient in zip(inputs, found))
+
+
+def _edge_of(tensor: torch.Tensor) -> Any:
+    with look_only():
+        # A frozen one has no node. torch's own error names the cause, and is the same for any frozen tensor.
+        return get_gradient_edge(tensor) if tensor.requires_grad else torch.empty(0)
 
 
 def _edit_own(edited: torch.Tensor, func: Callable, args: tuple, kwargs: dict) -> bool:

@@ -422,6 +422,9 @@ def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]
 
 def _accumulates(parameter: nn.Parameter) -> bool:
     """Whether the backward that runs will accumulate a gradient of the parameter."""
+    if not parameter.requires_grad:
+        # Frozen since the engine was built. Autograd skips such a parameter, also in a graph from before.
+        return False
     # torch takes a view of the parameter to find its node: of a sharded parameter that would be a read, which gathers.
     with look_only():
         node = get_gradient_edge(parameter).node

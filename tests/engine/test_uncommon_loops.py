@@ -88,6 +88,93 @@ def test_parameters_that_are_made_for_one_call_train_as_under_ddp(rank, world_si
         assert all(map(torch.equal, values, parameters)), f"stage {stage}"
 
 
+def of_stage(model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> ZeroEngine:
+    small = {"unit_bytes": 0, "bucket_bytes": "1KiB"} if stage == 3 else {}
+    return ZeroEngine(model, [optimizer], {"stage": stage, **small}, find_unused_parameters=True)
+
+
+def frozen_in_turns(rank: int, stage: int | None) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and last parameters of a run that freezes different parameters in each step; None trains with DDP."""
+    model = chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    entry = DistributedDataParallel(model, find_unused_parameters=True) if stage is None else model
+    engine = None if stage is None else of_stage(model, optimizer, stage)
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    turns = [list(model[0].parameters()), list(model[1:].parameters()), biases, [], [model[1].inner.weight]]
+    losses = []
+    for number, batch in enumerate(batches(rank, 2 * len(turns))):
+        frozen = turns[number % len(turns)]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        loss = entry(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        losses.append(loss.item())
+    if engine is not None:
+        engine.close()
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def with_inputs(rank: int, stage: int | None) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and last parameters of a run whose backwards name their inputs; None averages gradients by hand."""
+    model = chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = None if stage is None else of_stage(model, optimizer, stage)
+    weights = [model[0].inner.weight, model[1].outer.weight]
+    ways = [
+        lambda loss: loss.backward(inputs=list(model.parameters())),
+        lambda loss: loss.backward(inputs=weights[rank]),
+        lambda loss: loss.backward(inputs=[batch, weights[0]]),
+        lambda loss: torch.autograd.backward([loss, 2 * loss], inputs=weights),
+        lambda loss: (loss.backward(inputs=weights[1], retain_graph=True), loss.backward(inputs=weights[0])),
+    ]
+    seen = []
+    for backward, batch in zip(ways, batches(rank, len(ways))):
+        batch.requires_grad_()
+        loss = model(batch).square().mean()
+        seen += torch.autograd.grad(loss, weights, retain_graph=True)
+        seen += torch.autograd.grad(batch.sum(), weights, materialize_grads=True)
+        backward(loss)
+        for parameter in model.parameters() if stage is None else ():
+            is_used = torch.tensor(parameter.grad is not None, dtype=torch.uint8)
+            torch.distributed.all_reduce(is_used, torch.distributed.ReduceOp.MAX)
+            if is_used:
+                mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = mine / 2
+                torch.distributed.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [loss.detach(), *([] if batch.grad is None else [batch.grad])]
+    if engine is not None:
+        engine.close()
+    return [each.sum().item() for each in seen], [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("run", [frozen_in_turns, with_inputs])
+@on_shared_ranks
+def test_a_backward_that_reaches_only_some_parameters_has_plain_torchs_results(rank, world_size, run):
+    seen, parameters = run(rank, None)
+    for stage in STAGES:
+        found, values = run(rank, stage)
+        assert found == seen, f"stage {stage}"
+        assert all(map(torch.equal, values, parameters)), f"stage {stage}"
+
+
+@on_shared_ranks
+def test_a_gradient_of_a_frozen_sharded_parameter_is_refused_as_by_torch(rank, world_size):
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = of_stage(model, optimizer, 3)
+    model[0].inner.weight.requires_grad_(False)
+    loss = model(batches(rank, 1)[0]).sum()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(loss, [model[0].inner.weight, model[0].outer.weight])
+    engine.close()
+
+
 @on_ranks(2)
 def test_a_step_in_the_middle_of_a_backward_is_refused(rank, world_size):
     # Reductions that the backward had started stay behind.
