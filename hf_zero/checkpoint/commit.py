@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import struct
 import threading
 import time
 import uuid
@@ -360,6 +361,11 @@ def clear_leftovers(folder: Path) -> None:
 
 
 # ---- One run at a time writes into a folder of checkpoints: a lock that the system drops when the process ends ----
+#
+# [Note: the lock of an open file]
+# The lock belongs to the open file. lockf's lock belongs to the process, and the system drops it as soon as the process closes
+# any handle of the file, as a copy or a hash of the folder does. flock's lock is not seen by a process on the host that exports
+# the folder, if the lock was set through NFS.
 
 LOCK_NAME = ".hf_zero.lock"
 
@@ -371,6 +377,12 @@ ELASTIC_PATIENCE_S = 120.0
 its collectives fail, or until the file system's server gives up on its host."""
 
 _GLANCE_S = 0.2
+
+_HELD: set[int] = set()
+"""Handles of the locks of this process."""
+
+_WRITE_LOCK_OF_ALL = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+"""Linux's `struct flock`: a write lock from the first byte to the end, whatever the length. The process number has to be 0."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system says that has no locks, or a server of one whose locks are off: some of clusters, and of object stores."""
@@ -401,45 +413,83 @@ def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None
         on_all_ranks(exchange, take, doing=f"have {folder} for its checkpoints alone", then=then)
         yield
     finally:
-        for lock in held:
-            # By its name, while it is held: who waits for it then finds that it is gone, and makes another.
-            # On a disk that refuses it stays, and is no lock.
+        # A forked child that leaves this block, by sys.exit in a callback, must not remove its parent's file.
+        for lock in _HELD.intersection(held):
+            # Removed while the lock is held: a waiting process then finds the file gone, and makes another.
+            # On a disk that refuses, the file stays and locks nothing.
             with suppress(OSError):
                 path.unlink()
+            _HELD.remove(lock)
             os.close(lock)
+
+
+def _close_in_child() -> None:
+    # A child that outlives a killed run, such as a DataLoader's worker, would keep the open file, and with it the lock.
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _taken(path: Path) -> int:
     """Opens and locks the file; waits while another run holds the lock."""
     deadline_s = time.monotonic() + _patience_s()
     while True:
-        # POSIX locks belong to one process: no child inherits the lock, network file systems share it, and a killed run
-        # leaves the file without a lock.
         lock = _opened(path)
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # POSIX lets a system say either when another process has the lock.
+            _lock(lock)
+        # POSIX lets a system raise either if another open file has the lock.
         except (BlockingIOError, PermissionError) as error:
-            holder = os.pread(lock, 500, 0).decode(errors="replace")
+            holder = _in_words(os.pread(lock, 500, 0).decode(errors="replace"))
+            if any(os.path.samestat(os.fstat(lock), os.fstat(own)) for own in _HELD):
+                holder = "another Trainer of this process"
             os.close(lock)
             if time.monotonic() > deadline_s:
-                raise CheckpointError(f"another run writes there now ({_in_words(holder)})") from error
+                raise CheckpointError(f"another run writes there now ({holder})") from error
             time.sleep(_GLANCE_S)
             continue
         except BaseException as error:
             if isinstance(error, OSError) and error.errno in _NO_LOCKS:
                 _warn_of_no_locks(path.parent, error)
+                _HELD.add(lock)
                 return lock
             os.close(lock)
             raise
         # The lock is on an inode. If the former holder has unlinked the file, this lock keeps nobody out.
-        with suppress(FileNotFoundError):
+        try:
             if os.path.samestat(os.fstat(lock), path.stat()):
                 os.ftruncate(lock, 0)
-                os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
+                os.pwrite(lock, json.dumps(_own_name()).encode(), 0)
+                _HELD.add(lock)
                 return lock
-        # Its last holder has taken the file away meanwhile.
-        os.close(lock)
+        except FileNotFoundError:
+            # The last holder has removed the file since it was opened here.
+            continue
+        finally:
+            # Also if the disk refuses the write: an open file would keep the folder locked until this process ends.
+            if lock not in _HELD:
+                os.close(lock)
+
+
+def _lock(handle: int) -> None:
+    """Locks an open file. See [Note: the lock of an open file].
+
+    Raises:
+        OSError: another open file has the lock, or the file system has no locks.
+    """
+    try:
+        fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _WRITE_LOCK_OF_ALL)
+    except OSError as error:
+        # Kernels of some sandboxes have only flock.
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _own_name() -> dict[str, str | int]:
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"pid": os.getpid(), "host": os.uname().nodename, "since": since}
 
 
 def _opened(path: Path) -> int:
@@ -489,7 +539,7 @@ def _patience_s() -> float:
 def _in_words(holder: str) -> str:
     try:
         known = json.loads(holder)
-        return shown(f"process {known['pid']} on {known['host']}")
+        return shown(f"process {known['pid']} on {known['host']}, since {known['since']}")
     except (ValueError, KeyError, TypeError):
         return "a process that does not say its number"
 

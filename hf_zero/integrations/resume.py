@@ -28,6 +28,7 @@ from ..checkpoint.structure import (
 )
 from ..checkpoint.writer import row_file
 from ..comm.all_or_none import exchange_between_ranks
+from ..hooks import replaced
 from .elastic import trap_of_agents_store
 from .state_io import ZERO_FOLDER, progress_of
 
@@ -258,9 +259,13 @@ def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = Fal
         yield
         return
     output_dir = Path(args.output_dir)
+    # A subclass's `train` may call `train` again, in which case this Trainer has the lock already.
+    if trainer._alone_in == output_dir:
+        yield
+        return
     disk = find_disk(output_dir, args.process_index, exchange_between_ranks, then=_THEN)
     # Before leftovers are cleared: another run's unfinished checkpoint has the same kind of name.
-    with held_alone(output_dir, disk=disk, exchange=exchange_between_ranks):
+    with held_alone(output_dir, disk=disk, exchange=exchange_between_ranks), replaced(trainer, "_alone_in", output_dir):
         yield
 
 

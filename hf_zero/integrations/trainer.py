@@ -96,6 +96,7 @@ class ZeroTrainerMixin(_TrainerBase):
     """Overrides of Trainer's own methods; each calls the stock one for all that is not sharded."""
 
     _checkpoint_saver: CheckpointSaver | None = None
+    _alone_in: Path | None = None
     _step_figures: StepFigures | None = None
     _rescue: Any | None = None
     _report_is_due = False

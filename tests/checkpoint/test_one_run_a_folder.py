@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from ranks import run_alone, run_ranks
 from shared_ranks import run_on_ranks
 from trainer_job import as_launched, make_trainer
 from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from hf_zero.checkpoint import commit
 from hf_zero.checkpoint.commit import LOCK_NAME, Disk, disk_asked, held_alone
-from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.files import CheckpointError, hashes_of
 from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.integrations.resume import alone_in_output_dir
 from hf_zero.offload.files import RunFolder
 
 pytestmark = pytest.mark.timeout(180)
@@ -58,7 +62,8 @@ def test_a_folder_that_another_process_has_is_refused_by_its_number_and_free_whe
     holder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(commit, "PATIENCE_S", 0.3)
-    with pytest.raises(CheckpointError, match=rf"another run writes there now \(process {holder.pid} on .*its own"):
+    owner = rf"process {holder.pid} on {os.uname().nodename}, since 20\S+\+00:00"
+    with pytest.raises(CheckpointError, match=rf"another run writes there now \({owner}\).*its own"):
         with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
             pass
     holder.send_signal(signal.SIGKILL)
@@ -67,6 +72,93 @@ def test_a_folder_that_another_process_has_is_refused_by_its_number_and_free_whe
     with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
         assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
     assert not list(tmp_path.iterdir())
+
+
+def copied(folder: Path, to: Path) -> None:
+    shutil.copytree(folder, to)
+
+
+def hashed(folder: Path, to: Path) -> None:
+    hashes_of(folder / LOCK_NAME, [0])
+
+
+def left_by_a_forked_child(folder: Path, to: Path) -> None:
+    if os.fork() == 0:
+        # Unwinds to `asks_for_it`, through the block that holds the lock.
+        sys.exit()
+    os.wait()
+
+
+def no_ofd_locks(*_: object) -> None:
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def asks_for_it(folder: Path) -> str:
+    commit.PATIENCE_S = 0.1
+    try:
+        with held_alone(folder, disk=Disk.shared(), exchange=alone):
+            return "taken"
+    except CheckpointError as error:
+        return str(error)
+
+
+def reads_what_it_holds(folder: str, reads: str, has_ofd: bool) -> tuple[str, str]:
+    stock, run = commit.fcntl.fcntl, Path(folder) / "run"
+    run.mkdir()
+    commit.fcntl.fcntl = stock if has_ofd else no_ofd_locks
+    try:
+        with held_alone(run, disk=Disk.shared(), exchange=alone):
+            globals()[reads](run, Path(folder) / "to")
+            own = asks_for_it(run)
+            mine, theirs = os.pipe()
+            if os.fork() == 0:
+                os.write(theirs, asks_for_it(run).encode())
+                os._exit(0)
+            os.wait()
+            return own, os.read(mine, 1000).decode()
+    except SystemExit:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("has_ofd", [True, False])
+@pytest.mark.parametrize("reads", ["copied", "hashed", "left_by_a_forked_child"])
+def test_a_process_keeps_the_folder_whatever_it_and_its_children_do_with_the_file(reads, has_ofd, tmp_path):
+    """`has_ofd`: whether the kernel has locks of open files; if not, flock is used."""
+    arguments = {"folder": str(tmp_path), "reads": reads, "has_ofd": has_ofd}
+    own, anothers = run_alone(reads_what_it_holds, time_limit_s=60, keyword_arguments=arguments)
+    assert "(another Trainer of this process)" in own
+    assert "another run writes there now (process " in anothers
+
+
+OUTLIVED = HOLD.replace("print(", "os.fork() and print(").replace("import sys", "import os, sys")
+
+
+def test_a_child_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
+    # A session of its own, so that the child can be ended with its parent.
+    holder = subprocess.Popen(
+        [sys.executable, "-c", OUTLIVED, tmp_path], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+        assert asks_for_it(tmp_path) == "taken"
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+
+
+def test_a_trainer_that_trains_inside_its_own_train_has_the_folder_already(tmp_path, monkeypatch):
+    monkeypatch.setattr(commit, "PATIENCE_S", 0.1)
+    args = SimpleNamespace(output_dir=str(tmp_path), process_index=0, save_strategy=SaveStrategy.STEPS)
+    first, second = (SimpleNamespace(args=args, _alone_in=None) for _ in range(2))
+    with alone_in_output_dir(first, None):
+        with alone_in_output_dir(first, None):
+            pass
+        with pytest.raises(CheckpointError, match="another Trainer of this process"):
+            with alone_in_output_dir(second, None):
+                pass
+    with alone_in_output_dir(second, None):
+        pass
 
 
 def linked(lock: Path, victim: Path) -> None:
@@ -101,7 +193,7 @@ def test_nothing_that_is_no_lock_file_is_written_to_for_one(put, tmp_path):
 @pytest.mark.slow
 def test_what_a_lock_file_says_of_its_holder_is_not_obeyed_by_a_terminal(holder, tmp_path, monkeypatch):
     monkeypatch.setattr(commit, "PATIENCE_S", 0.1)
-    (tmp_path / LOCK_NAME).write_text(json.dumps({"pid": "\x1b[31m7", "host": "h"}))
+    (tmp_path / LOCK_NAME).write_text(json.dumps({"pid": "\x1b[31m7", "host": "h", "since": "s"}))
     with pytest.raises(CheckpointError, match=r"process \\x1b\[31m7 on h"):
         with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
             pass
@@ -181,7 +273,7 @@ def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch):
     def refuses(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(commit.fcntl, "lockf", refuses)
+    monkeypatch.setattr(commit.fcntl, "fcntl", refuses)
     with (
         pytest.warns(
             UserWarning, match=r"on a file system without locks \(No locks available\).*an output_dir of its own"
