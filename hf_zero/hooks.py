@@ -1,6 +1,7 @@
 """Hooks and references that keep no model alive, the tensors that hooks look for, replaced names, and guards of parameters."""
 
 import weakref
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -206,15 +207,61 @@ ALIASING = frozenset([*_existing(torch.Tensor.data, "__get__"), torch.Tensor.det
 """Operations that return the same values under another name; the caller may only want the dtype."""
 
 
-def named_as(mixin: type, kind: type, **members: Any) -> type:
-    """Makes a subclass of `kind` with `mixin` before it, and with the name and module of `kind`."""
-    shown = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (mixin, kind), shown | members)
+_MARK = "_is_made_by_hf_zero"
+
+
+class _Unannounced:
+    """Comes before a script's class in a class made by `named_as`, and leaves out its `__init_subclass__` for that class."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if _MARK not in vars(cls):
+            super().__init_subclass__(**kwargs)
+
+
+def named_as(mixin: type, kind: type, *, keeps_layout: bool = False, **members: Any) -> type:
+    """Makes a subclass of `kind` with `mixin` before it, and with the name and module of `kind`.
+
+    The script did not ask for this class. So neither the `__init_subclass__` of `kind` nor its metaclass's `__new__` and
+    `__init__` are called: these may require arguments, register each class, or forbid subclasses.
+
+    Args:
+        keeps_layout: extends `kind` alone, and adds `mixin` to the order of resolution only. Objects then have the layout of
+            `kind`, but Python caches no attributes of the class.
+    """
+    shown: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    shown[_MARK] = True
+    metaclass: Any = type(kind)
+    bases: tuple[type, ...] = (mixin, _Unannounced, kind)
+    if keeps_layout:
+        metaclass, bases = _resolving_first(mixin, metaclass), (kind,)
+        shown["__slots__"] = ()
+    # ABCMeta keeps a store of known subclasses in each class. Without its `__new__`, this class would share that of `kind`.
+    make: Any = ABCMeta if issubclass(metaclass, ABCMeta) else type
+    made = make.__new__(metaclass, kind.__name__, bases, shown | members)
+    if issubclass(metaclass, type(torch.Tensor)):
+        # torch frees tensors of this class by a function that its metaclass sets here.
+        type(torch.Tensor).__init__(made, kind.__name__, bases, {})
+    return made
+
+
+def _resolving_first(mixin: type, metaclass: Any) -> Any:
+    """Returns a metaclass whose classes resolve `mixin` before their only base."""
+
+    def mro(made: type) -> list[type]:
+        by_bases = metaclass.mro(made)
+        # A subclass of a made class inherits the order of its base.
+        first = [kind for kind in (*mixin.__mro__, _Unannounced) if kind not in by_bases]
+        return [by_bases[0], *first, *by_bases[1:]]
+
+    shown = {"__module__": metaclass.__module__, "__qualname__": metaclass.__qualname__}
+    return type(metaclass.__name__, (metaclass,), shown | {"mro": mro})
 
 
 # Cached: else two objects of one class would get different classes, and each call would leave a class behind.
 @cache
-def _mixed(mixin: type, kind: type) -> type:
+def _mixed(mixin: type, kind: type, *, keeps_layout: bool) -> type:
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         # pickle finds a class by its name, and this one has the name of another.
         make, arguments, *rest = super(made, self).__reduce_ex__(protocol)
@@ -228,7 +275,7 @@ def _mixed(mixin: type, kind: type) -> type:
         return again
 
     own = {} if hasattr(kind, "__copy__") else {"__copy__": __copy__}
-    made: Any = named_as(mixin, kind, __reduce_ex__=__reduce_ex__, **own)
+    made: Any = named_as(mixin, kind, keeps_layout=keeps_layout, __reduce_ex__=__reduce_ex__, **own)
     return made
 
 
@@ -243,10 +290,16 @@ def mix_in(instance: Any, mixin: type) -> None:
 
     `repr`, the class's name and its module stay. Copies and pickles get the mixin, too.
     """
-    if not isinstance(instance, mixin):
-        kind: Any = type(instance)
-        # By object's own attribute: accelerate's data loaders have another of that name, which cannot be set.
-        vars(object)["__class__"].__set__(instance, _mixed(mixin, kind))
+    if isinstance(instance, mixin):
+        return
+    kind: Any = type(instance)
+    # By object's own attribute: accelerate's data loaders have another of that name, which cannot be set.
+    replace = vars(object)["__class__"].__set__
+    try:
+        replace(instance, _mixed(mixin, kind, keeps_layout=False))
+    except TypeError:
+        # A first base without `__dict__`, such as ABC or Generic, gives `kind` a layout that `mixin` before it would change.
+        replace(instance, _mixed(mixin, kind, keeps_layout=True))
 
 
 class Guarded(_TensorBase):
