@@ -358,10 +358,14 @@ class Groups:
                 together.
 
         Raises:
-            ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves `comm.sync_every` one group.
+            ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves `comm.sync_every` one group. The launcher
+                has started several processes, and there is no process group.
         """
         comm = with_time_limits(comm, device_type)
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            _refuse_ranks_without_group()
+            return cls._of_one(0, comm, nodes=(0,))
+        if dist.get_world_size() == 1:
             return cls._of_one(0, comm, nodes=(0,))
         rank, everyone = dist.get_rank(), range(dist.get_world_size())
         timeout = timedelta(seconds=comm.limit_s)
@@ -460,6 +464,27 @@ class Groups:
         """Counts the other ranks of a group on other nodes."""
         here = self.nodes[group.ranks[group.index]]
         return sum(self.nodes[rank] != here for rank in group.ranks)
+
+
+_LAUNCHED_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Variables in which launchers tell each process how many there are: torchrun, MPI's, and srun. WORLD_SIZE decides if it is set,
+so that WORLD_SIZE=1 makes independent runs of processes that srun or mpirun starts together."""
+
+
+def launched_ranks() -> tuple[str, int]:
+    """Returns the number of processes that the launcher has started, and the variable with it; ("", 1) without a launcher."""
+    found = ((name, os.environ.get(name, "")) for name in _LAUNCHED_RANKS)
+    return next(((name, int(value)) for name, value in found if value.isdigit()), ("", 1))
+
+
+def _refuse_ranks_without_group() -> None:
+    """Raises `ConfigError` for one of several launched processes that has no process group, as DDP does."""
+    variable, ranks = launched_ranks()
+    if ranks > 1:
+        raise ConfigError(
+            f"hf_zero: {variable} is {ranks} and torch.distributed has no process group, so each process would train a model of "
+            "its own. Call torch.distributed.init_process_group() first; for independent runs, set WORLD_SIZE=1."
+        )
 
 
 def keeps_launch_order() -> bool:

@@ -14,6 +14,7 @@ from ..comm.ledger import ErrorHook, Label
 from ..config import ConfigLike, ZeroConfig
 from ..hooks import attach, detach
 from ..layout import Interval
+from ..optimizer.loss_scale import agree_on_overflows
 from ..optimizer.sharded_optimizer import RowStates, ShardedOptimizer
 from ..optimizer.state_rows import full_gradient, full_state, on_host, resize_whole, slot_of
 from .assemble import Parts, assemble
@@ -68,6 +69,7 @@ class ZeroEngine:
         find_unused_parameters: bool = False,
     ):
         ErrorHook.installed()
+        agree_on_overflows()
         self.model = model
         self._find_unused_parameters = find_unused_parameters
         self._stop_asked = never_asked

@@ -242,19 +242,12 @@ class NonFiniteCheck:
         return None if last is None or math.isfinite(last.value()) else last.value()
 
     def refuse_unscaled(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Raises `RuntimeError` for a step by way of torch's own scaler, and over float16 parameters without any."""
-        if optimizer.__dict__.pop("found_inf", None) is not None:
-            # torch takes them away behind the step.
-            optimizer.__dict__.pop("grad_scale", None)
-            raise RuntimeError(
-                "hf_zero: this step comes from torch.amp.GradScaler, which sees this rank's rows alone: an overflow "
-                "would skip the step on one rank only. Use hf_zero.GradScaler in its place; the calls are the same."
-            )
+        """Raises `RuntimeError` for a step over float16 parameters without a loss scaler."""
         if optimizer in self._unscaled or not any(bucket.precision.param == torch.float16 for bucket in buckets):
             return
         raise RuntimeError(
             "hf_zero: optimizer.step() over float16 parameters without loss scaling: most small gradients are 0 in "
-            "float16. Train through accelerate or Trainer, use hf_zero.GradScaler, or train in bfloat16."
+            "float16. Train through accelerate or Trainer, use torch.amp.GradScaler, or train in bfloat16."
         )
 
     def found(self, norm: float, rows: Sequence[Row]) -> None:

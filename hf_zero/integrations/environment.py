@@ -15,6 +15,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..comm.groups import launched_ranks
 from ..config import ConfigError, ZeroConfig
 from ..config.zero import differences
 from .launcher import CONFIG_VARIABLE
@@ -258,8 +259,9 @@ def _ranks_asked_for() -> int | None:
     """Returns the world size of the launcher or its command line; None without a sign of one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    if os.environ.get("WORLD_SIZE", "").isdigit():
-        return int(os.environ["WORLD_SIZE"])
+    variable, ranks = launched_ranks()
+    if variable:
+        return ranks
     # For ranks on a CPU, `accelerate launch` may start one plain process without any variable. Its own command line then tells
     # how many were asked for.
     launcher = psutil.Process().parent()

@@ -190,7 +190,7 @@ SEAMS = (
         owner="torch.amp:GradScaler",
         names=("_per_optimizer_states", "_unscale_grads_"),
         where=("optimizer/loss_scale",),
-        why="found_inf is that of all ranks, and gradients are unscaled where they are.",
+        why="Replaced for the class: found_inf is that of all ranks, and gradients are unscaled where they are.",
         test="test_clip_and_scale.py::test_the_scale_is_torchs_for_any_overflows_here_or_elsewhere",
     ),
     Seam(

@@ -1,11 +1,10 @@
-"""Loss scaling over shards: torch's GradScaler, with ranks that agree on an overflow.
+"""Loss scaling over shards: ranks that step together agree on an overflow, in every GradScaler of torch's.
 
-A rank unscales the rows that it owns and sees an infinite gradient in those alone, so torch's own scaler would skip the step
-on one rank and take it on the others. Here the ranks agree first; scale, growth and backoff are then the same on all.
+A rank unscales the rows that it owns and sees an infinite gradient only in them, so without an agreement a scaler would skip
+the step on one rank and take it on the others. The ranks agree while they unscale; scale, growth and backoff are then the same
+on all.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from ..buckets.sharded import widen
 from ..hooks import mix_in
-from .sharded_optimizer import SCALES_ITSELF, engine_stepped_by
+from .sharded_optimizer import engine_stepped_by, sharded_of
 
 if TYPE_CHECKING:
     # Mixed into GradScalers: a type checker takes their methods for inherited.
@@ -22,9 +21,51 @@ if TYPE_CHECKING:
 else:
     _ScalerBase = object
 
+_stock_unscale = torch.amp.GradScaler._unscale_grads_
+
+
+def agree_on_overflows() -> None:
+    """Makes every `torch.amp.GradScaler` of this process, old or new, agree over ranks on an engine's gradients.
+
+    The class is changed, because an optimizer cannot see the scaler that unscales its gradients: the scaler only reads
+    `optimizer.param_groups`. Optimizers without an engine are unscaled as before.
+    """
+    stock: Any = torch.amp.GradScaler
+    stock._unscale_grads_ = _unscale_rows
+
+
+def _unscale_rows(
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, torch.Tensor]:
+    """Replaces `GradScaler._unscale_grads_`. Collective if an engine steps the optimizer."""
+    sharded, engine = sharded_of(optimizer), engine_stepped_by(optimizer)
+    if sharded is None or engine is None:
+        return _stock_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    sharded.refuse_strangers()
+    for row in sharded.rows:
+        # A copy under way would put the scaled values over the unscaled ones.
+        row.slot.bucket.await_gradient()
+        widen(row.tensor)
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    scale, clean = inv_scale, found_inf
+    if any(gradient.device.type == "cpu" for gradient in gradients):
+        # torch copies them from an accelerator to gradients in host memory, and does not wait before it reads the copies.
+        scale, clean = inv_scale.cpu(), found_inf.cpu()
+    found = _stock_unscale(scaler, optimizer, scale, clean, allow_fp16)
+    # torch does not count this as an edit, and a step that was begun with the scaled gradients would be kept.
+    increment_version(gradients)
+    # Rows may be in other memory than the scale, and a rank may have none.
+    mine = sum((part.to(found_inf.device) for part in found.values()), start=found_inf)
+    # Agreement before the step: a rank sees overflows of its own rows only, and would step while another skips.
+    return {found_inf.device: engine.bad_steps.agree(sharded.optimizer, mine)}
+
 
 class _OverShards(_ScalerBase):
-    """The methods of a GradScaler that know engines. Optimizers without an engine are treated as ever.
+    """The methods of a GradScaler that accelerate updates after each of an engine's optimizers.
 
     [Note: several optimizers]
     accelerate calls `update` after each optimizer. A scale that changes between two optimizers' steps would unscale the second
@@ -40,17 +81,20 @@ class _OverShards(_ScalerBase):
             super().update()
         return super().scale(outputs)
 
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        self._share_state(optimizer)
+        super().unscale_(optimizer)
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any):
         engine = engine_stepped_by(optimizer)
-        if engine is None or not self.is_enabled():
-            return super().step(optimizer, *args, **kwargs)
-        # All at the first step: the next optimizer's gradients belong to the same scale. See [Note: several
-        # optimizers].
-        for sharded in engine.optimizers:
-            if self._per_optimizer_states[id(sharded.optimizer)]["stage"] is OptState.READY:
-                self.unscale_(sharded.optimizer)
-        with _unscaled_here(optimizer):
-            return super().step(optimizer, *args, **kwargs)
+        if engine is not None and self.is_enabled():
+            self._share_state(optimizer)
+            # All at the first step: the next optimizer's gradients belong to the same scale. See [Note: several
+            # optimizers].
+            for sharded in engine.optimizers:
+                if not self.has_unscaled(sharded.optimizer):
+                    self.unscale_(sharded.optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         # torch makes the register of a scaler that is enabled only.
@@ -62,40 +106,23 @@ class _OverShards(_ScalerBase):
 
     def has_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer's gradients have been unscaled since the last update, or need not be."""
-        return not self.is_enabled() or self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+        if not self.is_enabled():
+            return True
+        self._share_state(optimizer)
+        return self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        engine = engine_stepped_by(optimizer)
-        if engine is None:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        for sharded in engine.optimizers:
-            if sharded.optimizer is optimizer:
-                sharded.refuse_strangers()
-                for row in sharded.rows:
-                    # A copy under way would put the scaled values over the unscaled ones.
-                    row.slot.bucket.await_gradient()
-                    widen(row.tensor)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        scale, clean = inv_scale, found_inf
-        if any(gradient.device.type == "cpu" for gradient in gradients):
-            # torch copies them from an accelerator to gradients in host memory, and does not wait before it reads the copies.
-            scale, clean = inv_scale.cpu(), found_inf.cpu()
-        found = super()._unscale_grads_(optimizer, scale, clean, allow_fp16)
-        # torch does not count this as an edit, and a step that was begun with the scaled gradients would be kept.
-        increment_version(gradients)
-        # Rows may be in other memory than the scale, and a rank may have none.
-        mine = sum((part.to(found_inf.device) for part in found.values()), start=found_inf)
-        # Agreement before the step: a rank sees overflows of its own rows only, and would step while another skips.
-        return {found_inf.device: engine.bad_steps.agree(optimizer, mine)}
+    def _share_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives a wrapper, such as accelerate's, the state of the optimizer inside, or both would unscale one gradient."""
+        sharded = sharded_of(optimizer) if self.is_enabled() else None
+        if sharded is not None:
+            self._per_optimizer_states[id(optimizer)] = self._per_optimizer_states[id(sharded.optimizer)]
 
 
 class GradScaler(_OverShards, torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for optimizers of a `ZeroEngine` (and others): an overflow on one rank skips the step on all ranks.
+    """`torch.amp.GradScaler` for loops that update the scale after each of several optimizers, as accelerate does.
 
-    Use it as torch's: `scaler.scale(loss).backward()`, `scaler.unscale_(optimizer)` before a clip, `scaler.step(optimizer)`,
-    `scaler.update()`. Unscaling is collective. `state_dict` is a dict of numbers, the same on all ranks.
+    `torch.amp.GradScaler` itself also works: with both, an overflow on one rank skips the step on all ranks. Unscaling is
+    collective. `state_dict` is a dict of numbers, the same on all ranks.
 
     Loss scaling: Micikevicius et al., "Mixed Precision Training", 2018.
     """
@@ -104,13 +131,3 @@ class GradScaler(_OverShards, torch.amp.GradScaler):
 def scale_over_shards(scaler: torch.amp.GradScaler) -> None:
     """Makes a GradScaler that others hold already do as ours does."""
     mix_in(scaler, _OverShards)
-
-
-@contextmanager
-def _unscaled_here(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Hides the optimizer's offer to unscale and skip by itself: torch would call its step even after an overflow."""
-    setattr(optimizer, SCALES_ITSELF, False)
-    try:
-        yield
-    finally:
-        setattr(optimizer, SCALES_ITSELF, True)

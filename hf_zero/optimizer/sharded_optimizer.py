@@ -226,7 +226,7 @@ def _stepped(
 
 # ---- The user's own optimizer object, given this rank's rows instead of whole parameters ----
 
-SCALES_ITSELF = "_step_supports_amp_scaling"
+_SCALES_ITSELF = "_step_supports_amp_scaling"
 """What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
 
 _MARK = "hf_zero_shard"
@@ -295,9 +295,9 @@ class ShardedOptimizer:
             optimizer.register_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_state_dict)),
             optimizer.register_load_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._on_load_state_dict)),
         ]
-        # torch's own GradScaler, which would skip on one rank alone, then passes its findings to the step; see NonFiniteCheck.
-        self._scales_itself = optimizer.__dict__.get(SCALES_ITSELF)
-        optimizer.__dict__[SCALES_ITSELF] = True
+        # Fused optimizers offer to unscale and skip by themselves: by this rank's overflows, and in a step that has begun.
+        self._scales_itself = optimizer.__dict__.get(_SCALES_ITSELF)
+        optimizer.__dict__[_SCALES_ITSELF] = False
         self._stock_zero_grad = optimizer.zero_grad
         changed: Any = optimizer
         changed.zero_grad = self._make_zero_grad()
@@ -368,9 +368,9 @@ class ShardedOptimizer:
         # The state is of rows, whose shapes do not fit the whole parameters.
         if not self._is_whole:
             self.optimizer.state.clear()
-        del self.optimizer.__dict__[SCALES_ITSELF]
+        del self.optimizer.__dict__[_SCALES_ITSELF]
         if self._scales_itself is not None:
-            self.optimizer.__dict__[SCALES_ITSELF] = self._scales_itself
+            self.optimizer.__dict__[_SCALES_ITSELF] = self._scales_itself
         changed: Any = self.optimizer
         del changed.zero_grad
         del changed._hf_zero_keeps
@@ -531,9 +531,15 @@ def identity_of(groups: Groups, stage: int, buckets: Sequence[Bucket]) -> str:
     return f"rank {groups.shard_rank} of {groups.shard_size}, stage {stage}, {len(buckets)} buckets of {numel} elements"
 
 
+def sharded_of(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | None:
+    """Returns the engine's side of an optimizer, or of the one in a wrapper such as accelerate's; None without an engine."""
+    sharded, inner = (vars(optimizer).get(name) for name in ("_hf_zero_keeps", "optimizer"))
+    return sharded_of(inner) if sharded is None and isinstance(inner, torch.optim.Optimizer) else sharded
+
+
 def engine_stepped_by(optimizer: torch.optim.Optimizer) -> Any:
     """Returns the live ZeroEngine whose parameters the optimizer steps; None without one."""
-    sharded = optimizer.__dict__.get("_hf_zero_keeps")
+    sharded = sharded_of(optimizer)
     parameters = () if sharded is None else (p for group in sharded.whole_groups for p in group)
     return next((engine for engine in map(engine_attached_to, parameters) if engine is not None), None)
 
@@ -551,7 +557,7 @@ def cut_to(value: Any, row: Row) -> Any:
 
 def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Returns the parameters that the script gave to an optimizer, also if an engine has replaced them by rows."""
-    sharded = optimizer.__dict__.get("_hf_zero_keeps")
+    sharded = sharded_of(optimizer)
     groups = [group["params"] for group in optimizer.param_groups] if sharded is None else sharded.whole_groups
     return [parameter for group in groups for parameter in group]
 

@@ -33,7 +33,9 @@ from training import bert, bert_batch, gpt2, gpt2_batch
 from transformers import Trainer
 
 from hf_zero import ConfigError, ZeroPlugin, engine_of
+from hf_zero.comm.groups import _LAUNCHED_RANKS
 from hf_zero.comm.ledger import ERROR_FILE_VARIABLE
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks import mix_in
 from hf_zero.integrations.environment import _processes_on
 
@@ -419,6 +421,25 @@ def test_ranks_that_each_think_they_are_alone_are_refused(rank, world_size):
     type(accelerator).num_processes = property(lambda self: 1)
     with pytest.raises(ConfigError, match="2 processes were asked for, and accelerate counts 1"):
         ZeroPlugin(2).attach(accelerator)
+
+
+@pytest.mark.parametrize("variable", _LAUNCHED_RANKS)
+def test_one_of_several_processes_without_a_process_group_is_refused(monkeypatch, fresh_state, variable):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    # Before the variable: accelerate itself connects the ranks of some launchers.
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setenv(variable, "2")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight
+    with pytest.raises(ConfigError, match=f"{variable} is 2 and torch.distributed has no process group"):
+        ZeroEngine(model, [optimizer], 2)
+    assert model.weight is before is optimizer.param_groups[0]["params"][0]
+    with pytest.raises(ConfigError, match="2 processes were asked for, and accelerate counts 1"):
+        ZeroPlugin(2).attach(accelerator)
+    # Runs of one process each, as of a sweep that srun starts.
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert ZeroEngine(model, [optimizer], 2).groups.world_size == 1
 
 
 @pytest.mark.parametrize(
