@@ -111,7 +111,6 @@ ROWS = {
     "cannot be resized in training": "`resize_embeddings`, `resize_token_embeddings`",
     "a hook of DDP": "`comm_hook`",
     "processes were asked for": "one-process runs started by mistake",
-    "has no process group": "one-process runs started by mistake",
     "was installed nowhere": "a `ZeroPlugin` that accelerate ignored",
     "ended without the engine": "ended without the engine",
     "two configs for one": "two configs for one run or Trainer",
