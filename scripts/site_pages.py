@@ -58,6 +58,7 @@ def made_pages() -> dict[str, str]:
         "pages.md": _in_docs((ROOT / "docs" / "README.md").read_text(encoding="utf-8")),
         "changelog.md": _in_docs((ROOT / "CHANGELOG.md").read_text(encoding="utf-8")),
         "contributing.md": _in_docs((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")),
+        "results.md": _in_docs((ROOT / "scripts" / "bench" / "RESULTS.md").read_text(encoding="utf-8")),
         "api.md": api_page(),
         "cli.md": typer.cli.get_docs_for_click(
             obj=(command := typer.main.get_command(app)), ctx=typer.Context(command), name="hf-zero"
@@ -72,7 +73,13 @@ def made_pages() -> dict[str, str]:
 
 def _in_docs(text: str) -> str:
     """A file of the repository's top whose links to `docs/` are those of a page there."""
-    places = {"](docs/README.md": "](pages.md", "](docs/": "](", "](CONTRIBUTING.md": "](contributing.md"}
+    places = {
+        "](docs/README.md": "](pages.md",
+        "](docs/": "](",
+        "](../../docs/": "](",
+        "](CONTRIBUTING.md": "](contributing.md",
+        "](scripts/bench/RESULTS.md": "](results.md",
+    }
     for here, there in places.items():
         text = text.replace(here, there)
     return text
