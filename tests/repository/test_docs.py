@@ -307,8 +307,19 @@ def test_the_log_table_lists_every_figure_of_the_log():
 
 
 def test_the_rooms_are_those_whose_imports_are_checked():
-    rows = table_under(read("CONTRIBUTING.md"), "floor")
+    rows = table_under(read("CONTRIBUTING.md"), "layer")
     assert {row[1]: int(row[0]) for row in rows} == FLOOR
+
+
+def test_the_files_that_compare_tiers_are_those_that_the_guide_names():
+    package = ROOT / "hf_zero"
+    compare = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if '"nvme"' in path.read_text("utf-8")
+    }
+    _, _, text = read("CONTRIBUTING.md").partition("- **Another tier**")
+    paragraph = " ".join(text.partition("- **Another wire format**")[0].split())
+    named = set(re.findall(r"`(?:hf_zero/)?([a-z_/]+\.py)`", paragraph))
+    assert named == compare and f"{len(compare) - 2} more files" in paragraph.replace("Eight", "8")
 
 
 def test_the_status_is_that_of_the_kept_results():
