@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import shutil
-import stat
 import struct
 import threading
 import time
@@ -22,6 +21,7 @@ import torch
 from ..comm.all_or_none import Exchange, Result, all_results_or_none
 from ..device import enter_thread, in_units
 from .files import (
+    MARK,
     CheckpointError,
     Chunk,
     FileRecord,
@@ -30,6 +30,7 @@ from .files import (
     hashes_of,
     is_inside,
     is_whole_safetensors,
+    open_in_place,
     share_of,
     shown,
     sync,
@@ -63,10 +64,6 @@ def on_all_ranks(exchange: Exchange, work: Callable[[], Result], *, doing: str, 
 
 
 # ---- Which ranks write to the same disk: one that all hosts share, or one of each host's own ----
-
-MARK = ".hf_zero-"
-"""Begins the names of files by which ranks find out whether they see the same folder."""
-
 
 _PROBE_BYTES = 2**20
 
@@ -149,7 +146,7 @@ def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk
 
     def put() -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        mark.touch(exist_ok=False)
         return mark.name
 
     names = on_all_ranks(exchange, put, doing=f"write to {folder}", then=then)
@@ -498,11 +495,9 @@ def _opened(path: Path) -> int:
     Raises:
         CheckpointError: it is a link or no plain file, or it is another user's.
     """
-    # The file is cut and written to. Behind another user's link in a shared folder that could be any file of ours:
-    # hence no link is followed, and no pipe is waited for.
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        lock = os.open(path, flags, 0o666)
+        # The file is cut and written to. A link that another user made in a shared folder could name any file of this user.
+        return open_in_place(path, os.O_RDWR)
     except PermissionError as error:
         # A file that is there and refused is another user's. Without a file, the folder itself refuses.
         with suppress(FileNotFoundError):
@@ -510,17 +505,6 @@ def _opened(path: Path) -> int:
                 f"{path} is user {path.lstat().st_uid}'s, whose run writes there or has left it"
             ) from error
         raise
-    except OSError as error:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise CheckpointError(f"{path} is a link or no plain file, and not hf_zero's. Take it away") from error
-        raise
-    # The flags refuse no hard link, which may be another file of ours, and open a pipe. `fstat`, not `stat`: the file under the
-    # path may have been exchanged since.
-    found = os.fstat(lock)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-        os.close(lock)
-        raise CheckpointError(f"{path} is a link or no plain file, and not hf_zero's. Take it away")
-    return lock
 
 
 def _warn_of_no_locks(folder: Path, error: OSError) -> None:

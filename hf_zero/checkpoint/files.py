@@ -3,7 +3,10 @@
 import json
 import math
 import os
+import shutil
+import stat
 import struct
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -85,6 +88,64 @@ def refuse_links(root: Path, paths: Iterable[Path]) -> None:
                 f"hf_zero: {path} leads out of {root} (to {os.path.realpath(path)}), and nothing outside of the folder is read "
                 "or copied. Put the file itself there, or take the link away."
             )
+
+
+# ---- Files in folders that others may write to: no link is followed, and a name never has half a file ----
+
+MARK = ".hf_zero-"
+"""Begins the names of files that exist for a moment. A killed run may leave some, and the next run removes them."""
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Puts a file of this content at `path` with one rename. A link there is replaced and not followed."""
+    # Others cannot guess the name, so they cannot put a link there; mode "x" would refuse the link.
+    temporary = path.with_name(f"{MARK}{uuid.uuid4().hex}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            # The rename may reach the disk before the content. After a power cut, the name would belong to an empty file.
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        # By the name that the reader of the error knows.
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def copy_new(source: Path, target: Path) -> None:
+    """Copies a file's content, permissions and times. Raises `FileExistsError` if something is at `target`, a link included."""
+    with source.open("rb") as read, target.open("xb") as written:
+        shutil.copyfileobj(read, written)
+        written.flush()
+        found = os.fstat(read.fileno())
+        os.fchmod(written.fileno(), stat.S_IMODE(found.st_mode))
+        os.utime(written.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def open_in_place(path: Path, flags: int) -> int:
+    """Opens a file that is changed in place, and makes one if there is none.
+
+    Raises:
+        CheckpointError: it is a link, a file with several names, or no plain file.
+    """
+    refusal = f"{path} is a link or no plain file, and not hf_zero's. Take it away"
+    # O_NONBLOCK: opening a pipe would wait for its other end.
+    flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.open(path, flags, 0o666)
+    except OSError as error:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise CheckpointError(refusal) from error
+        raise
+    # The flags refuse no hard link, which may be another file of this user, and they open a pipe. `fstat` and not `stat`: the
+    # file at the path may have been exchanged since.
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(file)
+        raise CheckpointError(refusal)
+    return file
 
 
 # ---- JSON files that somebody else may have written: read with a limit on their size, and with one kind of error ----

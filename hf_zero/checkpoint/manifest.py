@@ -23,7 +23,7 @@ from .files import (
     parse_json,
     read_text,
     refuse_links,
-    sync,
+    replace_file,
 )
 
 MANIFEST_NAME = "manifest.json"
@@ -144,12 +144,7 @@ class Manifest:
                 file: {name: [list(box.shape), box.ranges] for name, box in boxes.items()}
                 for file, boxes in self.boxes.items()
             }
-        # Flush before rename: a rename may reach the disk before the bytes do, and the name would then vouch for an
-        # empty file.
-        temporary = folder / f".{MANIFEST_NAME}.tmp"
-        temporary.write_text(_text({**content, "xxh3": _hash(content)}), encoding="utf-8")
-        sync(temporary)
-        temporary.replace(folder / MANIFEST_NAME)
+        replace_file(folder / MANIFEST_NAME, _text({**content, "xxh3": _hash(content)}))
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

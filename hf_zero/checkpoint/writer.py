@@ -221,7 +221,7 @@ class Piece:
         if not self.nbytes:
             return
         # Without O_CREAT: `lay_out` has made the file, and a missing one means that the folder was taken away.
-        handle = os.open(self.path, os.O_WRONLY)
+        handle = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             left = memoryview(self.values.detach().view(torch.uint8).numpy())
             at = self.offset
@@ -262,7 +262,9 @@ def lay_out(
     # Spaces, which JSON allows behind a value: the first tensor then begins at a multiple of its element, too.
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     start = len(text) + 8
-    with path.open("wb") as file:
+    # A link in the folder is removed and not followed. Mode "x" refuses one that is made in between.
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.flush()
         # The whole file at once: a full disk shows here, before training has waited for a single value, and each rank

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..checkpoint.files import shown
+from ..checkpoint.files import replace_file, shown
 from ..config import ConfigError
 from ..config.checks import cut_name
 from ..extras import extra
@@ -29,6 +29,7 @@ from .checkpoints import (
     convert,
     inspect,
     push,
+    refuse_special,
     said_plainly,
     say,
     say_error,
@@ -225,11 +226,12 @@ def plan(
         "utilisation": utilisation,
     }
     with said_plainly():
+        refuse_special(write, png)
         found = extra("planner", "make_plan")(model, batch=batch, **options)
         if png is not None:
             extra("planner", "draw")(found, png)
         if write is not None and found.settings is not None:
-            write.write_text(found.yaml(), encoding="utf-8")
+            replace_file(write, found.yaml())
         if as_json:
             say_json(found.to_dict())
         else:
@@ -257,9 +259,12 @@ def migrate(
     with said_plainly():
         found = extra("foreign", "migrate")(source)
         if write is not None:
-            if write.exists():
-                raise ConfigError(f"hf_zero: {write} is there already; name a new file.")
-            write.write_text(found.yaml, encoding="utf-8")
+            try:
+                # Mode "x" follows no link.
+                with write.open("x", encoding="utf-8") as file:
+                    file.write(found.yaml)
+            except FileExistsError as error:
+                raise ConfigError(f"hf_zero: {write} is there already; name a new file.") from error
     if as_json:
         lists = {
             name: [asdict(key) for key in getattr(found, name)] for name in ("mapped", "not_needed", "not_supported")
@@ -331,6 +336,7 @@ def report(
 ) -> None:
     """Writes one HTML page about a training run: loss, speed, time, memory, traffic and faults."""
     with said_plainly():
+        refuse_special(output)
         write_page = extra("report", "write_page")
         try:
             if as_json:

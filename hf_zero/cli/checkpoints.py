@@ -68,6 +68,13 @@ def said_plainly() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+def refuse_special(*paths: Path | None) -> None:
+    """Raises `ConfigError` for a link, pipe or device: the file that a command writes would replace it."""
+    for path in paths:
+        if path is not None and (path.is_symlink() or (path.exists() and not path.is_file())):
+            raise ConfigError(f"hf_zero: {path} is a link or no plain file, and is not written to. Name a new file.")
+
+
 # ---- `hf-zero consolidate` ----
 
 

@@ -111,12 +111,16 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 def write_error_file(summary: str, said: str) -> bool:
     """Leaves an error for the launcher, unless another one is there. Returns whether one is there now."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
-    if not path or Path(path).exists():
-        return bool(path)
+    if not path:
+        return False
     # As torch.distributed.elastic reads it; of the two texts, it shows `py_callstack`.
     extra = {"py_callstack": said, "timestamp": str(int(time.time()))}
     try:
-        Path(path).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
+        # Mode "x": an error that is there stays, and no link is followed.
+        with open(path, "x") as file:
+            json.dump({"message": {"message": summary, "extraInfo": extra}}, file)
+    except FileExistsError:
+        return True
     except OSError as error:
         print(f"hf_zero: the error could not be written for the launcher: {error}", file=sys.stderr)
         return False

@@ -1,6 +1,7 @@
 """Pushes models and checkpoints to the Hub with a model card, also while training goes on."""
 
 import fnmatch
+import io
 import json
 import os
 import re
@@ -33,7 +34,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
-from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, shown, untold
+from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, replace_file, shown, untold
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import weight_shards_of
 from ..integrations.run_facts import CardFacts, card_facts
@@ -89,7 +90,7 @@ def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[s
     if path.is_file() and not is_our_card(path):
         return False
     drawn = bool(facts.losses) and find_spec("matplotlib") is not None and _draw(facts, folder / PLOT_NAME)
-    path.write_text(render(facts, name=name, metadata=metadata or {}, drawn=drawn), encoding="utf-8")
+    replace_file(path, render(facts, name=name, metadata=metadata or {}, drawn=drawn))
     return True
 
 
@@ -163,7 +164,9 @@ def _draw(facts: CardFacts, path: Path) -> bool:
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=100, metadata={"Software": None})
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
+    replace_file(path, picture.getvalue())
     return True
 
 
@@ -589,7 +592,7 @@ def _model_staged(trainer: Trainer, checkpoint: Path) -> tempfile.TemporaryDirec
         else:
             stage_model(checkpoint, out)
         if own_card.is_file():
-            (out / CARD_NAME).write_bytes(own_card.read_bytes())
+            replace_file(out / CARD_NAME, own_card.read_bytes())
         write_trainer_card(trainer, out, facts_of=checkpoint)
 
     return _staged(trainer, fill)

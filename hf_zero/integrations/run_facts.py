@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..checkpoint.files import read_mapping, refuse_links
+from ..checkpoint.files import read_mapping, refuse_links, replace_file
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import (
     RUN_FIELDS,
@@ -146,7 +146,7 @@ def carry_run(checkpoint: Path, out: Path) -> None:
         **{name: state[name] for name in _OF_THE_STATE if name in state},
     }
     if any(run.values()):
-        (out / RUN_NAME).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+        replace_file(out / RUN_NAME, json.dumps(run, indent=2) + "\n")
 
 
 def write_run(trainer: "Trainer", folder: Path) -> None:
@@ -164,7 +164,7 @@ def write_run(trainer: "Trainer", folder: Path) -> None:
         "hardware": _hardware(args.world_size),
         "versions": {"python": platform.python_version(), **versions_of(*_LIBRARIES)},
     }
-    (folder / RUN_NAME).write_text(json.dumps(run, indent=2, default=str) + "\n", encoding="utf-8")
+    replace_file(folder / RUN_NAME, json.dumps(run, indent=2, default=str) + "\n")
 
 
 def _was_said(value: object) -> bool:

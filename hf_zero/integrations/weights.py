@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,16 @@ import torch
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 
 from ..buckets.precision import float32_names
-from ..checkpoint.files import CheckpointError, Progress, entry_faults, read_mapping, refuse_links, untold
+from ..checkpoint.files import (
+    CheckpointError,
+    Progress,
+    copy_new,
+    entry_faults,
+    read_mapping,
+    refuse_links,
+    replace_file,
+    untold,
+)
 from ..checkpoint.reader import dtype_named
 from ..checkpoint.structure import (
     LOG_NAME,
@@ -229,17 +237,17 @@ def consolidate(
             weight_map.update({tensor.name: file for tensor in shard})
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (out / SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        replace_file(out / SAFETENSORS_INDEX_FILE, json.dumps(index, indent=2))
     of_weights = {SAFETENSORS_INDEX_FILE, *(tensor.file for tensor in weights.tensors)}
     of_weights |= {path.name for path in weight_shards_of(checkpoint)}
     for path in copied:
         if path.name not in of_weights:
-            shutil.copy2(path, out / path.name)
+            copy_new(path, out / path.name)
     if (dtype is not None or masters) and (out / CONFIG_NAME).is_file():
         config = read_mapping(out / CONFIG_NAME)
         # from_pretrained makes the model in the dtype that the config names: with the old one, it would cast the weights back.
         config["dtype"] = str(dtype or torch.float32).removeprefix("torch.")
-        (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        replace_file(out / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
     return sorted(set(weight_map.values()))
 
 

@@ -1,5 +1,6 @@
 """`make_plan`: tries settings, and shows them as tables and a chart."""
 
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from rich.table import Table
 from torch import nn
 
 from ..buckets.precision import resolve_casts
+from ..checkpoint.files import replace_file
 from ..config import AUTO, ConfigError
 from ..forecast import FITS, KINDS, Activations, PlanError, Room, gb, size
 from .layouts import Job, ddp_step_time, step_time
@@ -555,4 +557,6 @@ def draw(plan: Plan, path: Path) -> None:
     axes.set_xlim(0, 1.08 * max([*left, plan.room.device / 1e9]))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130, format="png", metadata={"Software": None})
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=130, format="png", metadata={"Software": None})
+    replace_file(path, picture.getvalue())

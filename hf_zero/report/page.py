@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
+from ..checkpoint.files import replace_file
 from ..checkpoint.structure import PAGE_NAME
 from .curves import Bar, Bars, Lane, Plot, Point, Report, Series, Table, Timeline, shown, shown_seconds, shown_tick
 from .sections import make_report
@@ -298,7 +298,5 @@ def write_page(folder: Path, path: Path | None = None) -> Path:
     text = render_page(make_report(folder))
     path = path or folder / PAGE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    replace_file(path, text)
     return path

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.files import CheckpointError, no_folder, read_mapping, shown
+from ..checkpoint.files import CheckpointError, no_folder, open_in_place, read_mapping, shown
 from ..checkpoint.structure import LOG_NAME, STATE_NAME, is_finite, is_number, is_step
 
 # ---- The log of a run: one JSON object a line, only appended, so that it survives any end ----
@@ -48,9 +49,15 @@ class LogFile:
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG_NAME
-        is_cut_off = _ends_within_a_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
-        if is_cut_off:
+        try:
+            # Others may write to the folder of a run, and a link there could name any file of this user.
+            handle = open_in_place(self.path, os.O_RDWR | os.O_APPEND)
+        except CheckpointError as error:
+            raise ReportError(f"hf_zero: {error}.") from error
+        self._file = os.fdopen(handle, "a", encoding="utf-8")
+        size = os.fstat(self._file.fileno()).st_size
+        if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
+            # A killed run has left a part of a line.
             self._file.write("\n")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
@@ -109,14 +116,6 @@ def _as_meant(value: Any) -> Any:
     if isinstance(value, dict):
         return {shown(name): _as_meant(inner) for name, inner in value.items()}
     return [_as_meant(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    if not path.is_file() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
 
 
 # ---- What the files in a run's folder tell: our log or, without one, the state that Trainer saved ----

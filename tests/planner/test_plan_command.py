@@ -138,7 +138,8 @@ def test_a_base_that_its_config_calls_quantised_is_planned_as_the_loaded_one(say
         (("CONFIG", "--seq", "100000"), "reads 1024 at most"),
         (("CONFIG", "--gpus", "4", "--sp-size", "3"), "a number that divides the 4 ranks"),
         (("CONFIG", "--gpus", "4", "--sp-size", "2", "--tp-size", "2"), "1, beside tp_size or ep_size"),
-        (("CONFIG", "--seq", "32", "--write", "/proc/no/such"), "No such file"),
+        (("CONFIG", "--seq", "32", "--write", "/proc/no/such"), "No such file or directory: '/proc/no/such'"),
+        (("CONFIG", "--seq", "32", "--write", "/dev/stdout"), "/dev/stdout is a link or no plain file"),
     ],
 )
 def test_a_request_that_cannot_be_planned_is_refused_in_one_line(config, arguments, said):

@@ -1,6 +1,7 @@
 """The report of a run: its figures are those of the log, its page needs nothing else, and what is damaged or missing is told."""
 
 import json
+import os
 import re
 import time
 from html.parser import HTMLParser
@@ -287,6 +288,17 @@ def test_the_command_writes_a_page_or_one_json_document(folder, tmp_path):
     assert hf_zero("report", folder, "--output", tmp_path / "sub" / "a.html").stdout.strip().endswith("a.html")
     document = json.loads(hf_zero("report", folder, "--json").stdout)
     assert [section["key"] for section in document["sections"]][:2] == ["loss", "throughput"]
+
+
+def test_a_page_is_written_through_no_link(folder, tmp_path):
+    (tmp_path / "victim").write_text("keep")
+    (folder / PAGE_NAME).symlink_to(tmp_path / "victim")
+    # The name that the page had before it was whole could be guessed.
+    (folder / f"{PAGE_NAME}.tmp-{os.getpid()}").symlink_to(tmp_path / "victim")
+    [line] = refusals("report", folder, "--output", folder / PAGE_NAME)
+    assert line.endswith("is a link or no plain file, and is not written to. Name a new file.")
+    hf_zero("report", folder)
+    assert (tmp_path / "victim").read_text() == "keep" and not (folder / PAGE_NAME).is_symlink()
 
 
 def test_the_command_refuses_an_empty_folder_in_one_line(tmp_path):

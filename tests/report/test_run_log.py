@@ -1,5 +1,6 @@
 """The log of a run: by every door on rank 0 alone, without a change to what is trained, and with the run's own figures."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from training import gpt2
 
 from hf_zero import ConfigError, ZeroConfig, ZeroEngine
 from hf_zero.checkpoint.structure import LOG_NAME, PAGE_NAME
-from hf_zero.report.run_files import LogFile
+from hf_zero.report.run_files import LogFile, ReportError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -149,6 +150,15 @@ def test_a_full_disk_ends_the_log_and_not_the_training(tmp_path, capsys):
     log._file = type("Full", (), {"closed": False, "write": staticmethod(full), "close": lambda self: None})()
     log.write("steps", 1)
     assert "is kept no longer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("put", [os.symlink, os.link])
+def test_a_log_that_is_a_link_is_refused_and_its_target_stays(tmp_path, put):
+    (tmp_path / "victim").write_text("keep")
+    put(tmp_path / "victim", tmp_path / LOG_NAME)
+    with pytest.raises(ReportError, match="is a link or no plain file"):
+        LogFile(tmp_path)
+    assert (tmp_path / "victim").read_text() == "keep"
 
 
 def test_a_line_after_one_that_was_cut_off_is_a_line_of_its_own(tmp_path):
