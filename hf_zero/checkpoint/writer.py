@@ -202,11 +202,16 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A run of bytes of one file: `values`, 1-D and contiguous, belong at byte `offset` of `path`."""
+    """A run of bytes of one file: `values`, 1-D and contiguous, belong at byte `offset` of `path`.
+
+    Attributes:
+        name: of the tensor, for errors.
+    """
 
     path: Path
     offset: int
     values: Values
+    name: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -311,10 +316,50 @@ def _in_host_memory(pieces: Iterable[Piece], staging: Staging) -> Generator[Piec
             copy.release()
 
 
+_SMALL_BYTES = 64 * 2**10
+"""Copying so few bytes costs about as much as starting the copy."""
+
+_SAMPLED_BYTES = 1024
+"""A sum reads one element of so many bytes: one cache line of sixteen."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their number of bytes: the sums are over bits, so that a NaN counts like any other value."""
+
+
+class _Samples:
+    """Sums one element of each run of `_SAMPLED_BYTES` in a tensor, to see whether the tensor has been written to.
+
+    Any write of twice as many bytes in a row changes the sum, and so does a write to many elements. A sum over all elements
+    would make training wait about five times as long.
+    """
+
+    def __init__(self) -> None:
+        self._positions: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the sum, an int64 scalar on the values' device that is the same on each device. `values` are a chunk's."""
+        run = _SAMPLED_BYTES // values.itemsize
+        key = values.device, values.itemsize
+        if key not in self._positions:
+            runs = torch.arange(_CHUNK_BYTES // _SAMPLED_BYTES + 1, device=values.device)
+            # At another position in each run: a column of a matrix would otherwise miss all positions.
+            self._positions[key] = runs * run + (runs * 2654435761 >> 16) % run
+        bits = values.detach().view(_BITS[values.itemsize])
+        return bits.index_select(0, self._positions[key][: values.numel() // run]).sum(dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk(Piece):
+    """A part of a piece. `number`: among those of which a sample was taken; -1 of others."""
+
+    number: int = -1
+
+
 class LivePieces:
     """Pieces that one thread writes while another is about to change their values.
 
-    The values are written from where they live; `secure`, called before they change, copies the rest.
+    The values are written from where they live, small ones from a copy that is made at once; `secure`, called before the values
+    change, copies the rest.
 
     Args:
         most_bytes: that the copies may take; `secure` writes what does not fit itself.
@@ -327,8 +372,16 @@ class LivePieces:
     """
 
     def __init__(self, pieces: Iterable[Piece], most_bytes: int, refuse_edits: Callable[[], None]):
-        self._left = deque(chunk for piece in pieces for chunk in _chunks(piece))
-        self._staging = Staging(chunk.values for chunk in self._left)
+        self._samples = _Samples()
+        sums: list[torch.Tensor] = []
+        self._left = deque(self._begun(chunk, sums) for piece in pieces for chunk in _chunks(piece))
+        # One tensor for each device, which a thread reads with one wait.
+        devices = dict.fromkeys(each.device for each in sums)
+        numbers = {device: [n for n, each in enumerate(sums) if each.device == device] for device in devices}
+        self._sums_at_save = [(found, torch.stack([sums[n] for n in found])) for found in numbers.values()]
+        self._sums_written: dict[int, tuple[str, torch.Tensor]] = {}
+        # After the sums: the copies of this object follow the work that the device has now.
+        self._staging = Staging([*(chunk.values for chunk in self._left), *(each for _, each in self._sums_at_save)])
         self._ready = _in_host_memory(tuple(self._left), self._staging)
         self.nbytes = sum(chunk.nbytes for chunk in self._left)
         self.written_bytes = 0
@@ -351,7 +404,10 @@ class LivePieces:
                     self._end_copies()
                     raise self._fault
                 if not self._left:
-                    self._end_copies()
+                    try:
+                        self._refuse_changed()
+                    finally:
+                        self._end_copies()
                     # Seen by the tensors' version counters: a step without `secure` has mixed two steps in one file.
                     if not self._is_secured:
                         self._refuse_edits()
@@ -359,7 +415,7 @@ class LivePieces:
                     return
                 try:
                     chunk = next(self._ready)
-                    chunk.write()
+                    self._write(chunk)
                     # Behind the write: `secure`, in the other thread, takes pieces that are still here for unwritten.
                     self._left.popleft()
                     self._count(chunk.nbytes)
@@ -389,7 +445,9 @@ class LivePieces:
                 now, copies = _snapshot(list(self._left), self._most_bytes, self._staging)
                 # Only the pieces that are left: a disk that is done before the next optimizer step costs no copy at all.
                 self._left = deque(copies)
-                _write_staged(now, self._staging, self._count)
+                for chunk in _in_host_memory(now, self._staging):
+                    self._write(chunk)
+                    self._count(chunk.nbytes)
                 self._end_copies()
                 self._ready = _in_host_memory(tuple(copies), self._staging)
                 self._refuse_edits()
@@ -400,6 +458,33 @@ class LivePieces:
         finally:
             self._is_wanted = False
 
+    def _begun(self, chunk: Piece, sums: list[torch.Tensor]) -> Piece:
+        """Returns a chunk to write later: a copy of a small one, and a large one with its sample among `sums`."""
+        if not isinstance(chunk.values, torch.Tensor):
+            # Computed when it is read, from state that no script holds.
+            return chunk
+        if is_small(chunk.nbytes):
+            return replace(chunk, values=chunk.values.detach().clone())
+        sums.append(self._samples.of(chunk.values))
+        return _Chunk(**vars(chunk), number=len(sums) - 1)
+
+    def _write(self, chunk: Piece) -> None:
+        chunk.write()
+        if isinstance(chunk, _Chunk):
+            # After the write, which a change in its midst would have mixed.
+            self._sums_written[chunk.number] = (chunk.name, self._samples.of(chunk.values.detach()))
+
+    def _refuse_changed(self) -> None:
+        """Raises if values that are written are not those of the save. Version counters miss writes by `.data` and numpy."""
+        for numbers, sums in self._sums_at_save:
+            copy = self._staging.start(sums)
+            at_save = copy.values().detach().tolist()
+            copy.release()
+            for number, expected in zip(numbers, at_save):
+                name, found = self._sums_written[number]
+                if found.item() != expected:
+                    raise edited_while_written(name)
+
     def _end_copies(self) -> None:
         self._ready.close()
         self._staging.close()
@@ -407,6 +492,19 @@ class LivePieces:
     def _count(self, nbytes: int) -> None:
         self.written_bytes += nbytes
         self.on_written(nbytes)
+
+
+def is_small(nbytes: int) -> bool:
+    """Whether `LivePieces` copies so few bytes at once."""
+    return nbytes <= _SMALL_BYTES
+
+
+def edited_while_written(name: str) -> CheckpointError:
+    """Makes the error of a save for which a tensor has been changed too early."""
+    return CheckpointError(
+        f"{name!r} was edited between a save and the next optimizer step, while it was being written. Edit it before "
+        "the save, or set `checkpoint.async_save: false`"
+    )
 
 
 def _chunks(piece: Piece) -> Iterable[Piece]:
@@ -492,7 +590,13 @@ def plan_rows(
             folder / file, {f"{kind}/{name}": (tensor.dtype, tensor.shape) for kind, name, _, tensor in rows}
         )
         pieces.extend(
-            Piece(path=folder / file, offset=begins[f"{kind}/{name}"], values=tensor) for kind, name, _, tensor in rows
+            Piece(
+                path=folder / file,
+                offset=begins[f"{kind}/{name}"],
+                values=tensor,
+                name=name if kind == WEIGHTS else f"{kind} of {name}",
+            )
+            for kind, name, _, tensor in rows
         )
         places = [
             (kind, name, tuple(interval), file, f"{kind}/{name}", dtype_name(name, tensor.dtype))

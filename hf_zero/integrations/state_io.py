@@ -158,8 +158,15 @@ def weight_rows(engine: ZeroEngine) -> WeightsPlan:
             else engine.world_groups.rank == 0
         )
         if id(tensor) not in bucketed and writes:
-            rows.append((WEIGHTS, name, Interval(0, tensor.numel()), tensor.detach().reshape(-1)))
+            rows.append((WEIGHTS, name, Interval(0, tensor.numel()), values_to_save(tensor)))
     return WeightsPlan(rows=rows, weights=weights)
+
+
+def values_to_save(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that is in no bucket, flat: a parameter's own values, and a copy of a buffer's."""
+    flat = tensor.detach().reshape(-1)
+    # The forward of the next micro-batch may change a buffer. Copies for the optimizer's step would come too late.
+    return flat if isinstance(tensor, nn.Parameter) else flat.clone()
 
 
 def _each_once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

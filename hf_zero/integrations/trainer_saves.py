@@ -1,5 +1,6 @@
 """Trainer's checkpoints, each there whole or not at all, and weights that each rank writes into place in shared files."""
 
+import functools
 import importlib
 import os
 import secrets
@@ -27,7 +28,7 @@ from ..checkpoint.commit import Background, Disk, abandon, begin, commit, discar
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight
 from ..checkpoint.structure import newest_first, step_of
-from ..checkpoint.writer import LivePieces, Piece, dtype_name, lay_out, write_live
+from ..checkpoint.writer import LivePieces, Piece, dtype_name, edited_while_written, is_small, lay_out, write_live
 from ..comm.all_or_none import Exchange
 from ..comm.arrivals import CommunicationError
 from ..comm.transport import StoreExchange
@@ -47,6 +48,7 @@ from .state_io import (
     saved_tensors_of,
     seal_state,
     state_bytes,
+    values_to_save,
     weight_rows,
 )
 from .trainer_parts import FrozenBase, StepFigures
@@ -133,7 +135,8 @@ class HfLayout(Layout):
         pieces = []
         for name, interval, values in _own_values(engine, tensors, places):
             file, begin = places[name]
-            pieces.append(Piece(path=folder / file, offset=begin + interval.start * values.itemsize, values=values))
+            offset = begin + interval.start * values.itemsize
+            pieces.append(Piece(path=folder / file, offset=offset, values=values, name=name))
         return WeightsPlan(pieces=pieces)
 
 
@@ -272,7 +275,7 @@ def _own_values(
         sharded = {id(p) for p in engine.state.bucketed_parameters()}
         for name in places:
             if id(tensors[name]) not in sharded:
-                yield name, Interval(0, tensors[name].numel()), tensors[name].detach().reshape(-1)
+                yield name, Interval(0, tensors[name].numel()), values_to_save(tensors[name])
 
 
 # ---- Saves of a Trainer: whole or not at all, beside training or behind it ----
@@ -311,7 +314,12 @@ class CheckpointSaver:
         self._written: tuple[str, LivePieces] | None = None
         for sharded in engine.optimizers:
             # Before each step, what a save has yet to write is copied: the step changes the values in place.
-            sharded.optimizer.register_step_pre_hook(WeakHook(self, CheckpointSaver._before_step))
+            copies = WeakHook(self, CheckpointSaver._before_step)
+            sharded.optimizer.register_step_pre_hook(copies)
+            # Schedule-free optimizers write to parameters in `train()`, which a Trainer calls after an evaluation.
+            for name in ("train", "eval"):
+                if callable(getattr(sharded.optimizer, name, None)):
+                    setattr(sharded.optimizer, name, _called_after(copies, getattr(sharded.optimizer, name)))
         self._stall_s = 0.0
 
     def take_stall_s(self) -> float:
@@ -570,21 +578,32 @@ def _looks_at_saves(callback: TrainerCallback) -> bool:
     return not isinstance(callback, WandbCallback) or os.environ.get("WANDB_LOG_MODEL", "").lower() == "checkpoint"
 
 
+def _called_after(first: Callable[[], object], call: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> object:
+        first()
+        return call(*args, **kwargs)
+
+    return called
+
+
 def _not_told(_nbytes: int) -> None:
     """Reports to nobody: no rank waits for these parts."""
 
 
 def _versions_of(engine: ZeroEngine) -> list[tuple[str, torch.nn.Parameter, int]]:
-    return [(name, parameter, parameter._version) for name, parameter in engine.model.named_parameters()]
+    """Returns the version counters of parameters that are not small: those have been copied when the save returns."""
+    return [
+        (name, parameter, parameter._version)
+        for name, parameter in engine.model.named_parameters()
+        if not is_small(engine.state.box_of(parameter).numel * parameter.itemsize)
+    ]
 
 
 def _refuse_edits(versions: list[tuple[str, torch.nn.Parameter, int]]) -> None:
     for name, parameter, version in versions:
         if parameter._version != version:
-            raise CheckpointError(
-                f"{name!r} was edited between a save and the next optimizer step, while it was being written. Edit it before "
-                "the save, or set `checkpoint.async_save: false`"
-            )
+            raise edited_while_written(name)
 
 
 def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: Path | None) -> None:

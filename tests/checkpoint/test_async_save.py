@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from shared_ranks import on_ranks, run_on_ranks
 from standin_runs import EXACT, INEXACT, prepared, steps
 from trainer_job import as_launched, make_trainer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainerCallback
 
 from hf_zero.checkpoint import writer
 from hf_zero.checkpoint.commit import Background
@@ -40,18 +40,18 @@ class Snapshots:
 
     def __init__(self) -> None:
         self.copied_bytes = self.written_bytes = 0
+        self.step_comes = threading.Event()
 
     def install(self) -> None:
         pwrite, snapshot, secure = os.pwrite, writer._snapshot, LivePieces.secure
-        step_comes = threading.Event()
 
         def waiting(handle, data, at):
             if threading.current_thread() is not threading.main_thread():
-                step_comes.wait(60)
+                self.step_comes.wait(60)
             return pwrite(handle, data, at)
 
         def secured(live):
-            step_comes.set()
+            self.step_comes.set()
             secure(live)
 
         def noted(*arguments):
@@ -61,6 +61,8 @@ class Snapshots:
             return now, copies
 
         os.pwrite, writer._snapshot, writer._CHUNK_BYTES = waiting, noted, 8192
+        # The models of tests have small tensors only, all of which would be copied at once.
+        writer._SMALL_BYTES = 512
         LivePieces.secure = secured
 
 
@@ -213,25 +215,152 @@ def test_every_rank_writes_its_part_of_the_files_that_transformers_would_write(s
 class Edits(TrainerCallback):
     """Between a save and the next step. A callback behind the save itself would come when all has been written."""
 
-    def on_step_begin(self, args, state, control, model, **kwargs):
-        if state.global_step == 2:
-            with torch.no_grad():
-                next(iter(model.parameters())).add_(1.0)
+    def __init__(self, what: str):
+        self._what = what
+
+    @torch.no_grad()
+    def on_step_begin(self, args, state, control, model, optimizer, **kwargs):
+        if state.global_step != 2:
+            return
+        if self._what == "in place":
+            next(iter(model.parameters())).add_(1.0)
+        elif self._what == "data":
+            next(iter(model.parameters())).data.add_(1.0)
+        elif self._what == "numpy":
+            next(iter(model.parameters())).numpy()[:] += 1.0
+        else:
+            next(each["exp_avg"] for each in optimizer.state.values() if each["exp_avg"].nbytes > 4096).data.zero_()
 
 
-def edits_while_saving(rank: int, world_size: int, output_dir: str) -> str:
+def edits_while_saving(rank: int, world_size: int, output_dir: str, edits: list[str]) -> list[str]:
     as_launched(rank, world_size)
-    Snapshots().install()
-    trainer = make_trainer("flag 1", "gpt2", output_dir, callbacks=[Edits()], **SAVING)
-    with pytest.raises(CheckpointError) as raised:
-        trainer.train()
-    return str(raised.value)
+    snapshots = Snapshots()
+    snapshots.install()
+    said = []
+    for what in edits:
+        snapshots.step_comes.clear()
+        trainer = make_trainer("flag 1", "gpt2", f"{output_dir}/{what}", callbacks=[Edits(what)], **SAVING)
+        with pytest.raises(CheckpointError) as raised:
+            trainer.train()
+        said.append(str(raised.value))
+    return said
 
 
 def test_an_edit_while_a_save_is_under_way_is_an_error_and_no_checkpoint(tmp_path):
-    said = run_on_ranks(edits_while_saving, output_dir=str(tmp_path))
-    assert all("was edited between a save and the next optimizer step" in each for each in said)
-    assert list(tmp_path.iterdir()) == []
+    edits = ["in place", "data", "numpy", "optimizer state"]
+    for of_rank in run_on_ranks(edits_while_saving, output_dir=str(tmp_path), edits=edits):
+        for what, said in zip(edits, of_rank, strict=True):
+            assert "was edited between a save and the next optimizer step" in said, what
+            assert ("'exp_avg of " in said) == (what == "optimizer state")
+    assert not any(path.name.startswith("checkpoint-") for path in tmp_path.glob("*/*"))
+
+
+def count_forward(model: torch.nn.Module, _inputs: tuple) -> None:
+    model.forwards.add_(1)
+
+
+def with_a_counting_buffer(model: torch.nn.Module) -> torch.nn.Module:
+    model.register_buffer("forwards", torch.zeros(1000))
+    model.register_forward_pre_hook(count_forward)
+    return model
+
+
+class Switches(torch.optim.SGD):
+    """Evaluates at half of the weights, as schedule-free optimizers do at an average of them."""
+
+    is_halved = False
+
+    @torch.no_grad()
+    def _scale(self, factor: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(factor)
+
+    def eval(self) -> None:
+        if not self.is_halved:
+            self._scale(0.5)
+        self.is_halved = True
+
+    def train(self) -> None:
+        if self.is_halved:
+            self._scale(2.0)
+        self.is_halved = False
+
+
+class SwitchesTrainer(Trainer):
+    def create_optimizer(self):
+        self.optimizer = Switches(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+def saves_with_forwards_before_the_step(rank: int, world_size: int, output_dir: str, settings: str, **more) -> None:
+    as_launched(rank, world_size)
+    Snapshots().install()
+    make_trainer(
+        f"flag {settings}",
+        "gpt2",
+        output_dir,
+        adapt=with_a_counting_buffer,
+        gradient_accumulation_steps=2,
+        **SAVING,
+        **more,
+    ).train()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buffers_that_the_next_forward_changes_are_saved_as_they_were(stage, tmp_path):
+    run_on_ranks(saves_with_forwards_before_the_step, output_dir=str(tmp_path), settings=f"stage={stage}")
+    for step in (2, 4):
+        saved = load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors")
+        assert saved["forwards"].tolist() == [2.0 * step] * 1000
+
+
+class EditsSmall(TrainerCallback):
+    @torch.no_grad()
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        for parameter in model.parameters():
+            if parameter.nbytes <= writer._SMALL_BYTES:
+                parameter.add_(1.0)
+
+
+def test_switches_of_weights_and_edits_of_small_ones_come_after_their_copies_for_a_save(tmp_path):
+    switching = {"trainer_class": SwitchesTrainer, "eval_strategy": "steps", "eval_steps": 2}
+    switching["callbacks"] = [EditsSmall()]
+    for way in ("true", "false"):
+        run_on_ranks(
+            saves_with_forwards_before_the_step,
+            output_dir=str(tmp_path / way),
+            settings=f"stage=2,checkpoint.async_save={way}",
+            **switching,
+        )
+    behind, at_once = (load_file(tmp_path / way / "checkpoint-2" / "model.safetensors") for way in ("true", "false"))
+    assert all(torch.equal(behind[name], at_once[name]) for name in at_once if name != "forwards")
+
+
+def test_small_tensors_are_copied_at_once_and_writes_to_large_ones_are_seen(tmp_path):
+    def begun(numel: int) -> tuple[torch.Tensor, LivePieces]:
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+        begins = lay_out(tmp_path / "f.safetensors", {"w": (torch.float32, (numel,))})
+        piece = Piece(path=tmp_path / "f.safetensors", offset=begins["w"], values=values, name="w")
+        return values, LivePieces([piece], 1 << 30, refuse_edits=lambda: None)
+
+    values, live = begun(writer._SMALL_BYTES // 4)
+    at_save = values.clone()
+    values.zero_()
+    live.write()
+    assert torch.equal(load_file(tmp_path / "f.safetensors")["w"], at_save)
+    rows, columns = 600, 512
+    # A run of 2 KiB, a column of a matrix, and one element in a hundred.
+    edits = [slice(begin, begin + 512) for begin in (0, 1, 77, 100_000, rows * columns - 512)]
+    edits += [slice(column, None, columns) for column in range(0, columns, 50)] + [slice(3, None, 100)]
+    for edit in edits:
+        for is_secured in (False, True):
+            values, live = begun(rows * columns)
+            values[edit] += 1.0
+            if is_secured:
+                live.secure()
+            with pytest.raises(CheckpointError, match="'w' was edited between"):
+                live.write()
 
 
 def test_pieces_that_cannot_be_copied_or_written_fail_the_save_and_not_the_step(tmp_path):
@@ -287,7 +416,7 @@ def in_small_parts() -> None:
         time.sleep(0.001)
         return pwrite(handle, data, at)
 
-    os.pwrite, writer._CHUNK_BYTES = slow, PART_BYTES
+    os.pwrite, writer._CHUNK_BYTES, writer._SMALL_BYTES = slow, PART_BYTES, 512
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine, seeds: range) -> list:
