@@ -125,14 +125,26 @@ def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(_cell(name), _cell(value)) for name, value in values.items() if value is not None and value != ""]
 
 
+# Letters and digits; underscores and periods only where no renderer takes them for emphasis or a web address.
+_PLAIN = re.compile(r"(?:[^\W_]|(?<=[^\W_])_(?=[^\W_])|(?<=\d)\.(?=\d)|[ ,()%-]|\+(?!\+))*")
+_OUTSIDE_CODE = re.compile(r"( *[|`][|` ]*)")
+
+
 def _cell(value: object) -> str:
-    """Escapes a value for one cell of a table: no markup, and no terminal codes."""
+    """Shows a value in one line that no renderer takes for markup, and no terminal for a command."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    text = shown(" ".join(str(value).split()), _LONGEST_CELL).replace("&", "&amp;").replace("<", "&lt;")
-    return text.replace("|", "\\|").replace("[", "\\[").replace("`", "\\`")
+    text = shown(" ".join(str(value).split()), _LONGEST_CELL)
+    if _PLAIN.fullmatch(text):
+        return text
+    # Nothing in a code span is markup or a link. Escapes are not enough: some renderers look for addresses after they have
+    # replaced escapes. Only a backtick would end the code, and only a pipe the cell.
+    inside, outside = _OUTSIDE_CODE.split(text)[::2], _OUTSIDE_CODE.findall(text)
+    codes = [f"`{part}`" if part else "" for part in inside]
+    entities = [part.replace("|", "&#124;").replace("`", "&#96;") for part in outside]
+    return "".join(code + entity for code, entity in zip(codes, [*entities, ""]))
 
 
 def _thinned(losses: tuple[tuple[int, float], ...]) -> list[tuple[int, str]]:

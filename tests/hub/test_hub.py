@@ -8,17 +8,22 @@ import os
 import re
 import shutil
 import time
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from cells import short_rows
 from command_runs import hf_zero, refusals
 from hostile_folders import make_card
 from hub_server import CLIENT_SETTINGS, TOKEN, USER, Fault, HubServer, talk_to
 from huggingface_hub import HfApi, constants
+from hypothesis import example, given
+from hypothesis import strategies as st
 from launching import run_forked
+from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 from shared_ranks import run_on_ranks
 from trainer_job import as_launched, make_trainer, run
@@ -26,9 +31,11 @@ from training import bert
 from transformers import AutoModelForSequenceClassification, Trainer
 
 from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.files import shown as printed
 from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.hub import push as hub
 from hf_zero.hub.push import TEMPLATE, Destination, HubError, push_folder
+from hf_zero.integrations.run_facts import CardFacts
 from hf_zero.integrations.weights import weight_faults
 
 pytestmark = pytest.mark.timeout(150)
@@ -524,15 +531,107 @@ def test_what_a_run_calls_its_things_cannot_break_the_card(trained, tmp_path):
     run_file.write_text(json.dumps(said))
     assert make_card(folder)
     card = (folder / "README.md").read_text()
-    assert r"| dataset | a\|b # heading &lt;script> |" in card
-    assert r"| {{ 1 + 1 }} | \[x](y) |" in card
+    assert "| dataset | `a`&#124;`b # heading <script>` |" in card
+    assert "| `{{ 1 + 1 }}` | `[x](y)` |" in card
     assert "nowhere" not in card
     # Not a sign that a terminal obeys, as `cat` or `less` would show it.
-    assert card.replace("\n", "").isprintable() and r"| \x1b\[31mred\x1b\[0m \x9b2J \u202eabc \x00 |" in card
+    assert card.replace("\n", "").isprintable() and r"| `\x1b[31mred\x1b[0m \x9b2J \u202eabc \x00` |" in card
     assert max(map(len, card.splitlines())) < 1200
     run_file.write_text("{")
     with pytest.raises(CheckpointError, match=r"training_run.json is damaged"):
         make_card(folder)
+
+
+ACTIVE = (
+    "x [click](http://evil.example/)",
+    "x \\[click](http://evil.example/)",
+    *(
+        r"a\| b",
+        r"a\`code",
+        "a|b",
+        "|",
+        "` `` ```",
+        "``x``|`",
+        "**b** __b__ *i* _i_ ~~s~~ ==m== ^s^ ++i++",
+        "\\",
+        "`",
+        " | x | ",
+    ),
+    *(
+        "<http://evil.example> <a href=x>y</a> <script>",
+        "<!-- x",
+        "-->",
+        "&lt;b&gt; &#91;x&#93;(y)",
+        "![x](http://evil/p.png)",
+    ),
+    *(
+        "http://evil.example www.evil.example evil.example a@evil.example //evil.example",
+        "[x]: http://evil.example",
+        "[^1]",
+    ),
+    *(
+        "# x",
+        "---",
+        "- x",
+        "1. x",
+        "> x",
+        "===",
+        "$$x$$ \\(x\\)",
+        ":smile: @user #1",
+        "a_b _c d_ 1.2.3 x.y",
+        "(c) 50 % --x",
+    ),
+    *(
+        "x\n\n[a](b)",
+        "x\n---\nlicense: mit\n---\n# y",
+        "\x1b]8;;http://evil\x07x",
+        "\u202etxt.exe",
+        "{{ ours }} {% raw %}",
+    ),
+)
+
+VALUES = st.text(st.sampled_from("ab1 \\`*_{}[]()<>#+-.!|~&;:/@$^=\"'\n\x1b\u202e")) | st.text()
+
+
+def texts_of(card: str) -> list[str]:
+    """The title and all cells of a card's first table, as a renderer shows them; nothing in them may be active."""
+    tokens = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(card)
+    title = tokens[[token.type for token in tokens].index("heading_open") + 1]
+    cells = [tokens[at + 1] for at, token in enumerate(tokens) if token.type == "td_open"]
+    for token in (title, *cells):
+        assert {child.type for child in token.children} <= {"text", "code_inline"}, token
+    return ["".join(child.content for child in token.children) for token in (title, *cells)]
+
+
+def card_of(names: list[str], title: str, **metadata: object) -> str:
+    nothing = {each.name: {} for each in fields(CardFacts)} | {"base_model": None, "losses": (), "eval_losses": ()}
+    facts = CardFacts(**nothing | {"data": {name: name for name in names}})
+    return hub.render(facts, name=title, metadata=metadata, drawn=False)
+
+
+def as_shown(value: str) -> str:
+    return printed(" ".join(value.split()), hub._LONGEST_CELL)
+
+
+@given(names=st.lists(VALUES, min_size=1), title=VALUES)
+@example(names=list(ACTIVE), title="x [click](y)")
+def test_no_text_of_a_run_is_active_in_the_card(names, title):
+    expected = [title, *(name for name in dict.fromkeys(names) if name for _ in range(2))]
+    assert texts_of(card_of(names, title).split("---\n", 2)[2]) == list(map(as_shown, expected))
+
+
+@pytest.mark.parametrize("value", ACTIVE)
+def test_no_text_ends_the_front_matter_of_a_card(value):
+    card = card_of([value], value, license=value, tags=[value], finetuned=value)
+    said = yaml.safe_load(front_matter(card))
+    assert said == {"library_name": "transformers", "license": value, "tags": [value, "hf-zero"], "finetuned": value}
+
+
+@pytest.mark.parametrize(
+    "value", ["bert-base", "per_device_train_batch_size", "2.11.0+cpu", "CPU (x86_64), 2 ranks", "1e-08"]
+)
+def test_plain_names_and_numbers_stay_plain_in_the_card(value):
+    assert f"| {value} | {value} |" in card_of([value], value)
 
 
 def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):
