@@ -5,19 +5,59 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from functools import cache
+from functools import cache, wraps
 from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+# ---- Modes of a script (TorchDispatchMode, TorchFunctionMode), which see no operation of the engine ----
+#
+# Selective checkpointing counts a layer's operations in forward, and expects as many of each in the recomputation, where the
+# engine gathers other layers. Modes that log or count operations would count the engine's as the model's.
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many modes see dispatched operations. In a backward no other modes are on: torch's `backward` takes them off."""
+
+_function_modes = torch._C._len_torch_function_stack
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Takes all modes off for operations of the engine."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(_function_modes())]
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def hidden_from_modes(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Decorates a function of the engine whose operations no mode sees. Without modes it costs little."""
+
+    @wraps(function)
+    def without(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        if not (dispatch_modes() or _function_modes()):
+            return function(*args, **kwargs)
+        with without_modes():
+            return function(*args, **kwargs)
+
+    return without
+
 
 # ---- Module hooks that are not copied or pickled with the model ----
 
 
 class WeakHook:
-    """Calls `function(owner, *args)` while `owner` lives, and does nothing in a copied or unpickled model.
+    """Calls `function(owner, *args)` while `owner` lives, unseen by modes, and does nothing in a copied or unpickled model.
 
     A module's hooks are part of the module: with a plain bound method there, `copy.deepcopy(model)` would copy the engine
     with its buffers, and `torch.save(model)` would pickle it.
@@ -29,7 +69,12 @@ class WeakHook:
 
     def __call__(self, *args, **kwargs):
         owner, function = self._owner(), self._function
-        return None if owner is None or function is None else function(owner, *args, **kwargs)
+        if owner is None or function is None:
+            return None
+        if dispatch_modes() or _function_modes():
+            with without_modes():
+                return function(owner, *args, **kwargs)
+        return function(owner, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "WeakHook":
         return WeakHook(None, None)

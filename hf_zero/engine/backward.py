@@ -14,7 +14,7 @@ from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..hooks import WeakHook, differentiable_tensors, look_only
+from ..hooks import WeakHook, differentiable_tensors, dispatch_modes, hidden_from_modes, look_only, without_modes
 from .gradient_store import GradientStore
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
@@ -185,6 +185,9 @@ class Gradients:
 
     def take(self, slot: ParameterSlot) -> None:
         """Takes the gradient that autograd has accumulated in `slot.parameter.grad`: for each parameter, in each backward."""
+        if dispatch_modes():
+            with without_modes():
+                return self.take(slot)
         gradient, bucket = slot.parameter.grad, slot.bucket
         # Before any return: also in a pass of undefined gradients alone, the other ranks wait in the agreement at its end.
         if not self._end_is_queued:
@@ -324,10 +327,14 @@ class Gradients:
             self._next += 1
 
     def _start(self, bucket: Bucket) -> None:
+        if dispatch_modes():
+            with without_modes():
+                return self._start(bucket)
         # A small gradient is late from now on: put by its hook, the gradient would wait for a start that does not come.
         self._filling_of[bucket].collects = False
         self.store.start(bucket)
 
+    @hidden_from_modes
     def _end_pass(self) -> None:
         self._end_is_queued = False
         # First: a rank that still gathers layers has not started its reductions.

@@ -19,7 +19,7 @@ from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
 from ..config import ZeroConfig
 from ..device import SideQueue, side_queue
 from ..extras import extra
-from ..hooks import LOOKS, Guard, Guarded, engine_attached_to
+from ..hooks import LOOKS, Guard, Guarded, engine_attached_to, hidden_from_modes
 from ..layout import BLOCK_NUMEL, USUAL_ALIGNMENT, Alignment
 
 # ---- Reductions of a bucket's gradients: reduce-scatter, all-reduce, or both over two groups ----
@@ -447,6 +447,7 @@ class ParameterGather:
         """Waits for the bucket of one parameter."""
         self.finish(self._bucket_of[parameter])
 
+    @hidden_from_modes
     def finish(self, bucket: Bucket) -> None:
         """Waits for one bucket, and leaves modules whose parameters are all there with their own dicts."""
         handle = self._in_flight.pop(bucket, None)

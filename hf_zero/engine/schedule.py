@@ -18,7 +18,15 @@ import torch
 from ..buckets.bucket import Bucket
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..hooks import WeakHook, differentiable_tensors, has_tensors, is_in_backward
+from ..hooks import (
+    WeakHook,
+    differentiable_tensors,
+    dispatch_modes,
+    has_tensors,
+    hidden_from_modes,
+    is_in_backward,
+    without_modes,
+)
 from .collectives import Gather, Wire
 from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 
@@ -362,6 +370,7 @@ class Unsharding:
         if torch.is_grad_enabled() and not has_tensors(outputs):
             self._kept.add(unit)
 
+    @hidden_from_modes
     def before_read(self, unit: Unit) -> None:
         """Makes `unit` whole for code outside its own forward: a submodule called by itself, a weight read by a parent.
 
@@ -372,6 +381,7 @@ class Unsharding:
         if unit is not self._root:
             self._kept.add(unit)
 
+    @hidden_from_modes
     def before_saved_read(self, unit: Unit) -> None:
         """Makes `unit` whole for a backward node outside of any layer, until the next layer's backward."""
         self._reach(unit, backward=True)
@@ -418,6 +428,7 @@ class Unsharding:
 
     # ---- what the engine calls ----
 
+    @hidden_from_modes
     def unshard(self, units: Iterable[Unit]) -> None:
         """Makes units whole and exact, all gathers at once."""
         units = list(units)
@@ -462,6 +473,7 @@ class Unsharding:
         self._wire.forward.forget()
         unit.forget_fetch()
 
+    @hidden_from_modes
     def release(self, units: Iterable[Unit]) -> None:
         """Drops units that were made whole for a look. Units with a running forward return to its form."""
         units = list(units)
@@ -609,6 +621,9 @@ class Unsharding:
         versions = self._versions.pop(unit, {})
 
         def announce(_gradient: torch.Tensor) -> None:
+            if dispatch_modes():
+                with without_modes():
+                    return announce(_gradient)
             self.before_backward(unit, builds_graph=torch.is_grad_enabled())
 
         # An in-place operation on a view takes the view's own node out of the graph, and its base's stays.

@@ -56,6 +56,25 @@ SEAMS = (
     ),
     Seam(
         owner="torch._C:",
+        names=(
+            "_len_torch_dispatch_stack",
+            "_len_torch_function_stack",
+            "_pop_torch_function_stack",
+            "_push_on_torch_function_stack",
+        ),
+        where=("hooks",),
+        why="Takes a script's modes off while the engine works in a hook; they count or save the layer's operations.",
+        test="test_stage3.py::test_modes_of_a_script_see_the_models_operations_and_none_of_the_engines",
+    ),
+    Seam(
+        owner="torch.utils._python_dispatch:",
+        names=("_disable_current_modes",),
+        where=("hooks",),
+        why="The same for modes of dispatched operations.",
+        test="test_stage3.py::test_selective_checkpoints_train_as_under_ddp",
+    ),
+    Seam(
+        owner="torch._C:",
         names=("_will_engine_execute_node",),
         where=("engine/backward",),
         why="Tells a backward that will accumulate gradients from `torch.autograd.grad`, before the first has come.",

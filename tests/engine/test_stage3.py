@@ -6,6 +6,7 @@ import itertools
 import pickle
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,14 @@ from stage3_runs import (
     same_as_ddp,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from training import VOCABULARY, Answer, bert, bert_batch, gpt2, gpt2_batch
 from transformers import GenerationConfig
 from transformers.integrations.fsdp import is_fsdp_managed_module
@@ -875,6 +883,111 @@ def penalised(run: Run) -> None:
 def test_a_gradient_penalty_trains_as_under_ddp():
     make = partial(network, 16, 1)
     shared_ranks.run(same_as_ddp, script=penalised, variants=[KEPT, SHARDED, NOT_AHEAD], make=make, find_unused=True)
+
+
+# ---- modes: selective activation checkpoints, and scripts that look at each operation ----
+
+
+def every_second_product():
+    """torchtitan's policy: saves every second matrix product, counted in forward and in the recomputation."""
+    counted: Counter[bool] = Counter()
+
+    def policy(context, operation, *args, **kwargs):
+        counted[context.is_recompute] += operation is torch.ops.aten.addmm.default
+        saves = operation is torch.ops.aten.addmm.default and counted[context.is_recompute] % 2
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def products():
+    """transformers' way: a list of the operations to save."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+def with_selective_checkpoints(contexts: Callable) -> nn.Module:
+    model = gpt2()
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    return model
+
+
+def stepping_with_early_stop(run: Run, stops: bool) -> None:
+    with set_checkpoint_early_stop(stops):
+        for _ in range(3):
+            run.step()
+
+
+@pytest.mark.parametrize(
+    ("contexts", "stops"), [(products, True), (every_second_product, False), slow(products, False)]
+)
+def test_selective_checkpoints_train_as_under_ddp(contexts, stops):
+    parts = {**SHARDED, "unit_modules": ["GPT2Attention", "GPT2MLP"]}
+    variants = [{"stage": 1}, {"stage": 2}, SHARDED, FAR_AHEAD, {**SHARDED, "unit_bytes": "1GiB"}, parts]
+    script, make = partial(stepping_with_early_stop, stops=stops), partial(with_selective_checkpoints, contexts)
+    shared_ranks.run(same_as_ddp, script=script, variants=variants, make=make)
+
+
+class Operations(TorchDispatchMode):
+    """Names of operations, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(TorchFunctionMode):
+    """Names of torch's functions that are called, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        # Reading an attribute is a call of its descriptor.
+        self.names.append(f"{getattr(func, '__self__', '')} {getattr(func, '__name__', func)}")
+        return func(*args, **(kwargs or {}))
+
+
+class ReadsWeights(nn.Module):
+    """Has checkpointed layers, and reads a weight of one outside of that layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+        return self.head(hidden) + self.layers[0].inner.weight.sum()
+
+
+def seen_by_modes(stage: int | None) -> list[list[str]]:
+    torch.manual_seed(0)
+    model = ReadsWeights()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = None if stage is None else ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "4KiB"})
+    seen = []
+    for _ in range(3):
+        with Operations() as operations, Calls() as calls:
+            model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [operations.names, calls.names]
+    if engine is not None:
+        engine.close()
+    return seen
+
+
+@on_shared_ranks
+def test_modes_of_a_script_see_the_models_operations_and_none_of_the_engines(rank, world_size):
+    plain = seen_by_modes(None)
+    for stage in (0, 1, 2, 3):
+        assert seen_by_modes(stage) == plain, f"stage {stage}"
 
 
 # ---- shapes of outputs, weights read by others ----
