@@ -301,7 +301,7 @@ def rendezvous(
     --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0.
     """
     # Here, not above: the command line answers without the seconds that importing torch takes.
-    from ..comm.arrivals import PORT, keep_store
+    from ..comm.store import PORT, keep_store
 
     with said_plainly():
         try:

@@ -16,7 +16,9 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import _world
+
+from .store import CALL_S, Keys, StoreSilentError, opened_store
 
 # ---- Errors of failed collectives, and how waits that would go on are made to fail ----
 
@@ -150,13 +152,10 @@ class RankProcesses:
     """Knows the processes of all ranks of the default group, through the launcher's store.
 
     A rank is known from when its process has called `register`.
-
-    Args:
-        store: a connection to it; by default torch's own.
     """
 
-    def __init__(self, store: dist.Store | None = None):
-        self._store = dist.PrefixStore("hf_zero/processes", store or _get_default_store())
+    def __init__(self, store: Keys):
+        self._store = store.below("hf_zero/processes")
         self._known: dict[int, RankProcess] = {}
 
     def register(self) -> None:
@@ -164,12 +163,12 @@ class RankProcesses:
         rank = dist.get_rank()
         self._store.set(f"process {rank}", json.dumps(asdict(RankProcess())))
         # Left over from groups that the script has destroyed: others would take this rank for gone.
-        if self._store.check([f"left {rank}"]):
-            self._store.delete_key(f"left {rank}")
+        if self._store.check(f"left {rank}"):
+            self._store.delete(f"left {rank}")
 
     def known(self, rank: int) -> RankProcess | None:
         """Returns the process of a rank; None before the rank has registered."""
-        if rank not in self._known and self._store.check([f"process {rank}"]):
+        if rank not in self._known and self._store.check(f"process {rank}"):
             process = RankProcess(**json.loads(self._store.get(f"process {rank}")))
             # A predecessor's pid may belong to another process by now, which would count as alive.
             if not process.is_of_an_earlier_start():
@@ -183,7 +182,7 @@ class RankProcesses:
     def has_left(self, rank: int) -> bool:
         """Whether a rank has reached the end of its script."""
         process = self.known(rank)
-        if process is None or not self._store.check([f"left {rank}"]):
+        if process is None or not self._store.check(f"left {rank}"):
             return False
         # A predecessor's farewell is no farewell of this start.
         return self._store.get(f"left {rank}").decode() == process.name
@@ -200,19 +199,35 @@ class RankProcesses:
         """
         self._store.set(f"left {dist.get_rank() if rank is None else rank}", RankProcess().name)
 
-    def leave(self, patience_s: float) -> list[int]:
-        """Publishes that this rank has finished, and waits for the others; returns those still at work after `patience_s`."""
-        deadline_s = time.monotonic() + patience_s
-        try:
-            self.announce_end()
-            while at_work := [rank for rank in range(dist.get_world_size()) if not self.has_gone(rank)]:
+
+def register_process() -> None:
+    """Publishes this rank's process.
+
+    Raises:
+        CommunicationError: the store does not answer.
+    """
+    try:
+        with opened_store(CALL_S) as store:
+            RankProcesses(store).register()
+    except StoreSilentError as error:
+        raise CommunicationError(f"hf_zero: {error}. Look at that process and its host.") from error
+
+
+def leave_together(patience_s: float) -> list[int]:
+    """Publishes that this rank has finished, and waits for the others; returns those still at work after `patience_s`."""
+    deadline_s = time.monotonic() + patience_s
+    try:
+        with opened_store(CALL_S) as store:
+            processes = RankProcesses(store)
+            processes.announce_end()
+            while at_work := [rank for rank in range(dist.get_world_size()) if not processes.has_gone(rank)]:
                 if time.monotonic() >= deadline_s:
                     return at_work
                 time.sleep(_PAUSE_S)
-        except dist.DistNetworkError:
-            # The store is kept for as long as anyone works: whoever keeps it has left.
-            return []
+    except (StoreSilentError, dist.DistNetworkError):
+        # The store is kept for as long as anyone works: whoever keeps it has left.
         return []
+    return []
 
 
 # ---- A barrier before each process group ----
@@ -242,12 +257,15 @@ def await_all_ranks(timeout_s: float, number: int) -> None:
     Raises:
         CommunicationError: `timeout_s` have passed, or a rank has ended or left without coming; names it.
     """
-    processes = RankProcesses()
-    # Before the wait: a rank that waits for this one looks up its process to learn whether it still lives.
-    processes.register()
-    barrier = (_Caller if dist.get_rank() == 0 else _Answerer)(processes, timeout_s, number)
     try:
-        barrier.hold()
+        with opened_store(max(timeout_s, CALL_S)) as store:
+            # Before the wait: a rank that waits for this one looks up its process to learn whether it still lives.
+            RankProcesses(store).register()
+            (_Caller if dist.get_rank() == 0 else _Answerer)(store, timeout_s, number).hold()
+    except StoreSilentError as error:
+        raise CommunicationError(
+            f"hf_zero: ranks that make process groups cannot reach their store: {error}. Look at that process and its host."
+        ) from error
     except dist.DistNetworkError as error:
         raise CommunicationError(
             "hf_zero: ranks that make process groups have lost their store: the process that keeps it, rank 0's or the "
@@ -257,10 +275,11 @@ def await_all_ranks(timeout_s: float, number: int) -> None:
 
 def ended_ranks(ranks: Sequence[int]) -> list[int]:
     """Returns the ranks whose processes have ended or left, as far as this host can see."""
-    processes = RankProcesses()
     try:
-        return [rank for rank in ranks if processes.has_gone(rank)]
-    except dist.DistNetworkError:
+        with opened_store(CALL_S) as store:
+            processes = RankProcesses(store)
+            return [rank for rank in ranks if processes.has_gone(rank)]
+    except (StoreSilentError, dist.DistNetworkError):
         return []
 
 
@@ -273,10 +292,10 @@ def in_words(ranks: Sequence[int], most: int | None = None) -> str:
 class _Barrier:
     """Waits until all ranks are here; see [Note: a call and its answers]."""
 
-    def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
-        self._processes = processes
+    def __init__(self, store: Keys, timeout_s: float, number: int):
+        self._processes = RankProcesses(store)
         self._timeout_s = timeout_s
-        self._store = dist.PrefixStore(f"hf_zero/arrivals/{number}", _get_default_store())
+        self._store = store.below(f"hf_zero/arrivals/{number}")
         self._name = uuid.uuid4().hex
         self._began_s = time.monotonic()
         self._look_s = _LOOK_S
@@ -311,14 +330,14 @@ class _Barrier:
             print(said, file=sys.stderr, flush=True)
 
     def _read(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._store.get(key).decode() if self._store.check(key) else None
 
 
 class _Caller(_Barrier):
     """Rank 0."""
 
-    def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
-        super().__init__(processes, timeout_s, number)
+    def __init__(self, store: Keys, timeout_s: float, number: int):
+        super().__init__(store, timeout_s, number)
         self._answers: dict[int, str] = {}
         self._store.set("call", self._name)
 
@@ -357,8 +376,8 @@ class _Caller(_Barrier):
 class _Answerer(_Barrier):
     """Any other rank."""
 
-    def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
-        super().__init__(processes, timeout_s, number)
+    def __init__(self, store: Keys, timeout_s: float, number: int):
+        super().__init__(store, timeout_s, number)
         self._call: str | None = None
 
     def _is_over(self) -> bool:
@@ -395,36 +414,4 @@ def _did_not_come(ranks: Sequence[int], timeout_s: float) -> str:
     return (
         f"hf_zero: not all ranks came to make process groups. {in_words(ranks)} did not come within {timeout_s:.0f} s "
         "(`comm.timeout_s`): look at what is done there before the model is prepared."
-    )
-
-
-# ---- A rendezvous store for torchrun's agents, kept by a process outside of the nodes that may be lost ----
-
-PORT = 29400
-"""torchrun's own default."""
-
-_TIMEOUT_S = 60
-
-
-def keep_store(port: int = PORT, host: str | None = None) -> dist.TCPStore:
-    """Opens a store on one address of this host. The store lives as long as the returned object.
-
-    Agents reach it by `torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0 ...`. Without it one of the
-    agents keeps the store, and the loss of its node ends all of them.
-
-    Args:
-        port: 0 is a free one, which the store's `port` tells.
-        host: name or address to listen on; by default this host's name. 0.0.0.0 is all addresses: torch's store answers everyone
-            who reaches it.
-
-    Raises:
-        OSError: the name has no address here, or the port is taken.
-    """
-    family, _, _, _, place = socket.getaddrinfo(host or socket.gethostname(), port, type=socket.SOCK_STREAM)[0]
-    # Bound here, and not by torch, which would listen on all addresses of the host.
-    listener = socket.create_server(place[:2], family=family)
-    address, port = listener.getsockname()[:2]
-    timeout = timedelta(seconds=_TIMEOUT_S)
-    return dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )

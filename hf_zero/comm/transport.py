@@ -4,15 +4,15 @@ import hmac
 import pickle
 import time
 import uuid
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from ..arithmetic import sum_in_rank_order
 from ..config import ConfigError
@@ -21,7 +21,8 @@ from .arrivals import CommunicationError
 from .control import GatherOrder, Transfers, control_of, finish_abandoned
 from .groups import Groups, RankGroup
 from .ledger import ENDED, Label, Ledger, Wait, Watch, hidden_from_profiler, shown
-from .watchdog import StoreSilentError, Watchdog, watch_over
+from .store import CALL_S, Keys, StoreSilentError, StoreThread
+from .watchdog import Watchdog, watch_over
 
 # ---- The interface of a transport, and its handles ----
 
@@ -398,8 +399,6 @@ class ModelCopies:
 
 _PAUSE_S = 0.02
 _LOOK_S = 10.0
-_STORE_S = 10.0
-"""What a single call to the store may take, and what else its thread has to do meanwhile."""
 
 
 class StoreBarrier:
@@ -439,12 +438,12 @@ class StoreBarrier:
                 raise _came_alone(purpose, what, alone) from error
 
     def _wait(self, wait: Wait, purpose: str, timeout_s: float, alone: str) -> None:
-        if self._watchdog.with_store(self._arrive, _STORE_S):
+        if self._watchdog.with_store(self._arrive, CALL_S):
             raise _came_alone(purpose, "the others have given up waiting for this rank", alone)
         pause_s, look_s = 1e-3, _LOOK_S
-        while missing := self._watchdog.with_store(self._missing, _STORE_S):
+        while missing := self._watchdog.with_store(self._missing, CALL_S):
             # A store tells nobody that a rank has died: the missing ones are looked up.
-            lost = self._watchdog.with_store(lambda store: self._watchdog.gone(store, missing), _STORE_S)
+            lost = self._watchdog.with_store(lambda store: self._watchdog.gone(store, missing), CALL_S)
             if lost or wait.seconds >= timeout_s:
                 # Before the raise: a rank that comes later must not wait for this one.
                 self._give_up(purpose, missing)
@@ -467,33 +466,33 @@ class StoreBarrier:
             raise _came_alone(purpose, f"ranks {missing} wait for this one elsewhere", alone, lines)
 
     def _give_up(self, purpose: str, missing: list[int]) -> None:
-        def tell(store: dist.Store) -> None:
+        def tell(store: Keys) -> None:
             self._in(store).set("given up", "")
             self._watchdog.write_reason(store, f"only some ranks came to {purpose}", missing)
 
-        self._watchdog.with_store(tell, _STORE_S)
+        self._watchdog.with_store(tell, CALL_S)
 
     # ---- in the thread of the store ----
 
-    def _arrive(self, store: dist.Store) -> bool:
+    def _arrive(self, store: Keys) -> bool:
         """Registers this rank; returns whether the others have given up."""
         barrier = self._in(store)
-        if barrier.check(["given up"]):
+        if barrier.check("given up"):
             return True
         barrier.set(f"came {self._own}", "")
         if barrier.add("count", 1) == len(self._ranks):
             barrier.set("complete", "")
         return False
 
-    def _missing(self, store: dist.Store) -> list[int]:
+    def _missing(self, store: Keys) -> list[int]:
         barrier = self._in(store)
         # One question where all ranks are here, in place of one for each rank.
-        if barrier.check(["complete"]):
+        if barrier.check("complete"):
             return []
-        return [rank for rank in self._ranks if not barrier.check([f"came {rank}"])]
+        return [rank for rank in self._ranks if not barrier.check(f"came {rank}")]
 
-    def _in(self, store: dist.Store) -> dist.Store:
-        return dist.PrefixStore(f"hf_zero/{self._name}/{self._count}", store)
+    def _in(self, store: Keys) -> Keys:
+        return store.below(f"hf_zero/{self._name}/{self._count}")
 
 
 def _came_alone(purpose: str, what: str, alone: str, lines: str = "") -> CommunicationError:
@@ -767,27 +766,33 @@ class StoreExchange:
         self._secret = secret
         self._timeout_s = timeout_s
         self._count = 0
+        self._thread: StoreThread | None = None
         if groups.world_size > 1:
-            # A store's connection serves one call at a time: a wait on a shared one would hold training up.
-            # Of more types than torch's stubs say.
-            self._store: Any = dist.PrefixStore(
-                f"hf_zero/store_exchange/{name}", cast(Any, _get_default_store()).clone()
-            )
+            self._thread = StoreThread(timeout_s)
+            # Also before Python ends: a thread that returns from a call to torch after that ends the process with an abort.
+            weakref.finalize(self, self._thread.close)
+            self._store = self._thread.keys.below(f"hf_zero/store_exchange/{name}")
 
     def hurry(self, seconds: float) -> None:
-        """Shortens the wait for other ranks from now on: this process wants to end."""
+        """Shortens the waits for other ranks and for the store from now on: this process wants to end."""
         self._timeout_s = seconds
+        if self._thread is not None:
+            self._thread.within_s = seconds
 
     def exchange(self, value: Value) -> list[Value]:
         """Returns every rank's picklable value, in rank order.
 
         Raises:
-            CommunicationError: a rank has not come in time, or a value was written by none of the ranks.
+            CommunicationError: a rank or the store has not answered in time, or a value was written by none of the ranks.
         """
         if self._groups.world_size == 1:
             return [value]
         try:
             return self._exchange(value)
+        except StoreSilentError as error:
+            raise CommunicationError(
+                f"hf_zero: the ranks cannot finish a checkpoint together: {error}. Look at that process and its host."
+            ) from error
         except dist.DistNetworkError as error:
             raise CommunicationError(
                 f"hf_zero: the launcher's store is gone, so the ranks cannot finish a checkpoint together ({error}). The host "
@@ -800,7 +805,7 @@ class StoreExchange:
         self._store.set(key, self._signature(key, data) + data)
         values = [value if rank == self._groups.rank else self._take(rank) for rank in range(self._groups.world_size)]
         # All have come here, so all have read what was left at the place before.
-        self._store.delete_key(f"{self._count - 1}/{self._groups.rank}")
+        self._store.delete(f"{self._count - 1}/{self._groups.rank}")
         return values
 
     def _key(self, rank: int) -> str:
@@ -809,7 +814,7 @@ class StoreExchange:
     def _take(self, rank: int) -> Any:
         began_s = time.monotonic()
         # Not the store's own wait: its connection could not be told meanwhile to give up sooner.
-        while not self._store.check([self._key(rank)]):
+        while not self._store.check(self._key(rank)):
             if time.monotonic() > began_s + self._timeout_s:
                 raise CommunicationError(
                     f"hf_zero: rank {rank} did not come to finish a checkpoint. It ended, or was held up for more than "

@@ -2,21 +2,16 @@
 
 import atexit
 import json
-import os
-import queue
 import sys
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from .arrivals import NOTICES_S, CommunicationError, PeerFailure, RankProcesses, break_all_groups
 from .control import control_of
@@ -24,100 +19,9 @@ from .diagnosis import DeviceQueue, RankReport, ScriptCall, StragglerReport, is_
 from .groups import Groups
 from .ledger import SAVE, Wait, Watch, end_process
 from .rank_state import RankState, main_stack, script_line
-
-# ---- Calls to the launcher's store, each with a time limit ----
-#
-# A store whose host is stopped, or whose link is cut, does not answer, and torch's calls then wait without limit.
+from .store import Keys, StoreSilentError, StoreThread
 
 T = TypeVar("T")
-
-
-class StoreSilentError(RuntimeError):
-    """The store has not answered in time."""
-
-
-class StoreThread:
-    """Makes one store call after the other, in a thread and over a connection of its own.
-
-    Args:
-        each: called with the store in every `period_s`, until it returns False.
-
-    Attributes:
-        is_closing: the current call must end soon.
-    """
-
-    def __init__(self, each: Callable[[dist.Store], bool], period_s: float):
-        # Where this process keeps the store, others need it longer than this one's process group lasts.
-        self._kept = _get_default_store()
-        # A connection serves one call at a time: on a shared one, a call here would hold training's up.
-        self._store = cast(Any, self._kept).clone()
-        self._each = each
-        self._period_s = period_s
-        self.is_closing = False
-        self._calls: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="hf_zero store", daemon=True)
-        self._thread.start()
-
-    def ask(self, call: Callable[[dist.Store], T], within_s: float) -> T:
-        """Runs a call in the thread and returns its result.
-
-        Raises:
-            StoreSilentError: it has not returned in time.
-            dist.DistNetworkError: the store is gone.
-        """
-        answer: Future[T] = Future()
-        self._calls.put((call, answer))
-        try:
-            return answer.result(within_s)
-        except FutureTimeoutError:
-            raise StoreSilentError(
-                f"the process that keeps the ranks' store, rank 0's or the launcher's, has not answered for {within_s:.0f} s"
-            ) from None
-
-    @property
-    def is_of_rank_0(self) -> bool:
-        """Whether the store lives in rank 0's process, and ends with it."""
-        store: Any = self._kept
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        return isinstance(store, dist.TCPStore) and not by_launcher
-
-    def close(self, within_s: float) -> None:
-        """Ends the thread behind the calls in its queue, and waits for that."""
-        self.is_closing = True
-        self._calls.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(within_s)
-
-    def _run(self) -> None:
-        wanted, due_s = True, time.monotonic()
-        while True:
-            if wanted and time.monotonic() >= due_s:
-                wanted = self._beat()
-                due_s = time.monotonic() + self._period_s
-            try:
-                pair = self._calls.get(timeout=max(0.0, due_s - time.monotonic()) if wanted else None)
-            except queue.Empty:
-                continue
-            if pair is None:
-                return
-            call, answer = pair
-            try:
-                answer.set_result(call(self._store))
-            except Exception as error:
-                answer.set_exception(error)
-            # A call may hold the watchdog. Kept here until the next call, it
-            # would keep the watchdog alive, and this thread with it.
-            del pair, call, answer
-
-    def _beat(self) -> bool:
-        try:
-            return self._each(self._store)
-        except RuntimeError:
-            # The store has ended. Who needs it is told on its next call.
-            return False
-
 
 # ---- The watchdog of a rank: asks the other ranks for their state, and answers for this one ----
 #
@@ -175,7 +79,7 @@ class Watchdog(Watch):
         self._processes: RankProcesses | None = None
         self.script_wait: Wait | None = None
         reference = weakref.ref(self)
-        self._thread = StoreThread(lambda store: _beat(reference, store), _BEAT_S)
+        self._thread = StoreThread(_STORE_S, lambda store: _beat(reference, store), _BEAT_S)
         self._thread.ask(lambda store: self._seen_by(store).register(), _STORE_S + _ANSWER_S)
         # Also before Python ends: a thread that returns from a call to torch after that ends the process with an abort.
         weakref.finalize(self, self._thread.close, _STORE_S)
@@ -202,7 +106,7 @@ class Watchdog(Watch):
         known: dict[str, Any] = {"rank": self._rank, "wait": wait, "late": late, "line": line, "place": self.log.place}
         known |= {"began": self.log.site_of(wait.what), "starts": dict(self.starts)}
 
-        def judge(store: dist.Store) -> StragglerReport:
+        def judge(store: Keys) -> StragglerReport:
             rank_reports = self._survey(store, enough=late, question=_CLOSELY)
             report = StragglerReport(**known, rank_reports=rank_reports, recent=self.log.last_lines())
             if wait.failure is not None:
@@ -226,14 +130,14 @@ class Watchdog(Watch):
             and each.where is not None
         ]
 
-        def tell(store: dist.Store) -> None:
+        def tell(store: Keys) -> None:
             self.write_reason(store, report.finding, report.culprits)
             mine = self._in(store)
             number = mine.add("questions", 1)
             mine.set(f"question {number}", json.dumps({"ends": elsewhere, "by": self._rank, "said": report.finding}))
             deadline_s = time.monotonic() + _HEARD_S
             # This process may keep the store: it stays until the late ranks have heard, and answers them meanwhile.
-            while time.monotonic() < deadline_s and not all(mine.check([f"heard {rank}"]) for rank in elsewhere):
+            while time.monotonic() < deadline_s and not all(mine.check(f"heard {rank}") for rank in elsewhere):
                 self.answer(store)
                 time.sleep(_GLANCE_S)
 
@@ -247,7 +151,7 @@ class Watchdog(Watch):
         if self.ended is not None:
             return self.ended
 
-        def look(store: dist.Store) -> str | None:
+        def look(store: Keys) -> str | None:
             found = self._survey(store, enough=self._others[0] if len(self._others) == 1 else None)
             over = [
                 str(rank_report)
@@ -268,18 +172,18 @@ class Watchdog(Watch):
             # Nobody is there to read them.
             return
 
-    def write_reason(self, store: dist.Store, words: str, culprits: Sequence[int]) -> None:
+    def write_reason(self, store: Keys, words: str, culprits: Sequence[int]) -> None:
         """Leaves the reason of this rank to give up, for ranks that ask when it no longer answers."""
         left = {"words": words, "culprits": list(culprits), "where": asdict(self._rank_state()), "at": time.time()}
         self._in(store).set(f"reason {self._rank}", json.dumps(left))
 
     # ---- what has not come ----
 
-    def with_store(self, call: Callable[[dist.Store], T], within_s: float) -> T:
+    def with_store(self, call: Callable[[Keys], T], within_s: float) -> T:
         """Runs a call with the launcher's store. Errors: as of `StoreThread.ask`."""
         return self._thread.ask(call, within_s)
 
-    def gone(self, store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    def gone(self, store: Keys, ranks: Sequence[int]) -> list[int]:
         """Returns those that have ended or left."""
         processes = self._seen_by(store)
         return [rank for rank in ranks if processes.has_gone(rank)]
@@ -287,7 +191,7 @@ class Watchdog(Watch):
     def lines(self, wait: Wait, enough: int | None = None) -> str:
         """Says where each rank is, in a line each. `enough`: as of `_survey`."""
 
-        def look(store: dist.Store) -> str:
+        def look(store: Keys) -> str:
             found = self._survey(store, enough)
             return StragglerReport(rank=self._rank, wait=wait, line=script_line()[0], rank_reports=found).in_lines
 
@@ -296,7 +200,7 @@ class Watchdog(Watch):
     def look_for(self, missing: Sequence[int], wait: Wait) -> str | None:
         """Says where each rank is, if a missing one waits for this one in another collective; None while it may yet come."""
 
-        def proof(store: dist.Store) -> str | None:
+        def proof(store: Keys) -> str | None:
             found = self._survey(store)
             if not any(found[rank].waits_for(self.begun) for rank in missing):
                 return None
@@ -320,7 +224,7 @@ class Watchdog(Watch):
         finally:
             self._thread.close(_STORE_S)
 
-    def announce_end(self, store: dist.Store) -> None:
+    def announce_end(self, store: Keys) -> None:
         """Publishes once that this rank has finished."""
         if not self._has_announced_end:
             self._has_announced_end = True
@@ -367,11 +271,11 @@ class Watchdog(Watch):
                 return
             time.sleep(_GLANCE_S)
 
-    def _at_work(self, store: dist.Store) -> list[int]:
+    def _at_work(self, store: Keys) -> list[int]:
         gone = self.gone(store, self._others)
         return [rank for rank in self._others if rank not in gone]
 
-    def _missed_by(self, store: dist.Store) -> tuple[bool, set[tuple]]:
+    def _missed_by(self, store: Keys) -> tuple[bool, set[tuple]]:
         """Whether a rank waits in a collective that this one has not begun; and the waits in calls of the script."""
         found = self._survey(store)
         where = {rank: each.where for rank, each in found.items() if each.where is not None}
@@ -380,11 +284,11 @@ class Watchdog(Watch):
 
     # ---- questions and answers, all in the thread of the store ----
 
-    def answer(self, store: dist.Store) -> None:
+    def answer(self, store: Keys) -> None:
         """Answers questions since the last time with the state of this rank."""
         mine, asked = self._in(store), self._answered
         closely = False
-        while mine.check([f"question {asked + 1}"]):
+        while mine.check(f"question {asked + 1}"):
             asked += 1
             question = mine.get(f"question {asked}").decode()
             closely |= question == _CLOSELY
@@ -394,7 +298,7 @@ class Watchdog(Watch):
             self._answered = asked
             mine.set(f"answer {self._rank}", json.dumps([asked, asdict(self._rank_state(closely=closely))]))
 
-    def _obey(self, store: dist.Store, order: dict) -> None:
+    def _obey(self, store: Keys, order: dict) -> None:
         if self._rank not in order["ends"] or self.longest is not None:
             return
         store.set(f"heard {self._rank}", "")
@@ -404,7 +308,7 @@ class Watchdog(Watch):
             f"{main_stack()}Where it only takes its time, set a larger `comm.late_s` (0: never late)."
         )
 
-    def notice(self, store: dist.Store) -> None:
+    def notice(self, store: Keys) -> None:
         """Prints the awaited ranks, on the first of the waiting ones, once a wait has taken long."""
         wait = self.longest
         if wait is None or wait.failure is not None:
@@ -422,7 +326,7 @@ class Watchdog(Watch):
         )
         print(f"hf_zero: waiting.\n{report.in_lines}", file=sys.stderr, flush=True)
 
-    def _survey(self, store: dist.Store, enough: int | None = None, question: str = "") -> dict[int, RankReport]:
+    def _survey(self, store: Keys, enough: int | None = None, question: str = "") -> dict[int, RankReport]:
         """Asks the other ranks for their states.
 
         Args:
@@ -445,14 +349,14 @@ class Watchdog(Watch):
             self.answer(store)
             time.sleep(_GLANCE_S)
 
-    def _look_at(self, store: dist.Store, rank: int, number: int, *, ask_again: bool) -> RankReport | None:
+    def _look_at(self, store: Keys, rank: int, number: int, *, ask_again: bool) -> RankReport | None:
         """Describes a rank; None while an answer may yet come."""
         mine, processes = self._in(store), self._seen_by(store)
         has_ended, has_left = processes.has_ended(rank), processes.has_left(rank)
-        has_words = mine.check([f"reason {rank}"])
+        has_words = mine.check(f"reason {rank}")
         words = json.loads(mine.get(f"reason {rank}")) if has_words else {}
         culprits, where = tuple(words.get("culprits", ())), None
-        if mine.check([f"answer {rank}"]):
+        if mine.check(f"answer {rank}"):
             answered, where = json.loads(mine.get(f"answer {rank}"))
             where = RankState(**where) if answered >= number else None
         if where is None and not (has_ended or has_left or rank in culprits) and ask_again:
@@ -498,10 +402,10 @@ class Watchdog(Watch):
             recent=tuple(self.log.last_lines()) if closely else (),
         )
 
-    def _in(self, store: dist.Store) -> dist.Store:
-        return dist.PrefixStore(f"hf_zero/watchdog/{self._name}", store)
+    def _in(self, store: Keys) -> Keys:
+        return store.below(f"hf_zero/watchdog/{self._name}")
 
-    def _seen_by(self, store: dist.Store) -> RankProcesses:
+    def _seen_by(self, store: Keys) -> RankProcesses:
         if self._processes is None:
             self._processes = RankProcesses(store)
         return self._processes
@@ -584,7 +488,7 @@ class StragglerWatch:
             end_process(str(wait.end))
 
 
-def _beat(reference: "weakref.ref[Watchdog]", store: dist.Store) -> bool:
+def _beat(reference: "weakref.ref[Watchdog]", store: Keys) -> bool:
     watchdog = reference()
     if watchdog is None:
         return False

@@ -20,7 +20,7 @@ from ..buckets.bucket import Bucket
 from ..buckets.memory import GatheredMemory
 from ..buckets.packed import bytes_beside
 from ..checkpoint.files import in_one_line
-from ..comm.arrivals import CommunicationError, RankProcesses
+from ..comm.arrivals import CommunicationError, leave_together, register_process
 from ..comm.groups import keeps_launch_order
 from ..comm.ledger import ErrorHook
 from ..config import ConfigError, ZeroConfig
@@ -78,25 +78,28 @@ _PATIENCE_S = 30.0
 def end_cleanly(accelerator: Accelerator) -> None:
     """Registers the work of this Accelerator's process at its exit, and the receivers of its last error."""
     if dist.is_initialized():
-        processes = RankProcesses()
-        processes.register()
+        register_process()
         # Weak: atexit keeps its arguments to the end of Python, and the Accelerator has the models.
-        atexit.register(_leave, weakref.ref(accelerator), processes)
+        atexit.register(_leave, weakref.ref(accelerator))
         ErrorHook.installed().follow(accelerator)
 
 
-def _leave(reference: weakref.ref, processes: RankProcesses) -> None:
+def _leave(reference: weakref.ref) -> None:
     accelerator = reference()
     # After an error nothing is waited for: the peers may be gone, and the error must be seen at once.
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
-    leave(accelerator.zero_engines if accelerator is not None else [], processes)
+    leave(accelerator.zero_engines if accelerator is not None else [], waits=True)
     # Last: everything above talks over it.
     dist.destroy_process_group()
 
 
-def leave(engines: Sequence[ZeroEngine], processes: RankProcesses | None = None) -> None:
-    """Ends running work before the process group goes, and waits for ranks that are still reading."""
+def leave(engines: Sequence[ZeroEngine], *, waits: bool = False) -> None:
+    """Ends running work before the process group goes, and waits for ranks that are still reading.
+
+    Args:
+        waits: also if there is no engine.
+    """
     try:
         for engine in engines:
             # gloo's threads abort a process that exits while they work.
@@ -106,7 +109,7 @@ def leave(engines: Sequence[ZeroEngine], processes: RankProcesses | None = None)
     # A peer that is still reading would see this end as a failure. One that waits for this rank is to see it.
     watches = [engine.transport.watch for engine in engines]
     # With an engine, its watch publishes the end of this rank, and keeps the store for ranks that are still at work.
-    at_work = [] if watches or processes is None else processes.leave(_PATIENCE_S)
+    at_work = leave_together(_PATIENCE_S) if waits and not watches else []
     for watch in watches:
         # Shared among the engines: a rank with several models waits no longer than a rank with one.
         at_work = watch.leave(_PATIENCE_S / len(watches))

@@ -25,7 +25,7 @@ from transformers import Trainer
 
 import hf_zero
 from hf_zero import gathered
-from hf_zero.comm.arrivals import CommunicationError, RankProcess, RankProcesses
+from hf_zero.comm.arrivals import CommunicationError, RankProcess, leave_together
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
 
@@ -219,13 +219,13 @@ def test_ranks_that_have_ended_are_not_waited_for(rank, world_size, ends_first):
 def test_ranks_that_are_about_to_end_are_not_waited_for(rank, world_size):
     model = sharded_and_whole(rank, gpt2, gpt2_batch, timeout_s=100)[0]
     if rank == 1:
-        assert RankProcesses().leave(patience_s=0.2) == [0]
+        assert leave_together(patience_s=0.2) == [0]
     else:
         with pytest.raises(CommunicationError, match=r"ranks \[1\] have ended"):
             model.state_dict()
     # Both are alive all the time.
     dist.barrier()
-    assert RankProcesses().leave(patience_s=50) == []
+    assert leave_together(patience_s=50) == []
 
 
 DONE_BY_ONE = """

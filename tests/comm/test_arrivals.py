@@ -21,8 +21,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_zero.comm import arrivals
 from hf_zero.comm import groups as own_groups
-from hf_zero.comm.arrivals import CommunicationError, RankProcess, RankProcesses, await_all_ranks
+from hf_zero.comm.arrivals import CommunicationError, RankProcess, RankProcesses, await_all_ranks, register_process
 from hf_zero.comm.groups import Groups, with_time_limits
+from hf_zero.comm.store import CALL_S, opened_store
 from hf_zero.config import CommConfig
 
 pytestmark = pytest.mark.timeout(120)
@@ -41,7 +42,7 @@ def refusal(timeout_s: float = 1800.0) -> tuple[CommunicationError, float]:
 )
 @on_ranks(3)
 def test_a_rank_that_ends_while_groups_are_made_ends_the_others_with_its_name(rank, world_size, victim, when):
-    RankProcesses().register()
+    register_process()
     dist.barrier()
     if rank == victim:
         if when == "once all are there":
@@ -108,12 +109,13 @@ def leave_traces_of_an_earlier_start() -> None:
 
 @on_ranks(3)
 def test_ranks_that_are_started_again_take_nothing_of_their_predecessors_in_the_store_for_each_other(rank, world_size):
-    processes = RankProcesses()
     if rank == 0:
         leave_traces_of_an_earlier_start()
     dist.barrier()
-    for other in range(world_size):
-        assert processes.known(other) is None and not processes.has_gone(other)
+    with opened_store(CALL_S) as store:
+        processes = RankProcesses(store)
+        for other in range(world_size):
+            assert processes.known(other) is None and not processes.has_gone(other)
     dist.barrier()
     for number in range(3):
         # Each in turn is the one that the others wait for, longer than until they look for it.

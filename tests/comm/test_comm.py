@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
 
 from hf_zero.arithmetic import sum_in_rank_order, sum_of_squares
+from hf_zero.comm import arrivals
 from hf_zero.comm import groups as own_groups
 from hf_zero.comm.all_or_none import all_or_none, all_results_or_none, raise_on_all
 from hf_zero.comm.arrivals import CommunicationError, RankProcess
@@ -393,7 +395,7 @@ def test_a_meeting_without_a_store_is_an_error_that_says_so(rank, world_size):
     if rank == 1:
         store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
     groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
-    with mock.patch("hf_zero.comm.watchdog._get_default_store", lambda: store):
+    with mock.patch("hf_zero.comm.store._get_default_store", lambda: store):
         watchdog = Watchdog(rank, world_size, "test")
     barrier = StoreBarrier(groups.world, watchdog, "test")
     barrier.wait("the first meeting", 20)
@@ -408,6 +410,71 @@ def test_a_meeting_without_a_store_is_an_error_that_says_so(rank, world_size):
         ):
             barrier.wait("the second meeting", 20)
         assert watchdog.leave(patience_s=20) == []
+
+
+class QuietStore:
+    """Stands in for torch's store: one method does not return before `is_over` is set."""
+
+    def __init__(self, silent: str, is_over: threading.Event):
+        self._silent, self._is_over = silent, is_over
+        self._values: dict[str, bytes] = {}
+
+    def __getattribute__(self, name: str):
+        if name == object.__getattribute__(self, "_silent"):
+            object.__getattribute__(self, "_is_over").wait(60)
+        return object.__getattribute__(self, name)
+
+    def clone(self) -> "QuietStore":
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def delete_key(self, key: str) -> None:
+        self._values.pop(key, None)
+
+
+@pytest.fixture(params=["clone", "set", "check", "get"])
+def quiet_store(request):
+    is_over = threading.Event()
+    with mock.patch("hf_zero.comm.store._get_default_store", lambda: QuietStore(request.param, is_over)):
+        yield
+        is_over.set()
+
+
+def test_an_exchange_through_a_store_that_falls_silent_ends_when_it_is_told_to_hurry(quiet_store):
+    exchange, errors = StoreExchange(SimpleNamespace(rank=1, world_size=2), "one", b"s", 600.0), []
+    if (quiet := exchange._thread._kept)._silent == "get":
+        # The other rank's value is there.
+        quiet.set("hf_zero/store_exchange/one/1/0", b"")
+
+    def takes_part() -> None:
+        with pytest.raises(
+            CommunicationError, match=r"store, rank 0's or the launcher's, has not answered for 0 s"
+        ) as error:
+            exchange.exchange("mine")
+        errors.append(error)
+
+    thread = threading.Thread(target=takes_part)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    exchange.hurry(0.1)
+    thread.join(10)
+    assert errors
+
+
+def test_ranks_that_meet_through_a_silent_store_end_with_an_error_that_says_so(quiet_store):
+    with mock.patch.object(arrivals, "CALL_S", 0.1), mock.patch.object(dist, "get_rank", lambda: 1):
+        assert arrivals.ended_ranks([0]) in ([], [0])
+        with pytest.raises(CommunicationError, match=r"cannot reach their store|rank 0 did not come within 0 s"):
+            arrivals.await_all_ranks(0.1, 0)
 
 
 def all_collectives(link: CollectiveTransport) -> Iterator[Callable[[], object]]:

@@ -1,9 +1,11 @@
 """Who may import whom: floors point down, rooms go in no circles. And the house does not grow back."""
 
+import ast
 import functools
 from collections import defaultdict
 
 import count_house
+import torch.distributed as dist
 from floors import FLOOR
 from pictures import PACKAGE, imports_of, module_name
 
@@ -122,6 +124,58 @@ def test_nothing_goes_in_circles():
             between_rooms[room(module)].add(room(imported))
     for arrows in (between_files, between_rooms):
         assert not circle_of(arrows), " -> ".join(circle_of(arrows))
+
+
+# ---- calls of torch's store: a store that is silent holds them up without end ----
+
+STORE_FILE = "hf_zero.comm.store"
+
+NAMES_A_STORE = {*(name for name in vars(dist) if name.endswith("Store")), "_get_default_store", "underlying_store"}
+
+STORES_FOR_TORCH = {("hf_zero.diagnose.link_ranks", "FileStore")}
+"""Made for `init_process_group`, and called by torch alone."""
+
+STORE_CALLS = {
+    ("Keys.check", "check"),
+    ("Keys.get", "get"),
+    ("Keys.set", "set"),
+    ("Keys.add", "add"),
+    ("Keys.delete", "delete_key"),
+    ("StoreThread.connection", "clone"),
+}
+"""Each is made in the thread of a `StoreThread`, for which other threads wait with a limit."""
+
+
+def stores_named_in(tree: ast.AST) -> set[str]:
+    names = (getattr(node, field, None) for node in ast.walk(tree) for field in ("id", "attr", "name"))
+    return NAMES_A_STORE.intersection(names)
+
+
+def calls_of_a_store(tree: ast.Module) -> set[tuple[str, str]]:
+    """Qualified names of functions, and the methods of torch's stores that each calls."""
+    of_store = {name for name in dir(dist.Store) if not name.startswith("_")}
+    found = set()
+    for owner in (node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)):
+        functions = owner.body if isinstance(owner, ast.ClassDef) else [owner]
+        for function in (node for node in functions if isinstance(node, ast.FunctionDef)):
+            name = f"{owner.name}.{function.name}" if function is not owner else owner.name
+            called = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+            methods = (func for func in called if isinstance(func, ast.Attribute) and func.attr in of_store)
+            found |= {(name, f.attr) for f in methods if ast.unparse(f.value) not in {"self._calls", "os.environ"}}
+    return found
+
+
+def test_torchs_store_is_called_in_one_file_and_always_with_a_time_limit():
+    trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in FILES.items()}
+    named = {(module, name) for module, tree in trees.items() for name in stores_named_in(tree)}
+    wrong = {pair for pair in named if pair[0] != STORE_FILE} - STORES_FOR_TORCH
+    assert not wrong, f"use `Keys` of {STORE_FILE}, whose calls have a time limit: {sorted(wrong)}"
+    assert calls_of_a_store(trees[STORE_FILE]) == STORE_CALLS
+
+
+def test_a_call_of_a_store_elsewhere_would_be_found():
+    code = "from torch import distributed as d\ndef f(store):\n    return d.PrefixStore('p', store).check(['k'])"
+    assert stores_named_in(ast.parse(code)) == {"PrefixStore"} and calls_of_a_store(ast.parse(code)) == {("f", "check")}
 
 
 # ---- the house: what a reader has before them is no more than it was counted last, with a little slack ----

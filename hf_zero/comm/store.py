@@ -1,0 +1,223 @@
+"""Calls the ranks' store, always with a time limit, and keeps a store for torchrun's agents.
+
+No other file holds a store of torch's: whoever needs one gets a `Keys`, whose calls have a limit.
+"""
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+# ---- Calls to the launcher's store, each with a time limit ----
+#
+# A store whose host is stopped, or whose link is cut, does not answer, and torch's calls then wait without limit.
+
+T = TypeVar("T")
+
+_GLANCE_S = 0.5
+"""A thread that waits for an answer looks this often whether the limit has been shortened."""
+
+_JOIN_S = 1.0
+
+CALL_S = 10.0
+"""Time limit of a single call to the store, and of the thread's other work before that call."""
+
+
+class StoreSilentError(RuntimeError):
+    """The store has not answered in time."""
+
+
+class StoreThread:
+    """Makes one store call after the other, in a thread and over a connection of its own.
+
+    Args:
+        within_s: the time limit of a call for which `ask` is given none.
+        each: called in every `period_s`, until it returns False.
+
+    Attributes:
+        within_s: may be shortened while a call is waited for.
+        is_closing: the current call must end soon.
+    """
+
+    def __init__(self, within_s: float, each: Callable[["Keys"], bool] | None = None, period_s: float = 0.0):
+        # Where this process keeps the store, others need it longer than this one's process group lasts.
+        self._kept = _get_default_store()
+        self._own: dist.Store | None = None
+        self._each = each
+        self._period_s = period_s
+        self.within_s = within_s
+        self.is_closing = False
+        self._calls: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hf_zero store", daemon=True)
+        self._thread.start()
+
+    @property
+    def keys(self) -> "Keys":
+        return Keys(self)
+
+    def ask(self, call: Callable[["Keys"], T], within_s: float | None = None) -> T:
+        """Runs a call in the thread and returns its result.
+
+        Raises:
+            StoreSilentError: it has not returned in time.
+            dist.DistNetworkError: the store is gone.
+        """
+        if threading.current_thread() is self._thread:
+            # Part of a call that another thread waits for, with the limit of that.
+            return call(self.keys)
+        answer: Future[T] = Future()
+        began_s = time.monotonic()
+        self._calls.put((call, answer))
+        while True:
+            limit_s = self.within_s if within_s is None else within_s
+            left_s = began_s + limit_s - time.monotonic()
+            try:
+                return answer.result(max(0.0, min(left_s, _GLANCE_S)))
+            except FutureTimeoutError:
+                if left_s <= _GLANCE_S:
+                    keeper = "the process that keeps the ranks' store, rank 0's or the launcher's"
+                    raise StoreSilentError(f"{keeper}, has not answered for {limit_s:.0f} s") from None
+
+    @property
+    def is_of_rank_0(self) -> bool:
+        """Whether the store lives in rank 0's process, and ends with it."""
+        store: Any = self._kept
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        return isinstance(store, dist.TCPStore) and not by_launcher
+
+    def close(self, within_s: float = _JOIN_S) -> None:
+        """Ends the thread after the calls in its queue, and waits for that."""
+        self.is_closing = True
+        self._calls.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(within_s)
+
+    # ---- in the thread ----
+
+    def connection(self) -> dist.Store:
+        """Returns the thread's own connection to the store; only for calls inside of the thread."""
+        if threading.current_thread() is not self._thread:
+            raise AssertionError(
+                "hf_zero: bug: the store was called outside of its thread. Open an issue with this traceback."
+            )
+        if self._own is None:
+            # A connection serves one call at a time: on a shared one, a call here would hold training's up.
+            # In the thread, since a store that is silent does not answer a new connection either.
+            self._own = cast(Any, self._kept).clone()
+        return self._own
+
+    def _run(self) -> None:
+        wanted, due_s = self._each is not None, time.monotonic()
+        while True:
+            if wanted and time.monotonic() >= due_s:
+                wanted = self._beat()
+                due_s = time.monotonic() + self._period_s
+            try:
+                pair = self._calls.get(timeout=max(0.0, due_s - time.monotonic()) if wanted else None)
+            except queue.Empty:
+                continue
+            if pair is None:
+                return
+            call, answer = pair
+            try:
+                answer.set_result(call(self.keys))
+            except Exception as error:
+                answer.set_exception(error)
+            # A call may hold the watchdog. Kept here until the next call, it
+            # would keep the watchdog alive, and this thread with it.
+            del pair, call, answer
+
+    def _beat(self) -> bool:
+        try:
+            return self._each is not None and self._each(self.keys)
+        except RuntimeError:
+            # The store has ended. Who needs it is told on its next call.
+            return False
+
+
+class Keys:
+    """The keys of the ranks' store below a prefix. Errors of each call: as of `StoreThread.ask`.
+
+    Calls from the store's own thread run at once; the limit is then that of the call they are part of.
+    """
+
+    def __init__(self, thread: StoreThread, prefix: str = ""):
+        self._thread = thread
+        self._prefix = prefix
+
+    def below(self, prefix: str) -> "Keys":
+        return Keys(self._thread, f"{self._prefix}{prefix}/")
+
+    def check(self, key: str) -> bool:
+        """Whether the key is there."""
+        return self._ask(lambda store, name: store.check([name]), key)
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key; waits for the key if it is not there."""
+        return self._ask(lambda store, name: store.get(name), key)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(lambda store, name: store.set(name, cast(str, value)), key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(lambda store, name: store.add(name, amount), key)
+
+    def delete(self, key: str) -> None:
+        self._ask(lambda store, name: store.delete_key(name), key)
+
+    def _ask(self, call: Callable[[dist.Store, str], T], key: str) -> T:
+        return self._thread.ask(lambda _: call(self._thread.connection(), self._prefix + key))
+
+
+@contextmanager
+def opened_store(within_s: float) -> Iterator[Keys]:
+    """Opens a connection for a few calls. `within_s`: time limit of each."""
+    thread = StoreThread(within_s)
+    try:
+        yield thread.keys
+    finally:
+        thread.close()
+
+
+# ---- A rendezvous store for torchrun's agents, kept by a process outside of the nodes that may be lost ----
+
+PORT = 29400
+"""torchrun's own default."""
+
+_TIMEOUT_S = 60
+
+
+def keep_store(port: int = PORT, host: str | None = None) -> dist.TCPStore:
+    """Opens a store on one address of this host. The store lives as long as the returned object.
+
+    Agents reach it by `torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0 ...`. Without it one of the
+    agents keeps the store, and the loss of its node ends all of them.
+
+    Args:
+        port: 0 is a free one, which the store's `port` tells.
+        host: name or address to listen on; by default this host's name. 0.0.0.0 is all addresses: torch's store answers everyone
+            who reaches it.
+
+    Raises:
+        OSError: the name has no address here, or the port is taken.
+    """
+    family, _, _, _, place = socket.getaddrinfo(host or socket.gethostname(), port, type=socket.SOCK_STREAM)[0]
+    # Bound here, and not by torch, which would listen on all addresses of the host.
+    listener = socket.create_server(place[:2], family=family)
+    address, port = listener.getsockname()[:2]
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
