@@ -3,7 +3,9 @@
 Callers pass a function that exchanges a small value between the ranks.
 """
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -97,6 +99,26 @@ def raise_on_all(
             raise RuntimeError(f"hf_zero: rank {rank} failed: {theirs.text}") from fault
         if theirs is not None:
             raise error(rank, theirs[0]) from fault
+
+
+def first_difference(exchange: Exchange, facts: Mapping[str, str]) -> str | None:
+    """Compares what the ranks hold under each name; returns the first difference to rank 0 in words, None without any.
+
+    Collective: one exchange, and a second one where ranks differ.
+    """
+    # The digest first: there may be thousands of facts, and only an error needs them.
+    digests = exchange(hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return None
+    # With the rank of the run: a transport of some of the ranks counts its own from 0.
+    everyone = exchange((dist.get_rank() if dist.is_initialized() else 0, facts))
+    first, reference = everyone[0]
+    for rank, theirs in everyone:
+        for subject in [*reference, *(s for s in theirs if s not in reference)]:
+            here, there = reference.get(subject, "absent"), theirs.get(subject, "absent")
+            if here != there:
+                return f"{subject}: {here} on rank {first}, {there} on rank {rank}"
+    return "the same names and values, in different orders"
 
 
 def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:

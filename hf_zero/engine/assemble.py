@@ -6,10 +6,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..arithmetic import give_up_triton, runs_triton, uses_kernels
@@ -17,7 +17,7 @@ from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
 from ..buckets.packed import add_scales, shapes_beside, take_out_scales
 from ..buckets.precision import is_loaded, resolve_precision, wanted_dtype
-from ..comm.all_or_none import all_or_none
+from ..comm.all_or_none import all_or_none, first_difference
 from ..comm.groups import Groups, RankGroup, with_time_limits
 from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, OffloadConfig, OuterConfig, ZeroConfig
@@ -282,26 +282,12 @@ def describe(
 
 def refuse_disagreement(facts: dict[str, str], transport: Transport) -> None:
     """Collective. Raises `ValueError` on every rank, naming the first difference to rank 0."""
-    # The digest alone first: a large model has thousands of facts, and only an error needs them.
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    digests = transport.exchange(digest)
-    if len(set(digests)) == 1:
-        return
-    # With the rank of the run: a transport of some of the ranks counts its own from 0.
-    everyone = transport.exchange((dist.get_rank() if dist.is_initialized() else 0, facts))
-    first, reference = everyone[0]
-    for rank, theirs in everyone:
-        for subject in [*reference, *(s for s in theirs if s not in reference)]:
-            here, there = reference.get(subject, "absent"), theirs.get(subject, "absent")
-            if here != there:
-                raise ValueError(
-                    f"hf_zero: the ranks do not train the same thing. {subject}: {here} on rank {first}, {there} on "
-                    f"rank {rank}. Build model, optimizer and config the same way on every rank (seed, config and "
-                    "data vocabulary)."
-                )
-    raise ValueError(
-        "hf_zero: the ranks list the same facts in different orders; build the model the same way on each."
-    )
+    difference = first_difference(partial(transport.exchange, purpose="the start of an engine"), facts)
+    if difference is not None:
+        raise ValueError(
+            f"hf_zero: the ranks do not train the same thing. {difference}. Build model, optimizer and config the same way on "
+            "every rank (seed, config and data vocabulary)."
+        )
 
 
 def with_kernels_that_run(config: ZeroConfig, groups: Groups, transport: Transport, device: torch.device) -> ZeroConfig:

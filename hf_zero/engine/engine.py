@@ -188,14 +188,17 @@ class ZeroEngine:
         else:
             self._parts.parameter_gather.finish_of(parameter)
 
-    def synchronise(self) -> None:
+    def synchronise(self, purpose: str = "ZeroEngine.synchronise") -> None:
         """Makes the model the same on all ranks, as saves do. Collective.
 
         Sends what was written to this rank's part of the parameters in `optimizer.param_groups` outside of a step, and takes
         the outer step of `comm.sync_every`, if local steps wait for it.
+
+        Args:
+            purpose: the call that needs it, for errors about ranks that do not come.
         """
         self.finish_parameters()
-        self._step.row_writes.send("the model")
+        self._step.row_writes.send(purpose)
         # A gather that is under way would be sent again from rows that are about to change.
         self.finish_parameters()
         if self._parts.outer is None:
@@ -211,7 +214,11 @@ class ZeroEngine:
 
     @contextmanager
     def gathered(
-        self, target: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, *, writeback: bool = False
+        self,
+        target: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None,
+        *,
+        writeback: bool = False,
+        purpose: str = "hf_zero.gathered",
     ) -> Iterator[None]:
         """Whole parameters to read or, with `writeback`, to edit. Collective, on every rank.
 
@@ -219,6 +226,7 @@ class ZeroEngine:
             target: a module of the model, a parameter or several; None is the whole model.
             writeback: keep edits; what rank 0 wrote is what all ranks have afterwards. Parameters that a script has told DDP to
                 ignore keep each rank's edits.
+            purpose: the call that asks, for errors about ranks that do not come.
 
         Raises:
             CommunicationError: some rank did not come within `comm.late_s`.
@@ -226,14 +234,15 @@ class ZeroEngine:
             RuntimeError: an edit without `writeback`.
         """
         parts = self._parts
+        self.sharded.gathered.meet(purpose)
         self.finish_parameters()
         # Before the edit: a write to this rank's rows that other ranks have not seen would be overwritten by rank 0's values.
         if writeback:
-            self.synchronise()
+            self.synchronise(purpose)
         parameters = parameters_in(self.model if target is None else target)
         with (
             self.sharded.gathered.gathered(parameters, writeback=writeback),
-            parts.exact.fetched_master("hf_zero.gathered"),
+            parts.exact.fetched_master(purpose),
         ):
             yield
             if writeback:
@@ -268,7 +277,7 @@ class ZeroEngine:
     @contextmanager
     def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
         """For savers: whole, exact parameters where `wanted`, in host memory at stage 3; see `ShardedModel.lent`. Collective."""
-        self.synchronise()
+        self.synchronise(purpose)
         with (
             self.transport.watch.saving(),
             self._parts.exact.fetched_master(purpose, IN_GATHERED),
@@ -356,6 +365,7 @@ class ZeroEngine:
             )
         if not hasattr(self.model, "resize_token_embeddings"):
             raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
+        self.sharded.gathered.meet("ZeroEngine.resize_embeddings")
         # The whole state, before the close drops the shards.
         states = {slot.name: on_host(self.full_state(slot.parameter)) for slot in self._parts.slot_of.values()}
         optimizers, device = [sharded.optimizer for sharded in self.optimizers], self.device
@@ -371,7 +381,9 @@ class ZeroEngine:
         Args:
             rank0_only: at stage 3, whole parameters on rank 0 alone; on the others they are on the meta device.
         """
-        self.synchronise()
+        if not self.sharded.is_empty:
+            self.sharded.gathered.meet("ZeroEngine.close")
+        self.synchronise("ZeroEngine.close")
         with self._parts.exact.fetched_master("ZeroEngine.close"):
             self._parts.parameter_places.own_memory(spared=self.sharded.unit_of)
         # Before the hooks go: a later backward of the script finds plain gradients.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -9,10 +10,12 @@ from torch import nn
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import show_values
+from ..comm.all_or_none import first_difference
 from ..comm.ledger import Label
 from ..comm.transport import LocalTransport, Transport
 from ..device import free_bytes
 from ..optimizer.holder import StateHolder
+from ..optimizer.replicas import checksums
 from .report_tables import mib
 from .schedule import Unsharding
 from .unit import TRANSFORMED, Unit, is_cast
@@ -231,7 +234,7 @@ class GatheredParameters:
         """
         named = list(named)
         if not self.are_held(parameter for _, parameter in named):
-            self._transport.barrier(purpose, self._timeout_s, IN_GATHERED)
+            self.meet(purpose, IN_GATHERED)
             self._schedule.catch_up()
         for name, parameter in named:
             unit, slot = self._unit_of.get(parameter, (None, None))
@@ -249,6 +252,33 @@ class GatheredParameters:
             finally:
                 unit.set_data(slot)
 
+    def meet(self, purpose: str, alone: str = "") -> None:
+        """Waits until all ranks have made the same call, at most `comm.late_s`. Args, errors: as of `Transport.barrier`."""
+        self._transport.barrier(purpose, self._timeout_s, alone)
+
+    def refuse_other_values(self, module: nn.Module, state_dict: Mapping[str, object], purpose: str) -> None:
+        """Compares a state dict that is about to be loaded with those of the other ranks. Collective.
+
+        Buffers may differ: each rank has its own.
+
+        Raises:
+            ValueError: on all ranks, naming the first difference. Each rank would load its shard of a different model.
+        """
+        own = {name for name, _ in module.named_buffers()}
+        tensors = {
+            name: value.detach()
+            for name, value in state_dict.items()
+            if name not in own and isinstance(value, torch.Tensor) and not value.is_meta
+        }
+        sums = checksums(tensors)
+        facts = {name: f"{sums[name]:016x} of {tuple(value.shape)}" for name, value in tensors.items()}
+        difference = first_difference(partial(self._transport.exchange, purpose=purpose), facts)
+        if difference is not None:
+            raise ValueError(
+                f"hf_zero: {purpose} was given different values (checksums): {difference}. Load the same state dict on every "
+                "rank, or load it on rank 0 inside `hf_zero.gathered(model, writeback=True)`."
+            )
+
     def release(self, units: Iterable[Unit]) -> None:
         """Reshards units that a forward has left whole."""
         self._schedule.release(units)
@@ -257,12 +287,13 @@ class GatheredParameters:
     def gathered(self, parameters: Iterable[nn.Parameter], *, writeback: bool) -> Iterator[None]:
         """Lends whole parameters to read and, with `writeback`, to edit; all ranks then keep rank 0's values.
 
+        The ranks have met: see `meet`.
+
         Raises:
             MemoryError: they do not fit.
             RuntimeError: a parameter was edited without `writeback`.
         """
         units = self.units_of(parameters)
-        self._transport.barrier("hf_zero.gathered", self._timeout_s)
         self._refuse_unless_they_fit(units)
         for unit in units:
             # Before the gather: a forward inside must not drop what the script has asked for.
@@ -306,7 +337,7 @@ class GatheredParameters:
         parameters = set(module.parameters())
         units = self.units_of(parameters)
         if any(not unit.holds for unit in units):
-            self._transport.barrier(purpose, self._timeout_s, IN_GATHERED)
+            self.meet(purpose, IN_GATHERED)
         copies: dict[nn.Parameter, torch.Tensor] = {}
         # In the schedule's order: a set has another order in each process, and ranks would gather different units.
         for unit in sorted(units, key=self._schedule.units.index):

@@ -21,7 +21,7 @@ from ..config import ZeroConfig
 from ..hooks import WeakHook, engine_attached_to, look_only
 from ..optimizer.holder import StateHolder
 from .buffers import place_buffers
-from .gathered import GatheredParameters
+from .gathered import IN_GATHERED, GatheredParameters
 from .schedule import Unsharding
 from .unit import Unit, runs_transformed
 
@@ -165,6 +165,7 @@ class ModuleMethods:
         "state_dict",
         "save_pretrained",
         "adapter_state_dict",
+        "load_state_dict",
         "_load_from_state_dict",
         "_apply",
         "zero_grad",
@@ -177,6 +178,8 @@ class ModuleMethods:
         self._modules = [module for module in model.modules() if any(m in sharded for m in module.modules())]
         # Of adapters that are being merged: what is gathered just now.
         self._merging: ExitStack | None = None
+        # Whether the ranks have met for the load that runs.
+        self._is_loading = False
         # What models from the Hub with a way of their own to generate have in the place of their class's.
         self._own_generate: dict[nn.Module, Callable[..., Any]] = {}
         for module in self._modules:
@@ -186,6 +189,7 @@ class ModuleMethods:
             if "generate" in module.__dict__ or hasattr(type(module), "generate"):
                 changed.generate = ReplacedMethod(self._generate, module)
             changed.state_dict = ReplacedMethod(self._state_dict, module)
+            changed.load_state_dict = ReplacedMethod(self._load_state_dict, module)
             if hasattr(type(module), "save_pretrained"):
                 changed.save_pretrained = ReplacedMethod(self._save_pretrained, module)
             if hasattr(type(module), "adapter_state_dict"):
@@ -235,7 +239,7 @@ class ModuleMethods:
 
     def _merge_and_unload(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         packed = PackedPlaces(module)
-        with self._to_edit(module.parameters()):
+        with self._to_edit(module, "merge_and_unload"):
             merged = cast(Any, type(module)).merge_and_unload(module, *args, **kwargs)
             # Inside the context, which keeps edits of the engine's Parameters: the merge has put others in packed ones' places.
             packed.take_back()
@@ -255,27 +259,27 @@ class ModuleMethods:
         if not self._gathered.are_held(module.parameters()):
             # The unit before it goes first. One stays for all of its layers, which then hold it.
             self._merging.close()
-            self._merging.enter_context(self._to_edit(module.parameters()))
+            self._merging.enter_context(self._to_edit(module, name))
         packed = PackedPlaces(module)
         merged = getattr(type(module), name)(module, *args, **kwargs)
         packed.take_back()
         return merged
 
-    def _to_edit(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        parameters = list(parameters)
+    def _to_edit(self, module: nn.Module, name: str) -> AbstractContextManager[None]:
+        """Gathers a module's parameters to edit, for its method of this name. Collective unless they are gathered already."""
+        parameters = list(module.parameters())
         engine = next(filter(None, map(engine_attached_to, parameters)), None)
         if engine is None or self._gathered.are_held(parameters):
             return nullcontext()
-        return engine.gathered(parameters, writeback=True)
+        return engine.gathered(parameters, writeback=True, purpose=f"{name}() of {type(module).__name__}")
 
     def _deepcopy(self, module: nn.Module, memo: dict) -> nn.Module:
         """An ordinary module with whole parameters, which no engine has. Collective, unless they are gathered already."""
         parameters = list(module.parameters())
-        with (
-            nullcontext()
-            if self._gathered.are_held(parameters)
-            else self._gathered.gathered(parameters, writeback=False)
-        ):
+        is_held = self._gathered.are_held(parameters)
+        if not is_held:
+            self._gathered.meet(f"copy.deepcopy() of {type(module).__name__}", IN_GATHERED)
+        with nullcontext() if is_held else self._gathered.gathered(parameters, writeback=False):
             # Without the replaced methods, whose copies raise: the copy has those of its class.
             held = {name: each for name, each in module.__dict__.items() if not isinstance(each, ReplacedMethod)}
             if module in self._own_generate:
@@ -342,7 +346,26 @@ class ModuleMethods:
         with self._gathered.lend_names():
             return cast(Any, type(module)).adapter_state_dict(module, adapter_name, state_dict)
 
+    def _load_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # Each rank loads its shard only: one that came alone, or with different values, would leave a mixture of two models.
+        if self._gathered.forwards_are_collective(module):
+            purpose = self._meet_to_load(module)
+            self._gathered.refuse_other_values(module, state_dict, purpose)
+        self._is_loading = True
+        try:
+            return type(module).load_state_dict(module, state_dict, *args, **kwargs)
+        finally:
+            self._is_loading = False
+
+    def _meet_to_load(self, module: nn.Module) -> str:
+        purpose = f"load_state_dict() of {type(module).__name__}"
+        self._gathered.meet(purpose, f"{IN_GATHERED}, with writeback=True")
+        return purpose
+
     def _load_from_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if not self._is_loading and self._gathered.forwards_are_collective(module):
+            # Through the `load_state_dict` of a module around the model, which is the script's own.
+            self._meet_to_load(module)
         # Parameters that `gathered` holds are loaded where they are; the end of that context keeps the edit or refuses it.
         sharded = {
             slot: unit

@@ -123,7 +123,7 @@ class RankAllocation:
         # Called before the step: the gradients that were kept are those of an earlier step.
         if any(_is_waiting(parameter.grad) for parameter in self._trained):
             self.before_step()
-        with ExitStack() as stack, engine.gathered(self._trained, writeback=True):
+        with ExitStack() as stack, engine.gathered(self._trained, writeback=True, purpose=f"{_NAME}()"):
             for parameter in self._trained:
                 # The stand-in comes back at the end: a backward without `zero_grad` would reduce the whole gradient once more.
                 stack.callback(setattr, parameter, "grad", parameter.grad)

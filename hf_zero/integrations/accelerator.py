@@ -419,7 +419,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         with folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final):
             # Behind the meeting of all ranks that a save begins with.
             for engine in self.zero_engines:
-                engine.synchronise()
+                engine.synchronise("accelerator.save_state")
             with self._engines_optimizers_aside(), split_models_aside(self), self._lent_to_hooks():
                 super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
             folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
@@ -434,6 +434,10 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
         self._refuse_reset_state()
+        if self.zero_engines:
+            # Before anything is read or loaded: a rank that comes alone is named, and nothing has changed.
+            engine = self.zero_engines[0]
+            engine.world.barrier("accelerator.load_state", engine.config.comm.limit_s)
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
         if input_dir is not None and self.zero_engines:
             # What a link leads to is what a save has replaced.

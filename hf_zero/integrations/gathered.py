@@ -62,14 +62,8 @@ def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], writebac
         MemoryError: the whole parameters do not fit.
         RuntimeError: a parameter was edited without `writeback`.
     """
-    parameters = list(target.parameters()) if isinstance(target, nn.Module) else target
-    parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-    engine = _engine_with(parameters)
-    if engine is None:
+    with _gathered_for("hf_zero.gathered", target, writeback=writeback):
         yield
-    else:
-        with engine.gathered(parameters, writeback=writeback):
-            yield
 
 
 @contextmanager
@@ -79,8 +73,22 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     Raises:
         MemoryError: it does not fit; without this context, forwards gather a layer at a time.
     """
-    with gathered(model):
+    with _gathered_for("hf_zero.unsharded", model, writeback=False):
         yield
+
+
+@contextmanager
+def _gathered_for(
+    purpose: str, target: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, writeback: bool
+) -> Iterator[None]:
+    parameters = list(target.parameters()) if isinstance(target, nn.Module) else target
+    parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    engine = _engine_with(parameters)
+    if engine is None:
+        yield
+    else:
+        with engine.gathered(parameters, writeback=writeback, purpose=purpose):
+            yield
 
 
 def _engine_with(parameters: Iterable[nn.Parameter]) -> ZeroEngine | None:

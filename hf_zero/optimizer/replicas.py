@@ -57,6 +57,8 @@ class _Copy(NamedTuple):
 _Sum = TypeVar("_Sum", torch.Tensor, int)
 """A checksum, on its device or read."""
 
+_Key = TypeVar("_Key")
+
 
 @dataclass(kw_only=True)
 class _Note(Generic[_Sum]):
@@ -253,14 +255,19 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
     return total + rest.view(_BITS[size]).sum(dtype=torch.int64) * 37 if rest.numel() else total
 
 
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Reads the checksum of each tensor by its name, in one transfer from each device."""
+    return _read({name: checksum(values) for name, values in tensors.items()})
+
+
 def _sums(copies: Iterable[tuple[_Copy, torch.Tensor]]) -> _Sums:
     return {copy: checksum(values) for copy, values in copies}
 
 
-def _read(sums: _Sums) -> dict[_Copy, int]:
+def _read(sums: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
     """In one transfer from each device."""
     devices = {value.device for value in sums.values()}
-    found: dict[_Copy, int] = {}
+    found: dict[_Key, int] = {}
     for device in devices:
         there = {copy: value for copy, value in sums.items() if value.device == device}
         # Without a sign: `_at_fault` adds checksums of shards modulo 2^64, and compares the sum with that of a whole parameter.

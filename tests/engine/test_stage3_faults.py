@@ -3,12 +3,17 @@
 import copy
 import io
 import pickle
+import re
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from cells import slow
+from peft import LoraConfig, get_peft_model
 from shared_ranks import on_ranks, run_on_ranks, shared_ranks, tell, wait_until_told
 from stage3_runs import (
     KEPT,
@@ -23,6 +28,7 @@ from stage3_runs import (
     same_as_ddp,
 )
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from training import VOCABULARY, Answer, gpt2
 
 import hf_zero
@@ -32,6 +38,7 @@ from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)
+DOCS = Path(__file__).parents[2] / "docs"
 # ---- moving, casting, copying ----
 
 CHANGING = {
@@ -327,31 +334,120 @@ def said_within(seconds: float):
     assert time.monotonic() - begin < seconds
 
 
-def looks_alone(rank: int, world_size: int, way: str, alone: int) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CommConfig, "meeting_timeout_s", 3.0)
-        run = Run(rank, gpt2, SHARDED)
+def adapted() -> nn.Module:
+    settings = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    return get_peft_model(gpt2(), settings)
+
+
+def gather(run: Run, **how) -> None:
+    with hf_zero.gathered(run.model.transformer.h[0], **how):
+        pass
+
+
+def unshard(run: Run) -> None:
+    with hf_zero.unsharded(run.model):
+        pass
+
+
+# Of docs/stage-3.md: words of the row → the call as an error names it → the call. Where a row has no calls, another test makes
+# them: a rank that is late in training ends all ranks, and TRL's walks are made from a module of that name.
+COLLECTIVE: dict[str, dict[str, Callable[[Run], object]]] = {
+    "`model(...)`": {},
+    "`state_dict()`": {
+        "state_dict() of GPT2LMHeadModel": lambda run: run.model.state_dict(),
+        "save_pretrained() of GPT2LMHeadModel": lambda run: run.model.save_pretrained("never"),
+        "state_dict() of GPT2Block": lambda run: run.model.transformer.h[0].state_dict(),
+    },
+    "Reading `p`": {
+        "hf_zero.gathered": gather,
+        "hf_zero.unsharded": unshard,
+        "copy.deepcopy() of GPT2LMHeadModel": lambda run: copy.deepcopy(run.model),
+        "update_parameters() of an AveragedModel": lambda run: AveragedModel(gpt2()).update_parameters(run.model),
+    },
+    "Editing `p`": {"hf_zero.gathered, ": partial(gather, writeback=True)},
+    "| `load_state_dict`": {
+        "load_state_dict() of GPT2LMHeadModel": lambda run: run.model.load_state_dict(gpt2().state_dict()),
+        "load_state_dict() of LayerNorm": lambda run: nn.Sequential(run.model.transformer.ln_f).load_state_dict(
+            {"0.weight": torch.zeros(WIDTH), "0.bias": torch.zeros(WIDTH)}
+        ),
+    },
+    "`.to(dtype)`": {"ZeroEngine.close": lambda run: run.engine.close()},
+    "| LoRA": {
+        "merge_and_unload() of LoraModel": lambda run: run.model.merge_and_unload(),
+        "merge() of Linear": lambda run: run.model.merge_adapter(),
+        "unmerge() of Linear": lambda run: run.model.unmerge_adapter(),
+    },
+    "| TRL with": {},
+    "| A walk of your own": {"hf_zero.gathered: ": gather},
+    "`full_grad`": {"full_grad": lambda run: run.engine.full_grad(run.model.transformer.wte.weight)},
+    "`full_state`": {"full_state": lambda run: run.engine.full_state(run.model.transformer.wte.weight)},
+    "`engine_of(model).resize_embeddings(...)`": {
+        "ZeroEngine.resize_embeddings": lambda run: run.engine.resize_embeddings(VOCABULARY + 1)
+    },
+}
+PAGES = ("stage-3.md", "gradients-and-reports.md", "what-is-refused.md")
+
+
+def comes_alone(rank: int, world_size: int, rows: list[str], alone: int) -> list[str]:
+    """One rank alone makes each call of these rows; returns what it is told."""
+    told = []
+    # For the whole life of this rank: calls read it when they are made.
+    CommConfig.meeting_timeout_s = 0.1
+    for row in rows:
+        for name, call in COLLECTIVE[row].items():
+            run = Run(rank, adapted if row == "| LoRA" else gpt2, SHARDED)
+            shards = [bucket.own.clone() for bucket in run.engine.buckets]
+            if rank != alone:
+                wait_until_told(f"the error of {row}: {name}")
+                continue
+            try:
+                with said_within(60), pytest.raises(CommunicationError) as error:
+                    call(run)
+                told.append(str(error.value))
+                assert no_unit_is_whole(run.engine), name
+                assert all(map(torch.equal, shards, (bucket.own for bucket in run.engine.buckets))), name
+            finally:
+                tell(f"the error of {row}: {name}")
+    return told
+
+
+def test_a_rank_that_comes_alone_to_a_collective_call_of_the_docs_is_told_in_time():
+    pages = "\n".join((DOCS / page).read_text() for page in PAGES)
+    assert not [row for row in COLLECTIVE if row not in pages]
+    table = (DOCS / "stage-3.md").read_text().partition("| in a script |")[2].partition("\n\n")[0]
+    collective = [line for line in table.splitlines() if re.search("ollective|on all ranks|hf_zero.gathered", line)]
+    assert collective
+    assert not [line for line in collective if not any(row in line for row in COLLECTIVE)]
+    names = [name for calls in COLLECTIVE.values() for name in calls]
+    told = run_on_ranks(comes_alone, rows=list(COLLECTIVE), alone=1)[1]
+    for name, message in zip(names, told, strict=True):
+        assert name.strip(", :") in message and "call it on every rank" in message, (name, message)
+        assert "comm.late_s" in message, message
+
+
+def loads(run: Run, rank: int, offset: float = 0.0) -> None:
+    run.model.load_state_dict(
+        {name: torch.full_like(value, 0.5) + offset for name, value in gpt2().state_dict().items()}
+    )
+
+
+@on_ranks(2)
+def test_a_state_dict_is_loaded_whole_or_not_at_all(rank, world_size):
+    run = Run(rank, gpt2, SHARDED)
+    before = run.state()
+    with pytest.raises(
+        ValueError, match=r"(?s)load_state_dict\(\) of GPT2LMHeadModel was given different values.*rank 1"
+    ):
+        loads(run, rank, offset=float(rank))
+    assert_equal(run.state(), before)
+    # On one rank inside of the context, and on all ranks.
+    with hf_zero.gathered(run.model, writeback=True):
+        if rank == 0:
+            loads(run, rank, offset=1.0)
+    assert all((value == 1.5).all() for value in run.state().values())
+    loads(run, rank)
+    assert all((value == 0.5).all() for value in run.state().values())
     run.step()
-    message = ""
-    if rank == alone:
-        with said_within(60), pytest.raises(CommunicationError) as error:
-            if way == "state_dict":
-                run.model.state_dict()
-            with hf_zero.gathered(run.model.transformer.h[0]):
-                pass
-        message = str(error.value)
-        assert no_unit_is_whole(run.engine)
-        tell("the error")
-    else:
-        wait_until_told("the error")
-    return message
-
-
-@pytest.mark.short_cells("gathered-1")
-@pytest.mark.parametrize(("way", "alone"), [("state_dict", 0), ("gathered", 1)])
-def test_looking_on_one_rank_alone_is_an_error_in_time(way, alone):
-    message = run_on_ranks(looks_alone, way=way, alone=alone)[alone]
-    assert way in message and "call it on every rank" in message and "comm.late_s" in message
 
 
 @on_ranks(2)

@@ -84,7 +84,7 @@ ROWS = {
     "the gradient norm is": "NaN or infinite gradients",
     "have diverged": "copies that have diverged",
     "do not train the same thing": "ranks that differ in model",
-    "list the same facts": "ranks that differ in model",
+    "was given different values": "`load_state_dict` of different values",
     "create_graph": "create_graph=True",
     "sparse gradient": "Embeddings with `sparse=True`",
     "inside a backward, as by a hook": "inside a backward, from a hook",
