@@ -15,10 +15,12 @@ from typing import IO, Any
 
 import xxhash
 
+from ..config.checks import SpeltError, spelt
+
 # ---- The error of everything that reads or writes checkpoints ----
 
 
-class CheckpointError(ValueError):
+class CheckpointError(SpeltError, ValueError):
     """Says why a checkpoint cannot be read or written: names the folder or file, the fault and the remedy."""
 
 
@@ -26,8 +28,8 @@ class CheckpointError(ValueError):
 
 
 def shown(text: object, most: int = 200) -> str:
-    """Prints a value as one line of at most `most` characters. Control and unprintable characters are spelt out."""
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text)[: most + 1])
+    """Returns a value as one line of at most `most` characters. Control and unprintable characters are spelt out."""
+    line = spelt(str(text)[: most + 1]).replace("\n", "\\n")
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 

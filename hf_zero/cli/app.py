@@ -62,7 +62,7 @@ def doctor(
             table.add_column(column, overflow="fold")
         for finding in found.findings:
             status = Text(finding.status, style=_STYLES[finding.status])
-            table.add_row(finding.subject, status, Text(finding.value), Text(finding.advice))
+            table.add_row(Text(finding.subject), status, Text(finding.value), Text(finding.advice))
         console.print(table)
         faults = [finding.subject for finding in found.faults]
         say(f"{len(faults)} wrong: {', '.join(faults)}" if faults else "nothing is wrong")
@@ -144,7 +144,7 @@ def _table(report: Any) -> Table:
         key=lambda name: -max(report.gradients.get(name, 0.0), report.parameters.get(name, 0.0)),
     )
     for name in names[:_PARAMETERS_SHOWN]:
-        table.add_row(name, f"{report.gradients.get(name, 0.0):.3g}", f"{report.parameters.get(name, 0.0):.3g}")
+        table.add_row(Text(name), f"{report.gradients.get(name, 0.0):.3g}", f"{report.parameters.get(name, 0.0):.3g}")
     return table
 
 
@@ -277,7 +277,8 @@ def migrate(
     _say_list("not needed", found.not_needed)
     _say_list("not supported", found.not_supported)
     say(f"# of a config of {found.source}" + (f", written to {write}" if write is not None else ""))
-    say(found.yaml.rstrip())
+    for line in found.yaml.splitlines():
+        say(line)
 
 
 def _say_list(name: str, keys: Sequence[Any]) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderHook
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.files import CheckpointError, read_mapping, refuse_links, shown
 from ..config import ConfigError, parse_bytes
+from ..config.checks import spelt
 from ..extras import MissingExtraError, extra
 
 if TYPE_CHECKING:
@@ -23,8 +25,28 @@ if TYPE_CHECKING:
 
 # ---- What the commands of `hf-zero` print: lines and tables or one JSON document, errors in one line ----
 
+
+class _Spelt:
+    """Spells out what a terminal obeys in the text of all that a console prints, and leaves the console's own codes."""
+
+    def __init__(self, printed: Any):
+        self._printed = printed
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._printed, options):
+            yield segment if segment.control else Segment(spelt(segment.text), segment.style)
+
+
+class _SpeltOut(RenderHook):
+    def process_renderables(self, renderables: list[Any]) -> list[Any]:
+        return [_Spelt(each) for each in renderables]
+
+
 console = Console()
 _errors = Console(stderr=True, soft_wrap=True)
+for each in (console, _errors):
+    # Names out of files reach both.
+    each.push_render_hook(_SpeltOut())
 
 LONGEST_LINE = 2000
 """Characters of a line that may quote names out of a file."""
@@ -42,15 +64,16 @@ class Dtype(str, Enum):
 
 
 def say(line: str) -> None:
-    """Prints one line on stdout, without wrapping and colours."""
+    """Prints one line on stdout, without wrapping and colours; names out of files cannot break it."""
     # Without markup: rich would take brackets in names out of a file for styles.
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(line.replace("\n", "\\n"), markup=False, highlight=False, soft_wrap=True)
 
 
 def say_json(document: Any) -> None:
     """Prints a JSON document on stdout; paths become text."""
     # Not by rich, which breaks long lines at the width of the terminal, also within strings.
-    typer.echo(json.dumps(document, indent=2, default=str))
+    # JSON writes all that terminals obey as \uXXXX, but for DEL.
+    typer.echo(json.dumps(document, indent=2, default=str).replace("\x7f", "\\u007f"))
 
 
 def say_error(line: str) -> None:

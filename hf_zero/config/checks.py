@@ -34,7 +34,22 @@ _MOST_SHOWN = 160
 _LONGEST_PATH = 4096
 
 
-class ConfigError(ValueError):
+class SpeltError(Exception):
+    """An error that may quote names out of files: its text has no character that a terminal obeys."""
+
+    def __str__(self) -> str:
+        return spelt(super().__str__())
+
+
+def spelt(text: str) -> str:
+    """Spells out the characters that a terminal obeys or hides: ESC, other controls, marks of direction. Line breaks stay."""
+    # str.isprintable is False for all of them, and for all spaces but the plain one.
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+class ConfigError(SpeltError, ValueError):
     """Raised for a setting that is refused. The message names the setting, the value and the allowed values."""
 
 
@@ -62,7 +77,7 @@ def shown(value: Any) -> str:
 def cut(text: str) -> str:
     """Returns the beginning of a text for errors that quote it; unprintable characters are escaped."""
     text = text[: _MOST_SHOWN + 1]
-    text = text if text.isprintable() else repr(text)[1:-1]
+    text = spelt(text).replace("\n", "\\n")
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 

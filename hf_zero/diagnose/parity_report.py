@@ -12,6 +12,7 @@ import torch
 
 from ..arithmetic import uses_kernels
 from ..config import ZeroConfig
+from ..config.checks import SpeltError
 
 # ---- Files of a recorded run: losses by rank, gradients and parameters by step ----
 
@@ -202,7 +203,7 @@ _FLOOR = 1e-3
 what should be zero is rounding alone (the bias of attention's keys, say)."""
 
 
-class ParityError(RuntimeError):
+class ParityError(SpeltError, RuntimeError):
     """Two runs that cannot be compared."""
 
 

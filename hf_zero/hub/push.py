@@ -37,13 +37,14 @@ from transformers.utils import PushInProgress
 from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, replace_file, shown, untold
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import weight_shards_of
+from ..config.checks import SpeltError
 from ..integrations.run_facts import CardFacts, card_facts
 from ..integrations.saved_weights import has_row_weights, is_checkpoint_of_ours
 from ..integrations.state_io import ZERO_FOLDER
 from ..integrations.weights import consolidate, folder_faults, is_of_the_run
 
 
-class HubError(RuntimeError):
+class HubError(SpeltError, RuntimeError):
     """A push has failed: names the repository, the fault and the remedy. Never carries a token."""
 
 

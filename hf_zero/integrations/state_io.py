@@ -73,7 +73,7 @@ def _bar(what: str, nbytes: int | None, *, is_main: bool, done_bytes: int = 0) -
     from huggingface_hub.utils import tqdm
 
     return tqdm(
-        desc=f"hf_zero: {what}",
+        desc=f"hf_zero: {shown(what)}",
         total=nbytes,
         initial=done_bytes,
         unit="B",
@@ -547,7 +547,7 @@ def _by(ranks: int, stage: int) -> str:
 def _progress(folder: Path, manifest: Manifest | None) -> str:
     """Returns Trainer's step, or the optimizer's count of steps, if there is one."""
     if (folder / STATE_NAME).is_file():
-        return f" at step {json.loads((folder / STATE_NAME).read_text(encoding='utf-8'))['global_step']}"
+        return f" at step {shown(json.loads((folder / STATE_NAME).read_text(encoding='utf-8'))['global_step'])}"
     steps = 0 if manifest is None else steps_of(folder)
     return f" after {steps} optimizer steps" if steps else ""
 

@@ -23,6 +23,7 @@ import torch
 import xxhash
 
 from ..config import ConfigError
+from ..config.checks import spelt
 from ..device import allocate, enter_thread, in_units
 from ..layout import Interval
 from .host_memory import HostCores
@@ -134,7 +135,8 @@ def _remove_dead(parent: Path) -> None:
             _remove_if_dead(folder)
         except OSError as error:
             # Told, not raised: this run can train beside that folder while the disk has room.
-            print(f"hf_zero: {folder} is of a run that has ended, and stays: {error}.", file=sys.stderr, flush=True)
+            said = f"hf_zero: {folder} is of a run that has ended, and stays: {error}."
+            print(spelt(said), file=sys.stderr, flush=True)
 
 
 def _remove_if_dead(folder: Path) -> None:
@@ -152,11 +154,9 @@ def _remove_if_dead(folder: Path) -> None:
         if lock is not None:
             os.close(lock)
     if nbytes:
-        print(
-            f"hf_zero: removed {folder} ({nbytes / 2**20:,.1f} MiB), which a run that has ended left behind ({owner}).",
-            file=sys.stderr,
-            flush=True,
-        )
+        size = f"{nbytes / 2**20:,.1f} MiB"
+        said = f"hf_zero: removed {folder} ({size}), which a run that has ended left behind ({owner})."
+        print(spelt(said), file=sys.stderr, flush=True)
 
 
 def _removed_bytes(folder: Path, *, is_held: bool) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..checkpoint.files import CheckpointError, no_folder, open_in_place, read_mapping, shown
 from ..checkpoint.structure import LOG_NAME, STATE_NAME, is_finite, is_number, is_step
+from ..config.checks import SpeltError
 
 # ---- The log of a run: one JSON object a line, only appended, so that it survives any end ----
 #
@@ -123,7 +124,7 @@ def _as_meant(value: Any) -> Any:
 Line = dict[str, Any]
 
 
-class ReportError(Exception):
+class ReportError(SpeltError):
     """A folder of which no report can be made."""
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from cells import slow
-from hostile_folders import MANIFEST, by_command, cast, commands, make_card, resign, with_header
+from hostile_folders import MANIFEST, by_command, cast, commands, every_command, make_card, resign, with_header
 from shared_ranks import run_on_ranks
 from trainer_job import as_launched, make_trainer
 from training import gpt2
@@ -24,6 +24,7 @@ from training import gpt2
 from hf_zero.checkpoint.commit import Disk
 from hf_zero.checkpoint.files import CheckpointError, files_below
 from hf_zero.checkpoint.structure import checkpoint_faults, find_good
+from hf_zero.config import ConfigError
 from hf_zero.integrations import config_model
 from hf_zero.integrations.resume import resume_faults
 
@@ -776,10 +777,105 @@ def test_an_index_whose_entries_are_no_names_is_damaged(plain):
     assert_refused(plain, "which is not a file of")
 
 
-def test_a_name_that_a_terminal_would_obey_is_spelt_out(checkpoint):
-    resign(checkpoint, lambda content: content["files"].update({"\x1b[31mred": [0, "0" * 16]}))
-    _, output = by_command("verify", checkpoint)
-    assert "\x1b" not in output and "which is not inside its checkpoint" in output
+# What clears the screen, sets the title, in seven bits and in eight, turns text around, hides it, or begins another line.
+OBEYED = "\x1b[2J\x1b]0;t\x07\x9b31m\u202e\u200b\x7f\x00\r\n\u2028\x85"
+
+
+def odd_manifest(folder: Path) -> None:
+    resign(folder, lambda content: content["files"].update({f"{OBEYED}red": [0, "0" * 16]}))
+
+
+def odd_values_of_a_manifest(folder: Path) -> None:
+    def change(content: dict) -> None:
+        content["optimizers"][0]["class"] += OBEYED
+        content["versions"][OBEYED] = OBEYED
+        content["written_at"] = OBEYED
+
+    resign(folder, change)
+
+
+def odd_parameters(folder: Path) -> None:
+    def change(content: dict) -> None:
+        name = next(iter(content["shapes"]))
+        content["shapes"][name + OBEYED] = content["shapes"].pop(name)
+
+    resign(folder, change)
+
+
+def odd_tensors(folder: Path) -> None:
+    with_header(folder / "model.safetensors", lambda header: header.update({OBEYED: header.pop(list(header)[-1])}))
+    resign(folder)
+
+
+def odd_state(folder: Path) -> None:
+    path = folder / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["log_history"].append({"step": 4, "loss": OBEYED, f"eval_{OBEYED}": OBEYED})
+    path.write_text(json.dumps({**state, "global_step": OBEYED, OBEYED: OBEYED}))
+    resign(folder)
+
+
+def odd_history(folder: Path) -> None:
+    path = folder / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["log_history"].append({"step": 4, "loss": 1.0, f"eval_{OBEYED}": 1.0, OBEYED: OBEYED})
+    path.write_text(json.dumps(state))
+    resign(folder)
+
+
+def odd_config(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "architectures": [OBEYED], "model_type": OBEYED, OBEYED: 1})
+    )
+    resign(folder)
+
+
+def odd_run(folder: Path) -> None:
+    (folder / "training_run.json").write_text(json.dumps({"arguments": {OBEYED: OBEYED}, "data": {OBEYED: OBEYED}}))
+    resign(folder)
+
+
+def odd_file(folder: Path) -> None:
+    (folder / OBEYED.replace("\x00", "")).write_text("x")
+    (folder / "zero" / OBEYED.replace("\x00", "")).symlink_to("/etc")
+
+
+def odd_log(folder: Path) -> None:
+    lines = [
+        {"kind": "start", "model": OBEYED, "said": {OBEYED: OBEYED}},
+        {"kind": "log", "values": {OBEYED: 1.0}},
+        {"kind": OBEYED},
+    ]
+    (folder / "zero_log.jsonl").write_text("\n".join(json.dumps({"time": 1.0, "step": 1, **line}) for line in lines))
+
+
+def odd_and_good(folder: Path) -> None:
+    """All that no command refuses."""
+    for change in (odd_values_of_a_manifest, odd_history, odd_run, odd_log):
+        change(folder)
+
+
+ODD = [
+    *(odd_and_good, odd_manifest),
+    *map(slow, (odd_parameters, odd_tensors, odd_state, odd_config, odd_file)),
+]
+
+
+@pytest.mark.parametrize("change", ODD)
+def test_no_command_prints_what_a_terminal_obeys_out_of_a_folder(change, trained, tmp_path):
+    folder = tmp_path / OBEYED.replace("\x00", "") / "checkpoint-4"
+    shutil.copytree(trained / "hf" / "checkpoint-4", folder)
+    change(folder)
+    for words in every_command(folder, tmp_path / "out").values():
+        # It looks at what was printed.
+        by_command(*words)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, ConfigError])
+def test_an_error_spells_out_what_it_quotes(kind):
+    assert str(kind(f"a\n{OBEYED}")).replace("\n", "").isprintable() and str(kind("a\nb")) == "a\nb"
 
 
 def unreadable(checkpoint: Path) -> None:

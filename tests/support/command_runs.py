@@ -7,7 +7,10 @@ from hf_zero.cli.app import app
 
 
 def hf_zero(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    """Runs a command. Whatever it reads, it prints nothing that a terminal obeys."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.output.replace("\n", "").isprintable(), result.output
+    return result
 
 
 def refusals(*arguments: object) -> list[str]:

@@ -68,6 +68,7 @@ def by_command(*words: object) -> tuple[int, str]:
         result = CliRunner().invoke(app, [str(word) for word in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
+    assert result.output.replace("\n", "").isprintable(), result.output
     return result.exit_code, result.output
 
 
@@ -86,3 +87,19 @@ def commands(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
         "consolidate": ("consolidate", folder, out),
     }
     return found | ({"push": ("push", folder, "me/model")} if is_installed("hub") else {})
+
+
+def every_command(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
+    """All commands that read a folder or a config, and those whose JSON has names out of it with `--json`, too."""
+    config = folder / "config.json"
+    found = commands(folder, out) | {
+        "report": ("report", folder, "--output", out.with_name("page.html")),
+        "convert": ("convert", folder, out),
+        "migrate": ("migrate", config),
+        "plan": ("plan", config, "--seq", "16"),
+        "doctor": ("doctor", "--quick", "--folder", folder / "no\x1b[2J"),
+    }
+    room = {"report": "report", "convert": "foreign", "migrate": "foreign", "plan": "planner", "doctor": "diagnose"}
+    found = {name: words for name, words in found.items() if name not in room or is_installed(room[name])}
+    of_names = found.keys() & {"verify", "inspect", "report", "migrate", "doctor"}
+    return found | {f"{name} --json": (*found[name], "--json") for name in of_names}
