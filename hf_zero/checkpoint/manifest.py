@@ -391,8 +391,12 @@ def _as_scalar(value: Any, what: str) -> Any:
 
 def _as_optimizer(value: Any, what: str) -> dict[str, Any]:
     """A class name, and groups of settings and parameters' names."""
-    held = _as_fields(value, what, {"class", "groups"})
+    # `own` is left out if the class adds no values to its state dict.
+    names = {"class", "groups"} | ({"own"} if isinstance(value, dict) and "own" in value else set())
+    held = _as_fields(value, what, names)
     _as_text(held["class"], f"{what}.class")
+    if not isinstance(held.get("own", {}), dict):
+        raise _other(held["own"], f"{what}.own", "a mapping")
     _as_list(held["groups"], f"{what}.groups", _as_group)
     return held
 

@@ -125,6 +125,8 @@ def step_on(
     for row, gradient, _ in seen.rows:
         double = doubles[row] = nn.Parameter(row.of(master))
         double.grad = row.of(scratch).copy_(gradient)
+        # A step may read attributes of parameters.
+        double.__dict__ = row.tensor.__dict__
     group = settings_of(seen.settings) | {"params": list(doubles.values())}
     # An empty entry would look like a step taken.
     register: dict[torch.Tensor, dict[str, Any]] = {doubles[row]: state for row, state in states.items() if state}

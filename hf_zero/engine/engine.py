@@ -14,9 +14,10 @@ from ..comm.ledger import ErrorHook, Label
 from ..config import ConfigLike, ZeroConfig
 from ..hooks import attach, detach
 from ..layout import Interval
+from ..optimizer.full_state import full_gradient, full_state, slot_of
 from ..optimizer.loss_scale import agree_on_overflows
 from ..optimizer.sharded_optimizer import RowStates, ShardedOptimizer
-from ..optimizer.state_rows import full_gradient, full_state, on_host, resize_whole, slot_of
+from ..optimizer.state_rows import on_host, resize_whole, state_of
 from .assemble import Parts, assemble
 from .backward import never_asked
 from .buffers import broadcast_buffers, ignored_parameters
@@ -272,7 +273,10 @@ class ZeroEngine:
         Collective. Empty before the first step.
         """
         slot, timeout_s = slot_of(parameter, self._parts.slot_of), self.config.comm.meeting_timeout_s
-        return full_state(slot, self.optimizers, self._parts.holder, timeout_s)
+        for sharded in self.optimizers:
+            sharded.follow_state_edits()
+        mine = {} if slot.row is None else state_of(self.optimizers, slot.row)
+        return full_state(slot, mine, self._parts.holder, timeout_s)
 
     @contextmanager
     def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:

@@ -87,9 +87,14 @@ class EngineState:
     def rows(self) -> Iterator[StateRow]:
         """This rank's masters and optimizer state, row by row."""
         parts = self._parts
+        self._follow_state_edits()
         yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.holder, self._replica)
         if parts.outer is not None:
             yield from parts.outer.rows()
+
+    def _follow_state_edits(self) -> None:
+        for sharded in self._optimizers:
+            sharded.follow_state_edits()
 
     def residual_rows(self) -> Iterator[StateRow]:
         """Copies this rank's quantisation residuals as rows of whole parameters."""
@@ -114,12 +119,15 @@ class EngineState:
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state of this rank's rows that is one value for a whole parameter (`step`), by parameter name."""
+        self._follow_state_edits()
         return state_scalars(self._optimizers, list(self._parts.row_of.values()))
 
     def fill(self, read: Read, kinds_of: KindsOf, scalars_of: Callable[[str], dict[str, Any]]) -> None:
         """Replaces masters, optimizer state and residuals, after parameters are loaded; arguments: see `fill_rows`."""
         parts = self._parts
         self.follow_edits()
+        # The loaded state replaces edits of the present one.
+        self._follow_state_edits()
         parts.wire.reduction.fill(parts.buckets, read, kinds_of)
         rows = list(parts.row_of.values())
         fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.holder, self._replica)

@@ -265,11 +265,12 @@ class TrainingStep:
         sharded = ShardedOptimizer(
             optimizer,
             rows=parts.row_of,
-            trained=set(parts.slot_of),
+            slots=parts.slot_of,
             identity=identity_of(parts.mesh.dp.groups, self._config.stage, parts.buckets),
             before_step=lambda: self._before_step(sharded, mine, is_first=index == 0),
             after_step=lambda is_taken: self._after_step(optimizer, mine, is_taken=is_taken, is_first=index == 0),
             holder=parts.holder,
+            timeout_s=self._config.comm.meeting_timeout_s,
         )
         parts.holder.step_with(optimizer, mine, stepped=self._bucket_stepped, sends_early=lambda: self._sends_early)
         return sharded
@@ -427,6 +428,9 @@ class TrainingStep:
         if parts.tier.cores is not None:
             parts.tier.cores.release()
         parts.holder.before_forward()
+        for sharded in self.optimizers:
+            # Before backward: early steps use the state there.
+            sharded.follow_state_edits()
         if self._gathers_layers:
             parts.sharded.before_forward()
         if self._waits_at_the_root:

@@ -26,6 +26,7 @@ from ..engine.split_model import read_part
 from ..engine.state import EngineState, SavedState
 from ..layout import Box, Interval
 from ..optimizer.bucket_state import state_names
+from ..optimizer.sharded_optimizer import SHARD_MARK
 
 AFTER_A_FAILED_LOAD = "Nothing was trained; resume from another checkpoint."
 
@@ -259,9 +260,8 @@ def _plain(value: Any, key: str) -> Any:
         return {name: _plain(each, key) for name, each in value.items()}
     what = f"tensor of {value.numel()} numbers" if torch.is_tensor(value) else type(value).__name__
     raise CheckpointError(
-        f"hf_zero: the optimizer's group setting {key!r} is a {what}, which cannot be saved; allowed: numbers, "
-        "strings, booleans, None, and lists and dicts of these. Keep it outside of `param_groups`, or train without "
-        "checkpoints."
+        f"hf_zero: the optimizer's value {key!r} is a {what}, which cannot be saved; allowed: numbers, strings, booleans, None, "
+        "and lists and dicts of these. Keep it outside of `param_groups` and `state_dict()`, or train without checkpoints."
     )
 
 
@@ -283,6 +283,7 @@ class SavedOptimizers:
         read_part: the same of a part of the parameter, where it is not read run by run with `read`.
         kinds_of: the kinds of state of a parameter that have one value an element.
         scalars_of: a parameter's state that holds for it as a whole (`step`).
+        own_values: for each optimizer the values that its class adds to `state_dict()`.
         origin: who wrote it, in words; None is hf_zero.
     """
 
@@ -290,6 +291,7 @@ class SavedOptimizers:
     read: Read
     kinds_of: KindsOf
     scalars_of: Callable[[str], dict[str, Any]]
+    own_values: Sequence[tuple[torch.optim.Optimizer, dict[str, Any]]] = ()
     origin: str | None = None
     read_part: Callable[[str, str, Box, Interval], torch.Tensor] | None = None
 
@@ -355,6 +357,8 @@ def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
                 return values if is_alike else values.to(dtypes[name])
 
             engine.state.fill(read, saved.kinds_of, saved.scalars_of)
+        for optimizer, own in saved.own_values:
+            _restore_own_values(optimizer, own)
         return saved.origin
 
 
@@ -423,13 +427,36 @@ def _described(optimizer: torch.optim.Optimizer, group_names: Sequence[Sequence[
             f"hf_zero: {name} keeps state of no parameter, under {loose[0]!r}, and only that of parameters is saved. Keep it in "
             "`param_groups`, whose settings are saved too, or train without checkpoints."
         )
-    return {
+    described: dict[str, Any] = {
         "class": name,
         "groups": [
             {"settings": plain_settings(group), "parameters": list(names)}
             for group, names in zip(optimizer.param_groups, group_names)
         ],
     }
+    own = _own_values(optimizer)
+    return described | {"own": own} if own else described
+
+
+def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the values that the optimizer's class adds to `state_dict()`, as JSON values.
+
+    Raises:
+        CheckpointError: one is no such value.
+    """
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    stock = {"state", "param_groups", SHARD_MARK}
+    return {key: _plain(value, key) for key, value in optimizer.state_dict().items() if key not in stock}
+
+
+def _restore_own_values(optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
+    """Passes saved values of the optimizer's class to its `load_state_dict`, and leaves the state of parameters alone."""
+    if own:
+        state = optimizer.state
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": {}, "param_groups": groups, **own})
+        optimizer.state = state
 
 
 def seal_state(
@@ -482,6 +509,7 @@ def open_own(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
         # Before any byte of state: a checkpoint of another model would fail somewhere in the middle.
         reader.check_names(state.shapes())
         settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        own_values: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
         for (optimizer, names), saved in zip(state.groups(), _saved_optimizers(state, reader, folder)):
             # State is found by name, settings by group: with other groups, weight decay would move to other parameters.
             if not same_groups(saved["groups"], names):
@@ -492,8 +520,13 @@ def open_own(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
             for group, its in zip(optimizer.param_groups, saved["groups"]):
                 _refuse_namesake(saved["class"], its["settings"], group, folder)
             settings.extend(zip(optimizer.param_groups, (group["settings"] for group in saved["groups"])))
+            own_values.append((optimizer, saved.get("own", {})))
         yield SavedOptimizers(
-            settings=settings, read=reader.read, kinds_of=reader.kinds_of, scalars_of=reader.scalars_of
+            settings=settings,
+            own_values=own_values,
+            read=reader.read,
+            kinds_of=reader.kinds_of,
+            scalars_of=reader.scalars_of,
         )
 
 

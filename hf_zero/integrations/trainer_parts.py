@@ -149,6 +149,7 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
         read=read,
         kinds_of=lambda name: elementwise[name],
         scalars_of=scalars_of,
+        own_values=[(optimizer, {k: v for k, v in saved.items() if k not in ("state", "param_groups")})],
         origin="plain Trainer",
     )
 

@@ -1,11 +1,14 @@
 """Gives the user's optimizer this rank's rows, checks that it is element-wise, and sends a script's writes to all ranks."""
 
 import functools
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,6 +36,7 @@ from .bucket_state import (
     with_dimensions,
 )
 from .holder import StateHolder
+from .state_by_parameter import StateByParameter
 
 # ---- Does an optimizer update each element by itself? Only then may it get parts of parameters ----
 
@@ -229,7 +233,7 @@ def _stepped(
 _SCALES_ITSELF = "_step_supports_amp_scaling"
 """What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
 
-_MARK = "hf_zero_shard"
+SHARD_MARK = "hf_zero_shard"
 
 RowStates = dict[nn.Parameter, dict[str, Any]]
 """By the whole parameter, the state of the row that a rank has of it, with its values."""
@@ -244,11 +248,12 @@ class ShardedOptimizer:
     Args:
         optimizer: any `torch.optim.Optimizer` whose update scope suits the rows; its state is cut to them.
         rows: this rank's row of each parameter that it owns a part of.
-        trained: all parameters that the engine has in buckets.
+        slots: of all parameters that the engine has in buckets.
         identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.
         before_step: called before each step; returns whether to take the step.
         after_step: called behind each step, with the same answer.
         holder: of the rows' state.
+        timeout_s: limit of a wait for other ranks in `optimizer.state[parameter]`.
 
     Attributes:
         rows: of this optimizer, in its order.
@@ -260,11 +265,12 @@ class ShardedOptimizer:
         optimizer: torch.optim.Optimizer,
         *,
         rows: Mapping[nn.Parameter, Row],
-        trained: set[nn.Parameter],
+        slots: Mapping[nn.Parameter, ParameterSlot],
         identity: str,
         before_step: Callable[[], bool],
         after_step: Callable[[bool], None],
         holder: StateHolder,
+        timeout_s: float,
     ):
         self.optimizer = optimizer
         self._identity = identity
@@ -280,21 +286,35 @@ class ShardedOptimizer:
         # Before rows take the parameters' places in the groups: these dicts and sets are found by the parameters there.
         kept = kept_by_parameter(optimizer)
         for group in optimizer.param_groups:
-            group.update(group_with(group, lambda p: p in rows or p not in trained))
+            group.update(group_with(group, lambda p: p in rows or p not in slots))
             group["params"] = [rows[p].tensor if p in rows else p for p in group["params"]]
         for row in self.rows:
             # State from before the engine (a loaded optimizer) belongs to whole parameters.
             self._cut_state(row)
+            if not row.is_parameter:
+                # The same dict: a step that reads attributes of parameters (`lr_scale`) also sees later changes.
+                row.tensor.__dict__ = row.slot.parameter.__dict__
         self._stand_ins = [(held, _stand_in(held, [row for row in self.rows if not row.is_parameter])) for held in kept]
         if is_of_bitsandbytes(optimizer):
             self._look_up_whole(rows)
         self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        whole = [p for group in self.whole_groups for p in group if p in slots]
+        self._cut_slots = {p: slots[p] for p in whole if p not in rows or not rows[p].is_parameter}
+        self._timeout_s = timeout_s
+        self._find_by_parameter()
+        self._step_frame: FrameType | None = None
+        self._inner_steps = 0
         self._hooks = [
             optimizer.register_step_pre_hook(WeakHook(self, ShardedOptimizer._on_step)),
             optimizer.register_step_post_hook(WeakHook(self, ShardedOptimizer._on_stepped)),
             optimizer.register_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_state_dict)),
             optimizer.register_load_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._on_load_state_dict)),
+            optimizer.register_load_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_loaded_state_dict)),
+            optimizer.register_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._before_state_dict)),
         ]
+        # Before the script's own post hooks, which read and edit parameters (an average, a projection): these have to be stepped
+        # parameters on all ranks, and their edits the last word.
+        cast(OrderedDict, optimizer._optimizer_step_post_hooks).move_to_end(self._hooks[1].id, last=False)
         # Fused optimizers offer to unscale and skip by themselves: by this rank's overflows, and in a step that has begun.
         self._scales_itself = optimizer.__dict__.get(_SCALES_ITSELF)
         optimizer.__dict__[_SCALES_ITSELF] = False
@@ -338,7 +358,20 @@ class ShardedOptimizer:
         """Returns the elements of each whole parameter that this rank has in a row."""
         return {row.slot.parameter: row.layout.in_parameter for row in self.rows}
 
+    def follow_state_edits(self) -> None:
+        """Cuts edits of whole state that a script has looked up by parameter to this rank's rows."""
+        state = self.optimizer.state
+        if isinstance(state, StateByParameter) and state.is_read:
+            for row, edited in state.take_edits():
+                state[row.tensor] = self._holder.put(row, edited)
+
+    def _find_by_parameter(self) -> None:
+        if self._cut_slots:
+            optimizer, slots = self.optimizer, self._cut_slots
+            optimizer.state = StateByParameter(optimizer.state, slots, self._holder, self._cut, self._timeout_s)
+
     def row_states(self) -> RowStates:
+        self.follow_state_edits()
         register = self.optimizer.state
         return {r.slot.parameter: self._fetched(r, register[r.tensor]) for r in self.rows if r.tensor in register}
 
@@ -365,6 +398,7 @@ class ShardedOptimizer:
                     held.discard(key)
         for method in ("get_config", "check_overrides") if is_of_bitsandbytes(self.optimizer) else ():
             self.optimizer.__dict__.pop(method, None)
+        self.optimizer.state = defaultdict(dict, self.optimizer.state)
         # The state is of rows, whose shapes do not fit the whole parameters.
         if not self._is_whole:
             self.optimizer.state.clear()
@@ -443,13 +477,18 @@ class ShardedOptimizer:
         parameter = row.slot.parameter
         if row.is_parameter or parameter not in self.optimizer.state:
             return
-        whole = self.optimizer.state.pop(parameter)
+        self.optimizer.state[row.tensor] = self._cut(self.optimizer.state.pop(parameter), row)
+
+    def _cut(self, whole: dict[str, Any], row: Row) -> dict[str, Any]:
         settings = self.optimizer.param_groups[row.slot.bucket.key.group]
-        self.optimizer.state[row.tensor] = with_dimensions(
+        return with_dimensions(
             {name: cut_to(value, row) for name, value in whole.items()}, row, self.optimizer, settings
         )
 
     def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> None:
+        if self._is_inside_step():
+            self._inner_steps += 1
+            return
         # args[0] is the optimizer itself.
         if any(callable(value) and not torch.is_tensor(value) for value in (*args[1:], *kwargs.values())):
             raise ValueError(
@@ -464,10 +503,30 @@ class ShardedOptimizer:
         self._end_skip()
         # Before anything changes: parameters that were added later have no row and would step on each rank alone.
         self.refuse_strangers()
+        self.follow_state_edits()
         if not self._before_step():
             self._begin_skip()
 
+    def _is_inside_step(self) -> bool:
+        """Whether the step of a class calls its parent's, around which torch runs the hooks again.
+
+        The engine's step ends with the outer one: the class may go on with gradients after its parent's step.
+        """
+        # The caller of the hooks. A step that raised has left its frame here, which is on the stack no more.
+        caller = sys._getframe(3)
+        frame: FrameType | None = caller if self._step_frame is not None else None
+        while frame is not None:
+            if frame is self._step_frame:
+                return True
+            frame = frame.f_back
+        self._step_frame, self._inner_steps = caller, 0
+        return False
+
     def _on_stepped(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        if self._inner_steps:
+            self._inner_steps -= 1
+            return
+        self._step_frame = None
         if self._has_arguments:
             note_arguments(self.optimizer, NO_ARGUMENTS)
             self._has_arguments = False
@@ -484,6 +543,12 @@ class ShardedOptimizer:
         if self._skipped_groups is not None:
             self.optimizer.param_groups, self._skipped_groups = self._skipped_groups, None
 
+    def _before_state_dict(self, _optimizer) -> None:
+        self.follow_state_edits()
+
+    def _on_loaded_state_dict(self, _optimizer) -> None:
+        self._find_by_parameter()
+
     def _on_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         row_of = {id(row.tensor): row for row in self.rows}
         tensors = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -493,17 +558,17 @@ class ShardedOptimizer:
             for index, values in state_dict["state"].items()
         }
         state_dict = {**state_dict, "state": state}
-        return state_dict if self._is_whole else {**state_dict, _MARK: self._identity}
+        return state_dict if self._is_whole else {**state_dict, SHARD_MARK: self._identity}
 
     def _fetched(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         return {name: self._holder.values(row, name, value) for name, value in state.items()}
 
     def _on_load_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> None:
-        if self._is_whole and _MARK not in state_dict:
+        if self._is_whole and SHARD_MARK not in state_dict:
             return
-        if state_dict["state"] and state_dict.get(_MARK) != self._identity:
+        if state_dict["state"] and state_dict.get(SHARD_MARK) != self._identity:
             raise ValueError(
-                f"hf_zero: this state dict is of {state_dict.get(_MARK, 'a whole optimizer')}, and this optimizer is "
+                f"hf_zero: this state dict is of {state_dict.get(SHARD_MARK, 'a whole optimizer')}, and this optimizer is "
                 f"{self._identity}. optimizer.state_dict() holds one rank's shard and fits that shard alone; to move state "
                 "between runs use accelerator.save_state/load_state or Trainer's checkpoints."
             )

@@ -6,11 +6,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..buckets.bucket import ParameterSlot, Row
+from ..buckets.bucket import Row
 from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, PackedPart, Read, StateRow, kind_of, name_of
-from ..buckets.sharded import widen
-from ..comm.ledger import Label
-from ..device import allocate
 from ..layout import Interval
 from .bucket_state import is_elementwise, with_dimensions
 from .holder import StateHolder
@@ -160,85 +157,6 @@ def _placed(value: Any, kind: str, row: Row) -> Any:
             "resume with the optimizer that the checkpoint was made with"
         )
     return value.to(row.tensor.device)
-
-
-# ---- The full gradient or optimizer state of one parameter, gathered from the ranks' shards. Collective ----
-#
-# `timeout_s` limits the wait for ranks that do not come.
-
-
-@torch.no_grad()
-def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
-    """Gathers the reduced gradient in the parameter's shape; None if no rank has any."""
-    # First: a rank that comes alone gets an error that names the call, in place of a gather without an end.
-    slot.bucket.group.transport.barrier("full_grad", timeout_s)
-    row = slot.row
-    if row is None or not row.has_gradient:
-        # This rank joins all the same: the others wait for its shard of the bucket.
-        return _gather(slot, None)
-    slot.bucket.await_gradient()
-    widen(row.tensor)
-    return _gather(slot, row.tensor.grad)
-
-
-@torch.no_grad()
-def full_state(
-    slot: ParameterSlot, optimizers: Sequence[ShardedOptimizer], holder: StateHolder, timeout_s: float
-) -> dict[str, torch.Tensor | object]:
-    """Gathers the optimizer's state by name, whole if it has one value an element. `holder`: of the state."""
-    transport = slot.bucket.group.transport
-    transport.barrier("full_state", timeout_s)
-    row = slot.row
-    mine: dict[str, Any] = {}
-    # By name: whether it has one value an element, as the ranks with a row of the parameter see it.
-    elementwise: dict[str, bool] = {}
-    if row is not None:
-        mine = state_of(optimizers, row)
-        elementwise = {name: name in elementwise_state(mine, row) for name in mine}
-    # A rank without a row knows no names, and has to join each gather all the same.
-    everyone = transport.exchange(elementwise)
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    state: dict[str, torch.Tensor | object] = {}
-    for name in names:
-        if any(theirs.get(name) for theirs in everyone):
-            state[name] = _gather(
-                slot, None if row is None or name not in mine else holder.values(row, name, mine[name])
-            )
-        else:
-            state[name] = next(v for v in transport.exchange(mine.get(name)) if v is not None)
-    return state
-
-
-def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
-    bucket = slot.bucket
-    # Before the gather: a rank without a part of the parameter cannot know whether the others start one, nor of which dtype. With
-    # state in 8 bits, a gather of the master's dtype would take four bytes where the others send one.
-    dtypes = bucket.group.transport.exchange(None if mine is None else mine.dtype, f"look at {slot.name}")
-    dtype = next(filter(None, dtypes), None)
-    if dtype is None:
-        return None
-    if bucket.group.groups.shard_size == 1:
-        # Each rank has all of it.
-        parameter = slot.parameter
-        return None if mine is None else mine.detach().reshape(parameter.shape).to(parameter.device, copy=True)
-    flat = allocate(bucket.layout.numel, dtype, bucket.device)
-    own = flat[bucket.own_interval.start : bucket.own_interval.stop]
-    if mine is not None and slot.row is not None:
-        own[slot.row.layout.in_shard.start : slot.row.layout.in_shard.stop].copy_(mine.reshape(-1))
-    # All ranks of the bucket join, also those without this parameter: a gather has a part of each.
-    bucket.group.transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
-    # A clone: a view would keep the whole bucket's buffer.
-    return slot.view_of(flat).clone()
-
-
-def slot_of(parameter: nn.Parameter, slots: Mapping[nn.Parameter, ParameterSlot]) -> ParameterSlot:
-    """A trained parameter's slot; raises `ValueError` for another tensor."""
-    if parameter not in slots:
-        raise ValueError(
-            f"hf_zero: no trained parameter of this engine's model: {tuple(parameter.shape)}. Pass the model's own "
-            "parameter object (model.get_parameter(name)), not a copy or a frozen one."
-        )
-    return slots[parameter]
 
 
 # ---- Optimizer state of whole parameters, some of which have come back with another number of rows ----

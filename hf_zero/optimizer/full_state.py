@@ -1,0 +1,91 @@
+"""Gathers the gradient or optimizer state of one whole parameter from the ranks' shards. Collective."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import ParameterSlot
+from ..buckets.sharded import widen
+from ..comm.ledger import Label
+from ..device import allocate
+from .bucket_state import is_elementwise
+from .holder import StateHolder
+
+
+@torch.no_grad()
+def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
+    """Gathers the reduced gradient in the parameter's shape; None if no rank has any."""
+    # First: a rank that comes alone gets an error that names the call, in place of a gather without an end.
+    slot.bucket.group.transport.barrier("full_grad", timeout_s)
+    row = slot.row
+    if row is None or not row.has_gradient:
+        # This rank joins all the same: the others wait for its shard of the bucket.
+        return _gather(slot, None)
+    slot.bucket.await_gradient()
+    widen(row.tensor)
+    return _gather(slot, row.tensor.grad)
+
+
+@torch.no_grad()
+def full_state(
+    slot: ParameterSlot, mine: Mapping[str, Any], holder: StateHolder, timeout_s: float, call: str = "full_state"
+) -> dict[str, Any]:
+    """Gathers the optimizer's state of a parameter by name: tensors with one value an element in the parameter's shape.
+
+    Args:
+        mine: the state of this rank's row; empty without one.
+        holder: of that state.
+        timeout_s: limit of the wait for the other ranks.
+        call: the script's call, for the error of a rank that calls alone.
+    """
+    transport = slot.bucket.group.transport
+    transport.barrier(call, timeout_s)
+    row = slot.row
+    # By name: whether it has one value an element. Only ranks with a row of the parameter know.
+    elementwise = {} if row is None else {name: is_elementwise(value, row) for name, value in mine.items()}
+    # A rank without a row knows no names, and has to join each gather all the same.
+    everyone = transport.exchange(elementwise)
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    state: dict[str, Any] = {}
+    for name in names:
+        if any(theirs.get(name) for theirs in everyone):
+            state[name] = _gather(
+                slot, None if row is None or name not in mine else holder.values(row, name, mine[name])
+            )
+        else:
+            state[name] = next((v for v in transport.exchange(mine.get(name)) if v is not None), None)
+    return state
+
+
+def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
+    bucket = slot.bucket
+    # Before the gather: a rank without a part of the parameter cannot know whether the others start one, nor of which dtype. With
+    # state in 8 bits, a gather of the master's dtype would take four bytes where the others send one.
+    dtypes = bucket.group.transport.exchange(None if mine is None else mine.dtype, f"look at {slot.name}")
+    dtype = next(filter(None, dtypes), None)
+    if dtype is None:
+        return None
+    if bucket.group.groups.shard_size == 1:
+        # Each rank has all of it.
+        parameter = slot.parameter
+        return None if mine is None else mine.detach().reshape(parameter.shape).to(parameter.device, copy=True)
+    flat = allocate(bucket.layout.numel, dtype, bucket.device)
+    own = flat[bucket.own_interval.start : bucket.own_interval.stop]
+    if mine is not None and slot.row is not None:
+        own[slot.row.layout.in_shard.start : slot.row.layout.in_shard.stop].copy_(mine.reshape(-1))
+    # All ranks of the bucket join, also those without this parameter: a gather has a part of each.
+    bucket.group.transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
+    # A clone: a view would keep the whole bucket's buffer.
+    return slot.view_of(flat).clone()
+
+
+def slot_of(parameter: nn.Parameter, slots: Mapping[nn.Parameter, ParameterSlot]) -> ParameterSlot:
+    """A trained parameter's slot; raises `ValueError` for another tensor."""
+    if parameter not in slots:
+        raise ValueError(
+            f"hf_zero: no trained parameter of this engine's model: {tuple(parameter.shape)}. Pass the model's own "
+            "parameter object (model.get_parameter(name)), not a copy or a frozen one."
+        )
+    return slots[parameter]

@@ -1,0 +1,161 @@
+"""`optimizer.state` for scripts that look up the state of a whole Parameter, of which this rank steps only a row."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import ParameterSlot, Row
+from ..comm.ledger import Label
+from .full_state import full_state
+from .holder import StateHolder
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The whole state of a parameter, as a script has it, and marks by which later edits of it or of the row are seen."""
+
+    state: State
+    marks: list[tuple[str, int, int]]
+    row_marks: list[tuple[str, int, int]]
+
+
+class StateByParameter(defaultdict[Any, State]):
+    """Maps rows to their state, as the optimizer's step uses them, and the model's Parameters to whole state.
+
+    A script finds state by the model's Parameters, for example to reset the moments of some neurons. `state[parameter]` gathers
+    the whole state, and the next forward, step or save cuts the script's edits to the ranks' rows. `parameter in state` and
+    `state[parameter]` are collective; `del` and assignment have to be made on all ranks, as under DDP. Walks over `items()` see
+    rows, and an edit of each element is right there, too.
+
+    Args:
+        state: row tensor → its state.
+        slots: parameter → slot, for the parameters that the optimizer does not step as they are.
+        holder: of the rows' state.
+        cut: (state value of a whole parameter, row) → this rank's part.
+        timeout_s: limit of the wait for the other ranks.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[Any, State],
+        slots: Mapping[Any, ParameterSlot],
+        holder: StateHolder,
+        cut: Callable[[State, Row], State],
+        timeout_s: float,
+    ):
+        # A subclass of defaultdict with `__missing__`: look-ups of rows in a step stay in C.
+        super().__init__(dict, state)
+        self._slots = slots
+        self._holder = holder
+        self._cut = cut
+        self._timeout_s = timeout_s
+        self._whole: dict[nn.Parameter, _Whole] = {}
+
+    def __missing__(self, key: Any) -> State:
+        slot = self._slot_of(key)
+        if slot is None:
+            return super().__missing__(key)
+        if key not in self._whole:
+            mine = self._row_state(slot)
+            whole = full_state(slot, mine, self._holder, self._timeout_s, "optimizer.state[parameter]")
+            self._keep(key, whole, _marks(mine))
+        return self._whole[key].state
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        slot = self._slot_of(key)
+        if slot is None:
+            return False
+        # A rank without a row cannot know, and all ranks have to take the same branch of the script.
+        transport = slot.bucket.group.transport
+        transport.barrier("`parameter in optimizer.state`", self._timeout_s)
+        has_any = slot.parameter in self._whole or bool(self._row_state(slot))
+        mine = torch.tensor([has_any], dtype=torch.uint8)
+        return bool(transport.agree_max(mine, Label(kind="agreement on optimizer state", subject=slot.name)).item())
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def __setitem__(self, key: Any, value: State) -> None:
+        if self._slot_of(key) is not None:
+            self._keep(key, value, [])
+        else:
+            super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        slot = self._slot_of(key)
+        if slot is None:
+            super().__delitem__(key)
+            return
+        self._whole.pop(key, None)
+        if slot.row is not None:
+            super().pop(slot.row.tensor, None)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if self._slot_of(key) is None:
+            return super().pop(key, *default)
+        if default and key not in self:
+            return default[0]
+        whole = self[key]
+        del self[key]
+        return whole
+
+    def clear(self) -> None:
+        self._whole.clear()
+        super().clear()
+
+    def __copy__(self) -> Any:
+        return defaultdict(dict, self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles are plain: they belong to no engine.
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a script has looked up whole state since `take_edits`."""
+        return bool(self._whole)
+
+    def take_edits(self) -> Iterator[tuple[Row, State]]:
+        """Yields each row whose whole state a script may have edited, with its new state, and forgets the whole state.
+
+        Raises:
+            RuntimeError: the script has edited the row's state, too.
+        """
+        whole, self._whole = self._whole, {}
+        for parameter, found in whole.items():
+            row = self._slots[parameter].row
+            if row is None:
+                continue
+            is_edited = _marks(found.state) != found.marks
+            row_is_edited = bool(found.row_marks) and _marks(self._row_state(row.slot)) != found.row_marks
+            if is_edited and row_is_edited:
+                raise RuntimeError(
+                    f"hf_zero: the state of {row.slot.name!r} was edited both as optimizer.state[parameter] and as a value of "
+                    "optimizer.state. Use one of the two between steps."
+                )
+            # An edit through `.data` leaves no mark. So only an edit of the row keeps the whole state from being taken.
+            if not row_is_edited and (found.state or found.row_marks):
+                yield row, self._cut(found.state, row)
+
+    def _slot_of(self, key: object) -> ParameterSlot | None:
+        # The state of an optimizer has keys of other kinds, too, some of which have no hash to look up.
+        return self._slots.get(key) if isinstance(key, torch.Tensor) else None
+
+    def _row_state(self, slot: ParameterSlot) -> State:
+        return {} if slot.row is None else super().get(slot.row.tensor, {})
+
+    def _keep(self, parameter: nn.Parameter, state: State, row_marks: list[tuple[str, int, int]]) -> None:
+        self._whole[parameter] = _Whole(state, _marks(state), row_marks)
+
+
+def _marks(state: State) -> list[tuple[str, int, int]]:
+    """(name, identity, version) of each value."""
+    return [(name, id(value), value._version if torch.is_tensor(value) else 0) for name, value in state.items()]
