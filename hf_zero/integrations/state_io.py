@@ -260,8 +260,8 @@ def _plain(value: Any, key: str) -> Any:
         return {name: _plain(each, key) for name, each in value.items()}
     what = f"tensor of {value.numel()} numbers" if torch.is_tensor(value) else type(value).__name__
     raise CheckpointError(
-        f"hf_zero: the optimizer's value {key!r} is a {what}, which cannot be saved; allowed: numbers, strings, booleans, None, "
-        "and lists and dicts of these. Keep it outside of `param_groups` and `state_dict()`, or train without checkpoints."
+        f"hf_zero: the optimizer's setting {key!r} is a {what}, which cannot be saved; allowed: numbers, strings, booleans, "
+        "None, and lists and dicts of these. Keep it outside of `param_groups` and `state_dict()`, or train without checkpoints."
     )
 
 

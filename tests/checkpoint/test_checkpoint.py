@@ -19,7 +19,7 @@ from cells import examples, short_of, short_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from shared_ranks import run_on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from trainer_job import as_launched
 from training import adamw_in_two_groups, gpt2, gpt2_batch, save_engine
@@ -192,6 +192,37 @@ def test_state_is_the_same_at_another_world_size_and_stage(tmp_path, wrote, read
     world, stage = reads
     for loaded in run_on_ranks(loaded_state, world_size=world, **arguments, stage=stage):
         assert loaded == saved[0]
+
+
+class Counting(torch.optim.AdamW):
+    """Counts its steps outside of its groups, and saves the count as a value of its own."""
+
+    count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "count"})
+
+
+@on_ranks(2)
+def test_values_that_a_class_adds_to_its_state_dict_are_saved_and_loaded(rank, world_size, tmp_path):
+    _, optimizer, engine = trained_engine(2, Counting)
+    save_engine(engine, tmp_path)
+    assert optimizer.count > 0
+    model, other, fresh = trained_engine(2, Counting)
+    other.count = 0
+    load_engine(fresh, tmp_path / ZERO_FOLDER)
+    assert other.count == optimizer.count and other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    # The state of the parameters is the saved one, and is still found by row and by parameter.
+    assert all(row.tensor in other.state for row in fresh.optimizers[0].rows)
+    assert next(model.parameters()) in other.state
 
 
 @pytest.mark.parametrize(
