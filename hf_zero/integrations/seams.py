@@ -111,7 +111,7 @@ SEAMS = (
     Seam(
         owner="torch:Tensor",
         names=("_make_wrapper_subclass", "_version"),
-        where=("buckets", "early", "engine", "kernels", "offload", "integrations/trainer_saves"),
+        where=("buckets", "early", "engine", "kernels", "offload", "optimizer", "integrations/trainer_saves"),
         why="Gradients without memory; writes to parameters and activations are seen by autograd's count of them.",
         test="test_gradients.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),
