@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub import CommitInfo, HfApi, ModelCard, ModelCardData, get_token, metadata_load
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -33,12 +33,13 @@ from transformers import Trainer, logging
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
+from yaml import YAMLError
 
 from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, replace_file, shown, untold
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import weight_shards_of
 from ..config.checks import SpeltError
-from ..integrations.run_facts import CardFacts, card_facts
+from ..integrations.run_facts import CardFacts, card_facts, is_hub_name
 from ..integrations.saved_weights import has_row_weights, is_checkpoint_of_ours
 from ..integrations.state_io import ZERO_FOLDER
 from ..integrations.weights import consolidate, folder_faults, is_of_the_run
@@ -75,6 +76,8 @@ _LARGEST_CARD = 2**24
 def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[str, Any] | None = None) -> bool:
     """Writes the card to a folder, unless the folder has a foreign one. Returns whether it was written.
 
+    The draft that peft writes next to adapters is replaced, and peft's fields of the front matter stay.
+
     Without matplotlib, which the extra `hf-zero[card]` brings, there is no picture, and the card says so.
 
     Args:
@@ -88,10 +91,14 @@ def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[s
             raise CheckpointError(
                 f"hf_zero: {written} is no plain file, so no card can be written there. Take it away."
             )
-    if path.is_file() and not is_our_card(path):
-        return False
+    metadata = dict(metadata or {})
+    if path.is_file():
+        if not is_our_card(path) and not _is_draft_of_peft(path):
+            return False
+        of_peft = _fields_of_peft(path)
+        metadata = {**of_peft, **metadata, "tags": [*metadata.get("tags", ()), *of_peft.get("tags", ())]}
     drawn = bool(facts.losses) and find_spec("matplotlib") is not None and _draw(facts, folder / PLOT_NAME)
-    replace_file(path, render(facts, name=name, metadata=metadata or {}, drawn=drawn))
+    replace_file(path, render(facts, name=name, metadata=metadata, drawn=drawn))
     return True
 
 
@@ -99,6 +106,35 @@ def is_our_card(path: Path) -> bool:
     """Whether a README.md is such a card, with its mark still in the text."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return OURS in file.read(_LARGEST_CARD)
+
+
+def _is_draft_of_peft(path: Path) -> bool:
+    """Whether a README.md is the template that peft writes, into which nobody has written."""
+    front, _, text = path.read_text(encoding="utf-8", errors="replace")[:_LARGEST_CARD].lstrip().partition("\n---\n")
+    template = ModelCard.from_template(ModelCardData()).text.strip()
+    if not re.search(r"^library_name: peft$", front, re.MULTILINE) or not text.strip().startswith(template):
+        return False
+    added = text.strip().removeprefix(template).splitlines()
+    return all(not line or line.startswith(("#", "- ", "The following `bitsandbytes`")) for line in added)
+
+
+def _fields_of_peft(path: Path) -> dict[str, Any]:
+    """Returns the fields that peft has put into a card's front matter. A path on this machine is none of them."""
+    try:
+        fields = metadata_load(path) or {}
+    except (ValueError, YAMLError):
+        # Of a generated card that somebody has edited: the new one has good front matter.
+        return {}
+    if fields.get("library_name") != "peft":
+        return {}
+    base_model = fields.get("base_model")
+    kept = {name: fields[name] for name in ("library_name", "pipeline_tag") if fields.get(name)}
+    if is_hub_name(base_model):
+        kept["base_model"] = base_model
+    tags = [str(tag) for tag in fields.get("tags") or ()]
+    of_base = "base_model:"
+    kept["tags"] = [tag for tag in tags if not tag.startswith(of_base) or is_hub_name(tag.rpartition(":")[2])]
+    return kept
 
 
 def render(facts: CardFacts, *, name: str, metadata: Mapping[str, Any], drawn: bool) -> str:
@@ -115,6 +151,7 @@ def render(facts: CardFacts, *, name: str, metadata: Mapping[str, Any], drawn: b
         ours=OURS,
         title=_cell(name),
         parent=fields["base_model"] and _cell(fields["base_model"]),
+        dataset=_cell(facts.data["dataset"]) if facts.data.get("dataset") else None,
         sections=[(title, _rows(getattr(facts, field))) for field, title in _SECTIONS],
         losses=_thinned(facts.losses),
         plot=PLOT_NAME if drawn else None,
@@ -545,8 +582,6 @@ def push_output(
         HubError: when `blocking`; otherwise the future has it, and the log.
     """
     output_dir = Path(trainer.args.output_dir)
-    if trainer.push_in_progress is not None:
-        trainer.push_in_progress.wait_until_done()
     to = _destination(trainer, token=token, revision=revision)
     staged = _staged(trainer, lambda out: stage_model(output_dir, out))
     if blocking:
@@ -558,25 +593,57 @@ def write_trainer_card(trainer: Trainer, folder: Path, *, facts_of: Path, **said
     """Writes the card of a Trainer's model, with the arguments of `push_to_hub` and `create_model_card`.
 
     Args:
-        said: language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, as Trainer names them.
+        said: language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args, as Trainer names
+            them.
     """
     name = (
         said.get("model_name")
         or (trainer.hub_model_id or str(Path(trainer.args.output_dir).absolute())).rpartition("/")[2]
     )
-    tags = [*_listed(said.get("tags")), *_listed(getattr(trainer.model, "model_tags", None)), "generated_from_trainer"]
+    own_tags = [*_listed(said.get("tags")), *_listed(getattr(trainer.model, "model_tags", None))]
     metadata = {
         "language": said.get("language"),
         "license": said.get("license"),
-        "tags": list(dict.fromkeys(tags)),
+        "tags": list(dict.fromkeys([*own_tags, "generated_from_trainer"])),
         "datasets": _listed(said.get("dataset_tags")) or None,
         "pipeline_tag": next(iter(_listed(said.get("tasks"))), None),
         "base_model": said.get("finetuned_from"),
     }
+    metadata = {key: value for key, value in metadata.items() if value}
     facts = card_facts(facts_of, trainer.state.log_history)
-    if said.get("dataset"):
-        facts.data["dataset"] = ", ".join(_listed(said["dataset"]))
-    write_card(folder, facts, name=name, metadata={key: value for key, value in metadata.items() if value})
+    for entry, argument in (("dataset", "dataset"), ("dataset arguments", "dataset_args")):
+        if said.get(argument):
+            facts.data[entry] = ", ".join(map(str, _listed(said[argument])))
+    if not write_card(folder, facts, name=name, metadata=metadata):
+        _add_to_own_card(folder / CARD_NAME, metadata, said)
+
+
+def _add_to_own_card(path: Path, metadata: dict[str, Any], said: Mapping[str, Any]) -> None:
+    """Adds the arguments of a call to the front matter of somebody's own card, whose text stays.
+
+    Raises:
+        CheckpointError: the front matter cannot be read.
+    """
+    asked = [name for name, value in said.items() if value and name != "model_name"]
+    if not asked:
+        return
+    try:
+        card = ModelCard(path.read_text(encoding="utf-8"))
+    except (ValueError, YAMLError) as error:
+        raise CheckpointError(
+            f"hf_zero: the front matter of {path} cannot be read ({_one_line(error)}), so {asked[0]!r} cannot be written there. "
+            "Correct it, or take the file away."
+        ) from error
+    metadata["tags"] = list(dict.fromkeys([*_listed(card.data.get("tags")), *metadata["tags"]]))
+    for field_name, value in metadata.items():
+        card.data[field_name] = value
+    replace_file(path, str(card))
+    left = [name for name in asked if name in ("dataset", "dataset_args")]
+    if left:
+        logger.warning(
+            f"hf_zero: {path} is your own card, so its text stays without {' and '.join(left)}. Write it there, or take the file "
+            "away for a generated card."
+        )
 
 
 def trainer_api(trainer: Trainer) -> HfApi:

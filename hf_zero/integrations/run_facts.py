@@ -155,14 +155,14 @@ def write_run(trainer: "Trainer", folder: Path) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     engine = engine_attached_to(model)
     base_model = getattr(getattr(model, "config", None), "name_or_path", None)
+    with_adapters = ("peft",) if hasattr(model, "peft_config") else ()
     run = {
-        # A local folder may look like OWNER/NAME: the card would name somebody's model on the Hub.
-        "base_model": base_model if _is_repo_id(base_model) and not Path(base_model).exists() else None,
+        "base_model": base_model if is_hub_name(base_model) else None,
         "arguments": {name: getattr(args, name) for name in _ARGUMENTS if _was_said(getattr(args, name, None))},
         "zero": {} if engine is None else changed(engine.config) | {"ranks": args.world_size},
         "data": _data(trainer),
         "hardware": _hardware(args.world_size),
-        "versions": {"python": platform.python_version(), **versions_of(*_LIBRARIES)},
+        "versions": {"python": platform.python_version(), **versions_of(*_LIBRARIES, *with_adapters)},
     }
     replace_file(folder / RUN_NAME, json.dumps(run, indent=2, default=str) + "\n")
 
@@ -197,6 +197,11 @@ def _hardware(world_size: int) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     return read_mapping(path) if path.is_file() else {}
+
+
+def is_hub_name(name: object) -> TypeGuard[str]:
+    """Whether a model's name is one of the Hub. A local folder may look like OWNER/NAME, which is somebody else's model."""
+    return _is_repo_id(name) and not Path(name).exists()
 
 
 def _is_repo_id(name: object) -> TypeGuard[str]:

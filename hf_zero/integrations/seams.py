@@ -324,6 +324,19 @@ SEAMS = (
     ),
     Seam(
         owner="transformers:Trainer",
+        names=(
+            "_save_optimizer_and_scheduler",
+            "_save_scaler",
+            "_push_from_checkpoint",
+            "_finish_current_push",
+            "_get_output_dir",
+        ),
+        where=("integrations/trainer", "integrations/trainer_saves", "integrations/signals"),
+        why="A subclass's methods of these names are called in saves and pushes, as Trainer calls them.",
+        test="test_subclass_methods.py::test_each_method_of_a_subclass_is_called_as_often_as_by_stock_trainer",
+    ),
+    Seam(
+        owner="transformers:Trainer",
         names=("_prepare_for_training",),
         where=("integrations/trainer",),
         why="Of a compiled model, Trainer prepares the optimizer alone when it trains or evaluates it again.",

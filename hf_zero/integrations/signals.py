@@ -375,12 +375,13 @@ class TrainerStop(StopSignals):
     def _save(self, engine: ZeroEngine) -> Path:
         trainer = self._trainer
         step = trainer.state.global_step
-        folder = Path(trainer.args.output_dir) / f"checkpoint-{step}"
+        folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{step}"
         if self.saved_step != step:
             trainer._save_checkpoint(trainer.model, trial=None)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         # The save may go on in a thread behind training, and this process is about to end.
-        trainer._checkpoint_saver.finish()
+        if trainer._checkpoint_saver is not None:
+            trainer._checkpoint_saver.finish()
         # With `checkpoint.on_failure: continue` a save that fails is a warning.
         if not all(engine.world.exchange(folder.is_dir(), "signals")):
             raise CheckpointError(f"hf_zero: {folder} could not be written. The former checkpoints are as they were.")

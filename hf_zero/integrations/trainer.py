@@ -49,7 +49,7 @@ from .trainer_parts import (
     told_to_trackers,
     whole_logits,
 )
-from .trainer_saves import CheckpointSaver
+from .trainer_saves import CheckpointSaver, save_state_of
 
 if TYPE_CHECKING:
     # Mixed into Trainer's subclasses: a type checker takes their methods for inherited.
@@ -104,6 +104,8 @@ class ZeroTrainerMixin(_TrainerBase):
     _stop: TrainerStop | None = None
     _owes_evaluation = False
     _ignored_keys: list[str] | None = None
+    _seals: list[Callable[[], None]] | None = None
+    """Within `_save_checkpoint`: seal checkpoints that a subclass writes without Trainer's method, when these are complete."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves this process's engine and files out of copies and pickles. `train()` makes these anew."""
@@ -294,7 +296,8 @@ class ZeroTrainerMixin(_TrainerBase):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # A prepared model is where it belongs; accelerate numbers the host's device by the rank, and `.to()` would copy.
         # At stage 3 prepare puts this rank's shard there, or the whole model where it is only evaluated.
-        if engine_attached_to(model) is None and not self.accelerator.zero_config.may_shard_parameters:
+        stays = engine_attached_to(model) is not None or self.accelerator.zero_config.may_shard_parameters
+        with replaced(Trainer, "_move_model_to_device", _stay) if stays else nullcontext():
             super()._move_model_to_device(model, device)
 
     def evaluation_loop(self, *args, **kwargs):
@@ -319,8 +322,9 @@ class ZeroTrainerMixin(_TrainerBase):
             if engine is not None and self.args.should_save:
                 write_run(self, Path(output_dir or self.args.output_dir))
             return
-        if super().save_model.__func__ is not Trainer.save_model:
-            # It may save on one rank or on all, from the state dict or from parts of the model.
+        own_save = type(self)._save is not Trainer._save and not engine.state.is_split
+        if own_save or super().save_model.__func__ is not Trainer.save_model:
+            # A subclass may save on one rank or on all, from the state dict or from parts of the model.
             with engine.lent("trainer.save_model", wanted=True):
                 super().save_model(output_dir, _internal_call=_internal_call)
             if self.args.should_save:
@@ -344,42 +348,53 @@ class ZeroTrainerMixin(_TrainerBase):
         with as_if_whole(engine.model):
             yield state_dict
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        if self.is_world_process_zero():
-            # Older releases of transformers have no `private`.
-            asked = {} if private is None else {"private": private}
-            extra("hub", "make_trainer_repo")(self, token, partial(super().init_hf_repo, token=token, **asked))
+    # The next methods replace Trainer's own method and not the subclass's: a subclass's method is called with its own
+    # arguments, and its `super()` call arrives at the function that is given here.
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs,
-    ):
-        if _only_engine(self) is None:
-            return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
-        # Collective at stage 3, and where weights travel quantised; all that follows is the first rank's.
-        self.save_model(_internal_call=True)
-        if not self.is_world_process_zero():
-            return None
-        self.create_model_card(**kwargs)
-        return extra("hub", "push_output")(
-            self, message=commit_message, blocking=blocking, token=token, revision=revision
-        )
+    def init_hf_repo(self, *args, **kwargs) -> None:
+        stock = Trainer.init_hf_repo
 
-    def create_model_card(self, language=None, license=None, tags=None, model_name=None, **said) -> None:
+        def make(_trainer: Trainer, token: str | None = None, **asked: Any) -> None:
+            # Ranks other than the first make nothing.
+            if self.is_world_process_zero():
+                extra("hub", "make_trainer_repo")(self, token, partial(stock, self, token=token, **asked))
+
+        with replaced(Trainer, "init_hf_repo", make):
+            super().init_hf_repo(*args, **kwargs)
+
+    def push_to_hub(self, *args, **kwargs):
+        with nullcontext() if _only_engine(self) is None else replaced(Trainer, "push_to_hub", _push_to_hub):
+            return super().push_to_hub(*args, **kwargs)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        with nullcontext() if _only_engine(self) is None else replaced(Trainer, "create_model_card", _write_card):
+            super().create_model_card(*args, **kwargs)
+
+    def _push_from_checkpoint(self, *args, **kwargs) -> None:
         if _only_engine(self) is None:
-            super().create_model_card(language, license, tags, model_name, **said)
-        elif self.is_world_process_zero():
-            folder = Path(self.args.output_dir)
-            said |= {"language": language, "license": license, "tags": tags, "model_name": model_name}
-            extra("hub", "write_trainer_card")(self, folder, facts_of=folder, **said)
+            super()._push_from_checkpoint(*args, **kwargs)
+            return
+        with replaced(Trainer, "_push_from_checkpoint", _push_checkpoint):
+            super()._push_from_checkpoint(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, *args, **kwargs) -> None:
+        engine = _only_engine(self)
+        if engine is None:
+            super()._save_optimizer_and_scheduler(*args, **kwargs)
+            return
+
+        def save(_trainer: Trainer, output_dir: str) -> None:
+            saver = self._checkpoint_saver
+            if saver is not None and saver.is_asked_for_state(output_dir):
+                return
+            seal = save_state_of(self, engine, Path(output_dir))
+            if self._seals is None:
+                seal()
+            else:
+                self._seals.append(seal)
+
+        with replaced(Trainer, "_save_optimizer_and_scheduler", save):
+            super()._save_optimizer_and_scheduler(*args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
         engine, stock = _only_engine(self), super()._save_checkpoint
@@ -392,9 +407,14 @@ class ZeroTrainerMixin(_TrainerBase):
         def save(_trainer: Trainer, _model: nn.Module, trial: object) -> None:
             self._save_with(engine, trial, is_awaited=is_awaited)
 
-        # Trainer's own method, not the subclass's: a subclass's `super()._save_checkpoint` is to arrive here.
-        with replaced(Trainer, "_save_checkpoint", save):
-            super()._save_checkpoint(model, trial)
+        self._seals = []
+        try:
+            with replaced(Trainer, "_save_checkpoint", save):
+                super()._save_checkpoint(model, trial)
+            for seal in self._seals:
+                seal()
+        finally:
+            self._seals = None
 
     def _save_with(self, engine: ZeroEngine, trial: object, *, is_awaited: bool = False) -> None:
         with engine.transport.watch.saving():
@@ -405,20 +425,38 @@ class ZeroTrainerMixin(_TrainerBase):
             if self._stop is not None:
                 self._stop.saved_step = self.state.global_step
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint)
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args, **kwargs) -> None:
+        stock = Trainer._load_from_checkpoint
+        # A subclass may look at the weights when they are loaded.
+        is_stock = super()._load_from_checkpoint.__func__ is stock
+
+        def load(_trainer: Trainer, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+            if not self._loads_by_rank(Path(resume_from_checkpoint), model, is_stock=is_stock):
+                stock(self, resume_from_checkpoint, *(() if model is None else (model,)))
+
+        model = args[0] if args else kwargs.get("model")
+        with (
+            named_when_of_another_model(
+                Path(resume_from_checkpoint), type(self.model if model is None else model).__name__
+            ),
+            replaced(Trainer, "_load_from_checkpoint", load),
+        ):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
+    def _loads_by_rank(self, folder: Path, model: nn.Module | None, *, is_stock: bool) -> bool:
+        """Loads weights that each rank reads in part, or leaves weights in the checkpoint for now; returns whether it did."""
         is_whole = not _is_split(self.model if model is None else model)
         if is_whole and not is_checkpoint_of_ours(folder) and is_foreign(folder):
             load_foreign_weights = extra("foreign", "load_foreign_weights")
             self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
-            return
+            return True
         engine = _only_engine(self)
         if has_row_weights(folder) or not is_whole:
             # Each rank reads its own part, once it has one: with the optimizer's state, or here after training.
             if engine is not None:
                 load_weights_into(engine, folder)
-            return
-        is_stock = super()._load_from_checkpoint.__func__ is Trainer._load_from_checkpoint
+            self._issue_warnings_after_load(_nothing_missing())
+            return True
         # With an engine of another Trainer's, which is still to be closed, weights go where that has them.
         is_unprepared = is_stock and model is None and _attached_to(self) is None
         # Adapters lie beside other files, or have a folder each.
@@ -426,12 +464,10 @@ class ZeroTrainerMixin(_TrainerBase):
         has_weights = is_checkpoint_of_ours(folder) and any((folder / name).is_file() for name in names)
         if is_unprepared and has_weights:
             if leave_in_checkpoint(self.model, folder):
-                return
+                self._issue_warnings_after_load(_nothing_missing())
+                return True
             logger.info(f"hf_zero: {folder} has other tensors than the model; each rank loads it whole.")
-        # A subclass's own need not take a model, which Trainer gives it for FSDP only.
-        given = () if model is None else (model,)
-        with named_when_of_another_model(folder, type(self.model if model is None else model).__name__):
-            super()._load_from_checkpoint(resume_from_checkpoint, *given)
+        return False
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = _only_engine(self)
@@ -446,7 +482,6 @@ class ZeroTrainerMixin(_TrainerBase):
         def load(_trainer: Trainer, checkpoint: str) -> None:
             self._load_state_of(engine, checkpoint)
 
-        # Trainer's own method, not the subclass's, for the same reason as in `_save_checkpoint`.
         with replaced(Trainer, "_load_optimizer_and_scheduler", load):
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -491,12 +526,78 @@ class ZeroTrainerMixin(_TrainerBase):
             # The stock method writes into the parameters: an all-gather still under way would put the last step's values over
             # the best.
             engine.finish_parameters()
-        best = Path(self.state.best_model_checkpoint)
-        engine = _only_engine(self)
-        if engine is not None and (has_row_weights(best) or engine.state.is_split):
-            load_weights_into(engine, best)
-        else:
+        best, engine = Path(self.state.best_model_checkpoint), _only_engine(self)
+        if engine is None or not (has_row_weights(best) or engine.state.is_split):
             super()._load_best_model()
+            return
+
+        def load(_trainer: Trainer) -> None:
+            load_weights_into(engine, best)
+            self._issue_warnings_after_load(_nothing_missing())
+
+        with replaced(Trainer, "_load_best_model", load):
+            super()._load_best_model()
+
+
+def _nothing_missing() -> Any:
+    """The result of a load that has found each tensor, as torch returns one."""
+    return nn.Module().load_state_dict({})
+
+
+def _stay(_trainer: Trainer, _model: nn.Module, _device: torch.device) -> None:
+    pass
+
+
+# ---- In place of Trainer's own methods, called by it or by a subclass's method of the same name ----
+
+
+def _push_to_hub(
+    trainer: Any,
+    commit_message: str | None = "End of training",
+    blocking: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    private: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    if trainer.hub_model_id is None:
+        asked: dict[str, Any] = {"token": token, "private": private}
+        # Older releases of transformers, and methods of subclasses that were written for these, have no `private`.
+        trainer.init_hf_repo(**{name: value for name, value in asked.items() if name == "token" or value is not None})
+    # Collective at stage 3, and where weights travel quantised; all that follows is the first rank's.
+    trainer.save_model(_internal_call=True)
+    if not trainer.is_world_process_zero():
+        return None
+    name = trainer.args.hub_model_id or str(Path(trainer.args.output_dir).absolute())
+    kwargs.setdefault("model_name", name.rpartition("/")[2])
+    if getattr(trainer.model, "model_tags", None) is not None:
+        said = kwargs.get("tags") or []
+        kwargs["tags"] = list(dict.fromkeys([*([said] if isinstance(said, str) else said), *trainer.model.model_tags]))
+    trainer.create_model_card(**kwargs)
+    trainer._finish_current_push()
+    return extra("hub", "push_output")(
+        trainer, message=commit_message, blocking=blocking, token=token, revision=revision
+    )
+
+
+def _write_card(
+    trainer: Trainer,
+    language: str | None = None,
+    license: str | None = None,
+    tags: str | list[str] | None = None,
+    model_name: str | None = None,
+    **said: Any,
+) -> None:
+    if trainer.is_world_process_zero():
+        folder = Path(cast(str, trainer.args.output_dir))
+        said |= {"language": language, "license": license, "tags": tags, "model_name": model_name}
+        extra("hub", "write_trainer_card")(trainer, folder, facts_of=folder, **said)
+
+
+def _push_checkpoint(trainer: Trainer, checkpoint_folder: str) -> None:
+    if trainer.is_world_process_zero():
+        extra("hub", "push_checkpoint")(trainer, Path(checkpoint_folder))
 
 
 def _only_engine(trainer: Trainer) -> ZeroEngine | None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, logging
 from transformers.integrations import WandbCallback
-from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, is_peft_available
@@ -34,7 +34,6 @@ from ..comm.arrivals import CommunicationError
 from ..comm.transport import StoreExchange
 from ..device import free_bytes
 from ..engine.engine import ZeroEngine
-from ..extras import extra
 from ..hooks import WeakHook, replaced
 from ..layout import Interval
 from .elastic import DataPosition
@@ -50,6 +49,7 @@ from .state_io import (
     state_bytes,
     values_to_save,
     weight_rows,
+    write_state,
 )
 from .trainer_parts import FrozenBase, StepFigures
 
@@ -192,6 +192,7 @@ def can_be_placed(trainer: Trainer, stock_save: Any) -> bool:
         # What a subclass's own save writes, and on which ranks, cannot be known here.
         and stock_save is Trainer.save_model
         and type(trainer)._save is Trainer._save
+        and not {"save_model", "_save"} & set(vars(trainer))
         # Each node then has whole files of its own, and a rank would have to write into all of them.
         and not trainer.args.save_on_each_node
         and all(_has_plain_state(module) for module in model.modules())
@@ -321,6 +322,8 @@ class CheckpointSaver:
                 if callable(getattr(sharded.optimizer, name, None)):
                     setattr(sharded.optimizer, name, _called_after(copies, getattr(sharded.optimizer, name)))
         self._stall_s = 0.0
+        self._filling: Disk | None = None
+        self._is_asked_for_state = False
 
     def take_stall_s(self) -> float:
         """Seconds for which saves, and waits for them, have held training up since this was last asked."""
@@ -347,7 +350,7 @@ class CheckpointSaver:
         """
         began_s = time.perf_counter()
         trainer = self._trainer
-        run_folder = Path(trainer.args.output_dir)
+        run_folder = Path(trainer._get_output_dir(trial=trial))
         final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         # Ranks that come to save different steps would each leave a half under another name.
         self.engine.world.exchange(None, f"save of {final.name}")
@@ -440,7 +443,22 @@ class CheckpointSaver:
         temporary = begin(there, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
         try:
             plan = self._plan_model(layout, temporary, disk)
-            with_state = not trainer.args.save_only_model
+            _note_best(trainer, run_folder, final)
+            asked = on_all_ranks(
+                exchange,
+                lambda: self._write_the_rest(temporary, disk, position),
+                doing=f"write trainer state to {temporary}",
+                then=AFTER_A_FAILED_SAVE,
+            )
+            # A subclass may call Trainer's method on the saving rank alone, or not at all.
+            with_state = any(asked)
+            if with_state and not disk.is_of_all:
+                on_all_ranks(
+                    exchange,
+                    lambda: self._write_scheduler(temporary, disk),
+                    doing=f"write the scheduler's state to {temporary}",
+                    then=AFTER_A_FAILED_SAVE,
+                )
             folder = temporary / ZERO_FOLDER
             manifest, pieces = plan_state(engine, folder, with_state=with_state, weights=plan.rows)
             manifest = replace(
@@ -449,13 +467,6 @@ class CheckpointSaver:
                 is_kept=is_full,
                 base=self._base.checksum(),
                 step=trainer.state.global_step,
-            )
-            _note_best(trainer, run_folder, final)
-            on_all_ranks(
-                exchange,
-                lambda: _write_the_rest(trainer, temporary, disk, position),
-                doing=f"write trainer state to {temporary}",
-                then=AFTER_A_FAILED_SAVE,
             )
         except CheckpointError:
             abandon(temporary, disk=disk)
@@ -474,8 +485,55 @@ class CheckpointSaver:
         else:
             with self._shown_from_here():
                 complete(exchange=exchange)
-            if trainer.args.push_to_hub and trainer.is_world_process_zero():
-                extra("hub", "push_checkpoint")(trainer, final)
+            if trainer.args.push_to_hub:
+                trainer._push_from_checkpoint(str(final))
+
+    def is_asked_for_state(self, output_dir: str) -> bool:
+        """Notes that Trainer's own `_save_optimizer_and_scheduler` is called within a save; returns whether it is."""
+        if self._filling is None:
+            return False
+        self._is_asked_for_state = True
+        if self._filling.leads:
+            _write_scheduler(self._trainer, Path(output_dir))
+        return True
+
+    def _write_scheduler(self, folder: Path, disk: Disk) -> None:
+        """Writes the scheduler's state to a disk on which Trainer's method has not been called."""
+        if disk.leads and not self._is_asked_for_state:
+            _write_scheduler(self._trainer, folder)
+
+    def _write_the_rest(self, folder: Path, disk: Disk, position: DataPosition | None) -> bool:
+        """Writes scheduler, scaler, random states and trainer state by Trainer's methods, or a subclass's.
+
+        Returns:
+            Whether the optimizer's state is part of the checkpoint, as far as this rank's calls tell.
+        """
+        trainer = self._trainer
+        self._is_asked_for_state = False
+        if not trainer.args.save_only_model:
+            self._filling = disk
+            try:
+                with disk_asked(folder):
+                    trainer._save_optimizer_and_scheduler(str(folder))
+                    trainer._save_scaler(str(folder))
+                    trainer._save_rng_state(str(folder))
+            finally:
+                self._filling = None
+        if disk.leads:
+            for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+                if isinstance(callback, ExportableState):
+                    held = trainer.state.stateful_callbacks
+                    name = type(callback).__name__
+                    if isinstance(held[name], list):
+                        held[name].append(callback.state())
+                    else:
+                        held[name] = callback.state()
+            # Behind the states of callbacks, which are written within the trainer state.
+            trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+            if position is not None:
+                position.write(folder)
+            write_run(trainer, folder)
+        return self._is_asked_for_state and trainer.args.should_save
 
     def _before_step(self, *_args: object) -> None:
         if self._live is not None:
@@ -641,26 +699,22 @@ def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
             trainer.state.best_model_checkpoint = str(best)
 
 
-def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk, position: DataPosition | None) -> None:
-    """Writes scheduler, scaler, random states and trainer state as Trainer does."""
-    if not trainer.args.save_only_model:
-        with disk_asked(folder):
-            if disk.leads:
-                torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
-            if trainer.accelerator.scaler is not None and trainer.args.should_save:
-                torch.save(trainer.accelerator.scaler.state_dict(), folder / SCALER_NAME)
-            trainer._save_rng_state(str(folder))
+def _write_scheduler(trainer: Trainer, folder: Path) -> None:
+    torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+
+
+def save_state_of(trainer: Trainer, engine: ZeroEngine, folder: Path) -> Callable[[], None]:
+    """Saves the optimizer's and scheduler's state where a subclass writes a checkpoint without Trainer's `_save_checkpoint`.
+
+    Collective.
+
+    Returns:
+        A collective function that writes the manifest. The folder then has its other files.
+    """
+    engine.world.barrier("Trainer._save_optimizer_and_scheduler", engine.config.comm.limit_s)
+    engine.synchronise()
+    disk = find_disk(folder, engine.world_groups.rank, engine.world.exchange, then=AFTER_A_FAILED_SAVE)
     if disk.leads:
-        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
-            if isinstance(callback, ExportableState):
-                held = trainer.state.stateful_callbacks
-                name = type(callback).__name__
-                if isinstance(held[name], list):
-                    held[name].append(callback.state())
-                else:
-                    held[name] = callback.state()
-        # Behind the states of callbacks, which are written within the trainer state.
-        trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
-        if position is not None:
-            position.write(folder)
-        write_run(trainer, folder)
+        _write_scheduler(trainer, folder)
+    manifest = replace(write_state(engine, folder / ZERO_FOLDER), step=trainer.state.global_step)
+    return partial(seal_state, engine, folder, manifest, disk=disk)
