@@ -33,10 +33,24 @@ def beside_packed(model: nn.Module) -> frozenset[nn.Parameter]:
     return frozenset(p for parameters in held if any(map(is_packed, parameters)) for p in parameters)
 
 
+def refuse_inner_tensors(name: str, parameter: nn.Parameter) -> None:
+    """Raises `ValueError` for a trained parameter with its values in inner tensors, which no step would reach."""
+    if _has_inner_tensors(parameter):
+        raise ValueError(
+            f"hf_zero: {name!r} is a trained {type(parameter).__name__}, which keeps its values in tensors of its own, and "
+            "buckets hold a parameter's own memory. Train a plain Parameter, and convert it in the layer's forward."
+        )
+
+
+def _has_inner_tensors(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a wrapper subclass; the DTensors of a split model are trained by their local tensors."""
+    return hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "device_mesh")
+
+
 def refuse_unpackable(name: str, parameter: nn.Parameter, *, sharded: bool) -> None:
     """Raises `ValueError` for a frozen parameter that is still to be quantised; or whose codes are not found to be `sharded`."""
     kind = type(parameter).__name__
-    if sharded and hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "device_mesh"):
+    if sharded and _has_inner_tensors(parameter):
         raise ValueError(
             f"hf_zero: {name!r} is a {kind}, which keeps its values in tensors of its own, and stage 3 shards a parameter's own "
             "memory. Use stage 2, or quantise the base with bitsandbytes."

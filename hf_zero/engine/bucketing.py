@@ -12,7 +12,7 @@ from torch import nn
 from ..arithmetic import FLOAT_DTYPES
 from ..buckets.bucket import Bucket, BucketKey
 from ..buckets.memory import ParameterMemory, UnshardedMemory, sharded_memory
-from ..buckets.packed import is_packed, refuse_unpackable, start_alike
+from ..buckets.packed import is_packed, refuse_inner_tensors, refuse_unpackable, start_alike
 from ..buckets.precision import (
     GatheredDtypes,
     Precision,
@@ -364,7 +364,9 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
                 f"{other[0][0]!r} is {other[0][1].dtype}. Leave them at none, or train in float32 or bfloat16."
             )
     for name, p in model.named_parameters():
-        if not p.requires_grad and p not in ignored:
+        if p.requires_grad and p not in ignored:
+            refuse_inner_tensors(name, p)
+        elif p not in ignored:
             refuse_unpackable(name, p, sharded=config.stage == 3)
 
 

@@ -331,3 +331,15 @@ def test_weights_in_tensors_of_their_own_are_refused_at_stage_3():
     model[0].weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)
     with pytest.raises(ValueError, match=r"'0.weight' is a TwoTensor, which keeps its values in tensors of its own"):
         ZeroEngine(model, [torch.optim.SGD(model[1].parameters(), lr=0.1)], 3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_trained_weights_in_tensors_of_their_own_are_refused_before_training(stage):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Linear(4, 2, bias=False)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(2, 4), torch.ones(2, 4)))
+    with pytest.raises(
+        ValueError, match="'weight' is a trained TwoTensor, which keeps its values in tensors of its own"
+    ):
+        ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], stage)

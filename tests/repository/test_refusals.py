@@ -90,6 +90,7 @@ ROWS = {
     "sparse gradient": "Embeddings with `sparse=True`",
     "inside a backward, as by a hook": "inside a backward, from a hook",
     "torch.jit": "Modules of `torch.jit`",
+    "is a trained {}, which": "that are wrapper subclasses of tensors",
     "keeps its values in tensors of its own": "a base whose weights keep their values in tensors",
     "is not quantised yet": "Weights of bitsandbytes' layers that are not quantised yet",
     "has repacked": "four-bit weights that bitsandbytes has repacked",
