@@ -21,6 +21,7 @@ from ..optimizer.state_rows import on_host, resize_whole, state_of
 from .assemble import Parts, assemble
 from .backward import never_asked
 from .buffers import broadcast_buffers, ignored_parameters
+from .dcp_helpers import support_dcp_helpers
 from .gathered import IN_GATHERED, parameters_in, put_back
 from .report_tables import CommReport, MemoryReport
 from .reports import DtypeReport, report_dtypes, report_memory
@@ -71,6 +72,7 @@ class ZeroEngine:
     ):
         ErrorHook.installed()
         agree_on_overflows()
+        support_dcp_helpers()
         self.model = model
         self._find_unused_parameters = find_unused_parameters
         self._stop_asked = never_asked

@@ -35,6 +35,7 @@ from .bucket_state import (
     settings_of,
     with_dimensions,
 )
+from .full_state import full_state
 from .holder import StateHolder
 from .state_by_parameter import StateByParameter
 
@@ -302,6 +303,7 @@ class ShardedOptimizer:
         self._cut_slots = {p: slots[p] for p in whole if p not in rows or not rows[p].is_parameter}
         self._timeout_s = timeout_s
         self._find_by_parameter()
+        self._is_whole_now = False
         self._step_frame: FrameType | None = None
         self._inner_steps = 0
         self._hooks = [
@@ -357,6 +359,57 @@ class ShardedOptimizer:
     def places(self) -> dict[nn.Parameter, Interval]:
         """Returns the elements of each whole parameter that this rank has in a row."""
         return {row.slot.parameter: row.layout.in_parameter for row in self.rows}
+
+    @contextmanager
+    def as_whole(self) -> Iterator[None]:
+        """Inside, the optimizer has whole parameters and their whole state, as without an engine; afterwards rows again.
+
+        Collective. State that is loaded inside is cut to the ranks' rows. Each rank holds the whole state meanwhile.
+        """
+        if self._is_whole_now or not self._cut_slots:
+            yield
+            return
+        self.follow_state_edits()
+        optimizer, rows_state = self.optimizer, self.optimizer.state
+        rows_groups = [(group["params"], group.get("param_names")) for group in optimizer.param_groups]
+        whole_state = self._gather_state()
+        self._is_whole_now = True
+        try:
+            optimizer.state = defaultdict(dict, whole_state)
+            self._name_groups([*zip(self.whole_groups, self._whole_names)])
+            yield
+        finally:
+            loaded, optimizer.state = optimizer.state, rows_state
+            self._name_groups(rows_groups)
+            self._is_whole_now = False
+        # Not after an error: the state of before stays.
+        rows = [row for row in self.rows if row.slot.parameter in self._cut_slots]
+        for row in rows:
+            before = whole_state.get(row.slot.parameter)
+            if loaded.get(row.slot.parameter) is not before:
+                rows_state[row.tensor] = self._holder.put(row, self._cut(loaded[row.slot.parameter], row))
+
+    def _gather_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The whole state of each parameter; before the first step, the state that a step without gradients makes."""
+        state: dict[torch.Tensor, dict[str, Any]] = {}
+        for group, whole in zip(self.optimizer.param_groups, self.whole_groups):
+            for parameter in whole:
+                slot = self._cut_slots.get(parameter)
+                if slot is None:
+                    found = self.optimizer.state.get(parameter, {})
+                else:
+                    mine = {} if slot.row is None else self.optimizer.state.get(slot.row.tensor, {})
+                    found = full_state(slot, mine, self._holder, self._timeout_s, "the optimizer's whole state")
+                state[parameter] = found
+            if not any(state[parameter] for parameter in whole):
+                state.update(_initial_state(self.optimizer, group, whole))
+        return state
+
+    def _name_groups(self, parameters: Sequence[tuple[list[Any], list[str] | None]]) -> None:
+        for group, (params, names) in zip(self.optimizer.param_groups, parameters):
+            group["params"] = list(params)
+            if names is not None:
+                group["param_names"] = list(names)
 
     def follow_state_edits(self) -> None:
         """Cuts edits of whole state that a script has looked up by parameter to this rank's rows."""
@@ -547,9 +600,12 @@ class ShardedOptimizer:
         self.follow_state_edits()
 
     def _on_loaded_state_dict(self, _optimizer) -> None:
-        self._find_by_parameter()
+        if not self._is_whole_now:
+            self._find_by_parameter()
 
     def _on_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self._is_whole_now:
+            return state_dict
         row_of = {id(row.tensor): row for row in self.rows}
         tensors = [p for group in self.optimizer.param_groups for p in group["params"]]
         # New dicts: those in torch's state dict are the ones of `optimizer.state`, where placeholders have to stay.
@@ -564,7 +620,7 @@ class ShardedOptimizer:
         return {name: self._holder.values(row, name, value) for name, value in state.items()}
 
     def _on_load_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> None:
-        if self._is_whole and SHARD_MARK not in state_dict:
+        if self._is_whole_now or (self._is_whole and SHARD_MARK not in state_dict):
             return
         if state_dict["state"] and state_dict.get(SHARD_MARK) != self._identity:
             raise ValueError(
@@ -607,6 +663,22 @@ def engine_stepped_by(optimizer: torch.optim.Optimizer) -> Any:
     sharded = sharded_of(optimizer)
     parameters = () if sharded is None else (p for group in sharded.whole_groups for p in group)
     return next((engine for engine in map(engine_attached_to, parameters) if engine is not None), None)
+
+
+def _initial_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """The state that one step of a double with a rate of 0 and gradients of 0 makes, as torch's DCP helpers begin."""
+    doubles = {p: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters}
+    for double in doubles.values():
+        double.grad = torch.zeros_like(double)
+    settings = settings_of(group) | {"params": list(doubles.values())}
+    if "lr" in settings:
+        settings["lr"] = torch.zeros_like(settings["lr"]) if torch.is_tensor(settings["lr"]) else 0.0
+    trial = double_of(optimizer, settings, {})
+    enter_training(trial)
+    own_step(trial)
+    return {p: dict(trial.state.get(double, {})) for p, double in doubles.items()}
 
 
 def cut_to(value: Any, row: Row) -> Any:

@@ -1,0 +1,37 @@
+"""Whole optimizer state for torch's DCP helpers (`get_optimizer_state_dict` and `set_optimizer_state_dict`)."""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint.state_dict as helpers
+from torch import nn
+
+from ..optimizer.sharded_optimizer import sharded_of
+
+
+def support_dcp_helpers() -> None:
+    """Lets the helpers see whole parameters and state of optimizers that an engine has cut to rows; once in a process.
+
+    The helpers look state up by the model's Parameters in `param_groups`, where an engine has rows.
+    """
+    module: Any = helpers
+    if not isinstance(module._get_optim_state_dict, _WithWholeOptimizers):
+        module._get_optim_state_dict = _WithWholeOptimizers(module._get_optim_state_dict)
+        module._load_optim_state_dict = _WithWholeOptimizers(module._load_optim_state_dict)
+
+
+class _WithWholeOptimizers:
+    """Calls a helper of torch with optimizers that have whole parameters and state for the duration. Collective then."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for sharded in filter(None, map(sharded_of, optimizers)):
+                stack.enter_context(sharded.as_whole())
+            return self._function(model, optimizers, *args, **kwargs)
