@@ -10,6 +10,7 @@ from .ledger import LABEL, STARTED, CollectiveLog, Wait
 from .rank_state import RankState, ScriptCollective, in_brackets, script_frame
 
 _LISTED = 8
+_FOR_WANT_OF = " failed for want of "
 _DETAILED = 2
 """Ranks whose stacks are shown."""
 
@@ -76,7 +77,7 @@ class StragglerReport:
         late: the rank that the connection was to, where that is known.
         silence: why nothing is known of the others.
         place: where training is on this rank, in words.
-        began, starts: as of this rank's own `RankState`.
+        began, begun, starts: as of this rank's own `RankState`.
         recent: its last collectives; empty where they are not to be told.
     """
 
@@ -88,6 +89,7 @@ class StragglerReport:
     silence: str | None = None
     place: str = ""
     began: str = ""
+    begun: Mapping[str, int] = field(default_factory=dict)
     starts: Mapping[str, int] = field(default_factory=dict)
     recent: Sequence[str] = ()
 
@@ -120,8 +122,15 @@ class StragglerReport:
         return [
             rank
             for rank, each in self.rank_reports.items()
-            if each.where is not None and each.where.collective and not (each.is_over or self._is_here(each))
+            if each.where is not None
+            and each.where.collective
+            and not (each.is_over or self._is_here(each) or self._is_past(each.where))
         ]
+
+    def _is_past(self, where: RankState) -> bool:
+        """Whether another rank gave up in a collective that this rank has begun as well."""
+        kind = where.kind
+        return where.failure is not None and kind is not None and self.begun.get(kind, 0) >= where.begun.get(kind, 0)
 
     def _is_here(self, other: RankReport) -> bool:
         """Whether the other rank waits in the same collective."""
@@ -143,14 +152,27 @@ class StragglerReport:
             if ranks:
                 return ranks
         blamed = {rank for each in found.values() for rank in each.culprits if rank != self.rank}
+        if not blamed and self.came_late:
+            return [self.rank]
         return sorted(blamed) or ([] if self.late is None else [self.late])
+
+    @property
+    def came_late(self) -> bool:
+        """Whether other ranks gave up waiting for this rank, in a collective that this rank came to afterwards."""
+        gave_up = (
+            each.words is not None and _FOR_WANT_OF in each.words and self.rank in each.culprits
+            for each in self.rank_reports.values()
+        )
+        return not self.others_apart and any(gave_up)
 
     @property
     def finding(self) -> str:
         """Says in one line which collective failed, and because of whom."""
-        missed = f" for want of {_ranks(self.culprits)}" if self.culprits else ""
-        at = in_brackets(self.wait.holds, self.place, self.line)
-        return f"the {self.wait.what} failed{missed}: rank {self.rank} was in it for {self.wait.seconds:.0f} s{at}"
+        culprits, at = self.culprits, in_brackets(self.wait.holds, self.place, self.line)
+        if culprits == [self.rank]:
+            return f"the {self.wait.what} failed: the other ranks had given up waiting for rank {self.rank}{at}"
+        failed = f"{_FOR_WANT_OF}{_ranks(culprits)}" if culprits else " failed"
+        return f"the {self.wait.what}{failed}: rank {self.rank} was in it for {self.wait.seconds:.0f} s{at}"
 
     @property
     def in_lines(self) -> str:
@@ -185,7 +207,7 @@ class StragglerReport:
         for rank, each in self.rank_reports.items():
             if each.where is not None and each.where.collective is not None:
                 ranks_in.setdefault(each.where.collective, []).append(rank)
-        found = (f"{_ranks(sorted(ranks))} {_wait(ranks)} in {what}" for what, ranks in ranks_in.items())
+        found = (f"{_ranks(sorted(ranks))} {_wait(ranks)} in the {what}" for what, ranks in ranks_in.items())
         return [f"  the ranks are in different collectives: {', '.join(found)}"]
 
     def _details(self) -> list[str]:
@@ -205,11 +227,7 @@ class StragglerReport:
         for rank in self.culprits:
             each = self.rank_reports.get(rank)
             if each is not None and each.has_left and each.words is None:
-                return (
-                    f"Rank {rank} came to its end while rank {self.rank} goes on: the ranks have different numbers "
-                    "of batches or steps. Give every rank as many (accelerate's even_batches=True), and `break` on "
-                    "all ranks at one step."
-                )
+                return self._advice_for_an_early_end(rank)
         if self.others_apart:
             return (
                 "Some ranks have made a call that the others have not made: a forward, a save, a look at "
@@ -227,6 +245,22 @@ class StragglerReport:
         if any(rank in self.rank_reports and self.rank_reports[rank].is_over for rank in self.culprits):
             return f"Look at {first}: its own error is the reason."
         return f"Look at {first}. A rank that is only slow needs a larger `comm.late_s` and `comm.timeout_s`."
+
+    def _advice_for_an_early_end(self, rank: int) -> str:
+        batches = (
+            "Give every rank as many batches (accelerate's even_batches=True), and `break` on all ranks at one step."
+        )
+        if self.wait.kind is not None:
+            return (
+                f"Rank {rank} came to its end while rank {self.rank} goes on: the ranks have different numbers of batches or "
+                f"steps. {batches}"
+            )
+        # A loss that is gathered in a loop with different numbers of batches ends here, too.
+        call = self.line or f"the {self.wait.what}"
+        return (
+            f"Rank {rank} came to its end without the call that rank {self.rank} waits in: {call}. Call it on every rank, "
+            f"outside of `if is_main_process`. {batches}"
+        )
 
 
 def _wait(ranks: list[int]) -> str:

@@ -17,11 +17,10 @@ import time
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from torch.autograd import profiler
 from ..config import ConfigError
 from ..device import Moment, clock
 from .arrivals import CommunicationError
-from .rank_state import ScriptCollective, script_line
+from .rank_state import ScriptCollective, line_in, script_line, torch_call_in
 
 # ---- A bounded log of a rank's last collectives: name, part of training, bytes, start and end ----
 
@@ -232,7 +231,7 @@ class Watch:
         starts: how often each collective has been, by its name.
         given_up: the last wait that failed.
         log: the last collectives.
-        ended: what was found of a rank that was late, once waits have been ended for it.
+        ended: the error about a rank that was late, once waits have been ended for it.
         is_left_by_others: `leave` is called at the end of Python.
         waits: the innermost wait of each thread, by the thread's number.
     """
@@ -242,7 +241,7 @@ class Watch:
         self.starts: Counter[str] = Counter()
         self.given_up: Wait | None = None
         self.log = CollectiveLog()
-        self.ended: str | None = None
+        self.ended: CommunicationError | None = None
         self.is_left_by_others = False
         self.waits: dict[int, Wait] = {}
 
@@ -284,8 +283,16 @@ class Watch:
             "the first rank that stopped: its own error is the reason."
         )
 
-    def losses(self) -> str | None:
-        """Names the ranks that have ended or given up; None without any."""
+    def explain_call(self, call: str, line: str, error: RuntimeError) -> CommunicationError | None:
+        """Explains the error of a collective of torch.distributed that the script called itself.
+
+        Args:
+            call: torch's function.
+            line: of the script.
+
+        Returns:
+            An error that names the ranks that have ended or given up; None without any.
+        """
         return None
 
     def leave_reason(self, words: str) -> None:
@@ -297,6 +304,39 @@ class Watch:
 
 
 # ---- An error that ends a rank: told to the other ranks, to the launcher, and once on the screen ----
+
+
+def lost_ranks(error: BaseException, watches: Iterable[Watch]) -> CommunicationError | None:
+    """Returns the error that names the lost ranks, if `error` is torch.distributed's own; None for other errors."""
+    if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
+        return None
+    call = torch_call_in(error.__traceback__)
+    if call is None:
+        return None
+    line = line_in(error.__traceback__)
+    return next((found for watch in watches if (found := watch.explain_call(call, line, error)) is not None), None)
+
+
+@contextmanager
+def naming_lost_ranks(accelerator: Any) -> Iterator[None]:
+    """Raises an error that names the ranks that ended in place of torch.distributed's own, which names an address.
+
+    `ErrorHook` runs neither if the script catches the error, nor in a process that multiprocessing started, nor in a notebook.
+
+    Args:
+        accelerator: with the `zero_engines` of this rank.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = lost_ranks(error, watches_of(accelerator))
+        if found is None:
+            raise
+        raise found from error
+
+
+def watches_of(accelerator: Any) -> list[Watch]:
+    return [engine.transport.watch for engine in accelerator.zero_engines]
 
 
 class ErrorHook:
@@ -324,13 +364,13 @@ class ErrorHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         summary = "".join(traceback.format_exception_only(kind, error)).strip()
         reason = _reason(error)
-        if not isinstance(error, CommunicationError):
+        losses = lost_ranks(error, self._watches())
+        if losses is None and not isinstance(error, CommunicationError):
             # Of a collective that failed, the ranks have told each other.
             # Before the traceback is printed: the others wait for this rank, and may reach their limit meanwhile.
             for watch in self._watches():
                 watch.leave_reason(summary.partition("\n")[0])
-        losses = self._losses(error)
-        said = losses or reason or "".join(traceback.format_exception(kind, error, trace))
+        said = str(losses or reason or "".join(traceback.format_exception(kind, error, trace)))
         is_left = write_error_file(summary, said)
         if isinstance(error, ConfigError):
             # Where in hf_zero a setting is refused does not matter to who has set it.
@@ -347,28 +387,14 @@ class ErrorHook:
         # Python shows the error's own.
         self._former(kind, error.with_traceback(trace), trace)
         if losses is not None and losses not in [watch.ended for watch in self._watches()]:
+            # A late rank has been reported when its wait was ended.
             print(losses, file=sys.stderr, flush=True)
-
-    def _losses(self, error: BaseException) -> str | None:
-        """Names the ranks that have gone, for an error of torch.distributed's own."""
-        is_torchs = isinstance(error, RuntimeError) and any(
-            Path(frame.filename).name == "distributed_c10d.py" for frame in traceback.extract_tb(error.__traceback__)
-        )
-        if not is_torchs or isinstance(error, CommunicationError):
-            return None
-        for watch in self._watches():
-            losses = watch.losses()
-            if losses is not None and losses.startswith("hf_zero: "):
-                return losses
-            if losses is not None:
-                return f"hf_zero: a collective that the script called by itself failed, for want of a rank: {losses}."
-        return None
 
     def _watches(self) -> Iterator[Watch]:
         for reference in self._accelerators:
             accelerator = reference()
-            for engine in accelerator.zero_engines if accelerator is not None else ():
-                yield engine.transport.watch
+            if accelerator is not None:
+                yield from watches_of(accelerator)
 
 
 def _line_of_the_script(trace: TracebackType | None) -> TracebackType | None:

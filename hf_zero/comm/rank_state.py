@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _PYTHON = str(Path(os.__file__).parent) + os.sep
@@ -83,7 +83,7 @@ class RankState:
 def script_line() -> tuple[str, str | None]:
     """Returns the script's line in the main thread, and the function of torch.distributed that it called."""
     frame, torch_call = script_frame()
-    return "" if frame is None else _in_words(frame), torch_call
+    return "" if frame is None else _in_words(frame, frame.f_lineno), torch_call
 
 
 def script_frame() -> tuple[FrameType | None, str | None]:
@@ -94,12 +94,31 @@ def script_frame() -> tuple[FrameType | None, str | None]:
         path = frame.f_code.co_filename
         if path.endswith(_COLLECTIVES) and frame.f_code.co_name != "wrapper":
             torch_call = frame.f_code.co_name
-        if not path.startswith((_OURS, "<")) and (
-            frame.f_globals.get("__name__") == "__main__" or not _is_library(path)
-        ):
+        if _is_of_script(frame):
             return frame, torch_call
         frame = frame.f_back
     return innermost, torch_call
+
+
+def torch_call_in(trace: TracebackType | None) -> str | None:
+    """Returns the function of torch.distributed in which an error was raised; None outside of one."""
+    names = (
+        frame.f_code.co_name for frame, _ in traceback.walk_tb(trace) if frame.f_code.co_filename.endswith(_COLLECTIVES)
+    )
+    return next((name for name in names if name != "wrapper"), None)
+
+
+def line_in(trace: TracebackType | None) -> str:
+    """Returns the script's innermost line in a traceback."""
+    lines = [(frame, number) for frame, number in traceback.walk_tb(trace) if _is_of_script(frame)]
+    return _in_words(*lines[-1]) if lines else ""
+
+
+def _is_of_script(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return not path.startswith((_OURS, "<")) and (
+        frame.f_globals.get("__name__") == "__main__" or not _is_library(path)
+    )
 
 
 def _is_library(path: str) -> bool:
@@ -144,8 +163,8 @@ def main_stack() -> str:
     return "" if frame is None else "".join(traceback.format_stack(frame)[-_INNERMOST:])
 
 
-def _in_words(frame: FrameType) -> str:
-    path, number = frame.f_code.co_filename, frame.f_lineno
+def _in_words(frame: FrameType, number: int) -> str:
+    path = frame.f_code.co_filename
     # None of a file that another thread looks up just now.
     lines = linecache.getlines(path) or []
     source = lines[number - 1].strip() if 0 < number <= len(lines) else ""

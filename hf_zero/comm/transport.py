@@ -429,7 +429,7 @@ class StoreBarrier:
                 another collective; names those that did not come, and where they are.
         """
         self._count += 1
-        with self._watchdog.inside(purpose) as wait:
+        with self._watchdog.inside(call_of(purpose)) as wait:
             try:
                 self._wait(wait, purpose, timeout_s, alone)
             except (dist.DistNetworkError, StoreSilentError) as error:
@@ -493,6 +493,11 @@ class StoreBarrier:
 
     def _in(self, store: Keys) -> Keys:
         return store.below(f"hf_zero/{self._name}/{self._count}")
+
+
+def call_of(purpose: str) -> str:
+    """Names a call of the script as a collective, for messages such as "has waited in the call of full_grad"."""
+    return f"call of {purpose}"
 
 
 def _came_alone(purpose: str, what: str, alone: str, lines: str = "") -> CommunicationError:
@@ -600,7 +605,7 @@ class CollectiveTransport(Transport):
         if self._barrier is not None:
             self._barrier.wait(purpose, timeout_s, alone)
             # The barrier only counts ranks: the exchange finds ranks that have come for another purpose.
-            self.exchange(None, purpose)
+            self.exchange(None, call_of(purpose))
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         return self._control.exchange(value, purpose)

@@ -18,7 +18,7 @@ from .control import control_of
 from .diagnosis import DeviceQueue, RankReport, ScriptCall, StragglerReport, is_to_end, others_are_behind
 from .groups import Groups
 from .ledger import SAVE, Wait, Watch, end_process
-from .rank_state import RankState, main_stack, script_line
+from .rank_state import RankState, ScriptCollective, main_stack, script_line
 from .store import Keys, StoreSilentError, StoreThread
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class Watchdog(Watch):
 
     def _diagnose(self, wait: Wait, late: int | None, line: str) -> StragglerReport:
         known: dict[str, Any] = {"rank": self._rank, "wait": wait, "late": late, "line": line, "place": self.log.place}
-        known |= {"began": self.log.site_of(wait.what), "starts": dict(self.starts)}
+        known |= {"began": self.log.site_of(wait.what), "begun": dict(self.begun), "starts": dict(self.starts)}
 
         def judge(store: Keys) -> StragglerReport:
             rank_reports = self._survey(store, enough=late, question=_CLOSELY)
@@ -147,23 +147,28 @@ class Watchdog(Watch):
             # Nobody is there to read it.
             return
 
-    def losses(self) -> str | None:
+    def explain_call(self, call: str, line: str, error: RuntimeError) -> CommunicationError | None:
         if self.ended is not None:
             return self.ended
+        wait = self.script_wait
+        if wait is None or wait.name != call:
+            wait = Wait(ScriptCollective(call))
+        self.fail(wait, error)
+        wait.line = line
+        known: dict[str, Any] = {"rank": self._rank, "wait": wait, "line": line, "place": self.log.place}
 
-        def look(store: Keys) -> str | None:
+        def look(store: Keys) -> CommunicationError | None:
             found = self._survey(store, enough=self._others[0] if len(self._others) == 1 else None)
-            over = [
-                str(rank_report)
-                for rank_report in found.values()
-                if rank_report.is_over or rank_report.words is not None
-            ]
-            return "; ".join(over[:_LISTED]) or None
+            if not any(each.is_over or each.words is not None for each in found.values()):
+                return None
+            report = StragglerReport(**known, rank_reports=found)
+            self.write_reason(store, report.finding, report.culprits)
+            return CommunicationError(str(report), report.culprits)
 
         try:
             return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
         except (StoreSilentError, RuntimeError) as silence:
-            return str(silence)
+            return CommunicationError(str(StragglerReport(**known, silence=str(silence))))
 
     def leave_reason(self, words: str) -> None:
         try:
@@ -474,7 +479,7 @@ class StragglerWatch:
             return
         # Before the late rank hears of it: its end is the end of its connections, and so of this wait.
         wait.end = CommunicationError(str(report), report.culprits)
-        watchdog.ended = str(report)
+        watchdog.ended = wait.end
         watchdog.end_stragglers(report)
         self._broken = wait, time.monotonic()
         if wait.is_of_script:

@@ -136,7 +136,7 @@ def _tried(transport: Transport, rank: int, world_size: int, device: torch.devic
     largest = transport.agree_max(torch.tensor([rank, -rank]), _label("maximum"))
     tried.append(("maximum of small values", largest.tolist() == [world_size - 1, 0]))
     tried.append(("exchange", transport.exchange(rank) == list(range(world_size))))
-    transport.barrier("a probe", _TIMEOUT_S)
+    transport.barrier("probe", _TIMEOUT_S)
     return tried
 
 

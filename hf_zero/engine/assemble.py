@@ -282,7 +282,7 @@ def describe(
 
 def refuse_disagreement(facts: dict[str, str], transport: Transport) -> None:
     """Collective. Raises `ValueError` on every rank, naming the first difference to rank 0."""
-    difference = first_difference(partial(transport.exchange, purpose="the start of an engine"), facts)
+    difference = first_difference(partial(transport.exchange, purpose="start of an engine"), facts)
     if difference is not None:
         raise ValueError(
             f"hf_zero: the ranks do not train the same thing. {difference}. Build model, optimizer and config the same way on "

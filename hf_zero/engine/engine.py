@@ -295,10 +295,10 @@ class ZeroEngine:
         """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time."""
         split = self._parts.mesh.split
         if split.is_empty:
-            with self.lent("the model's state dict", wanted=wanted) as state:
+            with self.lent("whole_state_dict", wanted=wanted) as state:
                 return state
         copy = self._parts.mesh.model_parallel
-        with self.lent("the model's state dict", wanted=any(copy.exchange(wanted))) as state:
+        with self.lent("whole_state_dict", wanted=any(copy.exchange(wanted))) as state:
             return whole_tensors(state, split.boxes(), copy, wanted=wanted)
 
     @property

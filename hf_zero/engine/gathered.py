@@ -272,7 +272,9 @@ class GatheredParameters:
         }
         sums = checksums(tensors)
         facts = {name: f"{sums[name]:016x} of {tuple(value.shape)}" for name, value in tensors.items()}
-        difference = first_difference(partial(self._transport.exchange, purpose=purpose), facts)
+        difference = first_difference(
+            partial(self._transport.exchange, purpose=f"comparison of values in {purpose}"), facts
+        )
         if difference is not None:
             raise ValueError(
                 f"hf_zero: {purpose} was given different values (checksums): {difference}. Load the same state dict on every "

@@ -200,7 +200,7 @@ class AgreedOrder:
 
     def _before(self, number: int, chosen: int) -> int:
         """Returns the latest of the gathers behind which ranks need `chosen`. Collective."""
-        everyone = self._transport.exchange((number, self._own_last), "a layer's place in the order")
+        everyone = self._transport.exchange((number, self._own_last), "exchange of a layer's index in the order")
         return max(
             (before for needed, before in everyone if needed == chosen), key=lambda each: self._place.get(each, -1)
         )

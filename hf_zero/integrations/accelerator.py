@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..buckets.precision import is_loaded, resolve_casts
 from ..checkpoint.commit import put_back
 from ..checkpoint.manifest import Manifest
+from ..comm.ledger import naming_lost_ranks
 from ..config import ConfigError, ZeroConfig
 from ..device import ask_for
 from ..engine.bucketing import refuse_other_engines
@@ -392,6 +393,28 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def _batch_of_loop(self) -> AbstractContextManager[None]:
         return self.zero_stop.batch() if isinstance(self.zero_stop, LoopStop) else nullcontext()
+
+    # ---- accelerate's own collectives ----
+
+    def gather(self, tensor):
+        with naming_lost_ranks(self):
+            return super().gather(tensor)
+
+    def gather_for_metrics(self, input_data, use_gather_object=False):
+        with naming_lost_ranks(self):
+            return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
+
+    def reduce(self, tensor, reduction="sum", scale=1.0):
+        with naming_lost_ranks(self):
+            return super().reduce(tensor, reduction=reduction, scale=scale)
+
+    def pad_across_processes(self, tensor, dim=0, pad_index=0, pad_first=False):
+        with naming_lost_ranks(self):
+            return super().pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+    def wait_for_everyone(self):
+        with naming_lost_ranks(self):
+            super().wait_for_everyone()
 
     # ---- state ----
 

@@ -354,7 +354,7 @@ SEAMS = (
         owner="transformers:Trainer",
         names=("_init_training_state", "_train_batch_size"),
         where=("integrations/trainer", "integrations/trainer_parts"),
-        why="A run that goes on on other ranks takes other micro-batches, and begins where it stood in its data.",
+        why="A run that continues on other ranks takes other micro-batches, and begins where it stood in its data.",
         test="test_resume.py::test_a_restart_on_fewer_ranks_takes_the_rows_that_come_next_in_steps_of_the_same_size",
     ),
     Seam(

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +24,7 @@ from ..checkpoint.files import CheckpointError, in_one_line
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import is_foreign
 from ..comm.groups import set_limit
+from ..comm.ledger import naming_lost_ranks
 from ..engine.engine import ZeroEngine
 from ..engine.sharded_model import computing_in
 from ..engine.split_model import is_dtensor
@@ -152,7 +153,7 @@ class ZeroTrainerMixin(_TrainerBase):
         # Before Trainer prepares the model: the engine is told of this stop as it is built.
         self._stop = self.accelerator.zero_stop = begin_in_trainer(self)
         try:
-            with told_to_trackers(self):
+            with told_to_trackers(self), naming_lost_ranks(self.accelerator):
                 outcome = super().train(**asked)
             self.accelerator.end_report()
             return outcome
@@ -304,11 +305,12 @@ class ZeroTrainerMixin(_TrainerBase):
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine = _only_engine(self)
         # During training, Trainer leaves the dtype alone as well, whatever `bf16_full_eval` says.
-        if engine is None or dtype is None or self.is_in_train:
-            return super().evaluation_loop(*args, **kwargs)
-        # Trainer casts the model itself, and leaves it so; here it finds that it is of that dtype already.
-        engine.finish_parameters()
-        with computing_in(engine.model, engine.sharded, dtype):
+        casts: AbstractContextManager[None] = nullcontext()
+        if engine is not None and dtype is not None and not self.is_in_train:
+            # Trainer casts the model itself, and leaves it so; here it finds that it is of that dtype already.
+            engine.finish_parameters()
+            casts = computing_in(engine.model, engine.sharded, dtype)
+        with casts, naming_lost_ranks(self.accelerator):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

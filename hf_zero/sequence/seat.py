@@ -105,7 +105,7 @@ def _attend(
     if "position_ids" in kwargs:
         kwargs["position_ids"] = mask.position_ids
     attended, _ = _kernel(kernel, module)(shown, query, key, value, mask.values, **kwargs)
-    return ranks.exchange(attended, 1, 2, "what was attended to"), None
+    return ranks.exchange(attended, 1, 2, "outputs of attention"), None
 
 
 def _kernel_of(model: PreTrainedModel) -> str:

@@ -21,11 +21,14 @@ from faulty_ranks import outcomes
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from shared_ranks import run_on_ranks
 from torch import nn
+from trainer_job import as_launched, make_trainer
 from training import gpt2, gpt2_batch
 
 import hf_zero
 from hf_zero import ZeroEngine, engine_of
+from hf_zero.comm.arrivals import CommunicationError, RankProcess
 from hf_zero.comm.diagnosis import DeviceQueue, RankReport, StragglerReport, is_to_end, others_are_behind
 from hf_zero.comm.ledger import SAVE, CollectiveLog, Label, Ledger, ScriptCollective, Wait, Watch
 from hf_zero.comm.rank_state import RankState, script_frame
@@ -114,17 +117,19 @@ def test_ranks_in_different_collectives_are_told_who_waits_where(runs):
     # The second to end may say instead that the first has ended, with its words.
     told = "".join(outcome["said"] for outcome in runs["save on rank 0 alone"])
     told = told[told.index("the ranks are in different collectives: ") :].splitlines()[0]
-    assert "rank 0 waits in accelerator.save_state (save, step 3)" in told
-    assert re.search(r"rank 1 waits in (all-reduce|reduce-scatter) gradients of bucket 0 \(.*backward, step 3\)", told)
+    assert "rank 0 waits in the call of accelerator.save_state (save, step 3)" in told
+    assert re.search(
+        r"rank 1 waits in the (all-reduce|reduce-scatter) gradients of bucket 0 \(.*backward, step 3\)", told
+    )
 
 
 @pytest.mark.slow
 def test_a_save_that_one_rank_makes_alone_is_told_with_where_the_other_rank_waits(saves):
     told = "".join(outcome["said"] for outcome in saves["lone save of a callback"])
     assert "is in no collective" not in told
-    assert "rank 1 waits in first save of a Trainer (save, step 3)" in told
+    assert "rank 1 waits in the first save of a Trainer (save, step 3)" in told
     # Both ranks reach their limit at once, and either may tell.
-    assert "rank 0 waits in script's own torch.distributed.all_gather (between steps, step 4)" in told
+    assert "rank 0 waits in the script's own torch.distributed.all_gather (between steps, step 4)" in told
 
 
 @pytest.mark.slow
@@ -243,7 +248,7 @@ def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monk
     watch = StragglerWatch(watchdog, limit_s=0.1)
     error, ended = errors.get(timeout=30)
     watch.close(within_s=10)
-    assert "failed for want of rank 1" in str(error) and ended == str(error)
+    assert "failed for want of rank 1" in str(error) and ended is error
 
 
 def test_one_line_says_which_ranks_wait_where():
@@ -258,9 +263,89 @@ def test_one_line_says_which_ranks_wait_where():
         )
     )
     assert (
-        "ranks 0-2 wait in reduce-scatter gradients of bucket 4 (bert.encoder.layer.9; training step, step 812), "
-        "rank 3 waits in all-gather parameters of bucket 7 (bert.encoder.layer.7; evaluate, step 812)"
+        "ranks 0-2 wait in the reduce-scatter gradients of bucket 4 (bert.encoder.layer.9; training step, step 812), "
+        "rank 3 waits in the all-gather parameters of bucket 7 (bert.encoder.layer.7; evaluate, step 812)"
     ) in told
+
+
+def gave_up(what: Label, *, is_alive: bool) -> RankReport:
+    """Rank 1, which gave up `what` for want of rank 0."""
+    where_it_was = replace(where(what), failure="rank 0 did not come within 8 s", begun={what.kind: 7})
+    return RankReport(
+        rank=1,
+        process=None,
+        has_ended=not is_alive,
+        has_left=False,
+        is_stopped=False,
+        words=f"the {what} failed for want of rank 0: rank 1 was in it for 8 s",
+        culprits=(0,),
+        where=where_it_was if is_alive else None,
+    )
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+@pytest.mark.parametrize("gave_up_in", [REDUCE, GATHER])
+def test_a_rank_that_came_too_late_names_itself_and_not_the_rank_that_gave_up(gave_up_in, is_alive):
+    found = replace(
+        report(GATHER, {}),
+        late=1,
+        begun={GATHER.kind: 8, REDUCE.kind: 8},
+        rank_reports={1: gave_up(gave_up_in, is_alive=is_alive)},
+    )
+    assert found.culprits == [0] and not found.others_apart
+    assert f"the {GATHER} failed: the other ranks had given up waiting for rank 0 (" in str(found)
+    assert "for want of rank 1" not in str(found) and "Look at rank 0. A rank that is only slow" in str(found)
+
+
+def test_a_rank_that_is_in_a_call_of_its_own_is_told_of_the_calls_and_not_that_it_came_late():
+    found = replace(
+        report(GATHER, {}), late=1, begun={GATHER.kind: 8}, rank_reports={1: gave_up(REDUCE, is_alive=True)}
+    )
+    assert found.others_apart == [1] and "the ranks are in different collectives" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("what", "advice"),
+    [
+        (GATHER, "the ranks have different numbers of batches or steps"),
+        (ScriptCollective("all_gather"), "without the call that rank 0 waits in: train.py:9: accelerator.gather(loss)"),
+        (
+            "call of accelerator.load_state",
+            "without the call that rank 0 waits in: train.py:9: accelerator.gather(loss)",
+        ),
+    ],
+)
+def test_a_call_that_one_rank_makes_alone_is_named_when_another_rank_has_come_to_its_end(what, advice):
+    left = RankReport(
+        rank=1, process=None, has_ended=False, has_left=True, is_stopped=False, words=None, culprits=(), where=None
+    )
+    said = str(replace(report(what, {}), line="train.py:9: accelerator.gather(loss)", rank_reports={1: left}))
+    assert f"Rank 1 came to its end {'while rank 0 goes on: ' if what is GATHER else ''}{advice}" in said
+
+
+@pytest.mark.parametrize("call", ["Trainer.evaluate", "Accelerator.gather"])
+def test_an_error_of_torchs_own_collective_names_the_rank_that_ended_without_an_exception_hook(call, tmp_path):
+    said = run_on_ranks(waits_for_a_rank_that_ends, call=call, output_dir=str(tmp_path))[0]
+    assert re.match(r"hf_zero: the script's own torch\.distributed\.\w+ failed for want of rank 1: ", said), said
+    assert "rank 1 (process " in said and "ended" in said
+
+
+def waits_for_a_rank_that_ends(rank: int, world_size: int, call: str, output_dir: str) -> str:
+    as_launched(rank, world_size)
+    trainer = make_trainer("flag 1", "bert", output_dir, max_steps=1)
+    trainer.train()
+    process = [None] * world_size
+    dist.all_gather_object(process, RankProcess())
+    if rank == 1:
+        return ""
+    while not process[1].has_ended():
+        time.sleep(0.05)
+    with pytest.raises(CommunicationError) as caught:
+        if call == "Trainer.evaluate":
+            trainer.evaluate()
+        else:
+            trainer.accelerator.gather(torch.zeros(1))
+    return str(caught.value)
 
 
 # ---- collectives in the queue of an accelerator ----

@@ -237,3 +237,58 @@ def test_an_error_is_short_and_in_the_words_of_the_field():
     assert not long, "\n".join(long)
     strange = [f"{place}: {words!r}" for place, text in found for words in DIALECT if words in text]
     assert not strange, "\n".join(strange)
+
+
+TAKE_PURPOSES = (
+    "exchange",
+    "barrier",
+    "inside",
+    "start_swap",
+    "synchronise",
+    "lent",
+    "meet",
+    "gathered",
+    "lend_copies",
+)
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """(file and line, text) of each string of the package that is no docstring."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in bare | parts:
+                yield from ((f"{path.relative_to(PACKAGE)}:{node.lineno}", text) for text in messages_in(node))
+
+
+def purposes() -> Iterator[tuple[str, str]]:
+    """(file and line, name) of each collective that is named in words: messages put "the" before these."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            named = [word.value for word in node.keywords if word.arg in ("purpose", "kind")]
+            if isinstance(node.func, ast.Attribute) and node.func.attr in TAKE_PURPOSES:
+                named += node.args
+            found = (
+                text
+                for value in named
+                if isinstance(value, ast.Constant | ast.JoinedStr)
+                for text in messages_in(value)
+            )
+            yield from ((f"{path.relative_to(PACKAGE)}:{node.lineno}", text) for text in found)
+
+
+def test_no_message_says_a_word_twice_or_puts_an_article_before_another():
+    found = [(place, text) for place, text in texts() if " " in text]
+    assert len(found) > 2000
+    twice = re.compile(r"(?i)(?<![\w'-])([a-z]+) \1(?![\w'-])|\b(a|an|the) (a|an|the) |\b(in|to|of) (in|of|to) ")
+    wrong = [f"{place}: {text!r}" for place, text in found if twice.search(text)]
+    assert not wrong, "\n".join(wrong)
+    names = list(purposes())
+    assert len(names) > 30
+    # "the the model's state dict", "in the a layer's place"
+    wrong = [f"{place}: {name!r}" for place, name in names if re.match(r"(?i)(a|an|the|in|to|what|how|whether) ", name)]
+    assert not wrong, "a name that fits after `the`: " + "\n".join(wrong)
