@@ -131,7 +131,7 @@ def _interface_of_nccl() -> str | None:
     if not words or words.startswith("^"):
         return None
     wanted = words.lstrip("=").split(",")
-    for name in _interfaces():
+    for name in interfaces():
         if any(name == each if words.startswith("=") else name.startswith(each) for each in wanted):
             return name
     return None
@@ -139,17 +139,17 @@ def _interface_of_nccl() -> str | None:
 
 def _interface_to_master() -> str | None:
     """The interface of the route to MASTER_ADDR; where the route is the loopback, the first interface that leaves this host."""
-    interfaces = _interfaces()
+    found = interfaces()
     address = _address_of(os.environ.get("MASTER_ADDR", ""), is_route=True)
     if _is_loopback(address) and os.environ.get("LOCAL_WORLD_SIZE") != str(dist.get_world_size()):
         # As NCCL does: bridges of containers reach no other host.
         bridges = ("docker", "br-", "veth", "virbr")
-        beyond = [name for name in interfaces if not name.startswith(bridges)]
-        return next((name for name in beyond if not all(map(_is_loopback, interfaces[name]))), None)
-    return next((name for name, all_of in interfaces.items() if address in all_of), None)
+        beyond = [name for name in found if not name.startswith(bridges)]
+        return next((name for name in beyond if not all(map(_is_loopback, found[name]))), None)
+    return next((name for name, all_of in found.items() if address in all_of), None)
 
 
-def _interfaces() -> dict[str, list[str]]:
+def interfaces() -> dict[str, list[str]]:
     """Lists the addresses of each interface that is up."""
     up = psutil.net_if_stats()
     return {

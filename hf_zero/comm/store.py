@@ -193,6 +193,8 @@ def opened_store(within_s: float) -> Iterator[Keys]:
 
 # ---- A rendezvous store for torchrun's agents, kept by a process outside of the nodes that may be lost ----
 
+LOOPBACK = "127.0.0.1"
+
 PORT = 29400
 """torchrun's own default."""
 
@@ -213,11 +215,40 @@ def keep_store(port: int = PORT, host: str | None = None) -> dist.TCPStore:
     Raises:
         OSError: the name has no address here, or the port is taken.
     """
-    family, _, _, _, place = socket.getaddrinfo(host or socket.gethostname(), port, type=socket.SOCK_STREAM)[0]
+    place = _listening(host or socket.gethostname(), port)
+    return dist.TCPStore(**place, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_TIMEOUT_S))
+
+
+def _listening(host: str, port: int) -> dict[str, Any]:
+    """Listens on one address. Returns the arguments by which a `TCPStore` takes that over. Raises `OSError`."""
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # Bound here, and not by torch, which would listen on all addresses of the host.
     listener = socket.create_server(place[:2], family=family)
     address, port = listener.getsockname()[:2]
-    timeout = timedelta(seconds=_TIMEOUT_S)
-    return dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-    )
+    return {"host_name": address, "port": port, "master_listen_fd": listener.detach()}
+
+
+# ---- The store of ranks on one machine, which no other machine reaches ----
+
+
+class LoopbackStore(dist.TCPStore):
+    """A `TCPStore` whose server listens on the loopback address only. The arguments are those of `TCPStore`."""
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ):
+        if is_master:
+            try:
+                taken_over = _listening(LOOPBACK, port)
+            except OSError as error:
+                # As torch does. torchrun then tries to reach the store of another agent.
+                raise dist.DistNetworkError(f"hf_zero: port {port} cannot be had: {error}") from error
+            host_name, port = taken_over.pop("host_name"), taken_over.pop("port")
+            kwargs |= taken_over
+        super().__init__(host_name, port, world_size, is_master, *args, **kwargs)

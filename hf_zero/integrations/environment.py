@@ -276,7 +276,8 @@ def _ranks_asked_for() -> int | None:
 def _processes_on(words: list[str]) -> int | None:
     """N of `accelerate launch … --num_processes N …`, or None."""
     # Other launchers have flags of this name too, and the word accelerate may be an argument of a script.
-    if "launch" not in words or not any("accelerate" in word for word in words[: words.index("launch")]):
+    names = ("accelerate", "hf_zero.integrations.launcher")
+    if "launch" not in words or not any(name in word for word in words[: words.index("launch")] for name in names):
         return None
     for place, word in enumerate(words):
         flag, _, value = word.partition("=")

@@ -5,16 +5,21 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ..comm.groups import interfaces
+from ..comm.store import LOOPBACK, LoopbackStore
 from ..config import ConfigError, ZeroConfig
 from ..config.checks import read_yaml, shown
 from ..config.zero import changed
 from ..extras import extra
+from ..hooks import replaced
 
 # ---- The words behind `-m hf_zero.run`: which config, which script, and the script's own arguments ----
 
@@ -120,7 +125,11 @@ def of_accelerate(zero: str | None) -> dict[str, Any]:
 
 
 # ---- The `accelerate launch` command that starts the ranks of an unmodified script on this machine ----
+#
+# torch's store listens on all addresses of the machine and asks for no password, and gloo listens at the address of the
+# machine's name. Ranks of one machine need neither.
 
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 RANKS_ON_A_CPU = 2
 """Where nobody says how many: the fewest ranks that shard anything."""
@@ -137,6 +146,28 @@ class Launch:
 
     command: tuple[str, ...]
     environment: dict[str, str]
+
+
+def _on_loopback() -> dict[str, str]:
+    """The variables by which ranks and their launcher listen on the loopback address only."""
+    # torchrun takes an option that is missing from PET_...: the address of a store that it makes if the port is taken.
+    found = {"PET_LOCAL_ADDR": LOOPBACK}
+    name = next((name for name, addresses in interfaces().items() if LOOPBACK in addresses), None)
+    if name is not None and _GLOO_INTERFACE not in os.environ:
+        found[_GLOO_INTERFACE] = name
+    return found
+
+
+def main() -> None:
+    """Runs `accelerate launch ...`. The store of its ranks listens on the loopback address only."""
+    from accelerate.commands.accelerate_cli import main as accelerate_main
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
+
+    with ExitStack() as stack:
+        # All modules in which torchrun makes a store.
+        for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):
+            stack.enter_context(replaced(module, "TCPStore", LoopbackStore))
+        accelerate_main()
 
 
 def _gpus(*, cpu: bool) -> int:
@@ -190,9 +221,9 @@ def launch_of(
     if port is not None:
         flags += ["--main_process_port", str(port)]
     # As a module, so that it is the accelerate of this Python.
-    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    # Without it, each rank on a CPU believes that it is alone.
-    environment = {} if gpus else {"ACCELERATE_USE_CPU": "true"}
+    accelerate = [sys.executable, "-m", __name__, "launch"]
+    # Without ACCELERATE_USE_CPU, accelerate runs each rank on a CPU as a separate job of one process.
+    environment = ({} if gpus else {"ACCELERATE_USE_CPU": "true"}) | _on_loopback()
     if sp is not None:
         if sp < 1 or ranks % sp:
             raise ConfigError(
@@ -201,3 +232,7 @@ def launch_of(
         # accelerate's own variables, which ZeroPlugin reads in each rank.
         environment |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": str(sp)}
     return Launch(command=(*accelerate, *flags, "-m", module, *options, *words), environment=environment)
+
+
+if __name__ == "__main__":
+    main()

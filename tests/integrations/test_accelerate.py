@@ -448,6 +448,7 @@ def test_one_of_several_processes_without_a_process_group_is_refused(monkeypatch
         ("python /bin/accelerate launch --cpu --num_processes 2 script.py", 2),
         ("/bin/accelerate launch --num_processes=3 script.py", 3),
         ("python -m accelerate.commands.accelerate_cli launch script.py", None),
+        ("python -m hf_zero.integrations.launcher launch --num_processes 2 script.py", 2),
         ("bash launch --num_processes 2", None),
         ("accelerate launch --num_processes", None),
     ],

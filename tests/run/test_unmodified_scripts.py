@@ -6,16 +6,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import accelerate
+import psutil
 import pytest
+import torch.distributed as dist
 import torch.optim.optimizer as torch_optimizer
 from cells import slow
-from launching import own_environment, own_port, run_forked
+from launching import own_environment, own_port, port_to_meet_on, run_forked
+from shared_ranks import run_on_ranks
+from torch.distributed.elastic.rendezvous import (
+    RendezvousParameters,
+    c10d_rendezvous_backend,
+    static_tcp_rendezvous,
+)
 from typer.testing import CliRunner
 
 from hf_zero import ConfigError, ZeroConfig
 from hf_zero.cli.app import app
+from hf_zero.comm.groups import interfaces
+from hf_zero.comm.store import LOOPBACK
+from hf_zero.integrations import launcher
 from hf_zero.integrations.launcher import launch_of, of_accelerate, script_call
 from hf_zero.integrations.unmodified import AfterImport, Door, run_script
 
@@ -227,7 +239,7 @@ def test_the_launch_has_the_flags_and_variables_that_ranks_on_a_cpu_need(script)
     words = ["--zero", "2", str(script), "--lr", "3"]
     launch = launch_of(words, processes=2, cpu=True, port=29501)
     said = " ".join(launch.command)
-    assert launch.environment == {"ACCELERATE_USE_CPU": "true"}
+    assert launch.environment.items() >= ON_CPU.items()
     assert "--num_processes 2 --num_machines 1 --multi_gpu" in said and said.endswith(
         f"-m hf_zero.run {' '.join(words)}"
     )
@@ -244,6 +256,76 @@ def test_the_launch_has_the_flags_and_variables_that_ranks_on_a_cpu_need(script)
     assert document["command"][-4:] == ["2", str(script), "--lr", "3"] and document["environment"] == launch.environment
     refused = CliRunner().invoke(app, ["run", "--zero", "7", str(script)])
     assert refused.exit_code == 1 and "`stage` is 7" in refused.output
+
+
+def listened_on() -> set[str]:
+    """The addresses at which this process listens."""
+    return {each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN}
+
+
+def makes_the_launchers_stores(rank: int, world_size: int) -> list[set[str]]:
+    """Addresses of the stores that torchrun makes: at a port that was chosen, and the two of `--standalone` if that is taken."""
+    found, stores = [], []
+
+    def launched() -> None:
+        settings = {"min_nodes": 1, "max_nodes": 1, "run_id": "test", "rank": 0}
+        chosen = RendezvousParameters("static", f"{LOOPBACK}:{port_to_meet_on()}", **settings)
+        standalone = RendezvousParameters("c10d", "localhost:0", **settings)
+        for make in (
+            lambda: static_tcp_rendezvous.create_rdzv_handler(chosen).next_rendezvous(),
+            lambda: c10d_rendezvous_backend.create_backend(standalone),
+            lambda: dist.TCPStore(host_name=LOOPBACK, port=0, is_master=True, multi_tenant=True),
+        ):
+            stores.append(make())
+            found.append(listened_on())
+        # The last one answers.
+        dist.TCPStore(LOOPBACK, stores[-1].port, is_master=False).set("key", "value")
+        assert stores[-1].get("key") == b"value"
+
+    # torch's record of an event inspects every module that is imported.
+    quiet = mock.patch.object(c10d_rendezvous_backend, "construct_and_record_rdzv_event")
+    with quiet, mock.patch("accelerate.commands.accelerate_cli.main", launched):
+        launcher.main()
+    return found
+
+
+def test_the_launchers_stores_listen_on_the_loopback_address_alone():
+    assert run_on_ranks(makes_the_launchers_stores, world_size=1) == [[{LOOPBACK}] * 3]
+
+
+def test_gloo_listens_on_the_loopback_interface_unless_another_is_set(script, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    name = launch_of(["--zero", "2", str(script)], cpu=True).environment["GLOO_SOCKET_IFNAME"]
+    assert LOOPBACK in interfaces()[name]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert "GLOO_SOCKET_IFNAME" not in launch_of(["--zero", "2", str(script)], cpu=True).environment
+
+
+LISTENS = """
+import psutil, torch
+from accelerate import Accelerator
+
+model = torch.nn.Linear(4, 4)
+accelerator = Accelerator()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+for process in (psutil.Process(), psutil.Process().parent()):
+    found = {each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    print("LISTENS", sorted(found), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_on_one_machine_listens_on_the_loopback_address_alone(tmp_path):
+    (tmp_path / "listens.py").write_text(LISTENS)
+    command = [sys.executable, "-c", COMMAND, "run", "--zero", "2", "--cpu", "--port", str(own_port())]
+    environment = own_environment(tmp_path)
+    done = subprocess.run(
+        [*command, tmp_path / "listens.py"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line for line in done.stdout.splitlines() if line.startswith("LISTENS")] == [f"LISTENS ['{LOOPBACK}']"] * 4
 
 
 ALST = """
