@@ -248,7 +248,7 @@ def is_whole_safetensors(path: Path) -> bool:
     header = _header_of(path)
     if header is None:
         return False
-    header_bytes, spans = header
+    header_bytes, spans, _ = header
     return path.stat().st_size == max([header_bytes, *(span.end for span in spans.values())])
 
 
@@ -266,8 +266,20 @@ def spans_in(path: Path) -> dict[str, TensorSpan] | None:
     return None if header is None else header[1]
 
 
-def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan]] | None:
-    """Reads a header: bytes up to the first tensor, and the tensors; None for a file of another kind."""
+SAVE_KEY = "save"
+"""Under which the header of a rank's file has the ID of its save."""
+
+
+def save_in(path: Path) -> str:
+    """Returns the ID of the save in a safetensors file's header; "" without one, and for a file of another kind."""
+    header = _header_of(path) if path.is_file() else None
+    metadata = {} if header is None else header[2]
+    save = metadata.get(SAVE_KEY, "") if isinstance(metadata, dict) else ""
+    return save if isinstance(save, str) else ""
+
+
+def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan], Any] | None:
+    """Reads a header: bytes up to the first tensor, the tensors, and the metadata; None for a file of another kind."""
     size = path.stat().st_size
     with path.open("rb", buffering=0) as file:
         refuse_read_ahead(file)
@@ -292,7 +304,7 @@ def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan]] | None:
             if span is None:
                 return None
             spans[name] = span
-    return start, spans
+    return start, spans, entries.get("__metadata__")
 
 
 def _span_of(entry: Any, start: int) -> TensorSpan | None:

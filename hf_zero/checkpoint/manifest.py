@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import re
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +26,11 @@ from .files import (
     read_text,
     refuse_links,
     replace_file,
+    shown,
 )
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 4
-FORMAT_WITH_BOXES = 5
-"""Of checkpoints of models that are split over ranks: rows count elements of parts of parameters."""
+FORMAT_VERSION = 6
 
 WEIGHTS = "weights"
 """The kind of the rows that hold the model itself, in a checkpoint of layout `sharded`."""
@@ -58,6 +59,54 @@ class SavedWeight:
     shape: tuple[int, ...]
 
 
+def new_save() -> str:
+    """Makes the ID of a save. All ranks have to use the same one."""
+    return uuid.uuid4().hex
+
+
+_SAVE = re.compile(r"(?:[0-9a-f]{32})?")
+"""IDs that `new_save` makes, and the empty ID of checkpoints from before there were IDs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveIdentity:
+    """Tells the save to which a part of a checkpoint belongs. Parts of one checkpoint have equal identities.
+
+    Attributes:
+        save: its ID; "" of checkpoints from before there were IDs, which only the other fields tell apart.
+        contents: checksum of the parameters' names and shapes, and of state that is one value for a parameter.
+        written_at: of the manifest; each disk has its own, so that it is not compared.
+    """
+
+    save: str
+    step: int | None
+    world_size: int
+    contents: str
+    written_at: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        known = [
+            "" if self.step is None else f"step {self.step}",
+            f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
+            self.written_at,
+        ]
+        return f"{named_save(self.save)} ({', '.join(filter(None, known))})"
+
+
+def named_save(save: str) -> str:
+    """Formats the ID of a save for an error."""
+    return f"save {shown(save[:8])}" if save else "a save without ID"
+
+
+def refuse_other_save(one: str, identity: SaveIdentity, other: str, its: SaveIdentity) -> None:
+    """Raises `CheckpointError` if two parts of a checkpoint, with these names, are of different saves."""
+    if identity != its:
+        raise CheckpointError(
+            f"hf_zero: {one} and {other} are not parts of one checkpoint: they are of {identity} and {its}. Give the parts that "
+            "one save wrote."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Describes a `zero/` folder.
@@ -74,6 +123,7 @@ class Manifest:
         weights: the model's tensors where they lie in rows (layout `sharded`); {} where the folder has weights files.
         is_kept: rotation leaves this checkpoint alone.
         base: checksum of the frozen parameters that the checkpoint's adapters belong to; None where the model is whole.
+        save: ID that all parts of the checkpoint have, on whichever disk; "" in formats 4 and 5.
         step: that it was written behind; None in old states of accelerate loops.
         written_at: date and time, UTC, in ISO 8601; "" before it is written.
         boxes: file → parameter name → which part of the parameter the file's rows of it count the elements of; all of it for
@@ -97,6 +147,18 @@ class Manifest:
     step: int | None = None
     written_at: str = ""
     boxes: dict[str, dict[str, Box]] = field(default_factory=dict)
+    save: str = ""
+
+    @property
+    def identity(self) -> SaveIdentity:
+        """Returns what all parts of this checkpoint have in common."""
+        return SaveIdentity(
+            save=self.save,
+            step=self.step,
+            world_size=self.world_size,
+            contents=_hash({"shapes": self.shapes, "scalars": self.scalars}),
+            written_at=self.written_at,
+        )
 
     def box_of(self, row: SavedRow) -> Box:
         """Returns the part of the whole tensor whose elements the row's interval counts."""
@@ -118,7 +180,8 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Writes `manifest.json`, whole or not at all, with a hash of the content."""
         content = {
-            "format_version": FORMAT_WITH_BOXES if self.boxes else FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
+            "save": self.save,
             "world_size": self.world_size,
             "stage": self.stage,
             "versions": self.versions,
@@ -137,13 +200,11 @@ class Manifest:
             "written_at": self.written_at,
             "elsewhere": list(self.elsewhere),
             "files": {name: [record.size, "".join(record.xxh3)] for name, record in self.files.items()},
-        }
-        # Only where there are some: format 4, which a manifest without boxes has, refuses a field more.
-        if self.boxes:
-            content["boxes"] = {
+            "boxes": {
                 file: {name: [list(box.shape), box.ranges] for name, box in boxes.items()}
                 for file, boxes in self.boxes.items()
-            }
+            },
+        }
         replace_file(folder / MANIFEST_NAME, _text({**content, "xxh3": _hash(content)}))
 
     @classmethod
@@ -163,10 +224,10 @@ class Manifest:
         content = parse_json(text, path)
         # The version before the hash: another version's file is not damaged, and its user needs another sentence.
         version = content.get("format_version") if isinstance(content, dict) else None
-        if type(version) is int and version not in (FORMAT_VERSION, FORMAT_WITH_BOXES):
+        if type(version) is int and version not in _FIELDS:
             raise CheckpointError(
-                f"hf_zero: {path} has format version {str(version)[:20]}, and this version of hf_zero reads {FORMAT_VERSION} and "
-                f"{FORMAT_WITH_BOXES}."
+                f"hf_zero: {path} has format version {str(version)[:20]}, and this version of hf_zero reads {min(_FIELDS)} to "
+                f"{max(_FIELDS)}."
             )
         if type(version) is not int or not _is_as_written(content, text):
             raise CheckpointError(
@@ -184,8 +245,7 @@ class Manifest:
 
 
 def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
-    names = _FIELDS if content["format_version"] == FORMAT_WITH_BOXES else _FIELDS - {"boxes"}
-    held = _as_fields(content, "the manifest", {"format_version", *names})
+    held = _as_fields(content, "the manifest", {"format_version", *_FIELDS[content["format_version"]]})
     return Manifest(
         world_size=_as_size(held["world_size"], "world_size"),
         stage=_as_size(held["stage"], "stage"),
@@ -209,10 +269,18 @@ def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
             for name, record in _as_mapping(held["files"], "files", _size_and_hashes).items()
         },
         boxes=_as_mapping(held.get("boxes", {}), "boxes", lambda boxes, what: _as_mapping(boxes, what, _box)),
+        save=_as_save(held.get("save", ""), "save"),
     )
 
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest))
+_ALL_FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest))
+_FIELDS = {
+    4: _ALL_FIELDS - {"boxes", "save"},
+    # Of models that are split over ranks.
+    5: _ALL_FIELDS - {"save"},
+    FORMAT_VERSION: _ALL_FIELDS,
+}
+"""Format version → the fields that a manifest of it has."""
 
 
 def _refuse_contradictions(manifest: Manifest) -> None:
@@ -348,6 +416,12 @@ def _as_items(value: Any, what: str, count: int) -> list[Any]:
 def _as_text(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise _other(value, what, "a string")
+    return value
+
+
+def _as_save(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not _SAVE.fullmatch(value):
+        raise _other(value, what, "the ID of a save")
     return value
 
 

@@ -12,8 +12,8 @@ import torch
 
 from ..device import ask_for
 from ..layout import Box, Interval, pieces_for
-from .files import CheckpointError, is_whole_safetensors, refuse_links, spans_in
-from .manifest import Manifest, SavedRow
+from .files import CheckpointError, is_whole_safetensors, refuse_links, save_in, spans_in
+from .manifest import Manifest, SavedRow, named_save, refuse_other_save
 from .writer import DTYPE_NAMES
 
 # ---- Tensors of a safetensors file in memory-mapped pages, none of which is read before somebody looks at it ----
@@ -69,12 +69,19 @@ class CheckpointReader:
 
     Args:
         others: `zero/` folders of the same checkpoint on other hosts' disks, for files that this one has not.
+
+    Raises:
+        CheckpointError: a manifest is missing or damaged, or the folders are of different saves.
     """
 
     def __init__(self, folder: Path, others: Sequence[Path] = ()):
         self._folder = folder
         self._folders = [folder, *others]
         self.manifest = Manifest.read(folder)
+        for other in others:
+            refuse_other_save(
+                str(folder.parent), self.manifest.identity, str(other.parent), Manifest.read(other).identity
+            )
         self._files: dict[str, dict[str, torch.Tensor]] = {}
         self._rows: dict[tuple[str, str], list[SavedRow]] = {}
         self._runs: dict[tuple[str, str], _Runs] = {}
@@ -149,7 +156,13 @@ class CheckpointReader:
                 # Once a file, before it is opened: the manifest's names are checked, the file system may still lead
                 # elsewhere.
                 refuse_links(path.parent.parent, [path])
-                self._files[row.file] = mapped_tensors(path)
+                tensors, save = mapped_tensors(path), save_in(path)
+                if save != self.manifest.save:
+                    raise CheckpointError(
+                        f"hf_zero: {path} is of {named_save(save)}, and the manifest of {self.manifest.identity}; put the file "
+                        "of that save there, or resume from another checkpoint."
+                    )
+                self._files[row.file] = tensors
             whole = self._files[row.file][row.key]
         except (OSError, KeyError) as error:
             raise CheckpointError(

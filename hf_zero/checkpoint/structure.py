@@ -5,7 +5,7 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
@@ -27,12 +27,13 @@ from .files import (
     is_whole_safetensors,
     no_folder,
     read_mapping,
+    save_in,
     shown,
     spans_in,
     tensors_in,
     untold,
 )
-from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
+from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow, SaveIdentity, named_save
 
 # ---- Do a checkpoint's parts fit together? Checksums say that files are as written, not that they were right ----
 
@@ -86,6 +87,8 @@ def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[
         except CheckpointError as error:
             faults.append(in_words(error))
             continue
+        if further.save != manifest.save:
+            faults.append(f"{other.name} is of {named_save(further.save)}, and {folder} of {manifest.identity}")
         faults += row_faults(further) or _row_file_faults(other, further)
     return [
         *faults,
@@ -229,6 +232,9 @@ def _row_file_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
     for file, in_file in rows.items():
         spans = spans_in(folder / file)
         if spans is not None:
+            save = save_in(folder / file)
+            if save != manifest.save:
+                yield f"{folder.name}/{file} is of {named_save(save)}, and the manifest of {manifest.identity}"
             yield from _faults_of_rows(f"{folder.name}/{file}", in_file, spans, manifest)
         elif not (folder / file).exists() and file not in manifest.elsewhere:
             yield f"{folder.name}/{file} is missing"
@@ -428,10 +434,23 @@ class Candidate:
     faults: tuple[str, ...]
 
 
-def checkpoint_faults(
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What a rank, or all ranks, have found in a checkpoint's folder.
+
+    Attributes:
+        faults: in words; without any, the checkpoint is good.
+        identity: of the save that wrote the folder; None if none of ours did, or if there are faults.
+    """
+
+    faults: tuple[str, ...] = ()
+    identity: SaveIdentity | None = None
+
+
+def findings_in(
     checkpoint: Path, folder: str, *, rank: int = 0, world_size: int = 1, on_progress: Progress = untold
-) -> list[str]:
-    """Lists the faults of this rank's share of a checkpoint's files. Every rank reads a part.
+) -> Findings:
+    """Checks this rank's share of a checkpoint's files. Every rank reads a part.
 
     Args:
         folder: below the checkpoint, in which the manifest lies. A checkpoint without such a folder, of plain Trainer,
@@ -439,11 +458,33 @@ def checkpoint_faults(
         on_progress: called with the bytes of this rank's share that have been read, and all of them.
     """
     try:
-        return _faults(checkpoint, folder, rank=rank, world_size=world_size, on_progress=on_progress)
+        return _findings(checkpoint, folder, rank=rank, world_size=world_size, on_progress=on_progress)
     except CheckpointError as error:
-        return [in_words(error)]
+        return Findings(faults=(in_words(error),))
     except OSError as error:
-        return [f"it cannot be read ({error})"]
+        return Findings(faults=(f"it cannot be read ({error})",))
+
+
+def checkpoint_faults(checkpoint: Path, folder: str, **share: Any) -> list[str]:
+    """Lists the faults of `findings_in`, which has the same arguments."""
+    return list(findings_in(checkpoint, folder, **share).faults)
+
+
+def agreed(exchange: Exchange, mine: Findings) -> Findings:
+    """Returns the findings of all ranks, the same on each, so that all go on alike. Collective."""
+    everyones = exchange(mine)
+    faults = dict.fromkeys(fault for theirs in everyones for fault in theirs.faults)
+    if faults:
+        return Findings(faults=tuple(faults))
+    # Each rank has looked at its own disk: parts of different saves are good, each on its own disk.
+    first = everyones[0].identity
+    for rank, theirs in enumerate(everyones):
+        if theirs.identity != first:
+            here, there = (identity or "no save of hf_zero" for identity in (first, theirs.identity))
+            return Findings(
+                faults=(f"the ranks have parts of different saves: rank 0 of {here}, rank {rank} of {there}",)
+            )
+    return Findings(identity=first)
 
 
 def in_words(error: Exception) -> str:
@@ -451,21 +492,23 @@ def in_words(error: Exception) -> str:
     return str(error).removeprefix("hf_zero: ").rstrip(".")
 
 
-def _faults(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_progress: Progress) -> list[str]:
+def _findings(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_progress: Progress) -> Findings:
     if not checkpoint.is_dir():
-        return [no_folder(checkpoint)]
+        return Findings(faults=(no_folder(checkpoint),))
     faults = entry_faults(checkpoint)
     if faults:
         # What these lead to is not looked at.
-        return faults
+        return Findings(faults=tuple(faults))
     if not (checkpoint / folder).is_dir():
-        return _faults_of_plain(checkpoint)
+        return Findings(faults=tuple(_faults_of_plain(checkpoint)))
     manifest = Manifest.read(checkpoint / folder)
     chunks = own_chunks(checkpoint, manifest, rank=rank, world_size=world_size)
     faults = list(dict.fromkeys(faults_of(checkpoint, manifest.files, chunks, on_progress)))
     # Of files that are not as they were written, no more is asked.
     # The first rank of a disk looks at the structure for all: others would read the same headers and find the same faults.
-    return faults if faults or rank else structure_faults(checkpoint, folder, manifest)
+    if not faults and not rank:
+        faults = structure_faults(checkpoint, folder, manifest)
+    return Findings(faults=tuple(faults), identity=manifest.identity)
 
 
 def newest_first(output_dir: Path) -> Iterator[Path]:
@@ -501,12 +544,13 @@ def find_good(
     # one.
     names = {path.name for theirs in exchange(list(newest_first(output_dir))) for path in theirs}
     for path in sorted((output_dir / name for name in names), key=step_of, reverse=True):
-        mine = checkpoint_faults(path, folder, rank=disk.index, world_size=len(disk.ranks), on_progress=on_progress)
-        reports = exchange(mine or further_faults(path))
-        faults = tuple(dict.fromkeys(fault for report in reports for fault in report))
-        if not faults:
+        mine = findings_in(path, folder, rank=disk.index, world_size=len(disk.ranks), on_progress=on_progress)
+        if not mine.faults:
+            mine = replace(mine, faults=tuple(further_faults(path)))
+        found = agreed(exchange, mine)
+        if not found.faults:
             return path, passed
-        passed.append(Candidate(path=path, faults=faults))
+        passed.append(Candidate(path=path, faults=found.faults))
     return None, passed
 
 

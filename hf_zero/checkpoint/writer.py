@@ -21,7 +21,7 @@ from ..comm.all_or_none import Exchange
 from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
 from ..layout import Box, Interval, aligned
 from .commit import on_all_ranks
-from .files import CheckpointError
+from .files import SAVE_KEY, CheckpointError
 from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
 
 # ---- Tensors of an accelerator on their way into files, through two pinned buffers that take turns ----
@@ -557,6 +557,7 @@ def plan_rows(
     rank: int,
     world_size: int,
     stage: int,
+    save: str,
     rows: Sequence[Row],
     shapes: dict[str, tuple[int, ...]],
     scalars: dict[str, dict[str, Any]],
@@ -568,6 +569,7 @@ def plan_rows(
     """Makes this rank's file; returns the manifest of all ranks' rows and this rank's pieces. Collective.
 
     Args:
+        save: ID of the save, the same on every rank.
         shapes, scalars: of the parameters that this rank has rows of.
         optimizers: asked for JSON values, the same on every rank, or raises for what cannot be saved.
         exchange: how the ranks tell each other that they are done.
@@ -587,7 +589,10 @@ def plan_rows(
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
         # The file has its full size before values are copied: a full disk shows while training state is untouched.
         begins = lay_out(
-            folder / file, {f"{kind}/{name}": (tensor.dtype, tensor.shape) for kind, name, _, tensor in rows}
+            folder / file,
+            {f"{kind}/{name}": (tensor.dtype, tensor.shape) for kind, name, _, tensor in rows},
+            # In the file too: another disk's manifest has no checksum of the file, which a person may copy.
+            {SAVE_KEY: save},
         )
         pieces.extend(
             Piece(
@@ -611,7 +616,7 @@ def plan_rows(
     pieces: list[Piece] = []
     described: list[dict[str, Any]] = []
     reports = on_all_ranks(exchange, lay_out_own, doing=f"write to {folder}", then=_THEN)
-    return _manifest(reports, world_size, stage, described), pieces
+    return replace(_manifest(reports, world_size, stage, described), save=save), pieces
 
 
 def write_pieces(

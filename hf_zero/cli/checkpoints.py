@@ -235,6 +235,7 @@ def _reached(folder: Path) -> dict[str, Any]:
 def _saved(manifest: "Manifest") -> dict[str, Any]:
     return {
         "saved": manifest.written_at,
+        "save": manifest.save,
         "ranks": manifest.world_size,
         "stage": manifest.stage,
         "layout": "sharded" if manifest.weights else "hf" if manifest.base is None else "adapters",
@@ -260,6 +261,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield said, f"{facts[name]['value']:.6g} at step {facts[name]['step']}"
     if "saved" in facts:
         yield "saved", facts["saved"]
+        yield "ID of the save", facts["save"] or "none: from before there were IDs"
         yield "saved by", f"{facts['ranks']} ranks at stage {facts['stage']}"
         yield "layout", _LAYOUTS[facts["layout"]].format(base=facts["base"])
         optimizers = ", ".join(facts["optimizers"]) or "none"

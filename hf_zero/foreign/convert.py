@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.commit import Disk, abandon, begin, commit, seal
 from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_links, untold
+from ..checkpoint.manifest import new_save
 from ..checkpoint.structure import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, is_dcp
 from ..checkpoint.writer import plan_rows, write_pieces
 from ..engine.state import EngineState
@@ -185,6 +186,7 @@ def convert(
             rank=0,
             world_size=1,
             stage=0,
+            save=new_save(),
             rows=rows,
             shapes=foreign.shapes,
             scalars={name: foreign.scalars_of(name) for name in foreign.shapes},

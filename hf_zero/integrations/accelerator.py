@@ -439,14 +439,14 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if not self.zero_engines:
             return super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
         began_s = time.perf_counter()
-        with folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final):
+        with folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final, save):
             # Behind the meeting of all ranks that a save begins with.
             for engine in self.zero_engines:
                 engine.synchronise("accelerator.save_state")
             with self._engines_optimizers_aside(), split_models_aside(self), self._lent_to_hooks():
                 super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
             folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
-            manifests = [write_state(engine, folder) for engine, folder in zip(self.zero_engines, folders)]
+            manifests = [write_state(engine, folder, save) for engine, folder in zip(self.zero_engines, folders)]
             manifests[0] = replace(manifests[0], step=self.zero_steps)
             # The first engine's manifest vouches for the whole folder, and so comes last.
             for engine, folder, manifest in reversed(list(zip(self.zero_engines, folders, manifests))):

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..buckets.precision import wanted_dtype
 from ..checkpoint.commit import Disk, abandon, begin, commit, discard
 from ..checkpoint.files import CheckpointError, files_below, no_folder
-from ..checkpoint.manifest import MANIFEST_NAME, Manifest
+from ..checkpoint.manifest import MANIFEST_NAME, Manifest, new_save
 from ..checkpoint.structure import is_foreign
 from ..config import AUTO, ConfigError
 from ..engine.engine import ZeroEngine
@@ -281,8 +281,10 @@ _NUMBERED = re.compile(r"^checkpoint_(\d+)$")
 
 
 @contextmanager
-def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None) -> Iterator[tuple[Path, Path]]:
-    """Returns the folder to write a state to, and its final name. Collective.
+def folder_to_fill(
+    accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
+) -> Iterator[tuple[Path, Path, str]]:
+    """Returns the folder to write a state to, its final name, and the ID of the save. Collective.
 
     A folder that holds something else than a former state is filled in place. There the manifest, written last, tells a whole
     state from a part of one.
@@ -298,7 +300,7 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
 @contextmanager
 def _folder_to_fill(
     accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
-) -> Iterator[tuple[Path, Path]]:
+) -> Iterator[tuple[Path, Path, str]]:
     # Before any folder is begun: a rank that does not come to the save is named here, within the time limit.
     engine.world.barrier("accelerator.save_state", engine.config.comm.limit_s)
     naming = accelerator.project_configuration
@@ -316,7 +318,8 @@ def _folder_to_fill(
         )
     exchange = engine.world.exchange
     # Ranks with different folders would each write a part of a checkpoint that no folder has whole.
-    asked = list(dict.fromkeys(exchange(str(final), "save_state")))
+    told = exchange((str(final), new_save()), "save_state")
+    asked, save = list(dict.fromkeys(folder for folder, _ in told)), told[0][1]
     if len(asked) > 1:
         raise ValueError(
             f"hf_zero: the ranks save their state to different folders: {', '.join(asked[:4])}. Each rank's part belongs to one "
@@ -331,14 +334,14 @@ def _folder_to_fill(
     if exchange(final.exists() and not final.is_dir())[0]:
         raise ValueError(f"hf_zero: {final} is a file, and a state is a folder. Give save_state another name.")
     if exchange(_holds_something_else(final))[0]:
-        yield final, final
+        yield final, final, save
         return
     disk = Disk.shared(engine.world_groups.rank, engine.world_groups.world_size)
     temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
     # accelerate would otherwise append a number of its own to the temporary folder.
     naming.automatic_checkpoint_naming = False
     try:
-        yield temporary, final
+        yield temporary, final, save
         # Behind accelerate's own files, which the caller writes inside: the rename shows all of them or none.
         commit(temporary, final, disk=disk, exchange=exchange)
     except BaseException:

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from ..checkpoint.commit import put_back
 from ..checkpoint.files import CheckpointError, shown
 from ..checkpoint.manifest import Manifest
-from ..checkpoint.structure import POSITION_NAME, checkpoint_faults, read_position
+from ..checkpoint.structure import POSITION_NAME, Findings, agreed, findings_in, read_position
 from ..comm.all_or_none import exchange_between_ranks
 from .state_io import ZERO_FOLDER
 
@@ -165,9 +165,8 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
     rank, world_size = accelerator.process_index, accelerator.num_processes
     passed: list[str] = []
     for path in (parent / name for name in newest_first):
-        reports = exchange_between_ranks(_faults(path, rank=rank, world_size=world_size))
-        # A state is good where it is good on every rank: ranks that chose by their own reports would load different states.
-        faults = list(dict.fromkeys(fault for theirs in reports for fault in theirs))
+        # A state is good where it is good on every rank: ranks that chose by their own findings would load different states.
+        faults = agreed(exchange_between_ranks, _findings(path, rank=rank, world_size=world_size)).faults
         if not faults:
             if passed:
                 logger.warning(
@@ -208,7 +207,7 @@ def _number(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def _faults(path: Path, *, rank: int, world_size: int) -> list[str]:
+def _findings(path: Path, *, rank: int, world_size: int) -> Findings:
     if path.is_dir() and not (path / ZERO_FOLDER).is_dir():
-        return [f"it has no {ZERO_FOLDER}/ folder"]
-    return checkpoint_faults(path, ZERO_FOLDER, rank=rank, world_size=world_size)
+        return Findings(faults=(f"it has no {ZERO_FOLDER}/ folder",))
+    return findings_in(path, ZERO_FOLDER, rank=rank, world_size=world_size)

@@ -20,8 +20,9 @@ from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import (
     STATE_NAME,
     Candidate,
-    checkpoint_faults,
+    agreed,
     find_good,
+    findings_in,
     in_words,
     newest_first,
     read_position,
@@ -169,12 +170,12 @@ def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
     # Not `find_disk`, which writes a mark: a checkpoint may be in a folder that is only read.
     disk = disk_with(asked, trainer.args.process_index, exchange_between_ranks)
     with _checking(trainer) as show:
-        mine = checkpoint_faults(asked, ZERO_FOLDER, rank=disk.index, world_size=len(disk.ranks), on_progress=show)
+        mine = findings_in(asked, ZERO_FOLDER, rank=disk.index, world_size=len(disk.ranks), on_progress=show)
     # The manifest's faults first: where files are cut off, the Trainer's own faults follow from that.
-    mine = checkpoints_inside(asked) or mine or resume_faults(asked)
+    own_faults = checkpoints_inside(asked) or mine.faults or resume_faults(asked)
     # Agreement before raise: each rank has read a part of the files, and a rank that raised alone would leave the
     # others waiting.
-    faults = dict.fromkeys(fault for theirs in exchange_between_ranks(mine) for fault in theirs)
+    faults = agreed(exchange_between_ranks, dataclasses.replace(mine, faults=tuple(own_faults))).faults
     if faults:
         there = ", ".join(sorted(path.name for path in output_dir.glob("checkpoint-*"))) or "none"
         raise ValueError(

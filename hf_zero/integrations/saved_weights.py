@@ -20,7 +20,7 @@ from ..buckets.precision import mark_loaded, wanted_dtype
 from ..buckets.rows import MASTER
 from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError, is_inside, no_folder, read_mapping, refuse_links
-from ..checkpoint.manifest import WEIGHTS, Manifest
+from ..checkpoint.manifest import WEIGHTS, Manifest, SaveIdentity
 from ..checkpoint.reader import CheckpointReader, dtype_named, mapped_tensors
 from ..checkpoint.structure import is_foreign, newest_first, weight_shards_of
 from ..checkpoint.writer import dtype_name
@@ -31,7 +31,7 @@ from ..engine.split_model import read_part
 from ..extras import extra
 from ..layout import Box, Interval
 from .config_model import expected_tensors, meta_model
-from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, progress_bar, tensors_by_saved_name
+from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, progress_bar, refuse_mixed_parts, tensors_by_saved_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -198,7 +198,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path, folder: str = ZERO_FO
     # The base of adapters, which is saved by its checksum.
     left_out = {parameter for parameter in parameters if id(parameter) not in saved_here}
 
-    def load_own() -> list[str]:
+    def load_own() -> tuple[list[str], SaveIdentity]:
         with CheckpointReader(checkpoint / folder) as reader:
             saved = {name: weight.shape for name, weight in reader.manifest.weights.items()}
             name_of = names_in(
@@ -220,10 +220,12 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path, folder: str = ZERO_FO
                 values = read_part(box, Interval(0, box.numel), partial(reader.read, WEIGHTS, name))
                 # On the first rank of those with this tensor; the others get the values in the broadcast below.
                 tensors[name].detach().copy_(values.view(tensors[name].shape))
-            return others
+            return others, reader.manifest.identity
 
     # All ranks have read before any sends: a rank with a damaged file would leave the others in a broadcast.
-    others = on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=AFTER_A_FAILED_LOAD)[0]
+    read = on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=AFTER_A_FAILED_LOAD)
+    refuse_mixed_parts(checkpoint, [identity for _, identity in read])
+    others, _ = read[0]
     # Behind the read: each rank has only its own part, and stages 0 to 2 need the whole.
     engine.state.share_weights()
     for name in others:

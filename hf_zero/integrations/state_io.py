@@ -16,9 +16,9 @@ from torch import nn
 from ..buckets.rows import KindsOf, Read
 from ..checkpoint.commit import Disk, on_all_ranks, seal
 from ..checkpoint.files import CheckpointError, shown
-from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight
+from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight, SaveIdentity, new_save, refuse_other_save
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.structure import STATE_NAME, checkpoint_faults
+from ..checkpoint.structure import STATE_NAME, agreed, findings_in
 from ..checkpoint.writer import Piece, Row, dtype_name, plan_rows, write_pieces
 from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
@@ -285,6 +285,7 @@ class SavedOptimizers:
         scalars_of: a parameter's state that holds for it as a whole (`step`).
         own_values: for each optimizer the values that its class adds to `state_dict()`.
         origin: who wrote it, in words; None is hf_zero.
+        identity: of the save that wrote this rank's part; None of others' checkpoints.
     """
 
     settings: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -294,6 +295,7 @@ class SavedOptimizers:
     own_values: Sequence[tuple[torch.optim.Optimizer, dict[str, Any]]] = ()
     origin: str | None = None
     read_part: Callable[[str, str, Box, Interval], torch.Tensor] | None = None
+    identity: SaveIdentity | None = None
 
     def part(self, kind: str, name: str, box: Box, interval: Interval) -> torch.Tensor:
         """The elements `interval` of a part of one kind of state of a parameter."""
@@ -333,15 +335,30 @@ def load_state(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
     Raises:
         CheckpointError: on every rank: not finished, damaged, or of another model or optimizer.
     """
-    return on_all_ranks(
+    loaded = on_all_ranks(
         engine.world.exchange,
         lambda: _load_own(engine, path, opens),
         doing=f"read {path}",
         then=AFTER_A_FAILED_LOAD,
-    )[0]
+    )
+    refuse_mixed_parts(path, [identity for _, identity in loaded])
+    return loaded[0][0]
 
 
-def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
+def refuse_mixed_parts(path: Path, identities: Sequence[SaveIdentity | None]) -> None:
+    """Raises `CheckpointError` if ranks, each on its own host's disk, have read parts of different saves.
+
+    Args:
+        path: the folder that they have read.
+        identities: of the ranks' parts, in rank order.
+    """
+    first = identities[0]
+    for rank, identity in enumerate(identities):
+        if first is not None and identity is not None:
+            refuse_other_save(f"{path} on rank 0", first, f"on rank {rank}", identity)
+
+
+def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> tuple[str | None, SaveIdentity | None]:
     with opens(path, engine.state) as saved:
         for group, settings in saved.settings:
             restore_settings(group, settings)
@@ -359,7 +376,7 @@ def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
             engine.state.fill(read, saved.kinds_of, saved.scalars_of)
         for optimizer, own in saved.own_values:
             _restore_own_values(optimizer, own)
-        return saved.origin
+        return saved.origin, saved.identity
 
 
 # ---- An engine's state into a checkpoint folder and back ----
@@ -367,17 +384,20 @@ def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
 ZERO_FOLDER = "zero"
 
 
-def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
+def write_state(engine: ZeroEngine, folder: str | Path, save: str | None = None) -> Manifest:
     """Writes masters and optimizer state to `folder`, every rank its own rows; returns the manifest to seal. Collective.
 
     Of a model that is split over ranks it writes the weights too.
+
+    Args:
+        save: ID of the save, the same on every rank; None is a new one.
     """
     if engine.state.is_split:
         model = weight_rows(engine)
-        manifest, pieces = plan_state(engine, folder, weights=model.rows)
+        manifest, pieces = plan_state(engine, folder, save=save, weights=model.rows)
         manifest = replace(manifest, weights=dict(model.weights))
     else:
-        manifest, pieces = plan_state(engine, folder)
+        manifest, pieces = plan_state(engine, folder, save=save)
     nbytes = sum(piece.nbytes for piece in pieces)
     with progress_bar("writing optimizer state", nbytes, is_main=engine.world_groups.rank == 0) as show:
         write_pieces(pieces, Path(folder), engine.world.exchange, show)
@@ -385,11 +405,17 @@ def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
 
 
 def plan_state(
-    engine: ZeroEngine, folder: str | Path, *, with_state: bool = True, weights: Sequence[Row] = ()
+    engine: ZeroEngine,
+    folder: str | Path,
+    *,
+    save: str | None = None,
+    with_state: bool = True,
+    weights: Sequence[Row] = (),
 ) -> tuple[Manifest, list[Piece]]:
     """Makes the files of masters and optimizer state; returns the manifest to seal and this rank's part. Collective.
 
     Args:
+        save: ID of the save, the same on every rank; None is a new one.
         with_state: False writes none, for a checkpoint of the model alone.
         weights: this rank's rows of the model itself.
     """
@@ -404,6 +430,7 @@ def plan_state(
         rank=groups.rank,
         world_size=groups.world_size,
         stage=engine.config.stage,
+        save=engine.world.exchange(new_save())[0] if save is None else save,
         rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in saved.rows)],
         shapes=engine.state.shapes(),
         scalars=saved.scalars,
@@ -490,9 +517,9 @@ def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
     """Raises `CheckpointError` on every rank unless the checkpoint is whole and unchanged. Collective."""
     groups = engine.world_groups
     with progress_of(f"checking {root.name}", is_main=groups.rank == 0) as show:
-        mine = checkpoint_faults(root, folder, rank=groups.rank, world_size=groups.world_size, on_progress=show)
+        mine = findings_in(root, folder, rank=groups.rank, world_size=groups.world_size, on_progress=show)
     # Each rank has checked its share of the files, and all raise the same.
-    faults = list(dict.fromkeys(fault for theirs in engine.world.exchange(mine) for fault in theirs))
+    faults = agreed(engine.world.exchange, mine).faults
     if faults:
         raise CheckpointError(f"hf_zero: {root} cannot be resumed from: {'; '.join(faults[:5])}. {AFTER_A_FAILED_LOAD}")
 
@@ -527,6 +554,7 @@ def open_own(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
             read=reader.read,
             kinds_of=reader.kinds_of,
             scalars_of=reader.scalars_of,
+            identity=reader.manifest.identity,
         )
 
 

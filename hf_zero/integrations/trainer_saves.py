@@ -26,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, is_peft_available
 from ..buckets.sharded import ShardedParametersError
 from ..checkpoint.commit import Background, Disk, abandon, begin, commit, discard, disk_asked, find_disk, on_all_ranks
 from ..checkpoint.files import CheckpointError
-from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight
+from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight, new_save
 from ..checkpoint.structure import newest_first, step_of
 from ..checkpoint.writer import LivePieces, Piece, dtype_name, edited_while_written, is_small, lay_out, write_live
 from ..comm.all_or_none import Exchange
@@ -352,8 +352,8 @@ class CheckpointSaver:
         trainer = self._trainer
         run_folder = Path(trainer._get_output_dir(trial=trial))
         final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-        # Ranks that come to save different steps would each leave a half under another name.
-        self.engine.world.exchange(None, f"save of {final.name}")
+        # Ranks that come to save different steps would each leave a half under another name. All take rank 0's ID.
+        save = self.engine.world.exchange(new_save(), f"save of {final.name}")[0]
         # The save before first: two would write at a time, and its failure has to surface on all ranks alike.
         self.finish()
         # As at the beginning of Trainer's own `_save_checkpoint`, which this method stands in for.
@@ -362,7 +362,7 @@ class CheckpointSaver:
         # For a save that fails: the trainer state would name a best checkpoint that is not there.
         self._former_best = trainer.state.best_model_checkpoint
         with self._on_failure():
-            self._save(run_folder, final, position, is_async=self._is_async(is_awaited=is_awaited))
+            self._save(save, run_folder, final, position, is_async=self._is_async(is_awaited=is_awaited))
         self._held_up(began_s, "save")
 
     def _is_async(self, *, is_awaited: bool) -> bool:
@@ -430,7 +430,7 @@ class CheckpointSaver:
                 raise
             logger.warning(f"{error} Training goes on, as `checkpoint.on_failure: continue` says.")
 
-    def _save(self, run_folder: Path, final: Path, position: DataPosition | None, *, is_async: bool) -> None:
+    def _save(self, save: str, run_folder: Path, final: Path, position: DataPosition | None, *, is_async: bool) -> None:
         engine, trainer = self.engine, self._trainer
         # Before the plan, whose pieces are views of this rank's rows: the rows are to be of the model that all ranks have.
         engine.synchronise()
@@ -460,7 +460,7 @@ class CheckpointSaver:
                     then=AFTER_A_FAILED_SAVE,
                 )
             folder = temporary / ZERO_FOLDER
-            manifest, pieces = plan_state(engine, folder, with_state=with_state, weights=plan.rows)
+            manifest, pieces = plan_state(engine, folder, save=save, with_state=with_state, weights=plan.rows)
             manifest = replace(
                 manifest,
                 weights=dict(plan.weights),

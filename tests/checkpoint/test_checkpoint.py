@@ -46,6 +46,7 @@ def save_alone(folder, rows, scalars=None) -> Manifest:
         rank=0,
         world_size=1,
         stage=2,
+        save="",
         rows=rows,
         shapes={"w": (10, 3)},
         scalars=scalars or {},

@@ -745,7 +745,8 @@ def test_a_header_length_of_10_gb_is_refused_with_the_files_name(name, checkpoin
 def test_resume_true_passes_over_what_is_not_good_and_says_why(undisturbed, tmp_path):
     for number in (50, 100, 150):
         shutil.copytree(undisturbed.folder / "checkpoint-8", tmp_path / f"checkpoint-{number}")
-    flip_a_bit(tmp_path / "checkpoint-150" / ROWS, 12345)
+    rows = tmp_path / "checkpoint-150" / ROWS
+    flip_a_bit(rows, 8 * (rows.stat().st_size - 100))
     for name in ("checkpoint-200", ".tmp-checkpoint-300", ".old-checkpoint-100"):
         (tmp_path / name).mkdir()
     for outcome in run_on_ranks(train_from, output_dir=str(tmp_path), resume=True, door="flag 1"):

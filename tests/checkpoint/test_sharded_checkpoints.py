@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from cells import short_of, slow
+from hostile_folders import as_before_ids
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from shared_ranks import on_ranks, run_on_ranks
@@ -24,10 +25,12 @@ from hf_zero import ZeroPlugin
 from hf_zero.checkpoint.commit import Disk, disk_with, find_disk
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.cli.app import app
 from hf_zero.comm.all_or_none import exchange_between_ranks
 from hf_zero.integrations import accelerator as door
+from hf_zero.integrations.state_io import load_engine
 
 pytestmark = pytest.mark.timeout(180)
 SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "logging_steps": 1}
@@ -173,6 +176,81 @@ def test_hosts_with_disks_of_their_own_keep_their_ranks_parts(tmp_path):
         assert_same(outcome["state"], whole[0]["state"])
     [alone] = run_on_ranks(trains, 1, output_dir=str(run / "host0"), settings=settings, resume=str(hosts[0]))
     assert "has no rank-00001-of-00002.safetensors" in alone["error"] and "several hosts" in alone["error"]
+
+
+def reads_mixed_parts(rank: int, world_size: int, run: str) -> list[str]:
+    """What a resume, the best model and optimizer state say to checkpoint-4 of this rank's own folder."""
+    as_launched(rank, world_size)
+    folder = f"{run}/host{rank}"
+    trainer = make_trainer(f"flag stage=2,{SHARDED}", "bert", folder, save_strategy="no", max_steps=2)
+    said = []
+    for resume in (f"{folder}/checkpoint-4", True):
+        with pytest.raises(ValueError, match="parts of different saves") as refused:
+            trainer.train(resume_from_checkpoint=resume)
+        said.append(str(refused.value))
+    trainer.train()
+    trainer.state.best_model_checkpoint = f"{folder}/checkpoint-4"
+    [engine] = trainer.accelerator.zero_engines
+    for load in (trainer._load_best_model, lambda: load_engine(engine, f"{folder}/checkpoint-4/zero")):
+        with pytest.raises(CheckpointError, match="not parts of one checkpoint") as refused:
+            load()
+        said.append(str(refused.value))
+    return said
+
+
+def test_parts_of_different_saves_are_refused_by_every_reader_of_several(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    short = {"settings": f"stage=2,{SHARDED}", "own_disks": True, "max_steps": 4, "save_steps": 2}
+    for run in (one, two):
+        run_on_ranks(trains, output_dir=str(run), **short)
+    saves = {Manifest.read(host / "checkpoint-4" / "zero").save for host in one.iterdir()}
+    assert len(saves) == 1 and len(saves.pop()) == 32
+    here, rows = one / "host0" / "checkpoint-4", "rank-00001-of-00002.safetensors"
+    # Of format 4, a run on one machine whose parts fit.
+    former = tmp_path / "former"
+    shutil.copytree(one, former)
+    for host in former.iterdir():
+        as_before_ids(host / "checkpoint-4")
+
+    def consolidated(checkpoint: Path, part: Path) -> str:
+        result = CliRunner().invoke(app, ["consolidate", str(checkpoint), str(tmp_path / "out"), "--part", str(part)])
+        assert result.exit_code == 1 and not (tmp_path / "out").exists()
+        return result.output
+
+    other_step = consolidated(here, one / "host1" / "checkpoint-2")
+    assert "(step 4, 2 ranks, 20" in other_step and "(step 2, 2 ranks, 20" in other_step
+    assert "not parts of one checkpoint" in consolidated(here, two / "host1" / "checkpoint-4")
+    assert "a save without ID (step 4" in consolidated(here, former / "host1" / "checkpoint-4")
+    # A file that a person has copied, of which this disk's manifest has no checksum.
+    merged = shutil.copytree(here, tmp_path / "merged")
+    shutil.copy2(one / "host1" / "checkpoint-4" / "zero" / rows, merged / "zero")
+    assert "good" in hf_zero("verify", merged)
+    hf_zero("consolidate", merged, tmp_path / "model")
+    for source in (two, former):
+        shutil.copy2(source / "host1" / "checkpoint-4" / "zero" / rows, merged / "zero")
+        [fault] = checkpoint_faults(merged, "zero")
+        assert fault.startswith(f"zero/{rows} is of ") and "and the manifest of save" in fault
+        with CheckpointReader(merged / "zero") as reader:
+            row = next(row for row in reader.manifest.rows if row.file == rows)
+            with pytest.raises(CheckpointError, match="and the manifest of save"):
+                reader.read(row.kind, row.name, row.interval)
+
+    shutil.rmtree(one / "host1")
+    shutil.copytree(two / "host1", one / "host1")
+    shutil.rmtree(one / "host0" / "checkpoint-2")
+    shutil.rmtree(one / "host1" / "checkpoint-2")
+    said = run_on_ranks(reads_mixed_parts, run=str(one))
+    assert all("rank 0 of save" in each and "rank 1 of save" in each for each in said[0][:2])
+    # Parts without IDs go on, and do not fit parts with one.
+    for host in former.iterdir():
+        shutil.rmtree(host / "checkpoint-2")
+    arguments = {"settings": f"stage=2,{SHARDED}", "own_disks": True, "resume": True, "save_strategy": "no"}
+    went_on = run_on_ranks(trains, output_dir=str(former), **{**arguments, "max_steps": 5})
+    assert [(outcome["error"], len(outcome["losses"])) for outcome in went_on] == [("", 5)] * 2
+    shutil.rmtree(former / "host1")
+    shutil.copytree(two / "host1", former / "host1")
+    for outcome in run_on_ranks(trains, output_dir=str(former), **arguments):
+        assert "rank 0 of a save without ID" in outcome["error"]
 
 
 def test_one_weights_file_on_several_disks_is_refused_with_the_way_out(tmp_path):

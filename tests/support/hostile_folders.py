@@ -42,6 +42,18 @@ def resign(checkpoint: Path, change: Callable[[dict], object] = lambda content: 
     path.write_text(json.dumps({**content, "xxh3": digest}, indent=1))
 
 
+def as_before_ids(checkpoint: Path) -> None:
+    """Makes a checkpoint one of format 4, whose parts have no ID of their save."""
+    for path in (checkpoint / "zero").glob("rank-*.safetensors"):
+        with_header(path, lambda header: header.pop("__metadata__"))
+
+    def change(content: dict) -> None:
+        content["format_version"] = 4
+        assert content.pop("save") and content.pop("boxes") == {}
+
+    resign(checkpoint, change)
+
+
 def with_header(path: Path, change: Callable[[dict], object]) -> None:
     """Changes the header of a safetensors file; its values stay where they are."""
     content = path.read_bytes()
