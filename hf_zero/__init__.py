@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
+try:
+    import fcntl as _fcntl  # noqa: F401
+except ImportError:
+    raise ImportError(
+        f"hf_zero runs on Linux, and this Python is of {sys.platform}. On Windows, install it in WSL 2."
+    ) from None
+if sys.platform == "darwin":
+    raise ImportError(
+        "hf_zero runs on Linux, and this Python is of macOS, whose GPU (MPS) has no collectives in torch."
+    )
+
 _HOME_OF = {
     "ConfigError": "config",
     "GradScaler": "optimizer.loss_scale",

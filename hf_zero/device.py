@@ -44,6 +44,21 @@ def ask_for(values: torch.Tensor) -> None:
 
 # ---- One interface to host and accelerators: allocation that returns memory, and memory in use ----
 
+ACCELERATORS = ("cuda", "xpu", "npu", "hpu", "mlu", "musa")
+"""Modules of torch for accelerators: NVIDIA and AMD (`cuda`), Intel, Ascend, Gaudi, Cambricon and Moore Threads."""
+
+
+def accelerators() -> tuple[str, int]:
+    """Returns the kind of this machine's accelerators and their number; ("cpu", 0) without any."""
+    for kind in ACCELERATORS:
+        # A package such as torch_npu adds its module when torch is imported.
+        module = getattr(torch, kind, None)
+        # A driver that is too old for this torch still counts its devices.
+        if module is not None and module.is_available():
+            return kind, module.device_count()
+    return "cpu", 0
+
+
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 << 20
 

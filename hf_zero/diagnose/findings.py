@@ -20,6 +20,8 @@ from typing import Literal
 
 import torch
 
+from ..device import accelerators
+
 # ---- One thing that the doctor has looked at ----
 
 Status = Literal["good", "hint", "bad", "absent"]
@@ -197,6 +199,14 @@ _SLOW_GB = 3.0
 
 def devices() -> Iterator[Finding]:
     count = torch.cuda.device_count()
+    kind, others = accelerators()
+    if kind not in ("cpu", "cuda"):
+        advice = "hf_zero has run on NVIDIA GPUs and CPUs only: compare the first losses with `--zero 0`."
+        yield hint(f"{kind} devices", str(others), advice)
+    if torch.version.hip is not None:
+        yield hint(
+            "ROCm", torch.version.hip, "hf_zero has not run on AMD GPUs: compare the first losses with `--zero 0`."
+        )
     if not torch.cuda.is_available():
         if count:
             # NVML counts GPUs also where the driver is too old for this torch.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..comm.groups import interfaces
@@ -18,6 +17,7 @@ from ..comm.store import LOOPBACK, LoopbackStore
 from ..config import ConfigError, ZeroConfig
 from ..config.checks import read_yaml, shown
 from ..config.zero import changed
+from ..device import accelerators
 from ..extras import extra
 from ..hooks import replaced
 
@@ -170,14 +170,13 @@ def main() -> None:
         accelerate_main()
 
 
-def _gpus(*, cpu: bool) -> int:
-    # A driver that is too old for this torch still counts its GPUs.
-    return 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+def _devices(*, cpu: bool) -> tuple[str, int]:
+    return ("cpu", 0) if cpu else accelerators()
 
 
 def ranks_of(processes: int | None, *, cpu: bool) -> int:
-    """Returns the ranks that `launch_of` starts: `processes`, else one for each GPU, or two on a CPU."""
-    return processes if processes is not None else _gpus(cpu=cpu) or RANKS_ON_A_CPU
+    """Returns the ranks that `launch_of` starts: `processes`, else one for each accelerator, or two on a CPU."""
+    return processes if processes is not None else _devices(cpu=cpu)[1] or RANKS_ON_A_CPU
 
 
 def launch_of(
@@ -191,27 +190,36 @@ def launch_of(
     module: str = "hf_zero.run",
     options: Sequence[str] = (),
 ) -> Launch:
-    """Returns the command that starts a script with the engine, on this machine's GPUs or on its CPU.
+    """Returns the command that starts a script with the engine, on this machine's accelerators or on its CPU.
 
     Args:
         words: what follows `-m hf_zero.run`: `--zero 2 script.py --its-own arguments`.
-        processes: how many ranks; by default one for each GPU, or two on a CPU.
-        cpu: do without the GPUs that there are.
+        processes: number of ranks; by default one for each accelerator, or two on a CPU.
+        cpu: train on the CPU, even if the machine has accelerators.
         mixed_precision: `no`, `fp16` or `bf16`; by default what accelerate's own config file says.
         port: where the ranks meet; by default accelerate's.
         sp: ranks that compute a sequence together; by default what the environment says, or 1.
         module: what each rank runs, with its own `options` before the words.
 
     Raises:
-        ConfigError: the words are not valid, or there are fewer GPUs than ranks.
+        ConfigError: the words are not valid, or there are fewer accelerators than ranks.
     """
     script_call(words)
-    gpus, ranks = _gpus(cpu=cpu), ranks_of(processes, cpu=cpu)
+    (kind, count), ranks = _devices(cpu=cpu), ranks_of(processes, cpu=cpu)
+    named = "GPUs" if kind == "cuda" else f"{kind} devices"
     allowed = (
-        f"1 to {gpus}, as this machine has {gpus} GPUs, or any number with --cpu" if gpus else "a number from 1 on"
+        f"1 to {count}, as this machine has {count} {named}, or any number with --cpu"
+        if count
+        else "a number from 1 on"
     )
-    if ranks < 1 or (gpus and ranks > gpus):
+    if ranks < 1 or (count and ranks > count):
         raise ConfigError(f"hf_zero: --num-processes is {ranks}. It takes {allowed}.")
+    if count and kind != "cuda":
+        print(
+            f"hf_zero: {ranks} of {count} {named} train. hf_zero has run on NVIDIA GPUs and CPUs only: compare the first "
+            "losses with --zero 0, or train with --cpu.",
+            file=sys.stderr,
+        )
     flags = ["--num_processes", str(ranks), "--num_machines", "1"]
     if ranks > 1:
         # On a CPU too: accelerate starts a single process by `--cpu`.
@@ -223,7 +231,7 @@ def launch_of(
     # As a module, so that it is the accelerate of this Python.
     accelerate = [sys.executable, "-m", __name__, "launch"]
     # Without ACCELERATE_USE_CPU, accelerate runs each rank on a CPU as a separate job of one process.
-    environment = ({} if gpus else {"ACCELERATE_USE_CPU": "true"}) | _on_loopback()
+    environment = ({} if count else {"ACCELERATE_USE_CPU": "true"}) | _on_loopback()
     if sp is not None:
         if sp < 1 or ranks % sp:
             raise ConfigError(

@@ -138,3 +138,16 @@ def share_of_a_core() -> float:
     timed = "import time, torch; print(time.process_time())"
     ran = subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True, timeout=60)
     return min(1.0, SECONDS_OF_TORCH / float(ran.stdout))
+
+
+@pytest.mark.parametrize(
+    ("system", "without", "words"), [("win32", "fcntl", "install it in WSL 2"), ("darwin", "", "macOS")]
+)
+def test_another_system_than_linux_is_refused_in_one_sentence(system, without, words, monkeypatch):
+    monkeypatch.setattr(sys, "platform", system)
+    if without:
+        monkeypatch.setitem(sys.modules, without, None)
+    source = importlib.resources.files(hf_zero).joinpath("__init__.py").read_text(encoding="utf-8")
+    with pytest.raises(ImportError, match=words) as refused:
+        exec(compile(source, "__init__", "exec"), {"__name__": "hf_zero", "__package__": "hf_zero"})
+    assert str(refused.value).startswith("hf_zero runs on Linux") and "\n" not in str(refused.value)

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import accelerate
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 import torch.optim.optimizer as torch_optimizer
 from cells import slow
@@ -27,6 +29,7 @@ from hf_zero import ConfigError, ZeroConfig
 from hf_zero.cli.app import app
 from hf_zero.comm.groups import interfaces
 from hf_zero.comm.store import LOOPBACK
+from hf_zero.device import ACCELERATORS
 from hf_zero.integrations import launcher
 from hf_zero.integrations.launcher import launch_of, of_accelerate, script_call
 from hf_zero.integrations.unmodified import AfterImport, Door, run_script
@@ -233,6 +236,20 @@ def test_a_wrong_command_line_is_refused_before_anything_starts(script, words, s
     monkeypatch.delenv("HF_ZERO_CONFIG", raising=False)
     with pytest.raises(ConfigError, match=said):
         script_call([str(script) if word == "SCRIPT" else word for word in words])
+
+
+@pytest.mark.parametrize("kind", ACCELERATORS)
+def test_a_rank_starts_on_each_accelerator_of_any_kind(script, kind, monkeypatch, capsys):
+    for each in ACCELERATORS:
+        found = SimpleNamespace(is_available=lambda own=each: own == kind, device_count=lambda: 4)
+        monkeypatch.setattr(torch, each, found, raising=False)
+    launch = launch_of(["--zero", "2", str(script)])
+    assert "ACCELERATE_USE_CPU" not in launch.environment and "--num_processes 4" in " ".join(launch.command)
+    # A kind that hf_zero has never run on is said.
+    assert ("compare the first losses" in capsys.readouterr().err) == (kind != "cuda")
+    with pytest.raises(ConfigError, match="1 to 4"):
+        launch_of(["--zero", "2", str(script)], processes=5)
+    assert launch_of(["--zero", "2", str(script)], cpu=True).environment["ACCELERATE_USE_CPU"] == "true"
 
 
 def test_the_launch_has_the_flags_and_variables_that_ranks_on_a_cpu_need(script):
