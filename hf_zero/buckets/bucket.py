@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.autograd.graph import increment_version
 
 from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup
@@ -463,8 +464,13 @@ class Bucket:
         if not self.rows_are_parameters:
             allow_norms([row.tensor.grad for row in self.rows if row.tensor.grad is not None])
 
-    def end_step(self) -> None:
-        """Frees the reduced gradients. `p.grad` stays until the script zeroes it."""
+    def end_step(self) -> list[ParameterSlot]:
+        """Frees the reduced gradients; `p.grad` stays until the script zeroes it. Returns the slots that were stepped.
+
+        Autograd counts the step as a write to these parameters: a backward through a graph from before the step then raises,
+        as under DDP. Without the count it would silently compute with the new values.
+        """
+        stepped = []
         with look_only():
             for row in self.rows:
                 row.tensor.grad = None
@@ -473,8 +479,15 @@ class Bucket:
                 if slot.parameter.grad is sharded:
                     # As `become` does: each parameter comes here in each step.
                     sharded.state, sharded.pending = GradientState.SPENT, None
-                else:
+                elif slot.parameter.grad is not None or sharded.state is GradientState.ZEROED:
                     slot.parameter.grad = None
+                else:
+                    continue
+                stepped.append(slot)
+                # Not an edit of the script's, which the master would follow.
+                slot.version += 1
+            increment_version([slot.parameter for slot in stepped])
+        return stepped
 
     def drop_gradients(self) -> None:
         # A copy that is under way would write to memory that the allocator has given to another tensor.

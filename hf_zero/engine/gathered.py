@@ -40,12 +40,18 @@ def gathered_again(units: Sequence[Unit], gather: Callable[[Unit], None]) -> Ite
     # By the address of the storage: autograd may save a view or a transpose of a parameter, which is another tensor.
     unit_at = {memory.shown.untyped_storage().data_ptr(): unit for unit in units for memory in unit.memories.values()}
 
-    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None]:
-        return tensor, unit_at.get(tensor.untyped_storage().data_ptr())
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int, Unit | None]:
+        return tensor, tensor._version, unit_at.get(tensor.untyped_storage().data_ptr())
 
-    def unpack(packed: tuple[torch.Tensor, Unit | None]) -> torch.Tensor:
-        tensor, unit = packed
+    def unpack(packed: tuple[torch.Tensor, int, Unit | None]) -> torch.Tensor:
+        tensor, version, unit = packed
         if unit is not None:
+            # autograd does not check what a hook has packed.
+            if tensor._version != version:
+                raise RuntimeError(
+                    "hf_zero: one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                    f"parameter of {unit.name!r}, as by optimizer.step(). Run the forward again before this backward."
+                )
             gather(unit)
         return tensor
 

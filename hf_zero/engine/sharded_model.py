@@ -560,6 +560,12 @@ class ShardedModel:
         unit.count_edit(slot)
         return True
 
+    def follow_step(self, stepped: Iterable[ParameterSlot]) -> None:
+        """Counts a step's writes to parameters as no edits of the script's."""
+        for slot in stepped:
+            unit, _ = self.unit_of[slot.parameter]
+            unit.follow_step(slot)
+
     def _move_to_meta(self) -> None:
         on_meta = {p: nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in self.unit_of}
         for module in self._model.modules():

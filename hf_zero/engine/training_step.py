@@ -628,7 +628,9 @@ class TrainingStep:
         for bucket in buckets:
             # Rows that are the parameters keep `grad` until the script zeroes it, as under DDP.
             if not bucket.rows_are_parameters:
-                bucket.end_step()
+                stepped = bucket.end_step()
+                if self._gathers_layers:
+                    parts.sharded.follow_step(stepped)
             # Gradients go before the gathers begin: their memory is free for the buffers of these.
             self.store.release(bucket)
         if parts.replicas is not None:

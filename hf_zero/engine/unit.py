@@ -153,6 +153,7 @@ class Unit:
         self.gather: Gather | None = None
         self._handles: list[Handle] = []
         self._parameters = [slot.parameter for slot in self.slots]
+        self._index_of = {slot: index for index, slot in enumerate(self.slots)}
         self._versions = list(map(_VERSION, self._parameters))
         self.unseen = UnseenEdits()
 
@@ -249,6 +250,10 @@ class Unit:
         with look_only():
             torch.autograd.graph.increment_version(slot.parameter)
         self.forget_edits()
+
+    def follow_step(self, slot: ParameterSlot) -> None:
+        """Counts a step's write to a parameter as no edit of the script's."""
+        self._versions[self._index_of[slot]] += 1
 
     def store(self, slot: ParameterSlot, *, written: bool) -> None:
         """Stores this rank's part of a whole value that a script put into a parameter of a sharded unit, if `written`."""

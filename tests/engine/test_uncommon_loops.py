@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from cells import slow
-from shared_ranks import on_ranks, on_shared_ranks, shared_ranks
+from shared_ranks import on_ranks, on_shared_ranks, run_on_ranks, shared_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -522,7 +522,7 @@ def plain() -> nn.Module:
 def train_edited(rank: int, model: nn.Module, settings: dict | None, after_step: Edit | None = None) -> list[float]:
     """Losses of a few steps; settings None trains with DDP. `after_step` edits each parameter behind each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    engine = None if settings is None else ZeroEngine(model, [optimizer], {"bucket_bytes": "1KiB", **settings})
+    engine = None if settings is None else ZeroEngine(model, [optimizer], settings)
     entry = DistributedDataParallel(model) if engine is None else model
     generator = torch.Generator().manual_seed(rank)
     losses = []
@@ -634,3 +634,83 @@ def test_embeddings_that_each_rank_would_scale_by_its_own_tokens_are_refused(ran
         model = Renormed(nn.Embedding, frozen=frozen)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         ZeroEngine(model, [optimizer], {"stage": stage}).close()
+
+
+# ---- graphs from before a step ----
+
+STEPPED_BY = [
+    *({"stage": stage} for stage in STAGES),
+    {"stage": 3, "reshard_after_forward": False},
+    {"stage": 2, "param_dtype": "bfloat16"},
+    {"stage": 3, "param_dtype": "bfloat16"},
+    {"stage": 2, "offload": {"optimizer": "cpu"}},
+    {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}},
+    {"stage": 2, "offload": {"optimizer": "nvme", "nvme_path": "?"}},
+    {"stage": 1, "moments": "8bit"},
+]
+
+
+class Heads(nn.Module):
+    """A frozen trunk, so that a step of one head changes nothing that the graph of the other one has saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)) for _ in range(2)
+        )
+
+    def forward(self, values: torch.Tensor, head: int) -> torch.Tensor:
+        # In bfloat16, what is trained and what is frozen may have different dtypes.
+        hidden = self.trunk(values.to(self.trunk.weight.dtype)).to(self.heads[head][0].weight.dtype)
+        return self.heads[head](hidden).square().mean()
+
+
+def over_a_step(
+    optimizer: torch.optim.Optimizer, make_loss: Callable[[int], torch.Tensor], graph: str, raises: bool
+) -> None:
+    def step(loss: torch.Tensor, **how: bool) -> None:
+        loss.backward(**how)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first, second, of_others = make_loss(0), make_loss(0), make_loss(1)
+    step(first, retain_graph=True)
+    if graph == "of others":
+        step(of_others)
+    elif raises:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (first if graph == "kept" else second).backward()
+        optimizer.zero_grad()
+    # A forward drops what a backward that failed has left. Here are several backwards before a step.
+    (make_loss(0) / 2).backward()
+    step(make_loss(0) / 2)
+
+
+def over_steps(rank: int, world_size: int, folder: str) -> None:
+    values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def trained_by(settings: dict | None, graph: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Heads()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        engine = None if settings is None else ZeroEngine(model, [optimizer], settings)
+        over_a_step(optimizer, lambda head: model(values, head), graph, raises=settings is not None)
+        if engine is not None:
+            engine.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for graph in ("kept", "not used yet", "of others"):
+        # All ranks have the same batch: one process trains the same model.
+        expected = trained_by(None, graph)
+        for settings in STEPPED_BY:
+            if settings.get("offload", {}).get("nvme_path"):
+                settings = {**settings, "offload": {**settings["offload"], "nvme_path": folder}}
+            found = trained_by(settings, graph)
+            if "param_dtype" not in settings and "moments" not in settings:
+                assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected)), settings
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_backward_through_a_graph_from_before_a_step_raises_as_under_ddp(world_size, tmp_path):
+    run_on_ranks(over_steps, world_size=world_size, folder=str(tmp_path))
