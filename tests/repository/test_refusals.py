@@ -86,6 +86,7 @@ ROWS = {
     "have diverged": "copies that have diverged",
     "do not train the same thing": "ranks that differ in model",
     "was given different values": "`load_state_dict` of different values",
+    "modified by an inplace operation": "a graph from before a step",
     "create_graph": "create_graph=True",
     "sparse gradient": "Embeddings with `sparse=True`",
     "inside a backward, as by a hook": "inside a backward, from a hook",
