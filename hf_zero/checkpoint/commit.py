@@ -149,11 +149,15 @@ def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk
         mark.touch(exist_ok=False)
         return mark.name
 
-    names = on_all_ranks(exchange, put, doing=f"write to {folder}", then=then)
-    seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
-    # After this all ranks have looked. A mark that went earlier would hide its rank from a rank that looks later.
-    exchange(None)
-    mark.unlink(missing_ok=True)
+    try:
+        names = on_all_ranks(exchange, put, doing=f"write to {folder}", then=then)
+        seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
+        # After this all ranks have looked. A mark that went earlier would hide its rank from a rank that looks later.
+        exchange(None)
+    finally:
+        # Also if another rank could not write: this rank's mark is there. In a folder that is none, the error above says so.
+        with suppress(OSError):
+            mark.unlink()
     return Disk(ranks=seen, rank=rank, world_size=len(names))
 
 
@@ -203,7 +207,12 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
         _take_away(temporary)
         temporary.mkdir()
 
-    on_all_ranks(exchange, make, doing=f"begin {final}", then=_THEN)
+    try:
+        on_all_ranks(exchange, make, doing=f"begin {final}", then=_THEN)
+    except BaseException:
+        # Another disk may have refused.
+        abandon(temporary, disk=disk)
+        raise
     return temporary
 
 
@@ -277,6 +286,8 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
         if not disk.leads:
             return
         replaced = former_of(final)
+        if os.path.lexists(final) and not final.is_dir():
+            _move_file_aside(final)
         # A rename cannot replace a folder with files, so the old one steps aside. Between the two renames only `.old-`
         # has the old one: `put_back` and `clear_leftovers` undo that.
         if final.exists():
@@ -294,6 +305,13 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
         _take_away(replaced)
 
     on_all_ranks(exchange, rename, doing=f"commit {final}", then=_THEN)
+
+
+def _move_file_aside(final: Path) -> None:
+    """Gives a file that has a checkpoint's name another name. It may be the user's, and no rename replaces it by a folder."""
+    aside = final.with_name(f"{final.name}.file-{uuid.uuid4().hex[:8]}")
+    final.rename(aside)
+    warnings.warn(f"hf_zero: {final} was a file and no checkpoint. It is {aside.name} now.", stacklevel=2)
 
 
 def put_back(finals: Iterable[Path], *, exchange: Exchange) -> None:
@@ -328,8 +346,8 @@ def discard(final: Path) -> None:
 
 
 def _take_away(folder: Path) -> None:
-    """Removes a folder if it exists; in the place of a link, removes only the link."""
-    if folder.is_symlink():
+    """Removes a folder or a file if it exists; of a link, removes only the link."""
+    if folder.is_symlink() or folder.is_file():
         folder.unlink()
     elif folder.exists():
         shutil.rmtree(folder)
@@ -350,7 +368,7 @@ def clear_leftovers(folder: Path) -> None:
         final = folder / old.name.removeprefix(".old-")
         if final.exists():
             _take_away(old)
-        else:
+        elif old.is_dir():
             # Killed between the two renames of `commit`: the old checkpoint is the newest whole one.
             old.rename(final)
     for temporary in folder.glob(".tmp-checkpoint-*"):

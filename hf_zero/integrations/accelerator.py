@@ -453,7 +453,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 within = "" if folder is folders[0] else f"{folder.name}/"
                 seal_state(engine, root, manifest, folder=folder.name, within=within)
         self.record_save(began_s, final)
-        return str(final)
+        return final
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
         self._refuse_reset_state()

@@ -351,13 +351,15 @@ def _folder_to_fill(
         naming.automatic_checkpoint_naming = is_automatic
     if is_automatic and naming.total_limit is not None and disk.leads:
         # Behind the commit: a save that fails keeps all old states.
-        for old in numbered_states(accelerator)[: -naming.total_limit]:
+        # The new one always stays, as under accelerate with a limit of 0.
+        for old in numbered_states(accelerator)[: -max(naming.total_limit, 1)]:
             discard(old)
 
 
 def numbered_states(accelerator: Accelerator) -> list[Path]:
     """Lists the states of accelerate's automatic naming, the newest last."""
-    found = [path for path in _states_of(accelerator).glob("checkpoint_*") if _NUMBERED.match(path.name)]
+    named = _states_of(accelerator).glob("checkpoint_*")
+    found = [path for path in named if _NUMBERED.match(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 

@@ -289,9 +289,9 @@ class LoopStop(StopSignals):
             # A script that has resumed without `last_good_state` has not moved the number on.
             taken = [int(path.name.rpartition("_")[2]) for path in numbered_states(accelerator)[-1:]]
             naming.iteration = max(naming.iteration, *engine.world.exchange(max(taken, default=-1) + 1, "signals"))
-            return Path(accelerator.save_state())
+            return accelerator.save_state()
         named = f"{accelerator.project_dir}/checkpoints/checkpoint_{{step}}" if self._asked == AUTO else self._asked
-        return Path(accelerator.save_state(named.replace("{step}", str(accelerator.zero_steps))))
+        return accelerator.save_state(named.replace("{step}", str(accelerator.zero_steps)))
 
 
 def follow_signals(accelerator: Any, engine: ZeroEngine) -> None:

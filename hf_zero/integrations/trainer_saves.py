@@ -665,7 +665,7 @@ def _refuse_edits(versions: list[tuple[str, torch.nn.Parameter, int]]) -> None:
 
 
 def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: Path | None) -> None:
-    """Applies Trainer's `save_total_limit`: removes the oldest. `latest` and the best stay.
+    """Applies Trainer's `save_total_limit`: removes those of the earliest steps. `latest` and the best stay.
 
     Checkpoints of `checkpoint.full_every` are not counted.
     """
@@ -673,8 +673,12 @@ def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: Path | N
         return
     kept = {latest} if best is None else {latest, best}
     found = [path for path in newest_first(run_folder) if path in kept or not _is_kept(path)]
-    # By age, since one of a higher number may be what a resume has passed over; numbers where the times are equal.
-    others = sorted((path for path in reversed(found) if path not in kept), key=lambda path: path.stat().st_mtime_ns)
+    # A checkpoint of a later step than the newest is one that a resume passed over, and goes first. By step and not by time:
+    # clocks jump, and a copy of a folder has new times.
+    ahead = step_of(latest)
+    others = sorted(
+        (path for path in found if path not in kept), key=lambda path: (step_of(path) <= ahead, step_of(path))
+    )
     surplus = len(found) - max(limit, len(kept))
     for path in others[: max(surplus, 0)]:
         try:

@@ -15,6 +15,7 @@ import signal
 import struct
 import threading
 import time
+import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -857,6 +858,52 @@ def test_rotation_never_takes_the_last_good_one(undisturbed, tmp_path):
     seen = run_on_ranks(rotates, world_size=1, output_dir=str(tmp_path))[0]
     assert seen == [["checkpoint-8"], ["checkpoint-12"], ["checkpoint-14"]]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-14"]
+
+
+@pytest.mark.parametrize(("best", "left"), [(None, {6, 8}), (2, {2, 8})])
+def test_rotation_goes_by_step_whatever_the_clock_said(best, left, tmp_path):
+    for step in (2, 4, 6, 8, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        # The clock goes back at each save. A resume has passed over checkpoint-30.
+        os.utime(tmp_path / f"checkpoint-{step}", (10**9 - step, 10**9 - step))
+    kept = None if best is None else tmp_path / f"checkpoint-{best}"
+    trainer_saves._rotate(tmp_path, tmp_path / "checkpoint-8", limit=2, best=kept)
+    assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{step}" for step in left}
+
+
+def saves_over_a_file(rank: int, world_size: int, output_dir: str) -> list[str]:
+    as_launched(rank, world_size)
+    settings = "flag stage=2,checkpoint.resume=auto,checkpoint.async_save=false"
+    trainer = make_trainer(settings, "bert", output_dir, save_strategy="steps", save_steps=2, max_steps=4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.train()
+    return [str(each.message) for each in said if "was a file" in str(each.message)]
+
+
+def test_a_file_with_a_checkpoints_name_is_moved_aside_and_kept(tmp_path):
+    for name in ("checkpoint-4", "checkpoint-3", ".tmp-checkpoint-2", ".old-checkpoint-2"):
+        (tmp_path / name).write_text("mine")
+    [[said]] = run_on_ranks(saves_over_a_file, world_size=1, output_dir=str(tmp_path))
+    assert "checkpoint-4 was a file and no checkpoint. It is checkpoint-4.file-" in said
+    assert all(checkpoint_faults(tmp_path / f"checkpoint-{step}", "zero") == [] for step in (2, 4))
+    [aside] = tmp_path.glob("checkpoint-4.file-*")
+    assert aside.read_text() == (tmp_path / "checkpoint-3").read_text() == "mine"
+
+
+def refused_elsewhere(value: tuple) -> list:
+    """Rank 0's exchange with a rank 1 that has failed."""
+    return [value, (("OSError: [Errno 24] Too many open files",), None)]
+
+
+@pytest.mark.parametrize("asks", [find_disk, begin])
+def test_nothing_is_left_where_another_rank_cannot_write(asks, tmp_path):
+    with pytest.raises(CheckpointError, match=r"rank 1 could not .*Too many open files"):
+        if asks is find_disk:
+            find_disk(tmp_path, 0, refused_elsewhere, then="")
+        else:
+            begin(tmp_path / "checkpoint-2", needed_bytes=0, disk=Disk.shared(0, 2), exchange=refused_elsewhere)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_rotation_leaves_no_half_of_a_checkpoint(checkpoint, monkeypatch):

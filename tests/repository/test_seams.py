@@ -6,7 +6,9 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import textwrap
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from packaging.version import Version
 from pictures import PACKAGE
 from torch import nn
 
+from hf_zero.integrations.accelerator import ZeroAcceleratorMixin
 from hf_zero.integrations.seams import REPLACED_CLASSES, SEAMS, Seam
+from hf_zero.integrations.trainer import ZeroTrainerMixin
 
 TESTS = {path.name: path for path in Path(__file__).parents[1].rglob("test_*.py")}
 
@@ -212,3 +216,56 @@ def test_named_tests_exist():
         file, _, name = each.partition("::")
         text = TESTS[file].read_text(encoding="utf-8")
         assert not name or f"def {name}(" in text, each
+
+
+def stock_and_own_methods() -> list[tuple[str, Callable, Callable]]:
+    """(name, method of accelerate's or transformers' class, ours that stands before it)."""
+    pairs = ((Accelerator, ZeroAcceleratorMixin), (transformers.Trainer, ZeroTrainerMixin))
+    return [
+        (f"{mixin.__name__}.{name}", getattr(stock, name), own)
+        for stock, mixin in pairs
+        for cls in mixin.__mro__[:-1]
+        for name, own in vars(cls).items()
+        if inspect.isfunction(own) and not name.startswith("__") and hasattr(stock, name)
+    ]
+
+
+HIDDEN = {"ZeroAcceleratorMixin.log"}
+"""accelerate's decorator hides the arguments."""
+
+STATIC = {"ZeroAcceleratorMixin.trigger_sync_in_backward"}
+"""accelerate's takes no `self`."""
+
+RAISES = {"ZeroTrainerMixin.hyperparameter_search"}
+"""Refused, and so without a result."""
+
+
+def returns_a_value(function: Callable) -> bool:
+    [body] = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+    inner = {
+        id(node)
+        for each in ast.walk(body)
+        if each is not body and isinstance(each, ast.FunctionDef)
+        for node in ast.walk(each)
+    }
+    outer = [node for node in ast.walk(body) if id(node) not in inner]
+    return any(
+        isinstance(node, ast.Yield) or (isinstance(node, ast.Return) and node.value is not None) for node in outer
+    )
+
+
+def test_a_method_that_stands_before_anothers_takes_and_returns_the_same():
+    found = stock_and_own_methods()
+    assert len(found) > 40
+    wrong = []
+    for name, stock, own in (each for each in found if each[0] not in HIDDEN):
+        theirs, ours = (list(inspect.signature(inspect.unwrap(each)).parameters.values()) for each in (stock, own))
+        kinds = {each.kind for each in ours}
+        takes_all = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+        named = [(each.name, each.default, each.kind) for each in ours]
+        expected = [(each.name, each.default, each.kind) for each in theirs]
+        if not takes_all and named[name in STATIC :][: len(expected)] != expected:
+            wrong.append(f"{name}{inspect.signature(own)} stands before {inspect.signature(stock)}")
+        if name not in RAISES and returns_a_value(stock) and not returns_a_value(own):
+            wrong.append(f"{name} returns nothing, and the one that it stands before a value")
+    assert not wrong, "\n".join(wrong)
