@@ -207,6 +207,16 @@ def resolve_casts(config: ZeroConfig, mixed_precision: str) -> ZeroConfig:
     return replace(config, gather_dtype="bfloat16") if mixed_precision == "bf16" and is_open else config
 
 
+def for_evaluation(config: ZeroConfig) -> ZeroConfig:
+    """Completes the config of a model that is only evaluated: frozen parameters are gathered in the dtype of trained ones.
+
+    A reference with the weights of the trained model then computes the same values.
+    """
+    if config.param_dtype != "bfloat16":
+        return config
+    return replace(config, param_dtype=AUTO, gather_dtype=config.param_dtype)
+
+
 def check_cast_owner(config: ZeroConfig, mixed_precision: str) -> str:
     """Names the owner of the cast to a lower precision, for the plan. Refuses two owners that differ, and fp8.
 

@@ -1,7 +1,7 @@
 """`ZeroEngine`: shards a model and its optimizers, and trains them as DDP would."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from .backward import never_asked
 from .buffers import broadcast_buffers, ignored_parameters
 from .dcp_helpers import support_dcp_helpers
 from .gathered import IN_GATHERED, parameters_in, put_back
+from .parameter_places import FreezesInForward, frozen
 from .report_tables import CommReport, MemoryReport
 from .reports import DtypeReport, report_dtypes, report_memory
 from .split_model import whole_tensors
@@ -48,12 +49,15 @@ class ZeroEngine:
         on_progress: called with the bytes of parameters that are in buckets, and those of the model.
         find_unused_parameters: DDP's. It decides one case: autograd runs past a parameter and leaves its gradient undefined on
             all ranks. False gives the parameter a gradient of zeros, True leaves it without one, so that it is not stepped.
+        evaluates: the model is only evaluated, with all parameters as if they were frozen. `requires_grad` stays as it is, and
+            no parameter gets a gradient.
 
     Raises:
         ValueError: a model or optimizer that cannot be trained so; ranks that differ. ConfigError for settings.
 
     Attributes:
         entry: what the script calls.
+        evaluates: as it was asked for.
         bad_steps: how many steps with NaN or infinite gradients were skipped, and whether the last one was.
 
     ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
@@ -69,6 +73,7 @@ class ZeroEngine:
         device: torch.device | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         find_unused_parameters: bool = False,
+        evaluates: bool = False,
     ):
         ErrorHook.installed()
         agree_on_overflows()
@@ -77,7 +82,13 @@ class ZeroEngine:
         self._find_unused_parameters = find_unused_parameters
         self._stop_asked = never_asked
         self.entry = entry or model
-        self._start(assemble(model, optimizers, ZeroConfig.of(config), device, on_progress), optimizers)
+        self.evaluates = evaluates
+        self._freezes = FreezesInForward()
+        with self._as_it_is_used():
+            self._start(assemble(model, optimizers, ZeroConfig.of(config), device, on_progress), optimizers)
+
+    def _as_it_is_used(self) -> AbstractContextManager[None]:
+        return frozen(self.model) if self.evaluates else nullcontext()
 
     def _start(self, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         mesh = parts.mesh
@@ -95,6 +106,8 @@ class ZeroEngine:
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
         self._handles = self._step.install(self.entry)
+        if self.evaluates:
+            self._handles += self._freezes.watch(self.entry)
         if self.config.stage > 0 and self.groups.world_size > 1:
             self._step.allocations = rank_allocations(self.model, list(parts.slot_of))
             self._handles += self._step.allocations
@@ -377,7 +390,8 @@ class ZeroEngine:
         optimizers, device = [sharded.optimizer for sharded in self.optimizers], self.device
         self.close()
         resize_whole(self.model, optimizers, states, num_tokens, **kwargs)
-        self._start(assemble(self.model, optimizers, self.config, device), optimizers)
+        with self._as_it_is_used():
+            self._start(assemble(self.model, optimizers, self.config, device), optimizers)
 
     def close(self, *, rank0_only: bool = False) -> None:
         """Hands back an ordinary model and optimizer: hooks off, parameters in memory of their own, groups whole.

@@ -15,7 +15,7 @@ from accelerate.utils import DynamoBackend, compile_regions
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..buckets.precision import is_loaded, resolve_casts
+from ..buckets.precision import for_evaluation, is_loaded, resolve_casts
 from ..checkpoint.commit import put_back
 from ..checkpoint.manifest import Manifest
 from ..comm.ledger import naming_lost_ranks
@@ -139,9 +139,10 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
         self._refuse_reset_state()
         self._choose_stage([model])
+        is_evaluated = evaluation_mode and self._is_to_evaluate(model)
         if self.zero_config.stage == 3:
             _refuse_compiled(self, model)
-            if engine_attached_to(model) is not None or self._is_sharded_next(model):
+            if engine_attached_to(model) is not None or is_evaluated or self._is_sharded_next(model):
                 # Whole, the model may not fit the device: the engine moves this rank's shard there.
                 device_placement = False
         if self.device.type == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters()):
@@ -168,6 +169,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         model.__dict__[_PREPARED] = settings
         _mark_prepared(model, False)
         original = self.unwrap_model(prepared, keep_torch_compile=False)
+        original.__dict__[_EVALUATED] = evaluation_mode
         if self.zero_run is not None:
             self.zero_run.models += 1
         engine = engine_attached_to(original)
@@ -175,12 +177,13 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         # saves, clips and closes with it.
         if engine is not None and engine not in self.zero_engines:
             self.zero_engines.append(engine)
-        if engine is None and self.zero_config.stage == 3 and _is_frozen(original):
+        is_frozen = self.zero_config.stage == 3 and _is_frozen(original)
+        if engine is None and (is_frozen or is_evaluated):
             # Here, not in _build_engines: `prepare_model(teacher, evaluation_mode=True)` may be the only call for it.
-            self._build_engine(original, [], prepared)
-        elif engine is None and self.num_processes > 1:
+            self._build_engine(original, [], prepared, evaluates=is_evaluated)
+        if engine is None and not is_frozen and self.num_processes > 1:
             # Not refused here: the optimizer may come in a later call. The hook refuses the first training forward without an
-            # engine.
+            # engine that trains.
             prepared.register_forward_pre_hook(RefuseTrainingAlone(original))
         if not self._zero_preparing:
             self._build_engines()
@@ -189,6 +192,14 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     def _is_sharded_next(self, model: nn.Module) -> bool:
         """Whether this call to prepare builds the engine: with an optimizer, or without one for a frozen model."""
         return self._zero_with_optimizer or _is_frozen(model)
+
+    def _is_to_evaluate(self, model: nn.Module) -> bool:
+        """Whether this call shards a model that is not frozen for evaluation only."""
+        config = self.zero_config
+        is_shared = self.num_processes > 1 or config.offload.moves_params
+        # A part of a prepared model is sharded with that.
+        is_apart = all(engine_attached_to(parameter) is None for parameter in model.parameters())
+        return config.stage == 3 and is_shared and is_apart and not _is_frozen(model)
 
     def _prepare_tp(self, *args):
         # accelerate would look for the places of DTensors; the engine replaces them.
@@ -211,7 +222,11 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         """An engine for each prepared model whose optimizers are prepared and not yet in one."""
         bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
         waiting = [o for o in map(_bare, self._optimizers) if id(o) not in bound]
-        for prepared in self._models:
+        # A model that is prepared for evaluation may be a part of the model that the optimizer trains.
+        by_use = sorted(
+            self._models, key=lambda each: bool(self.unwrap_model(each, False, False).__dict__.get(_EVALUATED))
+        )
+        for prepared in by_use:
             model = self.unwrap_model(prepared, keep_torch_compile=False)
             parameters = set(model.parameters())
             mine = [o for o in waiting if any(p in parameters for group in o.param_groups for p in group["params"])]
@@ -242,8 +257,21 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             if sharded.optimizer in prepared and not any(p in taken for group in sharded.whole_groups for p in group)
         ]
 
-    def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
+    def _build_engine(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        prepared: nn.Module,
+        *,
+        evaluates: bool = False,
+    ) -> None:
         refuse_earlier_accelerator(self)
+        parameters = set(model.parameters())
+        for engine in [each for each in self.zero_engines if each.evaluates and each.model is not model]:
+            # A part of this model that was evaluated before, or the reverse.
+            if not parameters.isdisjoint(engine.model.parameters()):
+                engine.close()
+                self.zero_engines.remove(engine)
         former = engine_attached_to(model)
         if former is not None:
             # Before the close: the former engine's shards are the only copy of the state.
@@ -253,6 +281,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             self.zero_engines.remove(former)
         # The log of a run is this Accelerator's own, which knows a folder for it. An engine refuses the setting.
         config = replace(resolve_casts(self.zero_config, self.mixed_precision), report=False)
+        if evaluates:
+            config = for_evaluation(config)
         ddp = self.ddp_handler
         # accelerate makes no DDP here that would read these settings, so that the engine has to follow them.
         if ddp is not None and not ddp.broadcast_buffers:
@@ -275,6 +305,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                     # With either setting, DDP leaves a gradient out that is undefined on all ranks, and the optimizer passes
                     # over the parameter. Without them, the gradient is zeros.
                     find_unused_parameters=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph),
+                    evaluates=evaluates,
                 )
             take_up_state(engine)
         except Exception:
@@ -602,6 +633,9 @@ def _refuse_compiled(accelerator: Accelerator, model: nn.Module) -> None:
 
 _PREPARED = "_hf_zero_prepared"
 """Attribute of a model: the precision and the compiler that it has been prepared with."""
+
+_EVALUATED = "_hf_zero_evaluated"
+"""Attribute of a model: whether it was prepared with `evaluation_mode=True` the last time."""
 
 
 def _mark_prepared(model: Any, is_prepared: bool) -> None:

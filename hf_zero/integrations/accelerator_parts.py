@@ -163,19 +163,25 @@ def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _
 
 
 class RefuseTrainingAlone:
-    """Refuses the training forward of a model without an engine: each rank would train it alone."""
+    """Refuses the training forward of a model without an engine that trains: each rank would train it alone."""
 
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
 
     def __call__(self, module: nn.Module, _args: tuple) -> None:
         model = self._model()
-        if model is None or not (module.training and torch.is_grad_enabled()) or engine_attached_to(model) is not None:
+        if model is None or not (module.training and torch.is_grad_enabled()):
+            return
+        # Of the parameters too: a part of a model that is trained may be prepared for evaluation.
+        holders: list[nn.Module | nn.Parameter] = [model, *model.parameters()]
+        engine, *others = map(engine_attached_to, holders)
+        if any(each is not None and not each.evaluates for each in (engine, *others)):
             return
         if find_in_callers(lambda candidate: isinstance(candidate, DistributedDataParallel)) is not None:
             # A plain Trainer or Accelerator has it now.
             return
-        if any(p.requires_grad for p in model.parameters()):
+        # An engine that only evaluates has frozen the parameters for this forward.
+        if engine is not None or any(p.requires_grad for p in model.parameters()):
             raise RuntimeError(
                 f"hf_zero: {type(model).__name__} was prepared without its optimizer, so its gradients would stay on each rank. "
                 "Call accelerator.prepare(model, optimizer) (also in separate calls) before training; for inference use "

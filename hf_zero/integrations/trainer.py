@@ -296,7 +296,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # A prepared model is where it belongs; accelerate numbers the host's device by the rank, and `.to()` would copy.
-        # At stage 3 prepare puts this rank's shard there, or the whole model where it is only evaluated.
+        # At stage 3 prepare puts this rank's shard there, also of a model that is only evaluated.
         stays = engine_attached_to(model) is not None or self.accelerator.zero_config.may_shard_parameters
         with replaced(Trainer, "_move_model_to_device", _stay) if stays else nullcontext():
             super()._move_model_to_device(model, device)
