@@ -2,11 +2,13 @@
 
 import weakref
 from abc import ABCMeta
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache, wraps
 from inspect import getattr_static
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -169,6 +171,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def is_in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def set_all(owners: Iterable[Any], name: str, values: Iterable[Any]) -> None:
+    """Sets an attribute of many objects in a loop in C, which takes a tenth of a loop in Python."""
+    deque(map(setattr, owners, repeat(name), values), maxlen=0)
 
 
 # ---- A name of another package, replaced for a while ----

@@ -4,12 +4,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat, takewhile
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 from torch.autograd.graph import increment_version
 
 from ..comm.ledger import Label
@@ -49,7 +49,6 @@ class FlatViews:
             if interval.numel == 0:
                 self._without_elements[number] = shape
         self._gaps = sorted(set(range(len(self._like))) - set(self._places))
-        self._between: list[torch.Tensor] = []
 
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the views of a 1-D tensor, each in its shape, row-major."""
@@ -61,36 +60,38 @@ class FlatViews:
         return found
 
     def fill(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
-        """Writes `values` times `factor` into the views of a 1-D tensor, and zeros between and behind them.
-
-        Needs one more tensor of that size meanwhile.
+        """Writes `values` times `factor` into the views of a 1-D tensor, and zeros between and after them.
 
         Args:
-            values: one for each view, in their shapes and order, of the dtype of `flat`.
+            values: one for each view, in their shapes and order, of the dtype of `flat`, and in other memory.
         """
-        parts = list(self._like)
-        for place, value in zip(self._places, values):
-            parts[place] = value
-        # Zeros of another dtype would make torch join all parts in the wider dtype; zeros on another device would be refused.
-        if self._gaps and not (self._between and _are_alike(self._between[0], flat)):
-            longest = max(self._like[place].numel() for place in self._gaps)
-            zeros = torch.zeros(longest, dtype=flat.dtype, device=flat.device)
-            self._between = [zeros[: self._like[place].numel()] for place in self._gaps]
-        for place, zeros in zip(self._gaps, self._between):
-            parts[place] = zeros
+        if not all(map(torch.Tensor.is_contiguous, values)):
+            values = [value.contiguous() for value in values]
+        parts = list(map(torch.Tensor.view, values, repeat(-1)))
+        if self._gaps:
+            parts = self._with_zeros_between(parts, flat)
+        filled = flat if self._end == flat.numel() else flat[: self._end]
         # Two operations for any number of parts: a copy each would cost the host more than the device computes.
-        packed, filled = _flatten_dense_tensors(parts), flat[: self._end]
-        torch.mul(packed, factor, out=filled)
-        flat[self._end :].zero_()
+        if len(parts) == 1:
+            torch.mul(parts[0], factor, out=filled)
+        else:
+            torch.cat(parts, out=filled)
+            if factor != 1.0:
+                filled.mul_(factor)
+        if filled is not flat:
+            flat[self._end :].zero_()
 
-
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device
+    def _with_zeros_between(self, parts: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+        joined, sizes = list(self._like), [self._like[place].numel() for place in self._gaps]
+        for place, part in zip(self._places, parts):
+            joined[place] = part
+        zeros = torch.zeros(max(sizes), dtype=flat.dtype, device=flat.device)
+        for place, size in zip(self._gaps, sizes):
+            joined[place] = zeros[:size]
+        return joined
 
 
 # ---- Buckets: parameters as views of one flat buffer, and this rank's rows of it ----
-
-_SMALL_NUMEL = 1 << 14
 
 
 class BucketKey(NamedTuple):
@@ -126,7 +127,6 @@ class ParameterSlot:
 
     Attributes:
         number: index among the slots of the bucket.
-        is_small: an operation on its few elements costs the host more than the arithmetic.
         view: the parameter's elements of the bucket's flat buffer, in its shape.
         arrived: a gradient has been put in the bucket's open buffer.
         used: a gradient arrived on this rank at any time in the pass; once the pass has ended, on any rank.
@@ -149,10 +149,6 @@ class ParameterSlot:
     continues: bool = False
     version: int = 0
     row: "Row | None" = field(default=None, repr=False)
-    is_small: bool = field(init=False, default=False)
-
-    def __post_init__(self):
-        self.is_small = self.interval.numel <= _SMALL_NUMEL
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns this slot of a flat buffer of the bucket's layout, in the parameter's shape, row-major."""
@@ -358,6 +354,7 @@ class Bucket:
         # The parameter becomes a view: backward, the optimizer and the gathers then share memory without copies.
         self.memory.set_data(parameter, slot.view)
         # A new stand-in, since the parameter may have another dtype now; the row behind it stays.
+        self.__dict__.pop("stand_ins", None)
         before, slot.sharded_gradient = slot.sharded_gradient, ShardedGradient(slot.name, parameter)
         slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = before.shard, before.await_shard
         # The copy above is no edit by the script.
@@ -386,6 +383,25 @@ class Bucket:
     def views(self) -> list[torch.Tensor]:
         """Returns the slots' views, in slot order."""
         return [slot.view for slot in self.slots]
+
+    @cached_property
+    def stand_ins(self) -> list[ShardedGradient]:
+        """Returns the slots' stand-ins of gradients, in slot order; `adopt` makes others."""
+        return [slot.sharded_gradient for slot in self.slots]
+
+    @cached_property
+    def _slot_starts(self) -> list[int]:
+        return [slot.interval.start * self.precision.reduce.itemsize for slot in self.slots]
+
+    def are_in_slots(self, flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether tensors, one for each slot, begin where the slots of a flat gradient buffer do."""
+        addresses = map(flat.data_ptr().__add__, self._slot_starts)
+        return all(map(eq, map(torch.Tensor.data_ptr, tensors), addresses))
+
+    @cached_property
+    def row_tensors(self) -> list[nn.Parameter]:
+        """Returns the rows' tensors, in their order."""
+        return [row.tensor for row in self.rows]
 
     @cached_property
     def _with_elements(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:

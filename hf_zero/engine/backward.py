@@ -1,8 +1,9 @@
 """One backward pass: gradients fill buckets, full buckets are reduced, all are reduced at its end."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,28 +20,107 @@ from .gradient_store import GradientStore
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
 
+_GRAD = attrgetter("grad")
+_PLAIN = {torch.Tensor}
+_FIRST_PASSES, _MOST_PASSES = 2, 64
+"""Passes that have to fill a bucket in the same way before one hook takes all of it: at first, and after many surprises."""
+
 
 def never_asked() -> int:
     """Nobody looks for signals that ask this rank to stop."""
     return 0
 
 
+# [Note: learned buckets]
+# A hook in Python on each parameter costs the host more than the reduction that it leads to. Most models fill their buckets in
+# the same way in each pass. So a bucket that the same parameter has completed in two passes is *learned*: from then on only the
+# hook on that parameter runs Python, and takes the gradients of all. The hooks on the others are `list.append`, in C.
+#
+# The list tells which gradients have come, in their order, so nothing else is assumed. Gradients that the last hook does not take
+# together (others are still to come, one is undefined or is a sum with an earlier one, the pass only accumulates) are taken one
+# by one from the list, as hooks would have brought them: then, or at the end of the pass, or before the bucket is started. The
+# bucket is then watched parameter by parameter again, for twice as many passes each time.
+
+
 class _Filling:
-    """How far a bucket has come in the running pass.
+    """How far a bucket has come in the running pass, and how its gradients are watched. See [Note: learned buckets].
 
     Attributes:
         place: of the bucket among all.
         awaited: how many of its slots have no gradient yet.
-        collects: small gradients may be put without further questions; the pass reduces, and has not started the bucket.
+        arrived: of a learned bucket, the parameters whose gradients have come and are not taken, in their order.
+        last: of a learned bucket, the slot whose hook takes all gradients; else None.
+        is_whole: all gradients were taken together in this pass.
+        completed_by: the slot that completed the bucket in this pass, with plain gradients alone.
     """
 
-    __slots__ = ("awaited", "bucket", "collects", "place")
+    __slots__ = (
+        *("_completed_before", "_hooks", "_in_a_row", "_wanted", "arrived", "awaited", "bucket", "completed_by"),
+        *("first", "is_plain", "is_whole", "last", "place", "slot_of"),
+    )
 
-    def __init__(self, bucket: Bucket, place: int):
+    def __init__(self, bucket: Bucket, place: int, first: int):
         self.bucket = bucket
         self.place = place
+        self.first = first
         self.awaited = 0
-        self.collects = False
+        self.arrived: list[torch.Tensor] = []
+        self.slot_of = {slot.parameter: slot for slot in bucket.slots}
+        self.last: ParameterSlot | None = None
+        self.is_whole = False
+        self.is_plain = True
+        self.completed_by: ParameterSlot | None = None
+        self._completed_before: ParameterSlot | None = None
+        self._in_a_row, self._wanted = 0, _FIRST_PASSES
+        self._hooks: list[tuple[MutableMapping[int, Any], int]] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients have come in this pass."""
+        return self.awaited < len(self.bucket.slots) or bool(self.arrived)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no parameter has a hook of the script's, which would see other gradients than in earlier passes."""
+        return all([len(hooks) == 1 for hooks, _ in self._hooks])
+
+    def install(self, gradients: "Gradients") -> list[RemovableHandle]:
+        """Puts a hook on every parameter; the handles take them off again."""
+        handles = [
+            slot.parameter.register_post_accumulate_grad_hook(_hook_of(gradients, self.first + slot.number))
+            for slot in self.bucket.slots
+        ]
+        self._hooks = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
+        return handles
+
+    def learn(self, gradients: "Gradients") -> None:
+        """Leaves one hook in Python, on the parameter of `last`."""
+        hooks: list[Any] = [self.arrived.append] * len(self.bucket.slots)
+        hooks[cast(ParameterSlot, self.last).number] = _last_hook_of(gradients, self.place)
+        self._replace_hooks(hooks)
+
+    def watch_again(self, gradients: "Gradients") -> None:
+        """Puts hooks in Python on all parameters again."""
+        self.last = None
+        self._replace_hooks([_hook_of(gradients, self.first + slot.number) for slot in self.bucket.slots])
+
+    def _replace_hooks(self, new: Sequence[Any]) -> None:
+        # In their places: torch would hook no parameter that is frozen now.
+        for (hooks, number), hook in zip(self._hooks, new):
+            # Not there any more once the handle has been removed.
+            if number in hooks:
+                hooks[number] = hook
+
+    def is_learned_now(self) -> bool:
+        """Called after each pass that reduces and in which the bucket is watched; returns whether that is no longer needed."""
+        by = self.completed_by if self.is_plain else None
+        self._in_a_row = self._in_a_row + 1 if by is not None and by is self._completed_before else int(by is not None)
+        self._completed_before = by
+        if self._in_a_row < self._wanted or not self.is_alone:
+            return False
+        self._wanted, self._in_a_row = min(2 * self._wanted, _MOST_PASSES), 0
+        self.last = by
+        return True
 
 
 class Gradients:
@@ -60,7 +140,6 @@ class Gradients:
         store: keeps the gradients until the step.
         stop_asked: returns the number of the signal that asks this rank to stop, 0 for none.
         stop_agreed: the number of a signal that some rank had at the end of its backward, the same on all ranks; 0 for none.
-        hooked: the slots of all trained parameters, each with how far its bucket is filled.
         reducing: False while micro-batches only accumulate.
         ended: backward passes that have come to their end.
         may_pass_over: buckets may be started before all of their gradients have come; see `_start_passed_over`.
@@ -82,12 +161,16 @@ class Gradients:
         self._fills_undefined = world_size > 1 and not find_unused_parameters
         self._buckets = list(buckets)
         # Not the layout's index: that counts buckets of frozen parameters, too.
-        self._fillings = [_Filling(bucket, place) for place, bucket in enumerate(self._buckets)]
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._fillings: list[_Filling] = []
+        for bucket in self._buckets:
+            first = self._fillings[-1].first + len(self._fillings[-1].bucket.slots) if self._fillings else 0
+            self._fillings.append(_Filling(bucket, len(self._fillings), first))
         self._filling_of = {filling.bucket: filling for filling in self._fillings}
         self.store = store
         self._transport = transport
-        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        self.hooked = [(slot, self._filling_of[slot.bucket]) for slot in self._slots]
+        # Lists with parameters in hooks of parameters: circles that Python does not find, if a failed pass leaves them full.
+        weakref.finalize(self, _clear, [filling.arrived for filling in self._fillings])
         self._next = 0
         self._held: set[ParameterSlot] = set()
         self._late: set[Bucket] = set()
@@ -104,28 +187,50 @@ class Gradients:
         self._after_pass = after_pass
         # True from the first gradient of a pass to its end.
         self._end_is_queued = False
+        # The hook on an output came first: no pass like this one needs the hooks of parameters to be noticed.
+        self._is_announced = False
         self._begin_pass()
 
     def install(self) -> list[RemovableHandle]:
         """Puts a hook on every parameter; the handles take them off again."""
-        return [
-            slot.parameter.register_post_accumulate_grad_hook(_hook_of(self, index))
-            for index, slot in enumerate(self._slots)
-        ]
+        return [handle for filling in self._fillings for handle in filling.install(self)]
+
+    def _learn(self) -> None:
+        """After a pass that reduces: leaves one hook in Python on buckets that fill in the same way each time."""
+        for filling in self._fillings:
+            if filling.last is None:
+                is_last = filling is self._fillings[-1]
+                takes_whole = self._is_announced and self.store.takes_whole(filling.bucket, is_last=is_last)
+                if takes_whole and filling.is_learned_now():
+                    filling.learn(self)
+            elif not filling.is_whole:
+                filling.watch_again(self)
 
     def watch(self, outputs: object) -> None:
         """Has the backward of a forward's outputs end the pass: hooks every tensor of them that takes gradients."""
         # On the root module's outputs, the hook queues autograd's callback on the outer graph task. Queued from a parameter's
         # hook it would run after each inner backward of reentrant checkpointing, too early; that is left for losses that bypass
         # the outputs, where an early end costs a further reduction and no gradient.
-        for tensor in differentiable_tensors(outputs):
+        tensors = differentiable_tensors(outputs)
+        for tensor in tensors:
             tensor.register_hook(self._queue_end)
+        if not tensors:
+            # Only hooks of parameters notice a backward of these outputs.
+            for filling in self._fillings:
+                if filling.last is not None:
+                    filling.watch_again(self)
 
-    def _queue_end(self, _gradient: torch.Tensor | None = None) -> None:
-        """Queues the end of the running pass, once. Called inside a backward."""
+    def _queue_end(self, gradient: torch.Tensor | None = None) -> None:
+        """Queues the end of the running pass, once. Called inside a backward, by an output's hook with a gradient."""
         if not self._end_is_queued:
             self._end_is_queued = True
+            self._is_announced = gradient is not None
             Variable._execution_engine.queue_callback(self._end_pass)
+
+    def complete(self) -> None:
+        """Ends a pass that only reached parameters without a hook in Python. Called outside any backward."""
+        if not self._end_is_queued and any(filling.arrived for filling in self._fillings):
+            self._end_pass()
 
     def refuse_unreduced(self) -> None:
         """Raises `RuntimeError` for a gradient that was accumulated without communication and not reduced since."""
@@ -143,6 +248,7 @@ class Gradients:
             RuntimeError: reductions were already under way, so the ranks may no longer agree.
         """
         if not self._end_is_queued and not self._touched:
+            self.complete()
             return
         self._end_is_queued = False
         if self._next > 0 and self._world_size > 1:
@@ -175,28 +281,94 @@ class Gradients:
 
     def _begin_pass(self) -> None:
         for filling in self._fillings:
-            filling.awaited, filling.collects = len(filling.bucket.slots), False
+            if filling.is_whole:
+                # Nothing was noted in its slots.
+                filling.is_whole = False
+            else:
+                for slot in filling.bucket.slots:
+                    slot.used = slot.used_elsewhere = slot.continues = False
+            filling.awaited = len(filling.bucket.slots)
+            filling.is_plain, filling.completed_by = True, None
+            filling.arrived.clear()
         self._next = 0
         self._late.clear()
         self._passed_over.clear()
-        self._touched = False
-        for slot in self._slots:
-            slot.used = slot.used_elsewhere = slot.continues = False
+        self._touched = self._is_announced = False
 
     def take(self, slot: ParameterSlot) -> None:
-        """Takes the gradient that autograd has accumulated in `slot.parameter.grad`: for each parameter, in each backward."""
+        """Takes the gradient that autograd has accumulated in `slot.parameter.grad`. Called by its hook."""
         if dispatch_modes():
             with without_modes():
                 return self.take(slot)
-        gradient, bucket = slot.parameter.grad, slot.bucket
         # Before any return: also in a pass of undefined gradients alone, the other ranks wait in the agreement at its end.
         if not self._end_is_queued:
             self._queue_end()
+        self._take(slot, has_graph=torch.is_grad_enabled(), is_readable=slot.bucket.memory.is_readable)
+
+    def take_bucket(self, filling: _Filling) -> None:
+        """Takes all gradients of a learned bucket together. Called by the hook on the parameter whose gradient comes last."""
+        if dispatch_modes():
+            with without_modes():
+                return self.take_bucket(filling)
+        if not self._end_is_queued:
+            self._queue_end()
+        bucket = filling.bucket
+        filling.arrived.append(cast(ParameterSlot, filling.last).parameter)
+        if self._may_take_whole(filling):
+            with look_only():
+                gradients = list(map(_GRAD, bucket.parameters))
+            self._touch()
+            if _PLAIN.issuperset(map(type, gradients)) and self.store.put_whole(bucket, gradients):
+                # Freed before the reduction starts, which may need as much memory.
+                del gradients
+                filling.is_whole, filling.awaited = True, 0
+                filling.arrived.clear()
+                self.start_full()
+                return
+        self._take_arrived(filling, has_graph=torch.is_grad_enabled(), is_readable=bucket.memory.is_readable)
+
+    def _may_take_whole(self, filling: _Filling) -> bool:
+        count = len(filling.bucket.slots)
+        return (
+            self.reducing
+            and len(filling.arrived) == count == filling.awaited
+            and filling.place >= self._next
+            and filling.bucket.memory.is_readable
+            and not torch.is_grad_enabled()
+            and filling.is_alone
+        )
+
+    def _take_arrived(self, filling: _Filling, *, has_graph: bool | None = None, is_readable: bool = True) -> None:
+        """Takes what has come to a learned bucket and was not taken, as hooks on the parameters would have."""
+        if filling.is_whole and filling.arrived:
+            # Further gradients came after all were taken together: from now on the slots differ.
+            filling.is_whole = False
+            for slot in filling.bucket.slots:
+                slot.used = True
+        arrived = list(dict.fromkeys(filling.arrived))
+        # First: an error leaves nothing to be taken twice.
+        filling.arrived.clear()
+        for parameter in arrived:
+            self._take(filling.slot_of[cast(nn.Parameter, parameter)], has_graph=has_graph, is_readable=is_readable)
+
+    def _take_all_arrived(self) -> None:
+        for filling in self._fillings:
+            if filling.arrived:
+                self._take_arrived(filling)
+
+    def _take(self, slot: ParameterSlot, *, has_graph: bool | None, is_readable: bool) -> None:
+        """Takes a gradient.
+
+        Args:
+            has_graph: the backward was called with create_graph; None if that is to be seen by the gradient.
+            is_readable: the parameters of its layer are whole, or were so when the gradient was computed.
+        """
+        gradient, bucket = slot.parameter.grad, slot.bucket
         # A `ShardedGradient` with no pending sum is of an earlier pass: autograd has added nothing to that gradient since.
         if gradient is None or (isinstance(gradient, ShardedGradient) and gradient.pending is None):
             self._take_undefined(slot)
             return
-        if torch.is_grad_enabled():
+        if gradient.requires_grad if has_graph is None else has_graph:
             raise RuntimeError(
                 f"hf_zero: the gradient of {slot.name!r} was computed by backward(create_graph=True), and its flat "
                 "buffer has no graph. Use torch.autograd.grad(loss, ..., create_graph=True), and call "
@@ -207,7 +379,7 @@ class Gradients:
                 f"hf_zero: {slot.name!r} has a sparse gradient, which has no place in a flat bucket. Build its embedding "
                 "with sparse=False."
             )
-        if not bucket.memory.is_readable:
+        if not is_readable:
             raise RuntimeError(
                 f"hf_zero: the gradient of {slot.name!r} was computed while its layer's parameters were sharded, so "
                 "it is wrong. Return the layer's tensors in a tuple, list, dict, ModelOutput or dataclass, not in "
@@ -219,12 +391,14 @@ class Gradients:
             return
         self._touch()
         slot.used = True
+        filling = self._filling_of[bucket]
         if isinstance(gradient, ShardedGradient):
             gradient = cast(torch.Tensor, gradient.take_pending())
-        filling = self._filling_of[bucket]
+            filling.is_plain = False
         # The bucket's reduction has begun: adding to its buffer now would change what other ranks receive.
         if filling.place < self._next:
             self._late.add(bucket)
+            filling.is_plain = False
             self.may_pass_over &= bucket not in self._passed_over
             self.store.put_late(slot, gradient)
             return
@@ -233,6 +407,7 @@ class Gradients:
             filling.awaited -= 1
         self.store.put(slot, gradient)
         if not filling.awaited:
+            filling.completed_by = slot
             self.start_full()
 
     def _take_undefined(self, slot: ParameterSlot) -> None:
@@ -250,6 +425,7 @@ class Gradients:
             return
         slot.used = True
         filling = self._filling_of[slot.bucket]
+        filling.is_plain = False
         # The start of the bucket's reduction has put zeros for this slot already, if no gradient had arrived.
         if slot.arrived or filling.place < self._next:
             return
@@ -262,12 +438,7 @@ class Gradients:
 
     def _touch(self) -> None:
         """Notes that this pass reduces gradients."""
-        if not self._touched:
-            self._touched = True
-            # With `create_graph` none: `take` refuses each gradient, small ones, too.
-            collects = not torch.is_grad_enabled()
-            for filling in self._fillings:
-                filling.collects = collects
+        self._touched = True
 
     def _start_passed_over(self, bucket: Bucket) -> bool:
         """Starts the next bucket, not full, if gradients have gone past that one to `bucket`. Returns whether it started.
@@ -281,22 +452,26 @@ class Gradients:
         if not self.may_pass_over or self._next >= place:
             return False
         passed_over = self._buckets[self._next]
-        begun = [each for each in self._fillings if each.awaited < len(each.bucket.slots)]
+        begun = [each for each in self._fillings if each.has_begun]
         behind = [each for each in begun if self._next < each.place <= place]
         # Where a bucket behind this one has begun, gradients come in another order than buckets: the next one may still fill.
         # Buckets of other keys prove nothing: buckets of several keys fill side by side.
         if not behind or begun[-1].place > place or all(each.bucket.key != passed_over.key for each in behind):
             return False
-        self._next += 1
-        self._passed_over.add(passed_over)
-        self._start(passed_over)
+        before = self._next
+        self._take_arrived(self._fillings[before])
+        # What had come has not completed the bucket.
+        if self._next == before:
+            self._next += 1
+            self._passed_over.add(passed_over)
+            self.store.start(passed_over)
         self.start_full(up_to=place)
         return True
 
     def has_begun(self, bucket: Bucket) -> bool:
         """Whether a trained bucket has got gradients in this pass."""
         filling = self._filling_of.get(bucket)
-        return filling is not None and filling.awaited < len(bucket.slots)
+        return filling is not None and filling.has_begun
 
     def start_early(self, buckets: Iterable[Bucket]) -> None:
         """Starts buckets that get no gradients any more, full or not, and all buckets before them."""
@@ -307,13 +482,16 @@ class Gradients:
             # A penalty's `torch.autograd.grad` brings no gradients here, on no rank.
             return
         self._touch()
+        for filling in self._fillings[: max(places) + 1]:
+            if filling.arrived:
+                self._take_arrived(filling)
         while self._next <= max(places):
             bucket = self._buckets[self._next]
             if self._fillings[self._next].awaited:
                 self._passed_over.add(bucket)
             # Counted first: a buffer that is waited for may start buckets, too.
             self._next += 1
-            self._start(bucket)
+            self.store.start(bucket)
         # Between groups of ranks too, where the next step of a reduction waits for the next reduction.
         self.store.start_last_steps(self._buckets[: max(places) + 1])
         self.start_full()
@@ -323,22 +501,15 @@ class Gradients:
         last = len(self._buckets) if up_to is None else up_to
         while self._next < last and self._fillings[self._next].awaited == 0:
             # In bucket order, not in order of arrival: ranks match collectives by their order.
-            self._start(self._buckets[self._next])
+            self.store.start(self._buckets[self._next])
             self._next += 1
-
-    def _start(self, bucket: Bucket) -> None:
-        if dispatch_modes():
-            with without_modes():
-                return self._start(bucket)
-        # A small gradient is late from now on: put by its hook, the gradient would wait for a start that does not come.
-        self._filling_of[bucket].collects = False
-        self.store.start(bucket)
 
     @hidden_from_modes
     def _end_pass(self) -> None:
         self._end_is_queued = False
         # First: a rank that still gathers layers has not started its reductions.
         self._before_rest()
+        self._take_all_arrived()
         if self._touched:
             self._finish_pass()
         # Now: one that fails in its last collectives has not ended.
@@ -348,7 +519,7 @@ class Gradients:
     def _finish_pass(self) -> None:
         # Full or not: all ranks start all buckets of a pass, so that no rank waits alone in a collective.
         while self._next < len(self._buckets):
-            self._start(self._buckets[self._next])
+            self.store.start(self._buckets[self._next])
             self._next += 1
         # Started before the wait: the small message travels while this rank waits for the large ones.
         agreement = self._start_agreement()
@@ -360,21 +531,30 @@ class Gradients:
         if late:
             self.store.finish_all()
         self.store.end_pass()
-        with look_only():
-            self.store.finish_slots(self._slots)
+        slots = [slot for filling in self._fillings if not filling.is_whole for slot in filling.bucket.slots]
+        if slots:
+            with look_only():
+                self.store.finish_slots(slots)
         # A slot that continues keeps the gradient that an earlier pass has reduced.
-        for row in (slot.row for slot in self._slots if not slot.used):
+        for row in (slot.row for slot in slots if not slot.used):
             if row is not None and not row.slot.continues:
                 # No rank used it: None, as under DDP, so that the optimizer leaves the parameter alone.
                 row.tensor.grad = None
         self._held.clear()
+        self._learn()
         self._begin_pass()
 
     def _start_agreement(self) -> Callable[[], torch.Tensor]:
         """Tells the other ranks the parameters that this one used, its buckets with late gradients, and its wish to stop."""
-        late = [bucket in self._late for bucket in self._buckets]
+        used = [
+            b"\1" * len(filling.bucket.slots)
+            if filling.is_whole
+            else bytes([slot.used for slot in filling.bucket.slots])
+            for filling in self._fillings
+        ]
+        late = bytes([bucket in self._late for bucket in self._buckets]) if self._late else bytes(len(self._buckets))
         # One message for all three: each message of its own would cost a latency at the end of every backward.
-        local = bytearray([*[slot.used for slot in self._slots], *late, self.stop_asked()])
+        local = bytearray(b"".join([*used, late, bytes([self.stop_asked()])]))
         return self._transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
 
     def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
@@ -382,10 +562,14 @@ class Gradients:
         *agreed, stop = agreement().tolist()
         # Never back to 0: the next step, where ranks stop, may be several micro-batches away.
         self.stop_agreed = max(self.stop_agreed, stop)
-        for slot, is_used in zip(self._slots, agreed):
-            if is_used and not slot.used:
-                slot.used = slot.used_elsewhere = True
-        return [bucket for bucket, is_late in zip(self._buckets, agreed[len(self._slots) :]) if is_late]
+        for filling in self._fillings:
+            if filling.is_whole:
+                continue
+            for slot, is_used in zip(filling.bucket.slots, agreed[filling.first :]):
+                if is_used and not slot.used:
+                    slot.used = slot.used_elsewhere = True
+        late = agreed[len(self._slots) :]
+        return [bucket for bucket, is_late in zip(self._buckets, late) if is_late] if any(late) else []
 
 
 def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]:
@@ -399,32 +583,26 @@ def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]
     def on_gradient(_parameter: torch.Tensor) -> None:
         gradients = known()
         if gradients is not None:
-            gradients.take(gradients.hooked[index][0])
+            gradients.take(gradients._slots[index])
 
-    def on_small_gradient(_parameter: torch.Tensor) -> None:
-        # Few calls, all here: most slots are small, and each comes here in each backward.
+    return on_gradient
+
+
+def _last_hook_of(gradients: Gradients, place: int) -> Callable[[torch.Tensor], None]:
+    """The hook on the parameter that completes a learned bucket; it holds no more than those of `_hook_of`."""
+    known = weakref.ref(gradients)
+
+    def on_last_gradient(_parameter: torch.Tensor) -> None:
         gradients = known()
-        if gradients is None:
-            return
-        slot, filling = gradients.hooked[index]
-        gradient = slot.parameter.grad
-        if (
-            filling.collects
-            and not slot.arrived
-            and type(gradient) is torch.Tensor
-            and not gradient.is_sparse
-            and slot.bucket.memory.is_readable
-        ):
-            slot.used = True
-            gradients.store.put_small(slot, gradient)
-            filling.awaited -= 1
-            if not filling.awaited:
-                gradients.start_full()
-        else:
-            # Second gradients, pending sums, gradients that are refused.
-            gradients.take(slot)
+        if gradients is not None:
+            gradients.take_bucket(gradients._fillings[place])
 
-    return on_small_gradient if gradients.hooked[index][0].is_small else on_gradient
+    return on_last_gradient
+
+
+def _clear(lists: Iterable[list]) -> None:
+    for each in lists:
+        each.clear()
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:

@@ -1,9 +1,10 @@
 """Flat gradient buffers between backward and step: their pool, and a store for each way of keeping them."""
 
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from typing import Literal, cast
 
@@ -16,6 +17,7 @@ from ..buckets.sharded import GradientState, ShardedGradient, widen
 from ..comm.transport import Handle
 from ..config import ZeroConfig
 from ..device import Arrival, Reservation, reserve
+from ..hooks import look_only, set_all
 from ..layout import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
 from ..offload.tiers import DeviceToHost, Tier
 from .collectives import Reduction
@@ -44,16 +46,23 @@ class BufferPool:
         self._bytes = 0
         self.most_bytes = 0
 
-    def exhausted_for(self, bucket: Bucket) -> bool:
-        """True when a buffer for `bucket` would be one large buffer more than the limit."""
-        return self._kind[bucket] is not BufferKind.SMALL and self._large_out >= self._limit
+    def exhausted_for(self, bucket: Bucket, beside: int = 0) -> bool:
+        """True when a buffer for `bucket` would be one large buffer more than the limit.
 
-    def is_last_for(self, bucket: Bucket) -> bool:
-        """True when the next buffer that is as large as this bucket's will be one more than the limit."""
-        return self._kind[bucket] is not BufferKind.SMALL and self._large_out == self._limit - 1
+        Args:
+            beside: as many bytes as so many large buffers have are in use elsewhere.
+        """
+        return self._kind[bucket] is not BufferKind.SMALL and self._large_out >= self._most(beside)
 
-    def take(self, bucket: Bucket) -> torch.Tensor:
-        """A buffer of at least the bucket's elements, of the reduce dtype and undefined contents."""
+    def is_last_for(self, bucket: Bucket, beside: int = 0) -> bool:
+        """True when the next buffer that is as large as this bucket's will be one more than the limit. `beside`: the same."""
+        return self._kind[bucket] is not BufferKind.SMALL and self._large_out == self._most(beside) - 1
+
+    def _most(self, beside: int) -> int:
+        return max(1, self._limit - beside)
+
+    def take(self, bucket: Bucket, beside: int = 0) -> torch.Tensor:
+        """A buffer of at least the bucket's elements, of the reduce dtype and undefined contents. `beside`: the same."""
         kind, dtype = self._kind[bucket], bucket.precision.reduce
         self._large_out += kind is not BufferKind.SMALL
         free = self._free.get((kind, dtype), [])
@@ -62,7 +71,7 @@ class BufferPool:
         if large_enough:
             return free.pop(min(large_enough, key=lambda place: free[place].numel()))
         if kind is not BufferKind.SMALL:
-            self._make_room()
+            self._make_room(self._most(beside))
         buffer = self._tier.scratch(bucket.layout.numel, dtype)
         self._bytes += buffer.nbytes
         self.most_bytes = max(self.most_bytes, self._bytes)
@@ -82,10 +91,10 @@ class BufferPool:
         self._bytes -= sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
         self._free.clear()
 
-    def _make_room(self) -> None:
-        """Drops free large buffers that would be too many beside those in use."""
+    def _make_room(self, most: int) -> None:
+        """Drops free large buffers that would be too many in addition to those in use."""
         free = [buffers for (kind, _), buffers in self._free.items() if kind is BufferKind.SHARED]
-        while self._large_out + sum(map(len, free)) > self._limit and any(free):
+        while self._large_out + sum(map(len, free)) > most and any(free):
             self._bytes -= max(free, key=len).pop().nbytes
 
 
@@ -94,10 +103,7 @@ class BufferPool:
 # A store keeps a flat gradient buffer a bucket while it fills, starts its reduction, and leaves the result in the `.grad` of
 # the bucket's rows. The stores keep those buffers for different times; the pass above them (backward.py) is one.
 
-_AT_ONCE_NUMEL = 1 << 20
-"""Below this size, small gradients are concatenated first: one launch, at the price of a second copy."""
-
-_DTYPE = attrgetter("dtype")
+_FORM, _GRAD = attrgetter("dtype", "layout"), attrgetter("grad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +140,8 @@ class GradientStore(ABC):
         self._open: dict[Bucket, torch.Tensor] = {}
         self._started: dict[Bucket, Handle] = {}
         self._arriving: list[Bucket] = []
-        # Put when the bucket starts.
-        # By the slots' numbers, of which no two are alike.
-        self._small: defaultdict[Bucket, list[tuple[int, ParameterSlot, torch.Tensor]]] = defaultdict(list)
+        # Put whole in this pass.
+        self._whole: set[Bucket] = set()
         # Whose reduction is the second in its pass.
         self._again: set[Bucket] = set()
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
@@ -184,23 +189,18 @@ class GradientStore(ABC):
 
     def end_pass(self) -> None:
         """Called on every rank when all gradients of a backward pass are reduced."""
+        self._whole.clear()
         self._reduction.end_pass()
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         """Puts the slot's share of a gradient: divided by the number of ranks and cast, added if the slot has one already."""
         bucket = slot.bucket
-        # Small ones wait until the bucket starts: most parameters of a model are small, and are put by two calls together.
-        if slot.is_small and not slot.arrived:
-            self.put_small(slot, gradient)
-            return
         # Divided before the sum, as DDP does: the other order rounds differently, and the losses would not be bitwise
         # equal.
         share = bucket.share
         view = slot.view_of(self._buffer(bucket))
         is_there = gradient.data_ptr() == view.data_ptr()
         if slot.arrived:
-            # The slot's first gradient may still wait among the small ones: it must be in the view before the addition.
-            self._put_small(bucket)
             view.add_(gradient, alpha=share)
         elif share == 1.0:
             # One rank: a multiplication by 1 would read and write the whole gradient for nothing.
@@ -212,12 +212,58 @@ class GradientStore(ABC):
             torch.mul(gradient, share, out=view)
         slot.arrived = True
 
-    @abstractmethod
-    def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """Takes a small slot's first gradient in a pass out of `p.grad`, to keep in `_small` until the bucket starts.
+    @property
+    def lasts_whole(self) -> bool:
+        """Whether the buffers of all buckets last until the step."""
+        return True
 
-        Each small parameter comes here in each backward: without a further call.
+    def takes_whole(self, bucket: Bucket, *, is_last: bool) -> bool:
+        """Whether `put_whole` may take the bucket's gradients: they have the dtype in which they are reduced.
+
+        Args:
+            is_last: no bucket fills after this one.
         """
+        # All other buffers are in memory when the last bucket fills. Several of its gradients would come on top of them.
+        fits = not (is_last and self.lasts_whole) or len(bucket.slots) == 1
+        return fits and bucket.slots[0].parameter.dtype == bucket.precision.reduce
+
+    def put_whole(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> bool:
+        """Puts the shares of all gradients of a bucket, the first of this pass, and replaces `p.grad` as `put` does.
+
+        Args:
+            gradients: plain tensors, by slot; those that accumulated in the bucket's lasting buffer are views of it.
+
+        Returns:
+            False: not taken, since some differ from the others in kind or place.
+        """
+        if set(map(_FORM, gradients)) != {(bucket.precision.reduce, torch.strided)}:
+            return False
+        if bucket in self._open:
+            return False
+        if not self._accumulates(bucket):
+            flat = self._open[bucket] = self._buffer_for_whole(bucket)
+            bucket.slot_views.fill(flat, gradients, bucket.share)
+        else:
+            flat = self._lasting_buffer(bucket)
+            if not bucket.are_in_slots(flat, gradients):
+                return False
+            self._open[bucket] = flat
+            if bucket.share != 1.0:
+                flat.mul_(bucket.share)
+        self._whole.add(bucket)
+        return True
+
+    @abstractmethod
+    def _accumulates(self, bucket: Bucket) -> bool:
+        """Whether gradients of this step, reduced or not, lie in the bucket's lasting buffer."""
+
+    @abstractmethod
+    def _lasting_buffer(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's buffer that lasts until the step."""
+
+    @abstractmethod
+    def _buffer_for_whole(self, bucket: Bucket) -> torch.Tensor:
+        """A buffer for all gradients of a bucket that still take their own memory; its contents are undefined."""
 
     def start_again(self, bucket: Bucket) -> None:
         """Reduces late gradients, of this rank or another, and adds the sum to the first one."""
@@ -234,12 +280,12 @@ class GradientStore(ABC):
 
     def _start(self, bucket: Bucket) -> None:
         flat = self._buffer(bucket)
-        self._put_small(bucket)
-        for slot in bucket.slots:
-            if not slot.arrived:
-                # A buffer comes with values of another bucket or pass, and the sum over the ranks would have them.
-                slot.view_of(flat).zero_()
-            slot.arrived = False
+        if not self._is_put_whole(bucket):
+            for slot in bucket.slots:
+                if not slot.arrived:
+                    # A buffer comes with values of another bucket or pass, and the sum over the ranks would have them.
+                    slot.view_of(flat).zero_()
+                slot.arrived = False
         # In this order: there may be no memory to start it with, and the buffer is discarded as an open one then.
         self._started[bucket] = self._start_reduction(bucket, flat)
         del self._open[bucket]
@@ -260,9 +306,12 @@ class GradientStore(ABC):
         if handle is not None:
             # Reduce before delivery: until then the buffer belongs to the transport.
             handle.finish()
-            held = (row for row in bucket.rows if row.tensor.grad is not None)
-            going_on = {row for row in held if row.slot.continues or bucket in self._again}
-            self._again.discard(bucket)
+            if self._is_put_whole(bucket):
+                going_on = set()
+            else:
+                held = (row for row in bucket.rows if row.tensor.grad is not None)
+                going_on = {row for row in held if row.slot.continues or bucket in self._again}
+                self._again.discard(bucket)
             bucket.arrival = self._deliver(bucket, going_on)
             self._arriving.append(bucket)
             self._landing.landed(bucket, bucket.arrival)
@@ -278,33 +327,15 @@ class GradientStore(ABC):
 
     def discard_open(self) -> None:
         """Forgets buffers that a failed backward left half filled."""
-        for bucket in (*self._open, *self._small):
+        for bucket in self._open:
             for slot in bucket.slots:
                 slot.arrived = False
         self._open.clear()
-        self._small.clear()
+        self._whole.clear()
 
-    def _put_small(self, bucket: Bucket) -> None:
-        small = self._small.pop(bucket, None)
-        if not small:
-            return
-        gradients = [gradient for _, _, gradient in small]
-        flat, share = self._buffer(bucket), bucket.share
-        is_as_it_is = set(map(_DTYPE, gradients)) == {flat.dtype}
-        is_all = is_as_it_is and len(small) == len(bucket.slots)
-        if is_all and share != 1.0 and flat.numel() <= _AT_ONCE_NUMEL:
-            # In slot order: gradients have come in the order of backward.
-            bucket.slot_views.fill(flat, [gradient for _, _, gradient in sorted(small)], share)
-            return
-        all_views = bucket.slot_views.of(flat)
-        views = [all_views[number] for number, _, _ in small]
-        if not is_as_it_is:
-            # Divided in their own dtype, as `put` does.
-            torch._foreach_copy_(views, torch._foreach_mul(gradients, share))
-            return
-        torch._foreach_copy_(views, gradients)
-        if share != 1.0:
-            torch._foreach_mul_(views, share)
+    def _is_put_whole(self, bucket: Bucket) -> bool:
+        """Whether all gradients of the bucket's first reduction in this pass were put together: no slot has a note."""
+        return bucket in self._whole and bucket not in self._again
 
     def _buffer(self, bucket: Bucket) -> torch.Tensor:
         found = self._open.get(bucket)
@@ -329,14 +360,15 @@ def add_or_set(
     `target` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
     the optimizer steps. Both are there on the arrival.
     """
-    views = zip(bucket.rows, bucket.row_views.of(target))
+    views = bucket.row_views.of(target)
     if going_on:
-        return d2h.start_sum(_sum_into(views, going_on, sets=target is not reduced), reduced, bucket.arrival)
+        take = _sum_into(zip(bucket.rows, views), going_on, sets=target is not reduced)
+        return d2h.start_sum(take, reduced, bucket.arrival)
     # An earlier sum or copy may still write to the memory that is set here.
     bucket.await_gradient()
     arrival = Arrival() if target is reduced else d2h.start_copy(target, reduced)
-    for row, view in views:
-        row.tensor.grad = view
+    with look_only():
+        set_all(bucket.row_tensors, "grad", views)
     return arrival
 
 
@@ -411,12 +443,26 @@ class ReplicatedGradients(GradientStore):
         # A further gradient of this pass would be added to the one in `grad`, which would then count twice.
         slot.parameter.grad = None
 
-    def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        slot.arrived = True
-        self._small[slot.bucket].append((slot.number, slot, gradient))
-        slot.parameter.grad = None
+    def put_whole(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> bool:
+        is_taken = super().put_whole(bucket, gradients)
+        if is_taken:
+            with look_only():
+                # As in `put`.
+                set_all(bucket.parameters, "grad", repeat(None))
+        return is_taken
+
+    def _accumulates(self, bucket: Bucket) -> bool:
+        return bucket in self._lasting
+
+    def _buffer_for_whole(self, bucket: Bucket) -> torch.Tensor:
+        flat = Tier(bucket.device).scratch(bucket.layout.numel, bucket.precision.reduce)
+        self._keep(bucket, flat)
+        return flat
 
     def start(self, bucket: Bucket) -> None:
+        if self._is_put_whole(bucket):
+            super().start(bucket)
+            return
         for slot in bucket.slots:
             if not slot.arrived and slot.parameter.grad is not None:
                 # A gradient from `no_sync` micro-batches, which this pass reduces.
@@ -426,9 +472,12 @@ class ReplicatedGradients(GradientStore):
 
     def _lasting_buffer(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._lasting:
-            self._lasting[bucket] = new_buffer(bucket)
-            self._count(bucket)
+            self._keep(bucket, new_buffer(bucket))
         return self._lasting[bucket]
+
+    def _keep(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        self._lasting[bucket] = flat
+        self._count(bucket)
 
     def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
         # What comes late finds the bucket's own buffer on its way, or with `p.grad` in it.
@@ -504,6 +553,10 @@ class ShardedGradients(GradientStore):
             "gradient buffers": self._pool.most_bytes + self._most_beside_bytes,
         }
 
+    @property
+    def lasts_whole(self) -> bool:
+        return self._buffers == "lasting"
+
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         is_of_buffer = not isinstance(gradient, ShardedGradient) and gradient.dtype == slot.bucket.precision.reduce
         if self._buffers == "pooled" or not is_of_buffer:
@@ -541,13 +594,23 @@ class ShardedGradients(GradientStore):
         if parameter.grad is not sharded_gradient:
             parameter.grad = sharded_gradient
 
-    def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        slot.arrived = True
-        self._small[slot.bucket].append((slot.number, slot, gradient))
-        # `continues` stays as it is: hooks bring plain gradients only, and `put` has set it for the others.
-        sharded_gradient = slot.sharded_gradient
-        sharded_gradient.state, sharded_gradient.pending = GradientState.HELD, None
-        slot.parameter.grad = sharded_gradient
+    def put_whole(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> bool:
+        is_taken = super().put_whole(bucket, gradients)
+        if is_taken:
+            # As in `put`.
+            stand_ins = bucket.stand_ins
+            set_all(stand_ins, "state", repeat(GradientState.HELD))
+            set_all(stand_ins, "pending", repeat(None))
+            with look_only():
+                set_all(bucket.parameters, "grad", stand_ins)
+        return is_taken
+
+    def _accumulates(self, bucket: Bucket) -> bool:
+        return bucket in self._accumulated
+
+    def _buffer_for_whole(self, bucket: Bucket) -> torch.Tensor:
+        # The gradients themselves take as much memory as another buffer.
+        return self._open_buffer(bucket, beside=1)
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         self.finish(slot.bucket)
@@ -570,6 +633,9 @@ class ShardedGradients(GradientStore):
                 slot.parameter.grad = slot.sharded_gradient
 
     def start(self, bucket: Bucket) -> None:
+        if self._is_put_whole(bucket):
+            super().start(bucket)
+            return
         for slot in bucket.slots:
             # Unused in this pass: micro-batches under `no_sync` may have left a sum, which no hook brings any more.
             if not slot.arrived:
@@ -606,18 +672,18 @@ class ShardedGradients(GradientStore):
             self._lasting_bytes[bucket] = flat.nbytes
         return self._lasting[bucket]
 
-    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
+    def _open_buffer(self, bucket: Bucket, beside: int = 0) -> torch.Tensor:
         if self._lasts(bucket):
             self._spill(bucket)
             return self._lasting_buffer(bucket)
-        if self._pool.is_last_for(bucket) and not self._in_flight:
+        if self._pool.is_last_for(bucket, beside) and not self._in_flight:
             # It would take the last buffer, and one that is passed over wants a buffer, too.
             self.start_passed_over(bucket)
         # Backward waits here for the oldest reduction: the limit on buffers is the limit on gradient memory.
-        while self._pool.exhausted_for(bucket) and (self._in_flight or self.start_passed_over(bucket)):
+        while self._pool.exhausted_for(bucket, beside) and (self._in_flight or self.start_passed_over(bucket)):
             if self._in_flight:
                 self.finish(self._in_flight[0])
-        self._lent[bucket] = self._pool.take(bucket)
+        self._lent[bucket] = self._pool.take(bucket, beside)
         return clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout)
 
     def _spill(self, bucket: Bucket) -> None:

@@ -343,6 +343,7 @@ class TrainingStep:
     ) -> torch.Tensor:
         """See `ZeroEngine.clip_grad_norm_`."""
         nonfinite = self._parts.nonfinite
+        self.gradients.complete()
         self._enter(TrainingState.CLIP)
         asked, is_of_all = self._rows_of(parameters)
         rows = rows_with_gradient(asked)
@@ -507,6 +508,7 @@ class TrainingStep:
         self._enter(TrainingState.STEP)
         # Before anything of the step: gathers still read the shards that the optimizer writes.
         self._end_reads()
+        self.gradients.complete()
         # A gradient that was only accumulated is this rank's alone: a step would make the ranks differ.
         self.gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()

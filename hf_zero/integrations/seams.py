@@ -134,12 +134,10 @@ SEAMS = (
         owner="torch:",
         names=(
             "_foreach_add_",
-            "_foreach_copy_",
-            "_foreach_mul",
             "_foreach_mul_",
             "_foreach_norm",
         ),
-        where=("arithmetic", "engine", "optimizer", "kernels"),
+        where=("arithmetic", "optimizer", "kernels"),
         why="One call for a list of tensors; torch's own optimizers rest on them.",
         test="test_gradients.py::test_several_backward_calls_add_up",
     ),
@@ -159,7 +157,7 @@ SEAMS = (
     ),
     Seam(
         owner="torch._utils:",
-        names=("_flatten_dense_tensors", "_unflatten_dense_tensors"),
+        names=("_unflatten_dense_tensors",),
         where=("buckets/bucket",),
         why="All views of a flat buffer by one call, and a buffer filled by one.",
         test="test_gradients.py::test_several_backward_calls_add_up",

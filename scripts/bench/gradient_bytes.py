@@ -8,8 +8,9 @@ The models are on torch's meta device, the process group is torch's fake one, an
 backward run, gradients arrive in autograd's order, and every tensor that the engine makes for them counts from its birth until
 the last reference to its memory goes: whole buffers, destinations of reductions, and what a collective takes beside them.
 
-Exits with status 1 if a rank ever holds more than its plan says and the 4 MiB that filling a bucket of small gradients takes
-for a moment, which no plan counts.
+Gradients that wait in `p.grad` for the others of their bucket count, too, except for the largest: autograd always has one.
+
+Exits with status 1 if a rank ever holds more than its plan says.
 """
 
 from __future__ import annotations
@@ -155,9 +156,9 @@ def _device_module() -> ModuleType:
 
 
 RANKS_A_NODE = 8
-FILLING_BYTES = 4 * 2**20
-"""Beside a bucket of small gradients of at most that size, while it is filled (`FlatViews.fill`)."""
-_STORE_METHODS = ("put", "put_late", "hold", "start", "start_again", "finish_all", "end_pass")
+STEPS = 3
+"""From the third on, the gradients of a bucket wait in `p.grad` until the last of them has come."""
+_STORE_METHODS = ("put", "put_whole", "put_late", "hold", "start", "start_again", "finish_all", "end_pass")
 
 
 class LiveBytes(TorchDispatchMode):
@@ -198,7 +199,11 @@ class LiveBytes(TorchDispatchMode):
         @wraps(method)
         def counted(*args: Any, **kwargs: Any) -> Any:
             with self:
-                return method(*args, **kwargs)
+                made = method(*args, **kwargs)
+            if method.__name__ == "put_whole":
+                waiting = sorted(gradient.nbytes for gradient in args[1])
+                self.most = max(self.most, self.now + sum(waiting[:-1]))
+            return made
 
         return counted
 
@@ -212,10 +217,10 @@ class Measured:
     """One model at one stage, on one rank.
 
     Attributes:
-        live_bytes: the most that gradients took during two backwards; `lasting_bytes` of it wait for the step.
+        live_bytes: the most that gradients took during some backwards; `lasting_bytes` of it wait for the step.
         planned_bytes, planned_lasting_bytes: what the plan says of both.
         bucket_sizes: bytes of each bucket as it travels, in the order of reduction.
-        collectives: kind → sizes in bytes of those of the second step.
+        collectives: kind → sizes in bytes of those of the last step.
     """
 
     shape: str
@@ -234,7 +239,7 @@ class Measured:
 def measure(
     shape: str, dtype: str, ranks: int, stage: int, bucket_bytes: str | int = "auto", layers: int | None = None
 ) -> Measured:
-    """Trains a model of no memory for two steps, in this process, which is in no process group."""
+    """Trains a model of no memory for some steps, in this process, which is in no process group."""
     with world_without_memory(ranks, RANKS_A_NODE):
         model = make_model(shape, getattr(torch, dtype), layers)
         optimizer = adamw(model)
@@ -245,7 +250,7 @@ def measure(
             setattr(engine._step.store, name, live.over(getattr(engine._step.store, name)))
         _note_sizes(engine, sizes)
         lasting_bytes = 0
-        for _ in range(2):
+        for _ in range(STEPS):
             sizes.clear()
             run_backward(model)
             lasting_bytes = max(lasting_bytes, live.now)
@@ -282,11 +287,11 @@ def _note_sizes(engine: ZeroEngine, sizes: dict[str, list[int]]) -> None:
 
 
 def over_plan(found: list[Measured]) -> list[Measured]:
-    """Those that held more than their plan says, but for `FILLING_BYTES` during backward, or more between backward and step."""
+    """Those that held more than their plan says, during backward or between backward and step."""
     return [
         each
         for each in found
-        if each.live_bytes > each.planned_bytes + FILLING_BYTES or each.lasting_bytes > each.planned_lasting_bytes
+        if each.live_bytes > each.planned_bytes or each.lasting_bytes > each.planned_lasting_bytes
     ]
 
 

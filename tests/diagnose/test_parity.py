@@ -84,10 +84,10 @@ WRONG = "transformer.h.0.mlp.c_fc.weight"
 
 def with_faults(rank: int, world_size: int) -> list[ParityReport]:
     """A gradient that is divided by half of what it should be, and a shard that rank 1 forgets to step in its second step."""
-    put, end_step = ShardedGradients.put_small, Bucket.end_step
-    ShardedGradients.put_small = lambda self, slot, gradient: put(self, slot, gradient * (1 + (slot.name == WRONG)))
+    put, end_step = ShardedGradients.put, Bucket.end_step
+    ShardedGradients.put = lambda self, slot, gradient: put(self, slot, gradient * (1 + (slot.name == WRONG)))
     [divided] = at_stages(rank, world_size, [{"stage": 2}])
-    ShardedGradients.put_small = put
+    ShardedGradients.put = put
     kept = []
 
     def skip_in_second_step(bucket: Bucket) -> None:

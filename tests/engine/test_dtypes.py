@@ -460,9 +460,9 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.extra("kernels")
 def test_one_gpu_neither_multiplies_gradients_nor_casts_them():
-    model, _, engine = built_in_bf16(2)
-    operations = Operations()
-    for name in ("put", "start", "finish", "finish_all"):
+    model, optimizer, engine = built_in_bf16(2)
+    operations, slots = Operations(), [slot for bucket in engine.buckets for slot in bucket.slots]
+    for name in ("put", "put_whole", "start", "finish", "finish_all"):
         method = getattr(engine._step.store, name)
 
         def noted(*args, _method=method):
@@ -470,10 +470,13 @@ def test_one_gpu_neither_multiplies_gradients_nor_casts_them():
                 return _method(*args)
 
         setattr(engine._step.store, name, noted)
-    backward_on_device(model, 0)
-    large = [slot for bucket in engine.buckets for slot in bucket.slots if not slot.is_small]
-    assert operations.names.count("copy_") == len(large)
-    assert operations.names.count("_foreach_copy_") == len(engine.buckets)
+    # One by one in the first two passes, a bucket at a time from then on, except for the last bucket.
+    later = (len(engine.buckets[-1].slots), len(engine.buckets) - 1)
+    for seed, (copies, joins) in enumerate([(len(slots), 0), (len(slots), 0), later]):
+        operations.names.clear()
+        backward_on_device(model, seed)
+        optimizer.zero_grad()
+        assert (operations.names.count("copy_"), operations.names.count("cat")) == (copies, joins)
     assert not {"mul", "mul_", "_foreach_mul", "_to_copy", "add_"} & set(operations.names)
 
 

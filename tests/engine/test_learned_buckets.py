@@ -1,0 +1,288 @@
+"""Buckets whose gradients one hook takes together, and passes that go another way than those before."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import on_shared_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_zero.engine.backward import _Filling
+from hf_zero.engine.engine import ZeroEngine
+
+pytestmark = pytest.mark.timeout(120)
+WIDTH = 8
+
+
+class WithoutGradient(torch.autograd.Function):
+    """Adds `weight` times nothing: autograd passes the weight with an undefined gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Layers(nn.Module):
+    """Four layers in the order of `order`; `undefined` has one of them pass without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.order: tuple[int, ...] = (0, 1, 2, 3)
+        self.undefined: int | None = None
+        self.recomputes = self.is_reentrant = False
+        self.shown: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            layer = self.layers[number]
+            if number == self.undefined:
+                for weight in layer.parameters():
+                    hidden = WithoutGradient.apply(hidden, weight)
+            elif self.recomputes:
+                hidden = torch.tanh(checkpoint(layer, hidden, use_reentrant=self.is_reentrant))
+            else:
+                hidden = torch.tanh(layer(hidden))
+            if number == 1:
+                self.shown = hidden
+        return hidden.square().mean()
+
+
+class Run:
+    """A model in training, by the engine or, as the reference, alone with gradients that are averaged by hand."""
+
+    def __init__(self, model: Layers, stage: int | None):
+        self.model, self.inputs = model, torch.Generator().manual_seed(dist.get_rank())
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
+        settings = {"stage": stage, "bucket_bytes": 600} | ({"unit_bytes": 0} if stage == 3 else {})
+        self.engine = None if stage is None else ZeroEngine(model, [self.optimizer], settings)
+        # Parameters that DDP would step with zeros although autograd has brought no gradient.
+        self.zeroed: list[nn.Parameter] = []
+
+    def forward(self) -> torch.Tensor:
+        return self.model(torch.randn(4, WIDTH, generator=self.inputs, requires_grad=self.model.is_reentrant))
+
+    def accumulating(self):
+        return nullcontext() if self.engine is None else self.engine.no_sync()
+
+    def step(self, *, set_to_none: bool = True) -> None:
+        if self.engine is None:
+            self._average()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def _average(self) -> None:
+        for parameter in self.model.parameters():
+            is_used = torch.tensor([parameter.grad is not None or any(parameter is each for each in self.zeroed)])
+            dist.all_reduce(is_used, op=dist.ReduceOp.MAX)
+            if is_used and parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = gradient / dist.get_world_size()
+                dist.all_reduce(parameter.grad)
+        self.zeroed = []
+
+    @property
+    def fillings(self) -> list[_Filling]:
+        return self.engine._step.gradients._fillings
+
+
+@contextmanager
+def changed(model: Layers, **values: object) -> Iterator[None]:
+    before = {name: getattr(model, name) for name in values}
+    vars(model).update(values)
+    yield
+    vars(model).update(before)
+
+
+def usual(run: Run) -> None:
+    run.forward().backward()
+    run.step()
+
+
+def on_rank_0_a_layer_less(run: Run) -> None:
+    with changed(run.model, order=(0, 2, 3) if dist.get_rank() == 0 else (0, 1, 2, 3)):
+        usual(run)
+
+
+def on_all_ranks_a_layer_less(run: Run) -> None:
+    with changed(run.model, order=(0, 2, 3)):
+        usual(run)
+
+
+def undefined_on_rank_0(run: Run) -> None:
+    with changed(run.model, undefined=2 if dist.get_rank() == 0 else None):
+        usual(run)
+
+
+def undefined_on_all_ranks(run: Run) -> None:
+    run.zeroed = list(run.model.layers[2].parameters())
+    with changed(run.model, undefined=2):
+        usual(run)
+
+
+def in_another_order(run: Run) -> None:
+    with changed(run.model, order=(3, 1, 0, 2)):
+        usual(run)
+
+
+def a_layer_twice(run: Run) -> None:
+    with changed(run.model, order=(0, 1, 2, 3, 1)):
+        usual(run)
+
+
+def a_layer_twice_on_rank_1_with_late_gradients(run: Run) -> None:
+    order = (0, 1, 2, 3, 1) if dist.get_rank() else (0, 1, 2, 3)
+    with changed(run.model, order=order, recomputes=True, is_reentrant=True):
+        usual(run)
+
+
+def recomputed(run: Run) -> None:
+    with changed(run.model, recomputes=True):
+        usual(run)
+
+
+def accumulated_without_communication(run: Run) -> None:
+    with run.accumulating():
+        run.forward().backward()
+        run.forward().backward()
+    run.forward().backward()
+    run.step()
+
+
+def accumulated_and_a_layer_less_in_the_last_pass(run: Run) -> None:
+    with run.accumulating():
+        run.forward().backward()
+    with changed(run.model, order=(0, 2, 3)):
+        run.forward().backward()
+    run.step()
+
+
+def added_to_a_reduced_gradient(run: Run) -> None:
+    run.forward().backward()
+    run.forward().backward()
+    run.step()
+
+
+def zeroed_in_place_and_a_layer_less(run: Run) -> None:
+    run.forward().backward()
+    run.step(set_to_none=False)
+    run.zeroed = list(run.model.parameters())
+    with changed(run.model, order=(0, 2, 3)):
+        run.forward().backward()
+    run.step()
+
+
+def frozen_for_a_step(run: Run) -> None:
+    run.model.layers[1].requires_grad_(False)
+    usual(run)
+    run.model.layers[1].requires_grad_(True)
+
+
+def a_bias_frozen_for_a_step(run: Run) -> None:
+    run.model.layers[2].bias.requires_grad_(False)
+    usual(run)
+    run.model.layers[2].bias.requires_grad_(True)
+
+
+def for_some_inputs(run: Run) -> None:
+    weights = [layer.weight for layer in run.model.layers]
+    run.forward().backward(inputs=weights)
+    run.step()
+
+
+def not_through_the_output(run: Run) -> None:
+    run.forward()
+    run.model.shown.square().mean().backward()
+    run.step()
+
+
+def and_a_penalty_in_its_own_backward(run: Run) -> None:
+    run.forward().backward()
+    # None is the last of its bucket to come: no hook that runs Python is on any of them.
+    weights = [run.model.layers[number].weight for number in (3, 2)]
+    last = [] if run.engine is None else [each.last.parameter for each in run.fillings if each.last is not None]
+    assert not any(weight is each for weight in weights for each in last)
+    sum(weight.square().sum() for weight in weights).backward()
+    run.step()
+
+
+# The first reads parameters outside of a pass. The second, with learned buckets or without, makes a rank wait for a reduction
+# while the other one waits for its gather.
+BELOW_STAGE_3 = (and_a_penalty_in_its_own_backward, a_layer_twice_on_rank_1_with_late_gradients)
+WAYS = [
+    *(on_rank_0_a_layer_less, on_all_ranks_a_layer_less, undefined_on_rank_0, undefined_on_all_ranks),
+    *(in_another_order, a_layer_twice, a_layer_twice_on_rank_1_with_late_gradients, recomputed),
+    *(accumulated_without_communication, accumulated_and_a_layer_less_in_the_last_pass, added_to_a_reduced_gradient),
+    *(zeroed_in_place_and_a_layer_less, frozen_for_a_step, a_bias_frozen_for_a_step, for_some_inputs),
+    *(not_through_the_output, and_a_penalty_in_its_own_backward),
+]
+
+
+def values(run: Run) -> list[torch.Tensor]:
+    if run.engine is None:
+        return [parameter.detach().clone() for parameter in run.model.parameters()]
+    with run.engine.gathered(run.model):
+        return [parameter.detach().clone() for parameter in run.model.parameters()]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@on_shared_ranks
+def test_a_pass_that_goes_another_way_trains_as_without_learning(rank, world_size, way: Callable[[Run], None]):
+    torch.manual_seed(0)
+    model = Layers()
+    for stage in (0, 1, 2) if way in BELOW_STAGE_3 else (0, 1, 2, 3):
+        reference, run = Run(copy.deepcopy(model), None), Run(copy.deepcopy(model), stage)
+        for number, each in enumerate([usual, usual, usual, way, usual, way, usual, usual]):
+            each(reference)
+            each(run)
+            for name, expected, found in zip(dict(model.named_parameters()), values(reference), values(run)):
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=f"{stage} {number} {name}")
+            if number == 1:
+                # The last one's gradients would come on top of all other buffers at stage 0.
+                assert all(filling.last is not None for filling in (run.fillings[:-1] if stage == 0 else run.fillings))
+        run.engine.close()
+
+
+@on_shared_ranks
+def test_a_learned_bucket_runs_one_hook_in_python_and_is_watched_again_after_a_surprise(rank, world_size):
+    torch.manual_seed(0)
+    run = Run(Layers(), 2)
+    learned = []
+    for each in [usual] * 4 + [on_all_ranks_a_layer_less] + [usual] * 5 + [on_all_ranks_a_layer_less] + [usual] * 9:
+        each(run)
+        learned.append([filling.last is not None for filling in run.fillings])
+        hooks = [list(p._post_accumulate_grad_hooks.values()) for p in run.model.parameters()]
+        assert all(len(own) == 1 for own in hooks)
+        in_python = sum(type(own[0]).__name__ == "function" for own in hooks)
+        parameters = [len(filling.bucket.slots) for filling in run.fillings]
+        assert in_python == sum(1 if is_learned else n for is_learned, n in zip(learned[-1], parameters))
+    assert not any(learned[0]) and all(learned[1]) and all(learned[3])
+    skipped = [index for index, is_learned in enumerate(learned[4]) if not is_learned]
+    # Watched for twice as many passes after each surprise.
+    assert len(skipped) == 1
+    [index] = skipped
+    assert [each[index] for each in learned[4:10]] == [False, False, False, False, True, True]
+    assert [each[index] for each in learned[10:]] == [False] * 8 + [True] * 2
+
+
+@on_shared_ranks
+def test_a_parameter_with_a_hook_of_the_scripts_own_keeps_its_bucket_watched(rank, world_size):
+    torch.manual_seed(0)
+    for learns_first in (False, True):
+        run, seen = Run(Layers(), 2), []
+        for _ in range(3 * learns_first):
+            usual(run)
+        parameter = run.model.layers[1].weight
+        parameter.register_post_accumulate_grad_hook(lambda each, seen=seen: seen.append(type(each.grad)))
+        for _ in range(4):
+            usual(run)
+        [filling] = [each for each in run.fillings if parameter in each.slot_of]
+        assert filling.last is None and len(seen) == 4
