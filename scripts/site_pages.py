@@ -25,6 +25,9 @@ GROUPS = {
 }
 """The public names as the page of the API has them."""
 
+REPOSITORY_FILES = ("CITATION.cff", "LICENSE")
+"""Files at the repository's top that the README links to."""
+
 LOG_KEYS = {
     "gradients-and-reports.md": "Figures in Trainer's log",
     "report.md": "In TensorBoard, W&B, trackio and MLflow",
@@ -36,6 +39,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are not in `docs/`, and the files that pages name."""
     for name, text in made_pages().items():
         files.append(File.generated(config, name, content=text))
+    for name in REPOSITORY_FILES:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     for path in sorted((ROOT / "configs").rglob("*")):
         if path.is_file():
             files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
@@ -59,6 +64,7 @@ def made_pages() -> dict[str, str]:
         "changelog.md": _in_docs((ROOT / "CHANGELOG.md").read_text(encoding="utf-8")),
         "contributing.md": _in_docs((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")),
         "results.md": _in_docs((ROOT / "scripts" / "bench" / "RESULTS.md").read_text(encoding="utf-8")),
+        "security.md": _in_docs((ROOT / ".github" / "SECURITY.md").read_text(encoding="utf-8")),
         "api.md": api_page(),
         "cli.md": typer.cli.get_docs_for_click(
             obj=(command := typer.main.get_command(app)), ctx=typer.Context(command), name="hf-zero"
@@ -78,6 +84,9 @@ def _in_docs(text: str) -> str:
         "](docs/": "](",
         "](../../docs/": "](",
         "](CONTRIBUTING.md": "](contributing.md",
+        "](CHANGELOG.md": "](changelog.md",
+        "](.github/SECURITY.md": "](security.md",
+        "](../docs/": "](",
         "](scripts/bench/RESULTS.md": "](results.md",
     }
     for here, there in places.items():

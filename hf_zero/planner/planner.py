@@ -526,7 +526,7 @@ _COLOURS = {
 def draw(plan: Plan, path: Path) -> None:
     """Writes the picture as a PNG. Raises `PlanError`: there is no matplotlib."""
     if find_spec("matplotlib") is None:
-        raise PlanError("hf_zero: a picture needs matplotlib: pip install 'hf-zero[card]'.")
+        raise PlanError("hf_zero: a picture needs matplotlib: pip install matplotlib.")
     try:
         # Without pyplot, which keeps figures and a backend for the whole process.
         from matplotlib.figure import Figure

@@ -155,7 +155,7 @@ def test_a_folder_without_an_architecture_or_of_a_stranger_is_refused(tmp_path):
 
 def test_a_picture_without_matplotlib_is_refused(config, monkeypatch, tmp_path):
     monkeypatch.setattr("hf_zero.planner.planner.find_spec", lambda name: None)
-    assert "hf-zero[card]" in refusals("plan", config, "--seq", "32", "--png", tmp_path / "plan.png")[0]
+    assert "pip install matplotlib" in refusals("plan", config, "--seq", "32", "--png", tmp_path / "plan.png")[0]
 
 
 @pytest.mark.slow

@@ -48,6 +48,27 @@ def test_workflows_run_commands_that_exist_and_a_gpu_job_that_a_variable_switche
     assert "vars.GPU_RUNNER != ''" in gpu["if"] and gpu["runs-on"] == "${{ vars.GPU_RUNNER }}"
 
 
+def test_workflows_read_only_and_pin_each_action_by_its_commit():
+    for path in (COMMUNITY / "workflows").glob("*.yml"):
+        text = path.read_text(encoding="utf-8")
+        workflow = yaml.safe_load(text)
+        assert workflow["permissions"] == {"contents": "read"}, path.name
+        used = re.findall(r"uses: (.+)", text)
+        assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d[\w.]*", each) for each in used), path.name
+        assert len(used) == sum("uses" in step for job in workflow["jobs"].values() for step in job["steps"])
+
+
+def test_a_release_is_published_without_a_stored_token_from_tools_with_hashes():
+    workflow = (COMMUNITY / "workflows" / "release.yml").read_text(encoding="utf-8")
+    publish = yaml.safe_load(workflow)["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"} and "secrets." not in workflow
+    tools = (COMMUNITY / "release-requirements.txt").read_text(encoding="utf-8")
+    wanted = (COMMUNITY / "release-requirements.in").read_text(encoding="utf-8")
+    for line in wanted.splitlines():
+        name = re.split(r"[>#= ]", line)[0]
+        assert not name or re.search(rf"^{name}==[^\n]+\\\n    --hash=sha256:", tools, flags=re.MULTILINE), name
+
+
 def test_templates_ask_for_what_the_doctor_says():
     templates = [COMMUNITY / "PULL_REQUEST_TEMPLATE.md", COMMUNITY / "ISSUE_TEMPLATE" / "bug.yml"]
     assert all("hf-zero doctor --json" in template.read_text(encoding="utf-8") for template in templates)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import ROOT
+from packaging.requirements import Requirement
 from readme_walk import README
 
 PLACE = "https://host.invalid/owner/repository"
@@ -86,6 +87,27 @@ def test_sources_have_tests_and_docs_and_the_wheel_every_file_of_the_package(bui
         names = {name for name in packed.namelist() if ".dist-info/" not in name}
     package = {path.relative_to(ROOT) for path in (ROOT / "hf_zero").rglob("*") if path.is_file()}
     assert names == {str(path) for path in package if "__pycache__" not in path.parts}
+
+
+@pytest.mark.slow
+def test_two_builds_make_the_same_bytes_with_a_bill_of_materials(built, tmp_path):
+    wheels = []
+    for name in ("one", "two"):
+        shutil.copytree(built[0], tmp_path / name)
+        code = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r} + '/{name}-out')"
+        (tmp_path / f"{name}-out").mkdir()
+        environment = os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path / name, env=environment, check=True, timeout=200)
+        wheels += (tmp_path / f"{name}-out").glob("*.whl")
+    one, two = (wheel.read_bytes() for wheel in wheels)
+    assert one == two
+    with zipfile.ZipFile(wheels[0]) as packed:
+        [bill] = [name for name in packed.namelist() if name.endswith(".dist-info/sboms/hf_zero.cdx.json")]
+        document = json.loads(packed.read(bill))
+    required = {
+        Requirement(each).name for each in read_metadata(wheels[0]).get_all("Requires-Dist") if "extra ==" not in each
+    }
+    assert {component["name"] for component in document["components"]} == required
 
 
 @pytest.mark.slow
