@@ -223,11 +223,9 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
         waiting = [o for o in map(_bare, self._optimizers) if id(o) not in bound]
         # A model that is prepared for evaluation may be a part of the model that the optimizer trains.
-        by_use = sorted(
-            self._models, key=lambda each: bool(self.unwrap_model(each, False, False).__dict__.get(_EVALUATED))
-        )
-        for prepared in by_use:
-            model = self.unwrap_model(prepared, keep_torch_compile=False)
+        bare = [self.unwrap_model(prepared, keep_torch_compile=False) for prepared in self._models]
+        by_use = sorted(zip(self._models, bare), key=lambda pair: bool(pair[1].__dict__.get(_EVALUATED)))
+        for prepared, model in by_use:
             parameters = set(model.parameters())
             mine = [o for o in waiting if any(p in parameters for group in o.param_groups for p in group["params"])]
             if not mine:
