@@ -31,6 +31,7 @@ from ..optimizer.bucket_state import Placeholders, tier_bytes_needed
 from ..optimizer.holder import StateHolder, StepChoice, StepTiming
 from ..optimizer.places import Places
 from ..optimizer.replicas import ReplicaCheck
+from ..optimizer.trial import Finding
 from .bucketing import (
     BucketBuilder,
     Division,
@@ -329,6 +330,7 @@ class Parts:
         buckets: those of trained parameters.
         slot_of: every trained parameter's place in its bucket.
         row_of: this rank's part of a trained parameter, for those that it has any of.
+        scopes: of each optimizer, whether its parameters are cut, and the reason.
         copies: None, unless the model is split over ranks.
         model_buffers: None where each rank keeps its own, or there are none.
         activations: None where they stay on the device.
@@ -348,6 +350,7 @@ class Parts:
     buckets: list[Bucket]
     slot_of: dict[nn.Parameter, ParameterSlot]
     row_of: dict[nn.Parameter, Row]
+    scopes: list[Finding]
     sharded: ShardedModel
     outer: Any
     model_buffers: ModelBuffers | None
@@ -473,6 +476,7 @@ def _assemble(
         buckets=buckets,
         slot_of={slot.parameter: slot for bucket in buckets for slot in bucket.slots},
         row_of=row_of,
+        scopes=division.scopes,
         sharded=ShardedModel(model, schedule, transport, holder, config, device=device),
         outer=None
         if all_groups.outer is None

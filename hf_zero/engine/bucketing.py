@@ -29,7 +29,8 @@ from ..config import AUTO, ConfigError, ZeroConfig
 from ..hooks import engine_attached_to
 from ..layout import IN_BLOCKS, Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ..offload.tiers import ParameterTier, Placement
-from ..optimizer.sharded_optimizer import UpdateScope, keeps_intact, refuse_wrapper, update_scope_of
+from ..optimizer.scope import find_scope, keeps_intact, refuse_wrapper
+from ..optimizer.trial import UpdateScope
 from .buffers import ignored_by_ddp, ignored_parameters
 from .collectives import Wire
 from .split_model import Mesh, SplitModel
@@ -94,7 +95,7 @@ def refuse_beside_split(split: SplitModel, config: ZeroConfig, optimizers: Seque
             "expert parallel), whose other ranks would wait for the failed one. Leave `out_of_memory` at stop."
         )
     for optimizer in optimizers:
-        if update_scope_of(optimizer) in (UpdateScope.PARAMETER, UpdateScope.MODEL):
+        if find_scope(optimizer).scope in (UpdateScope.PARAMETER, UpdateScope.MODEL):
             raise ConfigError(
                 f"hf_zero: the optimizer {type(optimizer).__name__} updates an element by what the rest of its "
                 "parameter is, and this split model has only parts of parameters. Use AdamW, SGD, Lion, ..., or "
@@ -498,6 +499,7 @@ class Division:
 
     Attributes:
         parts: in the order in which gradients arrive.
+        scopes: of each optimizer, what the update of an element depends on.
     """
 
     def __init__(
@@ -520,7 +522,11 @@ class Division:
         self.parts = parts_of(model, config, groups, device, split.experts if is_alone else ())
         self._owner = owner
         # Of each optimizer, whether its parameters must not be cut.
-        self._intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
+        self.scopes = [find_scope(optimizer) for optimizer in optimizers]
+        self._intact = [
+            keeps_intact(optimizer, found, config, shards=groups.shard_size)
+            for optimizer, found in zip(optimizers, self.scopes)
+        ]
         self._sizes = choose_sizes(model, config, groups, device)
         self._gathered = GatheredDtypes(model, config)
         self._shards = groups.shard_size

@@ -59,6 +59,7 @@ class ZeroEngine:
         entry: what the script calls.
         evaluates: as it was asked for.
         bad_steps: how many steps with NaN or infinite gradients were skipped, and whether the last one was.
+        scopes: of each optimizer, what the update of an element depends on, and how that was found.
 
     ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
     """
@@ -97,6 +98,7 @@ class ZeroEngine:
         self.groups, self.transport = mesh.dp.all_groups, mesh.dp.all_transport
         self.world_groups, self.world = mesh.world_groups, mesh.world
         self.buckets, self.sharded, self.bad_steps = parts.buckets, parts.sharded, parts.nonfinite
+        self.scopes = parts.scopes
         self.tier, self.parameter_tier, self.activations = parts.tier, parts.parameter_tier, parts.activations
         self._step = TrainingStep(
             self, self.model, parts, optimizers, find_unused_parameters=self._find_unused_parameters

@@ -26,7 +26,8 @@ from ..engine.collectives import is_compiled
 from ..engine.engine import ZeroEngine, keep_state, take_up_state
 from ..extras import extra, is_installed
 from ..hooks import WeakHook, engine_attached_to
-from ..optimizer.sharded_optimizer import engine_stepped_by, refuse_wrapper
+from ..optimizer.scope import refuse_wrapper
+from ..optimizer.sharded_optimizer import engine_stepped_by
 from .accelerator_parts import (
     RefuseTrainingAlone,
     add_no_sync,

@@ -30,6 +30,7 @@ from ..engine.engine import ZeroEngine
 from ..engine.report_tables import IN_FILES, render
 from ..extras import extra
 from ..forecast import FORECAST_ERROR, AtStart, BucketCost, DdpState, Forecast, StatePlan, plan_ddp, plan_states
+from ..optimizer.trial import UpdateScope
 from .environment import trainer_in_callers
 
 # ---- Rows of a step on all ranks together, which change with the number of ranks ----
@@ -187,6 +188,7 @@ def announce(
             "buckets",
             f"{len(engine.buckets)}, largest {in_units(largest)}, {_padding(engine)}; accumulation {accumulation}",
         ),
+        *_optimizer_rows(engine),
         *_unit_rows(engine),
         *_kernel_rows(engine),
         *_offload_rows(engine),
@@ -313,6 +315,23 @@ def _padding(engine: ZeroEngine) -> str:
     gaps = sum(gap.numel for layout in layouts for gap in layout.padding)
     share = gaps / max(1, sum(layout.numel for layout in layouts))
     return f"{share:.1%} padding" + (" (parameters are not cut)" if any(layout.intact for layout in layouts) else "")
+
+
+_WHOLE = "whole parameters, each on one rank"
+_CUTS = {
+    UpdateScope.ELEMENT: "element-wise",
+    UpdateScope.UNKNOWN: f"{_WHOLE}, if it looks at no others",
+    UpdateScope.PARAMETER: _WHOLE,
+    UpdateScope.MODEL: "all parameters together",
+}
+"""How a plan names a scope. An optimizer that looks at all parameters is refused, except at stage 0."""
+
+
+def _optimizer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    """Describes what each optimizer is given, and why."""
+    named = ((type(optimizer).__name__, found) for (optimizer, _), found in zip(engine.state.groups(), engine.scopes))
+    said = [f"{name}: {_CUTS[found.scope]} ({found.reason})" for name, found in named]
+    return [("optimizer", "; ".join(dict.fromkeys(said)))] if said else []
 
 
 def _kernel_rows(engine: ZeroEngine) -> list[tuple[str, str]]:

@@ -1,12 +1,10 @@
-"""Gives the user's optimizer this rank's rows, checks that it is element-wise, and sends a script's writes to all ranks."""
+"""Gives the user's optimizer this rank's rows, and sends a script's writes to all ranks."""
 
 import functools
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from enum import Enum
-from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -24,210 +22,16 @@ from ..config import ZeroConfig
 from ..hooks import WeakHook, engine_attached_to, look_only
 from ..layout import Interval
 from .bucket_state import (
-    LARGE_SHAPE,
     NO_ARGUMENTS,
-    double_of,
-    enter_training,
     group_with,
     is_of_torch,
     note_arguments,
-    own_step,
-    settings_of,
     with_dimensions,
 )
 from .full_state import full_state
 from .holder import StateHolder
+from .scope import is_of_bitsandbytes, kept_by_parameter
 from .state_by_parameter import StateByParameter
-
-# ---- Does an optimizer update each element by itself? Only then may it get parts of parameters ----
-
-
-class UpdateScope(Enum):
-    """The values that the update of an element depends on.
-
-    ELEMENT: that element alone. PARAMETER: its whole parameter (a norm, a row's mean, a matrix product). MODEL: other
-    parameters too. UNKNOWN: no trial step is possible.
-    """
-
-    ELEMENT = "element"
-    PARAMETER = "parameter"
-    MODEL = "model"
-    UNKNOWN = "unknown"
-
-
-_OF_TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Of torch.optim, and element-wise whatever their settings; `capturable` ones could not be tried on the host."""
-
-_NOT_STEPPED_SO = {
-    "lbfgs": "calls backward in the middle of its step",
-    "lomo": "steps inside backward",
-    "adalomo": "steps inside backward",
-    "sparseadam": "wants sparse gradients, which have no place in a flat bucket",
-}
-"""Lower-case class name → why no layout fits."""
-
-_SHAPE = (4, 6)
-_CUT = 10
-_LARGE_CUT = 4105
-_SCALES = (1.0, 0.1, 0.3)
-"""Of the gradients of three steps on a large matrix: a sign of their average then hangs on the digits of each."""
-
-
-def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `ValueError` for an optimizer that steps another one, such as Lookahead or SAM."""
-    name = type(optimizer).__name__
-    inner = next((value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)), None)
-    if inner is not None:
-        raise ValueError(
-            f"hf_zero: the optimizer {name} has another one in it, {type(inner).__name__}, whose state would be in no shard and "
-            f"in no checkpoint. Prepare the {type(inner).__name__} by itself, or train without hf_zero."
-        )
-
-
-def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards: int) -> bool:
-    """Whether parameters must not be cut for this optimizer, so that each is one rank's whole.
-
-    Args:
-        config: whether buckets are stepped one at a time.
-        shards: ranks over which its parameters are dealt.
-
-    Raises:
-        ValueError: an optimizer that no layout suits.
-    """
-    name = type(optimizer).__name__
-    if name.lower() in _NOT_STEPPED_SO:
-        raise ValueError(
-            f"hf_zero: the optimizer {name} {_NOT_STEPPED_SO[name.lower()]}, so it cannot be stepped over shards. Use AdamW, "
-            "Adam, SGD, RMSprop, Adagrad, NAdam, RAdam, Lion, Muon, Adafactor, ..., or train without hf_zero."
-        )
-    scope = update_scope_of(optimizer)
-    if scope is UpdateScope.MODEL and (shards > 1 or config.steps_by_bucket):
-        raise ValueError(
-            f"hf_zero: the optimizer {name} updates a parameter by what other parameters are, and here only some are "
-            "stepped at a time. Set `stage: 0` without `offload.optimizer: nvme`, `rounding: stochastic`, `moments: "
-            "8bit`, or change the optimizer."
-        )
-    return scope is not UpdateScope.ELEMENT
-
-
-def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer finds a Parameter's settings by identity and index in `param_groups`, as bitsandbytes does."""
-    return all(callable(getattr(optimizer, name, None)) for name in ("get_config", "check_overrides"))
-
-
-def kept_by_parameter(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] | set[Any]]:
-    """Returns the optimizer's own dicts and sets, beside its state, whose keys are parameters or their `id`."""
-    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    own = (value for name, value in vars(optimizer).items() if name != "state" and isinstance(value, dict | set))
-    return [held for held in own if any((id(key) if torch.is_tensor(key) else key) in ids for key in held)]
-
-
-def update_scope_of(optimizer: torch.optim.Optimizer) -> UpdateScope:
-    """Finds the optimizer's widest scope over all of its groups, by trial steps of copies.
-
-    Two matrices are stepped together, each alone, and cut into flat pieces; so is a larger one. Equal values mean that the
-    optimizer cannot tell these cases apart. Settings that a step finds by a Parameter's identity show in no trial.
-    """
-    # By the very class: a subclass may have a step of its own.
-    if type(optimizer) in [getattr(torch.optim, name) for name in _OF_TORCH]:
-        return UpdateScope.ELEMENT
-    # A script's settings for one parameter are for the whole of it.
-    least = UpdateScope.ELEMENT
-    if is_of_bitsandbytes(optimizer) or kept_by_parameter(optimizer):
-        least = UpdateScope.PARAMETER
-    # Muon's step, GaLore's projection and LAMB's trust ratio are in use in some groups only: each group is tried.
-    scopes = (_scope_with(optimizer, settings) for settings in _unlike_settings(optimizer))
-    return max((least, *scopes), key=_REACH.index)
-
-
-# For `max`: a group of unknown scope must hide no PARAMETER or MODEL of another group; for MODEL some settings are refused.
-_REACH = (UpdateScope.ELEMENT, UpdateScope.UNKNOWN, UpdateScope.PARAMETER, UpdateScope.MODEL)
-
-
-def _unlike_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Returns the distinct settings of the optimizer's groups, learning rates aside."""
-    # A learning rate of 0 (warm-up) would hide every difference.
-    found = [settings_of(group) | {"lr": 0.1, "initial_lr": 0.1} for group in optimizer.param_groups]
-    for settings in found:
-        # A trial has parameters of its own.
-        settings.pop("param_names", None)
-    return list({repr(sorted(settings.items())): settings for settings in found}.values()) or [{"lr": 0.1}]
-
-
-def _scope_with(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> UpdateScope:
-    # A generator of its own: a global seed would change the script's random numbers.
-    generator = torch.Generator().manual_seed(0)
-    matrices, gradients = ([torch.randn(_SHAPE, generator=generator) for _ in range(2)] for _ in range(2))
-    # Unlike each other in each piece, so that whatever is taken over a parameter or several (a sign, a norm) differs.
-    gradients[0].abs_().view(-1)[_CUT:].mul_(-3.0)
-    gradients[1].mul_(0.1)
-
-    def stepped(values: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        return _stepped(optimizer, settings, values, [gradients, gradients])
-
-    try:
-        together = stepped(matrices, gradients)
-        alone = [*stepped(matrices[:1], gradients[:1]), *stepped(matrices[1:], gradients[1:])]
-    except Exception:
-        # A class that cannot step outside its own construction tells nothing about its arithmetic.
-        return UpdateScope.UNKNOWN
-    if _same(together, matrices):
-        # Nor does one that has others step in its place.
-        return UpdateScope.UNKNOWN
-    if not _same(together, alone):
-        return UpdateScope.MODEL
-    try:
-        pieces = stepped(_cut(matrices[0]), _cut(gradients[0]))
-    except Exception:
-        # Made for matrices.
-        return UpdateScope.PARAMETER
-    is_of_elements = _same(pieces, _cut(alone[0])) and not _looks_at_size(optimizer, settings)
-    return UpdateScope.ELEMENT if is_of_elements else UpdateScope.PARAMETER
-
-
-def _looks_at_size(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> bool:
-    """Whether pieces of a larger matrix are stepped otherwise than the whole, as by optimizers with state in blocks."""
-    generator = torch.Generator().manual_seed(0)
-    matrix, *gradients = (torch.randn(LARGE_SHAPE, generator=generator) * scale for scale in (1.0, *_SCALES))
-    try:
-        [whole] = _stepped(optimizer, settings, [matrix], [[gradient] for gradient in gradients])
-        cut = partial(_cut, at=_LARGE_CUT)
-        pieces = _stepped(optimizer, settings, cut(matrix), list(map(cut, gradients)))
-    except Exception:
-        # It can step a small matrix and its pieces, and these not.
-        return True
-    return not _same(pieces, cut(whole))
-
-
-def _cut(whole: torch.Tensor, at: int = _CUT) -> list[torch.Tensor]:
-    flat = whole.reshape(-1)
-    return [flat[:at], flat[at:]]
-
-
-def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(some, others, strict=True))
-
-
-def _stepped(
-    optimizer: torch.optim.Optimizer,
-    settings: dict[str, Any],
-    values: list[torch.Tensor],
-    passes: Iterable[list[torch.Tensor]],
-) -> list[torch.Tensor]:
-    """Returns the values behind a step with the gradients of each of `passes`."""
-    # Clones: a step writes to values, some optimizers write to gradients, and the next trial needs both as they were.
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    trial = double_of(optimizer, settings_of(settings) | {"params": parameters}, {})
-    # A step may draw random numbers, and those of the script must go on as if there had been no trial. Without `devices=[]`,
-    # torch would save the state of every accelerator, and make a context on each.
-    with torch.random.fork_rng(devices=[]):
-        enter_training(trial)
-        for gradients in passes:
-            for parameter, gradient in zip(parameters, gradients):
-                parameter.grad = gradient.clone()
-            own_step(trial)
-    return [parameter.detach() for parameter in parameters]
-
 
 # ---- The user's own optimizer object, given this rank's rows instead of whole parameters ----
 

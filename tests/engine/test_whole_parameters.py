@@ -22,8 +22,9 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, load_state
 from hf_zero.integrations.trainer_parts import open_plain
-from hf_zero.optimizer.sharded_optimizer import UpdateScope, keeps_intact, update_scope_of
+from hf_zero.optimizer.scope import find_scope, keeps_intact, refuse_wrapper
 from hf_zero.optimizer.state_rows import put_state_back
+from hf_zero.optimizer.trial import UpdateScope
 
 pytestmark = pytest.mark.timeout(180)
 STAGES = [{"stage": stage, "bucket_bytes": "20KiB"} for stage in (0, 1, 2, 3)]
@@ -388,14 +389,18 @@ def test_a_file_of_plain_trainer_with_another_kind_of_optimizer_is_refused(wrote
 def test_how_far_an_optimizer_looks_is_seen_by_a_trial_that_leaves_it_alone(make, reach):
     optimizer = make([nn.Parameter(torch.ones(3, 2))])
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the trial called the script's hook"))
-    assert update_scope_of(optimizer) is reach
+    assert find_scope(optimizer).scope is reach
     assert not optimizer.state and torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3, 2))
 
 
 def test_an_optimizer_looks_as_far_as_in_the_group_where_it_looks_furthest():
     plain, decayed = ({"params": [nn.Parameter(torch.ones(3, 2))], "weight_decay": decay} for decay in (0.0, 0.1))
-    assert update_scope_of(TrustsWhereItDecays([plain])) is UpdateScope.ELEMENT
-    assert update_scope_of(TrustsWhereItDecays([plain, decayed])) is UpdateScope.PARAMETER
+    assert find_scope(TrustsWhereItDecays([plain])).scope is UpdateScope.ELEMENT
+    assert find_scope(TrustsWhereItDecays([plain, decayed])).scope is UpdateScope.PARAMETER
+
+
+def intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards: int) -> bool:
+    return keeps_intact(optimizer, find_scope(optimizer), config, shards=shards)
 
 
 def test_an_optimizer_that_is_made_of_others_is_given_whole_parameters():
@@ -409,7 +414,7 @@ def test_an_optimizer_that_is_made_of_others_is_given_whole_parameters():
                 part.step()
 
     optimizer = OfTwo([nn.Parameter(torch.ones(3, 2))], [nn.Parameter(torch.ones(3))])
-    assert update_scope_of(optimizer) is UpdateScope.UNKNOWN and keeps_intact(optimizer, ZeroConfig(), shards=2)
+    assert find_scope(optimizer).scope is UpdateScope.UNKNOWN and intact(optimizer, ZeroConfig(), shards=2)
 
 
 def test_an_optimizer_derived_from_adamw_is_tried_and_not_believed():
@@ -420,20 +425,20 @@ def test_an_optimizer_derived_from_adamw_is_tried_and_not_believed():
                 p.grad.div_(p.grad.norm())
             super().step()
 
-    assert update_scope_of(Normed([nn.Parameter(torch.ones(3, 2))])) is UpdateScope.PARAMETER
+    assert find_scope(Normed([nn.Parameter(torch.ones(3, 2))])).scope is UpdateScope.PARAMETER
 
 
 def test_what_no_layout_suits_is_refused_by_name():
     parameters = [nn.Parameter(torch.ones(3, 2))]
     with pytest.raises(ValueError, match=r"LBFGS calls backward in the middle of its step.*Use AdamW"):
-        keeps_intact(torch.optim.LBFGS(parameters), ZeroConfig(), shards=1)
+        refuse_wrapper(torch.optim.LBFGS(parameters))
     with pytest.raises(ValueError, match=r"Prodigious updates a parameter by what other parameters are.*`stage: 0`"):
-        keeps_intact(Prodigious(parameters), ZeroConfig(), shards=2)
-    assert keeps_intact(Prodigious(parameters), ZeroConfig(), shards=1)
+        intact(Prodigious(parameters), ZeroConfig(), shards=2)
+    assert intact(Prodigious(parameters), ZeroConfig(), shards=1)
     with pytest.raises(ValueError, match=r"without `offload\.optimizer: nvme`, `rounding: stochastic`"):
-        keeps_intact(Prodigious(parameters), ZeroConfig(rounding="stochastic"), shards=1)
-    assert keeps_intact(torch.optim.Muon(parameters), ZeroConfig(), shards=2)
-    assert not keeps_intact(torch.optim.AdamW(parameters), ZeroConfig(), shards=2)
+        intact(Prodigious(parameters), ZeroConfig(rounding="stochastic"), shards=1)
+    assert intact(torch.optim.Muon(parameters), ZeroConfig(), shards=2)
+    assert not intact(torch.optim.AdamW(parameters), ZeroConfig(), shards=2)
 
 
 def test_rows_are_whole_matrices_and_the_plan_states_the_padding(capsys):

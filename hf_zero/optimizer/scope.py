@@ -1,0 +1,95 @@
+"""Decides for each optimizer whether its parameters are cut or stay whole, and refuses those that no layout suits."""
+
+from typing import Any
+
+import torch
+
+from ..config import ZeroConfig
+from .bucket_state import settings_of
+from .known import known_scope, refuse_unsuited
+from .trial import Finding, UpdateScope, try_optimizer
+
+
+def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ValueError` for an optimizer that steps another one, such as Lookahead or SAM, or cannot step shards at all."""
+    refuse_unsuited(optimizer)
+    name = type(optimizer).__name__
+    inner = next((value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)), None)
+    if inner is not None:
+        raise ValueError(
+            f"hf_zero: the optimizer {name} has another one in it, {type(inner).__name__}, whose state would be in no shard and "
+            f"in no checkpoint. Prepare the {type(inner).__name__} by itself, or train without hf_zero."
+        )
+
+
+def keeps_intact(optimizer: torch.optim.Optimizer, found: Finding, config: ZeroConfig, *, shards: int) -> bool:
+    """Whether parameters must not be cut for this optimizer, so that each is one rank's whole.
+
+    Args:
+        found: by `find_scope`.
+        config: whether buckets are stepped one at a time.
+        shards: ranks over which its parameters are dealt.
+
+    Raises:
+        ValueError: an optimizer that looks at several parameters, of which a step has only some.
+    """
+    if found.scope is UpdateScope.MODEL and (shards > 1 or config.steps_by_bucket):
+        raise ValueError(
+            f"hf_zero: the optimizer {type(optimizer).__name__} updates a parameter by what other parameters are "
+            f"({found.reason}), and a rank steps only some. Set `stage: 0` without `offload.optimizer: nvme`, `rounding: "
+            "stochastic`, `moments: 8bit`, or change the optimizer."
+        )
+    return found.scope is not UpdateScope.ELEMENT
+
+
+def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer finds a Parameter's settings by identity and index in `param_groups`, as bitsandbytes does."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("get_config", "check_overrides"))
+
+
+def kept_by_parameter(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] | set[Any]]:
+    """Returns the optimizer's own dicts and sets, beside its state, whose keys are parameters or their `id`."""
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = (value for name, value in vars(optimizer).items() if name != "state" and isinstance(value, dict | set))
+    return [held for held in own if any((id(key) if torch.is_tensor(key) else key) in ids for key in held)]
+
+
+def find_scope(optimizer: torch.optim.Optimizer) -> Finding:
+    """Finds the optimizer's widest scope over all of its groups, from the table of known classes or by trials of copies.
+
+    Settings that a step finds by a Parameter's identity show in no trial.
+    """
+    known = known_scope(optimizer)
+    if known is not None and not known.wants_trial:
+        return known.finding
+    # Muon's step, GaLore's projection and LAMB's trust ratio are in use in some groups only: each kind of group is tried.
+    tried = [try_optimizer(optimizer, *group) for group in _unlike_groups(optimizer)]
+    found = max(tried, key=lambda finding: finding.scope.reach)
+    if (
+        found.scope is UpdateScope.ELEMENT
+        and known is None
+        and (is_of_bitsandbytes(optimizer) or kept_by_parameter(optimizer))
+    ):
+        # A script's settings for one parameter are for the whole of it.
+        return Finding(UpdateScope.PARAMETER, "it keeps settings of single parameters")
+    return found
+
+
+def _unlike_groups(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
+    """Returns the distinct settings of the optimizer's groups, learning rates aside, each with all parameters that have them."""
+    unlike: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}
+    for group in optimizer.param_groups:
+        # A trial has parameters of its own.
+        settings = {name: value for name, value in settings_of(group).items() if name != "param_names"}
+        rate = settings.get("initial_lr", settings.get("lr"))
+        # A rate of 0, in a warm-up, would hide every difference.
+        rate = rate if isinstance(rate, float | int) and _LEAST_RATE <= rate <= 1 else _RATE
+        alike = repr(sorted((name, value) for name, value in settings.items() if name not in ("lr", "initial_lr")))
+        of_group = unlike.setdefault(alike, (settings | {"lr": rate, "initial_lr": rate}, []))
+        of_group[1].extend(group["params"])
+    return list(unlike.values()) or [({"lr": _RATE}, [])]
+
+
+_RATE = 0.1
+_LEAST_RATE = 1e-3
+"""Learning rate of trials, and the least that a script's own rate may be."""
