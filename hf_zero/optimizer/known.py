@@ -56,7 +56,7 @@ _PACKAGES = (
         {
             _ELEMENT: "adadelta.Adadelta adagrad.Adagrad adam.Adam adamw.AdamW adamax.Adamax asgd.ASGD nadam.NAdam radam.RAdam "
             "rmsprop.RMSprop rprop.Rprop sgd.SGD",
-            _PARAMETER: "_adafactor.Adafactor _muon.Muon",
+            _PARAMETER: "Adafactor Muon",
         },
     ),
     _Package("", "5.17 to 5.24", "transformers", {_PARAMETER: "optimization.Adafactor"}),

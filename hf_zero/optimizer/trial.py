@@ -332,11 +332,13 @@ def _joined(pieces: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> l
 def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> bool:
     """Whether parameters have moved equally, up to the rounding of their dtype."""
     for one, other, start in zip(some, others, starts, strict=True):
-        # Of a few operations with other vector widths. In float64 that is far less than any dependence.
         eps = torch.finfo(start.dtype).eps
-        allowed = 1e-9 if start.dtype is torch.float64 else 16 * eps
-        bound = allowed * one.abs() + 16 * eps * (start.double().abs().max() + one.abs().amax()) if one.numel() else one
-        # NaN differs from nothing here: the caller looks for values that are not finite.
+        # Vectorized code rounds a few operations in another way. 16-bit values are computed in float32 and rounded once.
+        grain = (2 if start.dtype.itemsize == 2 else 16) * eps
+        # In float64, any dependence is far above this.
+        relative = 1e-9 if start.dtype is torch.float64 else grain
+        bound = relative * one.abs() + grain * (start.double().abs().max() + one.abs().max())
+        # A NaN on both sides counts as equal here: `_walk` looks for values that are not finite.
         if bool(((one - other).abs() > bound).any()):
             return False
     return True

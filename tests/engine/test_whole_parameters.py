@@ -450,7 +450,9 @@ def test_rows_are_whole_matrices_and_the_plan_states_the_padding(capsys):
             whole = row.slot.parameter.shape
             assert row.tensor.shape == (whole if optimizer is engine.optimizers[0] else (whole.numel(),))
     announce(engine, "nobody")
-    assert "padding (parameters are not cut)" in " ".join(capsys.readouterr().err.split())
+    plan = " ".join(capsys.readouterr().err.split())
+    assert "padding (parameters are not cut)" in plan
+    assert "Muon: whole parameters, each on one rank (known); AdamW: element-wise (known)" in plan
 
 
 # ---- rows that are written outside of a step ----
