@@ -27,6 +27,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "shapes": MATRICES,
         "of_group": {**PROJECTED, "projection_type": PROJECTED["proj_type"]},
     },
+    "pytorch_optimizer.optimizer.snsm.AdamWSN": {"of_group": {"sn": True, "subset_size": 4}},
     # Roots of large matrices cost seconds.
     "pytorch_optimizer.optimizer.shampoo.Shampoo": {"shapes": SHAPES[:3]},
     "torch_optimizer.shampoo.Shampoo": {"shapes": SHAPES[:3]},
@@ -65,6 +66,9 @@ ELEMENT_WISE_HERE = {
     ),
 }
 NOT_RUN = {
+    # They change when a projection has settled: later than a test can wait.
+    "pytorch_optimizer.optimizer.swats.SWATS",
+    "torch_optimizer.swats.SWATS",
     # Begins at step 1,000 of its own count, and costs minutes by then.
     "pytorch_optimizer.optimizer.shampoo.ScalableShampoo",
     # They need an accelerator, a compiler, parts of a model, or groups of their own.
