@@ -23,9 +23,13 @@ from ..hooks import WeakHook, engine_attached_to, look_only
 from ..layout import Interval
 from .bucket_state import (
     NO_ARGUMENTS,
+    double_of,
+    enter_training,
     group_with,
     is_of_torch,
     note_arguments,
+    own_step,
+    settings_of,
     with_dimensions,
 )
 from .full_state import full_state
