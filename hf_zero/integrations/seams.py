@@ -263,8 +263,8 @@ SEAMS = (
     Seam(
         owner="torch.utils._python_dispatch:",
         names=("TorchDispatchMode",),
-        where=("planner/trace",),
-        why="Sees each operation of them.",
+        where=("planner/trace", "optimizer/trial"),
+        why="Sees each operation: to count what it saves, and to have copies of an optimizer draw the same random numbers.",
         test="test_forecast.py::test_a_trace_counts_what_autograd_saves",
     ),
     Seam(

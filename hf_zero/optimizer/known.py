@@ -54,9 +54,9 @@ _PACKAGES = (
         "2.11 to 2.14",
         "torch.optim",
         {
-            _ELEMENT: "adadelta.Adadelta adagrad.Adagrad adam.Adam adamw.AdamW adamax.Adamax asgd.ASGD nadam.NAdam radam.RAdam "
-            "rmsprop.RMSprop rprop.Rprop sgd.SGD",
-            _PARAMETER: "Adafactor Muon",
+            _ELEMENT: "adadelta.Adadelta, adagrad.Adagrad, adam.Adam, adamw.AdamW, adamax.Adamax, asgd.ASGD, nadam.NAdam, "
+            "radam.RAdam, rmsprop.RMSprop, rprop.Rprop, sgd.SGD",
+            _PARAMETER: "Adafactor, Muon",
         },
     ),
     _Package("", "5.17 to 5.24", "transformers", {_PARAMETER: "optimization.Adafactor"}),
@@ -66,13 +66,14 @@ _PACKAGES = (
         "bitsandbytes.optim",
         {
             # Blocks of 256 elements, settings of single parameters, and with `max_unorm` a norm.
-            _PARAMETER: "adagrad.Adagrad adagrad.Adagrad8bit adagrad.Adagrad32bit adam.Adam adam.Adam8bit adam.Adam32bit "
-            "adam.PagedAdam adam.PagedAdam8bit adam.PagedAdam32bit adamw.AdamW adamw.AdamW8bit adamw.AdamW32bit adamw.PagedAdamW "
-            "adamw.PagedAdamW8bit adamw.PagedAdamW32bit ademamix.AdEMAMix ademamix.AdEMAMix8bit ademamix.AdEMAMix32bit "
-            "ademamix.PagedAdEMAMix ademamix.PagedAdEMAMix8bit ademamix.PagedAdEMAMix32bit lamb.LAMB lamb.LAMB8bit "
-            "lamb.LAMB32bit lars.LARS lars.LARS8bit lars.LARS32bit lion.Lion lion.Lion8bit lion.Lion32bit lion.PagedLion "
-            "lion.PagedLion8bit lion.PagedLion32bit rmsprop.RMSprop rmsprop.RMSprop8bit rmsprop.RMSprop32bit sgd.SGD "
-            "sgd.SGD8bit sgd.SGD32bit",
+            _PARAMETER: "adagrad.Adagrad, adagrad.Adagrad8bit, adagrad.Adagrad32bit, adam.Adam, adam.Adam8bit, "
+            "adam.Adam32bit, adam.PagedAdam, adam.PagedAdam8bit, adam.PagedAdam32bit, adamw.AdamW, adamw.AdamW8bit, "
+            "adamw.AdamW32bit, adamw.PagedAdamW, adamw.PagedAdamW8bit, adamw.PagedAdamW32bit, ademamix.AdEMAMix, "
+            "ademamix.AdEMAMix8bit, ademamix.AdEMAMix32bit, ademamix.PagedAdEMAMix, ademamix.PagedAdEMAMix8bit, "
+            "ademamix.PagedAdEMAMix32bit, lamb.LAMB, lamb.LAMB8bit, lamb.LAMB32bit, lars.LARS, lars.LARS8bit, "
+            "lars.LARS32bit, lion.Lion, lion.Lion8bit, lion.Lion32bit, lion.PagedLion, lion.PagedLion8bit, "
+            "lion.PagedLion32bit, rmsprop.RMSprop, rmsprop.RMSprop8bit, rmsprop.RMSprop32bit, sgd.SGD, sgd.SGD8bit, "
+            "sgd.SGD32bit",
         },
     ),
     _Package(
@@ -81,17 +82,19 @@ _PACKAGES = (
         "torchao.optim",
         # State in blocks from 4,096 elements on, if the blocks are full; rounding by random numbers.
         {
-            _PARAMETER: "adam.Adam8bit adam.Adam4bit adam.AdamFp8 adam.AdamW8bit adam.AdamW4bit adam.AdamWFp8 adam._AdamW"
+            _PARAMETER: "adam.Adam8bit, adam.Adam4bit, adam.AdamFp8, adam.AdamW8bit, adam.AdamW4bit, adam.AdamWFp8, "
+            "adam._AdamW"
         },
     ),
-    _Package("prodigyopt", "1.1.2", "prodigyopt", {_MODEL: "prodigy.Prodigy prodigy_reference.ProdigyReference"}),
+    _Package("prodigyopt", "1.1.2", "prodigyopt", {_MODEL: "prodigy.Prodigy, prodigy_reference.ProdigyReference"}),
     _Package(
         "dadaptation",
         "3.2",
         "dadaptation",
         {
-            _MODEL: "dadapt_adagrad.DAdaptAdaGrad dadapt_adam.DAdaptAdam dadapt_adan.DAdaptAdan dadapt_lion.DAdaptLion "
-            "dadapt_sgd.DAdaptSGD experimental.dadapt_adam_preprint.DAdaptAdamPreprint experimental.dadapt_adan_ip.DAdaptAdanIP"
+            _MODEL: "dadapt_adagrad.DAdaptAdaGrad, dadapt_adam.DAdaptAdam, dadapt_adan.DAdaptAdan, dadapt_lion.DAdaptLion, "
+            "dadapt_sgd.DAdaptSGD, experimental.dadapt_adam_preprint.DAdaptAdamPreprint, "
+            "experimental.dadapt_adan_ip.DAdaptAdanIP"
         },
     ),
     _Package(
@@ -99,7 +102,7 @@ _PACKAGES = (
         "0.3.3",
         "optimi",
         {
-            _ELEMENT: "adam.Adam adamw.AdamW adan.Adan lion.Lion radam.RAdam ranger.Ranger sgd.SGD",
+            _ELEMENT: "adam.Adam, adamw.AdamW, adan.Adan, lion.Lion, radam.RAdam, ranger.Ranger, sgd.SGD",
             _PARAMETER: "stableadamw.StableAdamW",
         },
     ),
@@ -107,7 +110,7 @@ _PACKAGES = (
         "lion-pytorch",
         "0.2.5",
         "lion_pytorch",
-        {_ELEMENT: "lion_pytorch.Lion foreach.Lion cautious_lion.Lion"},
+        {_ELEMENT: "lion_pytorch.Lion, foreach.Lion, cautious_lion.Lion"},
         {"cautious_factor": ((1.0,), _PARAMETER)},
     ),
     _Package(
@@ -115,9 +118,9 @@ _PACKAGES = (
         "1.4.1",
         "schedulefree",
         {
-            _ELEMENT: "adamw_schedulefree.AdamWScheduleFree adamw_schedulefree_paper.AdamWScheduleFreePaper "
-            "adamw_schedulefree_reference.AdamWScheduleFreeReference radam_schedulefree.RAdamScheduleFree "
-            "sgd_schedulefree.SGDScheduleFree sgd_schedulefree_reference.SGDScheduleFreeReference"
+            _ELEMENT: "adamw_schedulefree.AdamWScheduleFree, adamw_schedulefree_paper.AdamWScheduleFreePaper, "
+            "adamw_schedulefree_reference.AdamWScheduleFreeReference, radam_schedulefree.RAdamScheduleFree, "
+            "sgd_schedulefree.SGDScheduleFree, sgd_schedulefree_reference.SGDScheduleFreeReference"
         },
     ),
     # Multiplies beta1 by a power of the parameter's number in its group.
@@ -126,7 +129,7 @@ _PACKAGES = (
         "galore-torch",
         "1.0",
         "galore_torch",
-        {_ELEMENT: "adamw.AdamW", _PARAMETER: "adafactor.Adafactor adamw8bit.AdamW8bit"},
+        {_ELEMENT: "adamw.AdamW", _PARAMETER: "adafactor.Adafactor, adamw8bit.AdamW8bit"},
         _PROJECTED,
     ),
     _Package(
@@ -134,8 +137,8 @@ _PACKAGES = (
         "1.0.3",
         "apollo_torch",
         {
-            _ELEMENT: "adamw.AdamW apollo.AdamW",
-            _PARAMETER: "adafactor.Adafactor adamw8bit.AdamW8bit q_apollo.AdamW",
+            _ELEMENT: "adamw.AdamW, apollo.AdamW",
+            _PARAMETER: "adafactor.Adafactor, adamw8bit.AdamW8bit, q_apollo.AdamW",
         },
         _PROJECTED,
     ),
@@ -143,16 +146,16 @@ _PACKAGES = (
     _Package("adabelief-pytorch", "0.2.1", "adabelief_pytorch", {_ELEMENT: "AdaBelief.AdaBelief"}),
     _Package("adan-pytorch", "0.1.0", "adan_pytorch", {_ELEMENT: "adan.Adan"}, {"restart_cond": ((None,), _PARAMETER)}),
     _Package("pytorch-lamb", "1.0.0", "pytorch_lamb", {_PARAMETER: "lamb.Lamb"}),
-    _Package("muon-optimizer", "0.1.0", "muon", {_PARAMETER: "SingleDeviceMuon SingleDeviceMuonWithAuxAdam"}),
+    _Package("muon-optimizer", "0.1.0", "muon", {_PARAMETER: "SingleDeviceMuon, SingleDeviceMuonWithAuxAdam"}),
     _Package(
         "timm",
         "1.0.31",
         "timm.optim",
         {
-            _ELEMENT: "adabelief.AdaBelief adamw.AdamWLegacy adan.Adan adopt.Adopt laprop.LaProp lion.Lion madgrad.MADGRAD "
-            "nadam.NAdamLegacy nadamw.NAdamW radam.RAdamLegacy rmsprop_tf.RMSpropTF sgdw.SGDW",
-            _PARAMETER: "adafactor.Adafactor adafactor_bv.AdafactorBigVision adamp.AdamP lamb.Lamb lars.Lars mars.Mars muon.Muon "
-            "nvnovograd.NvNovoGrad sgdp.SGDP",
+            _ELEMENT: "adabelief.AdaBelief, adamw.AdamWLegacy, adan.Adan, adopt.Adopt, laprop.LaProp, lion.Lion, "
+            "madgrad.MADGRAD, nadam.NAdamLegacy, nadamw.NAdamW, radam.RAdamLegacy, rmsprop_tf.RMSpropTF, sgdw.SGDW",
+            _PARAMETER: "adafactor.Adafactor, adafactor_bv.AdafactorBigVision, adamp.AdamP, lamb.Lamb, lars.Lars, "
+            "mars.Mars, muon.Muon, nvnovograd.NvNovoGrad, sgdp.SGDP",
         },
         # LAMB clips by the norm of all gradients unless told otherwise.
         {**_CAUTIOUS, "max_grad_norm": ((None,), _MODEL)},
@@ -162,16 +165,17 @@ _PACKAGES = (
         "4.1.0",
         "pytorch_optimizer.optimizer",
         {
-            _ELEMENT: "adabelief.AdaBelief adabound.AdaBound adadelta.AdaDelta adamax.AdaMax adamod.AdaMod "
-            "adapnm.AdaPNM adasmooth.AdaSmooth ademamix.AdEMAMix ademamix.SimplifiedAdEMAMix adopt.ADOPT aggmo.AggMo "
-            "diffgrad.DiffGrad grams.Grams grokfast.GrokFastAdamW laprop.LaProp lion.Lion madgrad.MADGRAD padam.PAdam pid.PID "
-            "pnm.PNM qhadam.QHAdam qhm.QHM radam.RAdam schedulefree.ScheduleFreeAdamW schedulefree.ScheduleFreeRAdam "
-            "schedulefree.ScheduleFreeSGD sgd.AccSGD sgd.SGDW sgd.SignSGD tiger.Tiger yogi.Yogi",
-            _PARAMETER: "adafactor.AdaFactor adalite.Adalite adamp.AdamP adamp.SGDP adamw.StableAdamW adanorm.AdaNorm "
-            "came.CAME galore.GaLore lars.LARS mars.MARS novograd.NovoGrad shampoo.ScalableShampoo shampoo.Shampoo "
-            "sm3.SM3 snsm.AdamWSN soap.SOAP",
-            _MODEL: "adagc.AdaGC adai.Adai avagrad.AvaGrad dadapt.DAdaptAdaGrad dadapt.DAdaptAdam dadapt.DAdaptAdan "
-            "dadapt.DAdaptLion dadapt.DAdaptSGD prodigy.Prodigy sgd.ASGD swats.SWATS",
+            _ELEMENT: "adabelief.AdaBelief, adabound.AdaBound, adadelta.AdaDelta, adamax.AdaMax, adamod.AdaMod, "
+            "adapnm.AdaPNM, adasmooth.AdaSmooth, ademamix.AdEMAMix, ademamix.SimplifiedAdEMAMix, adopt.ADOPT, aggmo.AggMo, "
+            "diffgrad.DiffGrad, grams.Grams, grokfast.GrokFastAdamW, laprop.LaProp, lion.Lion, madgrad.MADGRAD, "
+            "padam.PAdam, pid.PID, pnm.PNM, qhadam.QHAdam, qhm.QHM, radam.RAdam, schedulefree.ScheduleFreeAdamW, "
+            "schedulefree.ScheduleFreeRAdam, schedulefree.ScheduleFreeSGD, sgd.AccSGD, sgd.SGDW, sgd.SignSGD, tiger.Tiger, "
+            "yogi.Yogi",
+            _PARAMETER: "adafactor.AdaFactor, adalite.Adalite, adamp.AdamP, adamp.SGDP, adamw.StableAdamW, adanorm.AdaNorm, "
+            "came.CAME, galore.GaLore, lars.LARS, mars.MARS, novograd.NovoGrad, shampoo.ScalableShampoo, shampoo.Shampoo, "
+            "sm3.SM3, snsm.AdamWSN, soap.SOAP",
+            _MODEL: "adagc.AdaGC, adai.Adai, avagrad.AvaGrad, dadapt.DAdaptAdaGrad, dadapt.DAdaptAdam, dadapt.DAdaptAdan, "
+            "dadapt.DAdaptLion, dadapt.DAdaptSGD, prodigy.Prodigy, sgd.ASGD, swats.SWATS",
         },
         _NORMED,
     ),
@@ -194,10 +198,10 @@ _PACKAGES = (
         "0.3.0",
         "torch_optimizer",
         {
-            _ELEMENT: "accsgd.AccSGD adabelief.AdaBelief adabound.AdaBound adamod.AdaMod aggmo.AggMo diffgrad.DiffGrad "
-            "madgrad.MADGRAD pid.PID qhadam.QHAdam qhm.QHM radam.RAdam sgdw.SGDW yogi.Yogi",
-            _PARAMETER: "adafactor.Adafactor adamp.AdamP apollo.Apollo lamb.Lamb lars.LARS novograd.NovoGrad sgdp.SGDP "
-            "shampoo.Shampoo",
+            _ELEMENT: "accsgd.AccSGD, adabelief.AdaBelief, adabound.AdaBound, adamod.AdaMod, aggmo.AggMo, "
+            "diffgrad.DiffGrad, madgrad.MADGRAD, pid.PID, qhadam.QHAdam, qhm.QHM, radam.RAdam, sgdw.SGDW, yogi.Yogi",
+            _PARAMETER: "adafactor.Adafactor, adamp.AdamP, apollo.Apollo, lamb.Lamb, lars.LARS, novograd.NovoGrad, "
+            "sgdp.SGDP, shampoo.Shampoo",
             _MODEL: "swats.SWATS",
         },
     ),
@@ -207,7 +211,7 @@ KNOWN: dict[str, tuple[UpdateScope, _Package]] = {
     f"{package.module}.{name}": (scope, package)
     for package in _PACKAGES
     for scope, names in package.classes.items()
-    for name in names.split()
+    for name in names.split(", ")
 }
 """Full name of a class → its scope, and the package."""
 
