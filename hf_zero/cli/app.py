@@ -79,7 +79,7 @@ Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name
 Processes = Annotated[int | None, typer.Option(help="Number of ranks; default: one for each GPU, or two on a CPU.")]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Train on the CPU, even on a machine with GPUs.")]
 Precision = Annotated[str | None, typer.Option(help="Precision of autocast: no, fp16 or bf16.")]
-Port = Annotated[int | None, typer.Option(help="Port on which the ranks meet.")]
+Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Port on which the ranks meet.")]
 SequenceRanks = Annotated[int | None, typer.Option(help="Number of ranks that compute a sequence together (sp_size).")]
 
 
@@ -228,8 +228,6 @@ def plan(
     with said_plainly():
         refuse_special(write, png)
         found = extra("planner", "make_plan")(model, batch=batch, **options)
-        if png is not None:
-            extra("planner", "draw")(found, png)
         if write is not None and found.settings is not None:
             replace_file(write, found.yaml())
         if as_json:
@@ -240,6 +238,9 @@ def plan(
             console.print(extra("planner", "table_of")(found, console))
             for line in found.choice.why:
                 say(line)
+        # Last: without matplotlib, the plan is printed all the same.
+        if png is not None:
+            extra("planner", "draw")(found, png)
     if found.settings is None:
         raise typer.Exit(1)
     if not as_json:
@@ -292,7 +293,9 @@ def _say_list(name: str, keys: Sequence[Any]) -> None:
 
 
 def rendezvous(
-    port: Annotated[int | None, typer.Option(help="Port of the store; default: 29400; 0: any free port.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of the store; default: 29400; 0: any free port.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Name or address to listen on; default: this host's name.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print host and port as JSON.")] = False,
 ) -> None:
@@ -383,11 +386,11 @@ def run(
         words = [*(("--zero", zero) if zero is not None else ()), *(("-m",) if module else ()), *script]
         launch = launch_of(
             words,
-            processes=num_processes or said.get("processes"),
+            processes=said.get("processes") if num_processes is None else num_processes,
             cpu=cpu,
             mixed_precision=mixed_precision or said.get("mixed_precision"),
             port=port,
-            sp=sp or said.get("sp"),
+            sp=said.get("sp") if sp is None else sp,
         )
     if as_json:
         say_json({"command": launch.command, "environment": launch.environment})

@@ -633,6 +633,8 @@ class ZeroConfig:
             return cls.from_flag(value, name)
         if type(value) is int:
             return cls(stage=value)
+        if isinstance(value, type):
+            raise ConfigError(f"hf_zero: {name} is the class {value.__name__}. Pass an object: {value.__name__}(...).")
         raise refuse(name, value, "a stage number, a YAML path, a mapping or a ZeroConfig")
 
     def __repr__(self) -> str:

@@ -41,7 +41,7 @@ class ZeroEngine:
 
     Args:
         model: any module with trainable floating-point parameters; at stage 3 they may all be frozen.
-        optimizers: torch optimizers over its parameters. They stay the same objects.
+        optimizers: one or several torch optimizers over its parameters. They stay the same objects.
         config: anything `ZeroConfig.of` takes.
         entry: what the script calls in place of `model`, where that is another module (a compiled one).
         device: that it is trained on; by default where its parameters are. At stage 3 they may be elsewhere: each rank
@@ -67,7 +67,7 @@ class ZeroEngine:
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         config: ConfigLike = None,
         *,
         entry: nn.Module | None = None,
@@ -77,6 +77,8 @@ class ZeroEngine:
         evaluates: bool = False,
     ):
         ErrorHook.installed()
+        optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+        _refuse_classes(model, optimizers)
         agree_on_overflows()
         support_dcp_helpers()
         self.model = model
@@ -423,6 +425,21 @@ class ZeroEngine:
         detach((self.model, self.entry, *self.model.parameters()))
         # Last: the DTensors take the values that the plain parameters have now.
         self._parts.mesh.split.restore()
+
+
+def _refuse_classes(model: object, optimizers: object) -> None:
+    """Raises TypeError for a class in place of an object, or for something else in place of the optimizers."""
+    held = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+    for given, kind in [(model, nn.Module), *((each, torch.optim.Optimizer) for each in held)]:
+        if isinstance(given, type):
+            raise TypeError(
+                f"hf_zero: ZeroEngine got the class {given.__name__}. Pass an object: {given.__name__}(...)."
+            )
+        if not isinstance(given, kind):
+            raise TypeError(
+                f"hf_zero: ZeroEngine got a {type(given).__name__}. It takes a model and its optimizers: ZeroEngine(model, "
+                "[optimizer], 2)."
+            )
 
 
 # Optimizers that take turns on one model: the state of one that waits stays where it is, each rank's part on the rank.

@@ -168,8 +168,14 @@ _OFFLOADED = {
     "fast_init": never(_INSIDE),
 }
 
+
+def stage(value: Any, section: Mapping[Any, Any]) -> Translation:
+    """`auto` is chosen here, too; left to a default, no stage would be chosen."""
+    return mapped({"stage": "auto"}) if value == "auto" else same("stage", whole)(value, section)
+
+
 _ZERO: dict[str, Rule] = {
-    "stage": same("stage", whole),
+    "stage": stage,
     "offload_optimizer.device": tier("optimizer"),
     "offload_optimizer.ratio": same("offload.ratio"),
     "offload_optimizer.pipeline_read": never("reads of files always run ahead"),

@@ -20,6 +20,9 @@ from .trainer import ZeroTrainerMixin, install_in_trainer
 if TYPE_CHECKING:
     # Mixed into dataclasses of training arguments: a type checker takes their methods for inherited.
     from transformers import TrainingArguments as _ArgumentsBase
+    from typing_extensions import Unpack
+
+    from ..config.zero import ZeroSettings
 else:
     _ArgumentsBase = object
 
@@ -140,11 +143,12 @@ class ZeroCallback(TrainerCallback):
     Args:
         config: stage number, YAML path, dict, ZeroConfig or ZeroPlugin; None takes the config that the
             training arguments have installed, or else all defaults.
+        settings: fields of ZeroConfig by name, in place of `config`, as in `ZeroPlugin`.
     """
 
-    def __init__(self, config: ZeroPlugin | ConfigLike = None):
-        self._plugin = config if isinstance(config, ZeroPlugin) else ZeroPlugin(config)
-        self._is_default = config is None
+    def __init__(self, config: ZeroPlugin | ConfigLike = None, **settings: "Unpack[ZeroSettings]"):
+        self._plugin = config if isinstance(config, ZeroPlugin) and not settings else ZeroPlugin(config, **settings)
+        self._is_default = config is None and not settings
         self._trainer: Trainer | None = None
 
     def set_trainer(self, trainer: Trainer) -> None:

@@ -209,6 +209,11 @@ class ZeroPlugin(ParallelismConfig):
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Returns the mesh by which accelerate deals batches: None, unless several ranks compute a batch together."""
+        if not isinstance(self, ZeroPlugin):
+            # accelerate has called the function of the class itself.
+            raise ConfigError(
+                "hf_zero: parallelism_config is the class ZeroPlugin. Pass an object: ZeroPlugin(stage=2)."
+            )
         sizes = {name: size for name, size in (("tp_size", self.tp_size), ("sp_size", self.sp_size)) if size > 1}
         if not sizes:
             return None

@@ -170,7 +170,7 @@ class PlanRequest:
                 whole_number(name, getattr(self, name), 1)
         for name in ("gpu_memory", "host_memory", "disk"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
+                object.__setattr__(self, name, _memory(name, getattr(self, name)))
         one_of("dtype", self.dtype, DTYPES)
         one_of("mixed_precision", self.mixed_precision, ("no", "bf16", "fp16"))
         for name in ("on_cpu", "checkpointing", "chunked_loss", "offload_activations"):
@@ -213,6 +213,14 @@ class PlanRequest:
         """Returns the bytes of a memory for each rank."""
         value: Any = getattr(self, name)
         return None if value is None else value // (1 if name == "gpu_memory" else self.gpus)
+
+
+def _memory(name: str, value: Any) -> int:
+    """A size in bytes. A bare number such as 24 was meant as gigabytes, and 24 bytes are no memory."""
+    nbytes = parse_bytes(name, value)
+    if nbytes < 2**20:
+        raise refuse(name, value, "1 MiB or more, with its unit: '24GB'")
+    return nbytes
 
 
 def host_machine(*, nodes: int, ranks_a_node: int, link_bytes_a_second: float = 1e9) -> Machine:

@@ -379,3 +379,8 @@ def test_the_types_of_keyword_arguments_agree_with_the_config():
             assert allowed == wanted, field.name
     # By name, as the annotation is for type checkers and editors alone.
     assert ZeroPlugin.__init__.__annotations__["settings"] == "Unpack[ZeroSettings]"
+
+
+def test_a_class_in_place_of_an_object_is_named():
+    with pytest.raises(ConfigError, match=r"config is the class ZeroConfig. Pass an object: ZeroConfig\(...\)"):
+        ZeroConfig.of(ZeroConfig)

@@ -714,3 +714,24 @@ def over_steps(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_backward_through_a_graph_from_before_a_step_raises_as_under_ddp(world_size, tmp_path):
     run_on_ranks(over_steps, world_size=world_size, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizers", "said"),
+    [
+        (nn.Linear, [], "got the class Linear. Pass an object"),
+        (nn.Linear(2, 2), [torch.optim.SGD], "got the class SGD. Pass an object"),
+        (nn.Linear(2, 2), nn.Linear(2, 2).parameters(), "got a generator. It takes a model and its optimizers"),
+    ],
+)
+def test_a_class_or_something_else_in_place_of_model_or_optimizer_is_named(model, optimizers, said):
+    with pytest.raises(TypeError, match=said):
+        ZeroEngine(model, optimizers, 2)
+
+
+def test_an_engine_takes_one_optimizer_without_a_list():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    engine = ZeroEngine(model, optimizer, 2)
+    assert [sharded.optimizer for sharded in engine.optimizers] == [optimizer]
+    engine.close()

@@ -194,3 +194,7 @@ def test_the_command_writes_the_config_and_prints_json(tmp_path):
     assert said["yaml"] == out.read_text() and said["source"] == "DeepSpeed" and len(said["mapped"]) == 3
     again = CliRunner().invoke(app, ["migrate", str(path), "--write", str(out)])
     assert again.exit_code == 1 and "is there already" in again.output
+
+
+def test_a_stage_that_deepspeed_leaves_open_is_chosen_here_too():
+    assert migrate({"zero_optimization": {"stage": "auto"}}).config.stage == "auto"

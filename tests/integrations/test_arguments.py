@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from launching import run_forked
 from shared_ranks import run_on_ranks
 from trainer_job import MODELS, as_launched, history, make_trainer
@@ -24,7 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_zero import ConfigError, ZeroPlugin, ZeroTrainingArguments, engine_of, with_zero
+from hf_zero import ConfigError, ZeroCallback, ZeroPlugin, ZeroTrainingArguments, engine_of, with_zero
 from hf_zero.integrations.arguments import ZeroArguments
 from hf_zero.integrations.unmodified import main as run_main
 
@@ -235,3 +236,16 @@ class First(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._at.append(state.global_step)
+
+
+def test_the_callback_takes_settings_by_name_as_the_plugin_does():
+    assert (
+        ZeroCallback(stage=1, comm={"late_s": 5.0})._plugin.config == ZeroPlugin(stage=1, comm={"late_s": 5.0}).config
+    )
+    with pytest.raises(ConfigError, match="give one of the two"):
+        ZeroCallback(2, stage=1)
+
+
+def test_a_plugin_that_is_a_class_is_named():
+    with pytest.raises(ConfigError, match=r"is the class ZeroPlugin. Pass an object: ZeroPlugin\(stage=2\)"):
+        Accelerator(cpu=True, parallelism_config=ZeroPlugin)

@@ -194,3 +194,8 @@ def test_a_plan_is_as_wide_as_the_terminal_and_names_the_columns_for_which_there
     said = "\n".join(lines)
     assert "in all" in said and "of host memory," in said and "0 MB" not in said
     assert ("left out: " in said) == (width < 250)
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory", "--host-memory", "--disk"])
+def test_a_memory_without_a_unit_is_not_taken_for_bytes(config, option):
+    assert "1 MiB or more, with its unit: '24GB'" in refusals("plan", config, "--seq", "32", option, "24")[0]
