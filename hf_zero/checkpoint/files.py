@@ -446,8 +446,8 @@ def is_inside(name: str) -> bool:
 
 def faults_of(
     folder: Path, records: Mapping[str, FileRecord], chunks: Sequence[Chunk], on_progress: Progress = untold
-) -> list[str]:
-    """Lists in words the faults of these chunks of recorded files: absent, of another size, of other contents."""
+) -> list[tuple[str, str]]:
+    """Lists names and, in words, faults of these chunks of recorded files: absent, of another size, of other contents."""
     total = sum(min(CHUNK_BYTES, records[name].size - index * CHUNK_BYTES) for name, index in chunks)
     done = 0
 
@@ -457,7 +457,7 @@ def faults_of(
         on_progress(min(done, total), total)
 
     return [
-        fault
+        (name, fault)
         for name, indices in by_file(chunks).items()
         for fault in _faults_of_file(folder, name, records[name], indices, on_read)
     ]

@@ -18,18 +18,21 @@ from .files import (
     CHUNK_BYTES,
     CheckpointError,
     Chunk,
+    FileRecord,
     Progress,
     TensorSpan,
     chunks_in,
     entry_faults,
     faults_of,
     files_below,
+    hashes_of,
     is_whole_safetensors,
     no_folder,
     read_mapping,
     save_in,
     shown,
     spans_in,
+    sync,
     tensors_in,
     untold,
 )
@@ -71,6 +74,33 @@ _READ_BACK = (
     POSITION_NAME,
 )
 """Files beside the manifest's folder that a resume or `from_pretrained` would read."""
+
+
+_SMALL_PICKLES = (
+    "scheduler.pt",
+    "scheduler*.bin",
+    "scaler.pt",
+    "sampler*.bin",
+    "rng_state*.pth",
+    "random_states_*.pkl",
+    "training_args.bin",
+)
+"""Pickles of Trainer and accelerate that hold no tensor of the model or the optimizer."""
+
+_TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".npz", ".distcp", ".index.json")
+"""Ends of names of files that may hold such tensors, or that say where they are."""
+
+
+def may_be_edited(name: str, folder: str) -> bool:
+    """Whether a resume goes on, as with plain Trainer, after a person has edited or removed this file of a checkpoint.
+
+    Args:
+        folder: below the checkpoint, in which the manifest lies.
+    """
+    first, _, rest = name.partition("/")
+    if rest and first.startswith(folder):
+        return False
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _SMALL_PICKLES) or not name.endswith(_TENSOR_SUFFIXES)
 
 
 def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[str]:
@@ -220,8 +250,43 @@ def _strange_files(checkpoint: Path, folder: str, manifest: Manifest) -> Iterato
         if name in manifest.files:
             if name.endswith(".safetensors") and not is_whole_safetensors(checkpoint / name):
                 yield f"{name} is cut off or damaged"
-        elif name not in from_elsewhere and _is_read_back(name, folder):
+        elif name not in from_elsewhere and _is_read_back(name, folder) and not may_be_edited(name, folder):
             yield f"{name} is not among the files that {MANIFEST_NAME} vouches for"
+
+
+def _added(checkpoint: Path, folder: str, manifest: Manifest) -> list[str]:
+    """Lists files without tensors that a resume would read, and that the manifest has not."""
+    return [
+        name
+        for name in files_below(checkpoint)
+        if name not in manifest.files and _is_read_back(name, folder) and may_be_edited(name, folder)
+    ]
+
+
+def _unreadable(checkpoint: Path) -> list[str]:
+    """Lists the faults of configs, which a person may have edited and a model's loader parses."""
+    faults = []
+    for path in (checkpoint / name for name in ("config.json", "adapter_config.json")):
+        try:
+            if path.is_file():
+                read_mapping(path)
+        except CheckpointError as error:
+            faults.append(in_words(error))
+    return faults
+
+
+def accept_edits(checkpoint: Path, folder: str) -> None:
+    """Makes the manifest vouch for the files that may be edited, as they are now. The others have been found good."""
+    manifest = Manifest.read(checkpoint / folder)
+    files = {name: record for name, record in manifest.files.items() if not may_be_edited(name, folder)}
+    for name in [*(n for n in manifest.files if n not in files), *_added(checkpoint, folder, manifest)]:
+        path = checkpoint / name
+        if path.is_file():
+            sync(path)
+            size = path.stat().st_size
+            files[name] = FileRecord(size=size, xxh3=tuple(hashes_of(path, range(chunks_in(size))).values()))
+    manifest.with_files(dict(sorted(files.items()))).write(checkpoint / folder)
+    sync(checkpoint / folder)
 
 
 def _row_file_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -274,8 +339,8 @@ def _step_faults(checkpoint: Path, manifest: Manifest) -> list[str]:
         return []
     try:
         step = read_mapping(checkpoint / STATE_NAME).get("global_step")
-    except CheckpointError:
-        return [f"{STATE_NAME} is cut off or damaged"]
+    except CheckpointError as error:
+        return [in_words(error)]
     if type(step) is not int or step < 0:
         return [f"{STATE_NAME} has the global_step {shown(step)}, which is no number of steps"]
     if manifest.step is not None and step != manifest.step:
@@ -440,11 +505,21 @@ class Findings:
 
     Attributes:
         faults: in words; without any, the checkpoint is good.
+        edits: in words, the files without tensors of the model or optimizer that are not as they were written. A resume takes
+            them as they are, with a warning.
         identity: of the save that wrote the folder; None if none of ours did, or if there are faults.
     """
 
     faults: tuple[str, ...] = ()
+    edits: tuple[str, ...] = ()
     identity: SaveIdentity | None = None
+
+    def warning(self, checkpoint: Path) -> str:
+        """Tells a person of the edits, and how to keep them."""
+        return (
+            f"hf_zero: {checkpoint} is not as it was written: {shown('; '.join(self.edits), 1000)}. Its files are read as "
+            f"they are now. `hf-zero verify --accept {checkpoint}` accepts the edits."
+        )
 
 
 def findings_in(
@@ -466,8 +541,9 @@ def findings_in(
 
 
 def checkpoint_faults(checkpoint: Path, folder: str, **share: Any) -> list[str]:
-    """Lists the faults of `findings_in`, which has the same arguments."""
-    return list(findings_in(checkpoint, folder, **share).faults)
+    """Lists faults and edits of `findings_in`, which has the same arguments."""
+    found = findings_in(checkpoint, folder, **share)
+    return [*found.faults, *found.edits]
 
 
 def agreed(exchange: Exchange, mine: Findings) -> Findings:
@@ -484,7 +560,8 @@ def agreed(exchange: Exchange, mine: Findings) -> Findings:
             return Findings(
                 faults=(f"the ranks have parts of different saves: rank 0 of {here}, rank {rank} of {there}",)
             )
-    return Findings(identity=first)
+    edits = dict.fromkeys(edit for theirs in everyones for edit in theirs.edits)
+    return Findings(edits=tuple(edits), identity=first)
 
 
 def in_words(error: Exception) -> str:
@@ -503,12 +580,20 @@ def _findings(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_p
         return Findings(faults=tuple(_faults_of_plain(checkpoint)))
     manifest = Manifest.read(checkpoint / folder)
     chunks = own_chunks(checkpoint, manifest, rank=rank, world_size=world_size)
-    faults = list(dict.fromkeys(faults_of(checkpoint, manifest.files, chunks, on_progress)))
+    found = faults_of(checkpoint, manifest.files, chunks, on_progress)
+    # No Trainer goes on without its own state.
+    of_edits = {n for n, _ in found if may_be_edited(n, folder) and (n != STATE_NAME or (checkpoint / n).is_file())}
+    edits = [fault for name, fault in found if name in of_edits]
+    faults = list(dict.fromkeys(fault for name, fault in found if name not in of_edits))
     # Of files that are not as they were written, no more is asked.
     # The first rank of a disk looks at the structure for all: others would read the same headers and find the same faults.
     if not faults and not rank:
-        faults = structure_faults(checkpoint, folder, manifest)
-    return Findings(faults=tuple(faults), identity=manifest.identity)
+        added = _added(checkpoint, folder, manifest)
+        edits += [f"{name} is not among the files that {MANIFEST_NAME} vouches for" for name in added]
+        faults = structure_faults(checkpoint, folder, manifest) or _unreadable(checkpoint)
+        # An edit that contradicts the rest is a fault, and told once.
+        edits = [] if faults else edits
+    return Findings(faults=tuple(faults), edits=tuple(dict.fromkeys(edits)), identity=manifest.identity)
 
 
 def newest_first(output_dir: Path) -> Iterator[Path]:
@@ -529,6 +614,7 @@ def find_good(
     disk: Disk,
     exchange: Exchange,
     further_faults: Callable[[Path], list[str]] = lambda checkpoint: [],
+    on_edits: Callable[[str], None] = lambda warning: None,
     on_progress: Progress = untold,
 ) -> tuple[Path | None, list[Candidate]]:
     """The newest good checkpoint, and those passed over with their faults. Collective: the ranks share the reading.
@@ -537,6 +623,7 @@ def find_good(
 
     Args:
         further_faults: what else is wrong with a checkpoint whose files are good.
+        on_edits: called, on each rank, with the warning of edits of the checkpoint that is returned.
         on_progress: called with the bytes of a checkpoint that this rank has read, and all that it reads of it.
     """
     passed: list[Candidate] = []
@@ -549,6 +636,8 @@ def find_good(
             mine = replace(mine, faults=tuple(further_faults(path)))
         found = agreed(exchange, mine)
         if not found.faults:
+            if found.edits:
+                on_edits(found.warning(path))
             return path, passed
         passed.append(Candidate(path=path, faults=found.faults))
     return None, passed
@@ -569,8 +658,8 @@ def _faults_of_plain(checkpoint: Path) -> list[str]:
     else:
         try:
             read_mapping(checkpoint / STATE_NAME)
-        except CheckpointError:
-            faults.append(f"{STATE_NAME} is cut off or damaged")
+        except CheckpointError as error:
+            faults.append(in_words(error))
     faults.extend(
         f"{name} is cut off or damaged"
         for name in names

@@ -118,15 +118,17 @@ def consolidate(
     from ..integrations.run_facts import carry_run
     from ..integrations.state_io import progress_of
     from ..integrations.weights import consolidate as consolidate_weights
-    from ..integrations.weights import folder_faults
+    from ..integrations.weights import folder_findings
 
     with said_plainly():
         # Before the first byte is written: the new folder has no manifest that would tell of damaged weights.
         for folder in (checkpoint, *(part or ())):
             with progress_of(f"checking {folder.name}") as show:
-                faults = folder_faults(folder, show)
-            if faults:
-                raise CheckpointError(f"hf_zero: {folder} is not good: {'; '.join(faults[:3])}.")
+                found = folder_findings(folder, show)
+            if found.faults:
+                raise CheckpointError(f"hf_zero: {folder} is not good: {'; '.join(found.faults[:3])}.")
+            if found.edits:
+                say_error(found.warning(folder))
         with progress_of("writing weights") as show:
             files = consolidate_weights(
                 checkpoint,
@@ -276,23 +278,37 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 _FAULTS_SHOWN = 50
 
 
-def verify(folder: Folder, as_json: Json = False) -> None:
+def verify(
+    folder: Folder,
+    accept: Annotated[
+        bool,
+        typer.Option("--accept", help="Rewrite the manifest for edited files without tensors of model or optimizer."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Verifies checksums, names and shapes, and that each element is stored once. Exits with 1 on a fault."""
     from ..integrations.saved_weights import is_checkpoint_of_ours
     from ..integrations.state_io import progress_of
-    from ..integrations.weights import folder_faults
+    from ..integrations.weights import accept_folder, folder_findings
 
     with said_plainly():
         with progress_of(f"checking {folder.name}") as show:
-            faults = folder_faults(folder, show)
+            accepted = accept_folder(folder, show) if accept else []
+            found = folder_findings(folder, show)
+        faults = [*found.faults, *found.edits]
         of_ours = is_checkpoint_of_ours(folder)
     if as_json:
-        say_json({"folder": folder, "good": not faults, "faults": faults, "has_manifest": of_ours})
+        document = {"folder": folder, "good": not faults, "faults": faults, "has_manifest": of_ours}
+        say_json(document | ({"accepted": accepted} if accept else {}))
     else:
+        for edit in accepted:
+            say(f"{folder}: accepted: {edit}")
         for fault in faults[:_FAULTS_SHOWN]:
             say_error(f"{folder}: {fault}")
         if len(faults) > _FAULTS_SHOWN:
             say_error(f"{folder}: and {len(faults) - _FAULTS_SHOWN} more faults")
+        if found.edits and not found.faults:
+            say_error(f"{folder}: `hf-zero verify --accept {folder}` accepts these edits, if they were made on purpose")
     if faults:
         raise typer.Exit(1)
     if not as_json:

@@ -175,11 +175,13 @@ def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
     own_faults = checkpoints_inside(asked) or mine.faults or resume_faults(asked)
     # Agreement before raise: each rank has read a part of the files, and a rank that raised alone would leave the
     # others waiting.
-    faults = agreed(exchange_between_ranks, dataclasses.replace(mine, faults=tuple(own_faults))).faults
-    if faults:
+    found = agreed(exchange_between_ranks, dataclasses.replace(mine, faults=tuple(own_faults)))
+    if found.edits and trainer.args.process_index == 0:
+        logger.warning(found.warning(asked))
+    if found.faults:
         there = ", ".join(sorted(path.name for path in output_dir.glob("checkpoint-*"))) or "none"
         raise ValueError(
-            f"hf_zero: cannot resume from {str(asked)!r}: {shown('; '.join(faults), _LONGEST)}. Checkpoints in "
+            f"hf_zero: cannot resume from {str(asked)!r}: {shown('; '.join(found.faults), _LONGEST)}. Checkpoints in "
             f"{str(output_dir)!r}: {there}. Pass one of those, or resume_from_checkpoint={LAST_GOOD!r} for the "
             "newest good one."
         )
@@ -205,6 +207,7 @@ def _newest_good(trainer: Trainer, output_dir: Path) -> tuple[str | None, list[C
             further_faults=lambda path: (
                 resume_faults(path) or parts_elsewhere(path / ZERO_FOLDER, rank, disk.world_size)
             ),
+            on_edits=logger.warning if rank == 0 else lambda _: None,
             on_progress=show,
         )
     if rank == 0 and found is not None and passed:

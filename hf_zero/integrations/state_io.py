@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -519,9 +520,13 @@ def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
     with progress_of(f"checking {root.name}", is_main=groups.rank == 0) as show:
         mine = findings_in(root, folder, rank=groups.rank, world_size=groups.world_size, on_progress=show)
     # Each rank has checked its share of the files, and all raise the same.
-    faults = agreed(engine.world.exchange, mine).faults
-    if faults:
-        raise CheckpointError(f"hf_zero: {root} cannot be resumed from: {'; '.join(faults[:5])}. {AFTER_A_FAILED_LOAD}")
+    found = agreed(engine.world.exchange, mine)
+    if found.faults:
+        raise CheckpointError(
+            f"hf_zero: {root} cannot be resumed from: {'; '.join(found.faults[:5])}. {AFTER_A_FAILED_LOAD}"
+        )
+    if found.edits and groups.rank == 0:
+        warnings.warn(found.warning(root), stacklevel=2)
 
 
 def load_engine(engine: ZeroEngine, folder: str | Path) -> None:

@@ -489,6 +489,14 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _load_state_of(self, engine: ZeroEngine, checkpoint: str) -> None:
         folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
+        has_state = (folder.is_dir() and Manifest.read(folder).optimizers) or plain.is_file()
+        # All ranks' answers: hosts with disks of their own may have different files, and the state is loaded together.
+        if has_state and not all(engine.world.exchange((Path(checkpoint) / SCHEDULER_NAME).is_file())):
+            # As plain Trainer does, which loads both or neither.
+            logger.warning(
+                f"hf_zero: {checkpoint} has no {SCHEDULER_NAME}: optimizer and schedule start afresh, as in plain Trainer."
+            )
+            return
         if folder.is_dir() and Manifest.read(folder).optimizers:
             origin = load_state(engine, folder, open_own)
         elif plain.is_file():

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,8 +31,10 @@ from ..checkpoint.structure import (
     POSITION_NAME,
     RUN_NAME,
     STATE_NAME,
-    checkpoint_faults,
+    Findings,
+    accept_edits,
     described_faults,
+    findings_in,
     in_words,
     weight_shards_of,
 )
@@ -68,22 +71,50 @@ _OF_THE_RUN = (
 
 
 def folder_faults(folder: Path, on_progress: Progress = untold) -> list[str]:
-    """Lists the faults of a checkpoint or model folder: first by its manifest, then its weights against its config.
+    """Lists faults and edits of `folder_findings`, which has the same arguments."""
+    found = folder_findings(folder, on_progress)
+    return [*found.faults, *found.edits]
+
+
+def folder_findings(folder: Path, on_progress: Progress = untold) -> Findings:
+    """Checks a checkpoint or model folder: first by its manifest, then its weights against its config.
 
     Args:
         on_progress: called with bytes read and bytes in all.
     """
+    found = Findings()
     if is_checkpoint_of_ours(folder) or not folder.is_dir():
-        faults = checkpoint_faults(folder, ZERO_FOLDER, on_progress=on_progress)
-        if faults:
-            return faults
+        found = findings_in(folder, ZERO_FOLDER, on_progress=on_progress)
+        if found.faults:
+            return found
     faults = list(dict.fromkeys(weight_faults(folder))) or described_faults(folder)
-    if faults or not (is_checkpoint_of_ours(folder) and (folder / STATE_NAME).exists()):
-        return faults
-    # It costs the import of Trainer's own state.
-    from .resume import resume_faults
+    if not faults and is_checkpoint_of_ours(folder) and (folder / STATE_NAME).exists():
+        # It costs the import of Trainer's own state.
+        from .resume import resume_faults
 
-    return resume_faults(folder)
+        faults = resume_faults(folder)
+    return replace(found, faults=tuple(faults), edits=() if faults else found.edits)
+
+
+def accept_folder(folder: Path, on_progress: Progress = untold) -> list[str]:
+    """Makes a checkpoint's manifest vouch for edited files without tensors; returns the edits.
+
+    Raises:
+        CheckpointError: no manifest, or anything else is wrong: weights and optimizer state are never accepted.
+    """
+    if folder.is_dir() and not is_checkpoint_of_ours(folder):
+        raise CheckpointError(
+            f"hf_zero: {folder} is no checkpoint of hf_zero: there is no manifest to accept edits in."
+        )
+    found = folder_findings(folder, on_progress)
+    if found.faults:
+        raise CheckpointError(
+            f"hf_zero: the edits of {folder} cannot be accepted: {'; '.join(found.faults[:3])}. Only files without tensors of "
+            "the model or the optimizer can be edited."
+        )
+    if found.edits:
+        accept_edits(folder, ZERO_FOLDER)
+    return list(found.edits)
 
 
 def weight_faults(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 import errno
 import faulthandler
 import hashlib
+import json
 import logging
 import multiprocessing
 import os
@@ -49,7 +50,7 @@ from hf_zero.checkpoint.commit import (
 from hf_zero.checkpoint.files import CheckpointError, FileRecord, files_below
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.checkpoint.structure import checkpoint_faults, find_good, newest_first
+from hf_zero.checkpoint.structure import checkpoint_faults, find_good, may_be_edited, newest_first
 from hf_zero.comm.all_or_none import exchange_between_ranks
 from hf_zero.integrations import trainer_saves
 from hf_zero.integrations.trainer_saves import CheckpointSaver
@@ -634,14 +635,23 @@ def test_one_flipped_bit_anywhere_is_found_and_passed_over(checkpoint, undisturb
     names = files_below(checkpoint)
     assert "zero/manifest.json" in names and len(names) >= 9
     flips = [(name, rng.randrange((checkpoint / name).stat().st_size * 8)) for name in (*names, *names, *names)]
+    taken: set[str] = set()
     for name, position in flips:
         flip_a_bit(checkpoint / name, position)
         [fault] = checkpoint_faults(checkpoint, "zero")
         assert name in fault, f"bit {position} of {name}: {fault}"
-        good, [passed] = find_good(checkpoint.parent, "zero", disk=Disk.shared(), exchange=alone)
-        assert good == former and passed.path == checkpoint and passed.faults == (fault,)
+        warned: list[str] = []
+        good, passed = find_good(checkpoint.parent, "zero", disk=Disk.shared(), exchange=alone, on_edits=warned.append)
+        if good == checkpoint:
+            # As plain Trainer reads it, with a warning: no tensor of the model or the optimizer is in there.
+            assert may_be_edited(name, "zero") and not passed and fault in warned[0]
+            taken.add(name)
+        else:
+            assert good == former and not warned
+            assert [(each.path, each.faults) for each in passed] == [(checkpoint, (fault,))]
         flip_a_bit(checkpoint / name, position)
     assert checkpoint_faults(checkpoint, "zero") == []
+    assert {"scheduler.pt", "training_args.bin"} <= taken and len(taken) < len(names)
 
 
 def test_any_flipped_bit_of_the_manifest_is_found(checkpoint):
@@ -761,16 +771,65 @@ def test_resume_true_passes_over_what_is_not_good_and_says_why(undisturbed, tmp_
 
 def test_without_a_good_checkpoint_true_raises_with_each_fault_and_last_good_starts_afresh(undisturbed, tmp_path):
     shutil.copytree(undisturbed.folder / "checkpoint-8", tmp_path / "checkpoint-8")
-    (tmp_path / "checkpoint-8" / "config.json").unlink()
+    (tmp_path / "checkpoint-8" / "model.safetensors").unlink()
     (tmp_path / "checkpoint-9").mkdir()
     for outcome in run_on_ranks(train_from, output_dir=str(tmp_path), resume=True):
         assert outcome["refused"].startswith("No valid checkpoint found in output directory")
         assert "checkpoint-9: it holds no model weights, trainer_state.json is missing" in outcome["refused"]
-        assert "checkpoint-8: config.json is missing" in outcome["refused"]
+        assert "checkpoint-8: model.safetensors is missing" in outcome["refused"]
     afresh = run_on_ranks(train_from, output_dir=str(tmp_path), resume="last-good")
-    assert "checkpoint-8: config.json is missing); starting afresh." in afresh[0]["said"][0]
+    assert "checkpoint-8: model.safetensors is missing); starting afresh." in afresh[0]["said"][0]
     for outcome in afresh:
         assert outcome["start"] == 0 and undisturbed.same(outcome)
+
+
+def edited_state(checkpoint: Path) -> None:
+    path = checkpoint / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"save_steps": 5, "log_history": []}))
+
+
+def removes(*names: str) -> Callable[[Path], None]:
+    return lambda checkpoint: [(checkpoint / name).unlink() for name in names]
+
+
+EDITS: dict[str, Callable[[Path], object]] = {
+    "rng_state_1.pth": removes("rng_state_0.pth", "rng_state_1.pth"),
+    "scheduler.pt": removes("scheduler.pt"),
+    "trainer_state.json": edited_state,
+    "config.json": lambda checkpoint: (checkpoint / "config.json").open("a").write("\n"),
+    "training_args.bin": removes("training_args.bin"),
+}
+
+
+def goes_on_from_each(rank: int, world_size: int, folder: str) -> dict[str, dict]:
+    found = {
+        name: train_from(rank, world_size, f"{folder}/{name}", resume=f"{folder}/{name}/checkpoint-8") for name in EDITS
+    }
+    # The newest good one is the edited one, too.
+    found["newest"] = train_from(rank, world_size, f"{folder}/newest", resume=True)
+    # Of ours plain Trainer takes the weights alone, as it does of its own without scheduler.pt.
+    edited = f"{folder}/scheduler.pt/checkpoint-8"
+    found["DDP"] = train_from(rank, world_size, f"{folder}/ddp", resume=edited, door="ddp")
+    return found
+
+
+def test_a_resume_takes_files_without_tensors_as_a_person_has_left_them_and_warns(undisturbed, tmp_path):
+    for name, edit in EDITS.items():
+        edit(Path(shutil.copytree(undisturbed.folder / "checkpoint-8", tmp_path / name / "checkpoint-8")))
+    shutil.copytree(tmp_path / "config.json" / "checkpoint-8", tmp_path / "newest" / "checkpoint-8")
+    first, second = run_on_ranks(goes_on_from_each, folder=str(tmp_path))
+    for name in (*EDITS, "newest"):
+        assert first[name]["refused"] is None and first[name]["start"] == second[name]["start"] == 8, name
+        # Each run's handler hears the runs after it, too.
+        [said] = [line for line in first[name]["said"] if f"/{name}/checkpoint-8 is not as it was written" in line]
+        assert (name if name in EDITS else "config.json") in said and "hf-zero verify --accept" in said
+        assert not any("is not as it was written" in line for line in second[name]["said"])
+    for name in ("trainer_state.json", "config.json", "training_args.bin", "newest"):
+        # Without what the edit may have taken out of the log.
+        assert first[name]["losses"][-2:] == undisturbed.outcomes[0]["losses"][-2:], name
+        assert first[name]["state"] == undisturbed.outcomes[0]["state"], name
+    assert any("optimizer and schedule start afresh" in line for line in first["scheduler.pt"]["said"])
+    assert first["scheduler.pt"]["losses"] == first["DDP"]["losses"]
 
 
 def test_a_folder_without_checkpoints_is_said_to_hold_none(tmp_path):

@@ -39,6 +39,7 @@ from transformers import (
 )
 
 from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.cli.app import app
 from hf_zero.config.checks import CUT_NAMES
 from hf_zero.extras import extra
@@ -337,13 +338,39 @@ def with_giant_header(path: Path) -> None:
         opened.write(struct.pack("<Q", 10 * 2**30))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", ROWS, "zero/manifest.json", "trainer_state.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", ROWS, "zero/manifest.json"])
 def test_a_flipped_bit_of_a_checkpoint_is_one_line_with_the_files_name(name, checkpoint):
     flipped(checkpoint / name)
     [line] = refusals("verify", checkpoint)
     assert line.startswith(f"{checkpoint}: ") and name in line
     [line] = refusals("consolidate", checkpoint, checkpoint.with_name("out"))
     assert name in line
+
+
+def test_verify_accepts_edits_of_files_without_tensors_only(checkpoint):
+    text, save = (checkpoint / "zero" / "manifest.json").read_text(), Manifest.read(checkpoint / "zero").save
+    (checkpoint / "scheduler.pt").unlink()
+    with (checkpoint / "config.json").open("a") as opened:
+        opened.write("\n")
+    *lines, hint = refusals("verify", checkpoint)
+    assert {line.split()[1] for line in lines} == {"scheduler.pt", "config.json"} and "--accept" in hint
+    for harm in (lambda: flipped(checkpoint / ROWS), lambda: flipped(checkpoint / "model.safetensors")):
+        harm()
+        [line] = refusals("verify", checkpoint, "--accept")
+        assert "cannot be accepted" in line and (checkpoint / "zero" / "manifest.json").read_text() == text
+        harm()
+    # A file that a resume would read, and that is in no manifest.
+    (checkpoint / "optimizer.pt").write_bytes(b"")
+    assert "cannot be accepted: optimizer.pt" in refusals("verify", checkpoint, "--accept")[0]
+    (checkpoint / "optimizer.pt").unlink()
+    # What is made of the weights is good, whatever the other files are.
+    code, output = by_command("consolidate", checkpoint, checkpoint.with_name("out"))
+    assert code == 0 and "is not as it was written" in output
+    document = json.loads(hf_zero("verify", checkpoint, "--accept", "--json").stdout)
+    assert document["good"] and len(document["accepted"]) == 2 and document["faults"] == []
+    manifest = Manifest.read(checkpoint / "zero")
+    assert manifest.save == save and "scheduler.pt" not in manifest.files
+    assert hf_zero("verify", checkpoint).exit_code == 0
 
 
 def test_a_header_length_of_10_gb_is_refused_by_every_command(checkpoint, plain):
