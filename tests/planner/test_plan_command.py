@@ -153,9 +153,10 @@ def test_a_folder_without_an_architecture_or_of_a_stranger_is_refused(tmp_path):
     assert "has no config.json" in refusals("plan", tmp_path.parent)[0]
 
 
-def test_a_picture_without_matplotlib_is_refused(config, monkeypatch, tmp_path):
+def test_a_picture_without_matplotlib_is_refused_after_the_plan_is_printed(config, monkeypatch, tmp_path):
     monkeypatch.setattr("hf_zero.planner.planner.find_spec", lambda name: None)
-    assert "pip install matplotlib" in refusals("plan", config, "--seq", "32", "--png", tmp_path / "plan.png")[0]
+    result = hf_zero("plan", config, "--seq", "32", "--png", tmp_path / "plan.png")
+    assert result.exit_code == 1 and "pip install matplotlib" in result.stderr and "stage" in result.stdout
 
 
 @pytest.mark.slow
