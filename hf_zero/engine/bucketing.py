@@ -381,15 +381,23 @@ def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dic
     """
     of_model, ignored = set(model.parameters()), ignored_parameters(model)
     owner = {p: (-1, -1) for p in model.parameters() if p.requires_grad and p not in ignored}
+    held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for index, optimizer in enumerate(optimizers):
         refuse_wrapper(optimizer)
         for group_index, group in enumerate(optimizer.param_groups):
             foreign = [p for p in group["params"] if p not in of_model]
             if foreign:
+                # With each of the model's own, the others are of another module. Else a call has replaced some of the model's.
+                remedy = (
+                    "Freeze their module (a loss's guide: `requires_grad_(False)`) before the optimizer is built, or leave them "
+                    "out."
+                    if held.issuperset(owner)
+                    else "Build the optimizer from this model alone, after resize_token_embeddings, get_peft_model and "
+                    ".to(dtype)."
+                )
                 raise ValueError(
                     f"hf_zero: group {group_index} of {type(optimizer).__name__} holds {len(foreign)} parameters "
-                    f"that are not in the model (first: shape {tuple(foreign[0].shape)}). Build the optimizer from "
-                    "this model alone, after resize_token_embeddings, get_peft_model and .to(dtype)."
+                    f"that are not in the model (first: shape {tuple(foreign[0].shape)}). {remedy}"
                 )
             for p in group["params"]:
                 if p in owner and owner[p] != (-1, -1):

@@ -1,6 +1,7 @@
 """Checks the environment before training: variables, launchers, the first step."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -241,9 +242,43 @@ def check_environment(accelerator: Accelerator) -> None:
     if asked is not None and asked != accelerator.num_processes:
         raise ConfigError(
             f"hf_zero: {asked} processes were asked for, and accelerate counts {accelerator.num_processes} in each "
-            "of them, so data and state would not be split. On CPU: `ACCELERATE_USE_CPU=true torchrun "
-            "--nproc_per_node N script.py`."
+            f"of them, so data and state would not be split. On a CPU, {_way_to_ranks_on_the_cpu(asked)}."
         )
+
+
+def _way_to_ranks_on_the_cpu(ranks: int) -> str:
+    """Tells in words how this process is started as one of several ranks on a CPU."""
+    variable, words = "ACCELERATE_USE_CPU", _words_behind_python()
+    if os.environ.get("FORK_LAUNCHED", "").lower() in _YES or words[:1] == ["ipykernel_launcher"]:
+        return f"set os.environ[{variable!r}] = 'true' in a cell before the launcher's"
+    if not words or os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) != str(ranks):
+        # Without a script to name, or on several hosts, whose launch needs an address.
+        return f"set {variable}=true in the environment of the launcher, on each host"
+    return f"`{variable}=true torchrun --nproc_per_node {ranks} {shlex.join(words)}`"
+
+
+_WITH_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+"""Options of Python whose value is the next word."""
+
+
+def _words_behind_python() -> list[str]:
+    """Returns the script with its arguments, or `-m` and a module's, that Python was started with; [] for code without a file.
+
+    Not `sys.argv`, in which a script that `hf_zero.run` runs sees its own arguments only.
+    """
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        if word == "-m":
+            # Of a notebook's kernel, the name alone.
+            named = list(words)
+            return named[:1] if named[:1] == ["ipykernel_launcher"] else [word, *named]
+        if word == "-c" or "--multiprocessing-fork" in sys.orig_argv:
+            return []
+        if word in _WITH_A_VALUE:
+            next(words, None)
+        elif not word.startswith("-"):
+            return [word, *words]
+    return []
 
 
 def refuse_earlier_accelerator(accelerator: Accelerator) -> None:

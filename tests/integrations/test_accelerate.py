@@ -4,6 +4,8 @@ import copy
 import logging
 import os
 import pickle
+import re
+import shlex
 import sys
 from contextlib import redirect_stderr
 from io import StringIO
@@ -27,6 +29,7 @@ from cells import short_of, slow
 from safetensors.torch import load_file
 from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
+from torch.distributed.run import get_args_parser
 from torch.utils.data import DataLoader
 from trainer_job import as_launched, make_trainer
 from training import bert, bert_batch, gpt2, gpt2_batch
@@ -391,8 +394,13 @@ def test_what_cannot_work_is_refused_by_name(rank, world_size):
     with pytest.raises(ValueError, match=r"holds none of the parameters of the prepared models"):
         accelerator.prepare(gpt2(), torch.optim.SGD(gpt2().parameters(), lr=0.1))
     strangers = [*model.parameters(), *gpt2().parameters()]
-    with pytest.raises(ValueError, match="parameters that are not in the model"):
+    with pytest.raises(ValueError, match=r"parameters that are not in the model.*Freeze their module \(a loss's guide"):
         accelerator.prepare(model, torch.optim.SGD(strangers, lr=0.1))
+    replaced = [*list(model.parameters())[1:], nn.Parameter(torch.zeros(4))]
+    with pytest.raises(
+        ValueError, match=r"1 parameters that are not in the model.*from this model alone, after resize"
+    ):
+        accelerator.prepare(model, torch.optim.SGD(replaced, lr=0.1))
     accelerator.free_memory()
     with torch.device("meta"):
         empty = gpt2()
@@ -421,6 +429,59 @@ def test_ranks_that_each_think_they_are_alone_are_refused(rank, world_size):
     type(accelerator).num_processes = property(lambda self: 1)
     with pytest.raises(ConfigError, match="2 processes were asked for, and accelerate counts 1"):
         ZeroPlugin(2).attach(accelerator)
+
+
+STARTS = [
+    (["-u", "-m", "hf_zero.run", "--zero", "2", "train.py", "--name", "a b"], None),
+    (["-X", "dev", "-W", "ignore", "train.py", "--zero", "2"], ["train.py", "--zero", "2"]),
+    (["-Xdev", "-m", "package.train"], ["-m", "package.train"]),
+]
+
+
+@pytest.mark.parametrize(("started", "expected"), STARTS)
+def test_the_command_for_ranks_on_a_cpu_starts_what_was_started(monkeypatch, fresh_state, started, expected):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", *started])
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError) as error:
+        ZeroPlugin(2).attach(accelerator)
+    [command] = re.findall("`(.*)`", str(error.value))
+    words = shlex.split(command)
+    assert words[0] == "ACCELERATE_USE_CPU=true" and words[1] == "torchrun"
+    launched = get_args_parser().parse_args(words[2:])
+    assert launched.nproc_per_node == "2"
+    given = [*(["-m"] if launched.module else []), launched.training_script, *launched.training_script_args]
+    assert given == (expected or started[1:])
+
+
+@pytest.mark.parametrize(
+    ("started", "variables", "said"),
+    [
+        (
+            ["-m", "ipykernel_launcher", "-f", "kernel.json"],
+            {},
+            r"set os.environ\['ACCELERATE_USE_CPU'\] = 'true' in a cell",
+        ),
+        (["-c", "spawned"], {"FORK_LAUNCHED": "1"}, r"set os.environ\['ACCELERATE_USE_CPU'\] = 'true' in a cell"),
+        (
+            ["-c", "from multiprocessing.spawn import spawn_main", "--multiprocessing-fork"],
+            {},
+            "environment of the launcher",
+        ),
+        (["train.py"], {"LOCAL_WORLD_SIZE": "1"}, "environment of the launcher, on each host"),
+    ],
+)
+def test_where_no_command_starts_ranks_the_setting_is_named(monkeypatch, fresh_state, started, variables, said):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", *started])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in ({"OMPI_COMM_WORLD_SIZE": "2"} | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said) as error:
+        ZeroPlugin(2).attach(accelerator)
+    assert "torchrun" not in str(error.value)
 
 
 @pytest.mark.parametrize("variable", _LAUNCHED_RANKS)
@@ -694,7 +755,9 @@ def test_an_optimizer_around_another_and_one_of_two_models_are_refused(fresh_sta
         accelerator.prepare(first, SlowWeights(torch.optim.SGD(first.parameters(), lr=0.1)))
     accelerator.free_memory()
     both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match=r"2 parameters that are not in the model.*from this model alone"):
+    with pytest.raises(
+        ValueError, match=r"2 parameters that are not in the model.*Freeze their module .*or leave them out"
+    ):
         accelerator.prepare(first, second, both)
 
 
