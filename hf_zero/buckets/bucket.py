@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup
 from ..device import Arrival
-from ..hooks import WeakHook, look_only
+from ..hooks import WeakMethod, look_only
 from ..layout import BucketLayout, Interval, RowLayout, rows_of_shard
 from ..offload.tiers import Region, Tier
 from .memory import ParameterMemory, clear_padding
@@ -606,7 +606,7 @@ class Bucket:
             tensor = slot.parameter if self.rows_are_parameters else nn.Parameter(_part(master, layout.in_shard, shape))
             slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = (
                 tensor,
-                WeakHook(self, Bucket.await_gradient),
+                WeakMethod(self, Bucket.await_gradient),
             )
             slot.row = Row(slot=slot, layout=layout, tensor=tensor)
             rows.append(slot.row)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
-from ..hooks import ALIASING, EDITS, LOOKS, Guard, Guarded, WeakHook, engine_attached_to, look_only
+from ..hooks import ALIASING, EDITS, LOOKS, Guard, Guarded, WeakMethod, engine_attached_to, look_only
 
 # ---- Tensors inside the nested arguments of a torch function ----
 
@@ -111,7 +111,7 @@ class ShardedGradient(torch.Tensor):
         )
         self.pending = None
         self.shard = None
-        self.await_shard = WeakHook(None, None)
+        self.await_shard = WeakMethod(None, None)
         self.state = GradientState.HELD
         self._name = name
         return self

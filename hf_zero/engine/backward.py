@@ -15,7 +15,7 @@ from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..hooks import WeakHook, differentiable_tensors, dispatch_modes, hidden_from_modes, look_only, without_modes
+from ..hooks import WeakMethod, differentiable_tensors, dispatch_modes, hidden_from_modes, look_only, without_modes
 from .gradient_store import GradientStore
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
@@ -178,7 +178,7 @@ class Gradients:
         # Buckets of this pass that were started before all of their gradients had come; see `_start_passed_over`.
         self._passed_over: set[Bucket] = set()
         self.may_pass_over = True
-        store.start_passed_over = WeakHook(self, Gradients._start_passed_over)
+        store.start_passed_over = WeakMethod(self, Gradients._start_passed_over)
         self.reducing = True
         self.stop_asked = never_asked
         self.stop_agreed = 0

@@ -33,6 +33,7 @@ from ..optimizer.scope import find_scope, keeps_intact, refuse_wrapper
 from ..optimizer.trial import UpdateScope
 from .buffers import ignored_by_ddp, ignored_parameters
 from .collectives import Wire
+from .compiled import compiles_itself
 from .split_model import Mesh, SplitModel
 
 # ---- Refuses models, settings and optimizers that an engine would train wrongly, before anything is moved ----
@@ -269,7 +270,8 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
     children = [(name, child) for name, child in model.named_children() if _numel(child) >= least]
     found: list[tuple[str, nn.Module]] = []
     for name, child in children:
-        if isinstance(child, _CONTAINERS):
+        # A compiled container is called: the layers inside would be gathered in the middle of a graph.
+        if isinstance(child, _CONTAINERS) and not compiles_itself(child):
             found.extend((f"{name}.{inner}", module) for inner, module in _by_size(child))
         else:
             found.append((name, child))

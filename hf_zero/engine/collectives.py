@@ -468,9 +468,3 @@ class ParameterGather:
     def finish_all(self) -> None:
         for bucket in list(self._in_flight):
             self.finish(bucket)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` has been asked for somewhere in the module."""
-    compiled = torch._dynamo.eval_frame.OptimizedModule if "torch._dynamo" in sys.modules else ()
-    return any(isinstance(m, compiled) or m._compiled_call_impl is not None for m in module.modules())

@@ -58,6 +58,7 @@ class ZeroEngine:
     Attributes:
         entry: what the script calls.
         evaluates: as it was asked for.
+        compiled_layers: how many layers are compiled in place of the whole model.
         bad_steps: how many steps with NaN or infinite gradients were skipped, and whether the last one was.
         scopes: of each optimizer, what the update of an element depends on, and how that was found.
 
@@ -84,7 +85,8 @@ class ZeroEngine:
         self.model = model
         self._find_unused_parameters = find_unused_parameters
         self._stop_asked = never_asked
-        self.entry = entry or model
+        # Not by truth: a compiled module asks its model for a length.
+        self.entry = model if entry is None else entry
         self.evaluates = evaluates
         self._freezes = FreezesInForward()
         with self._as_it_is_used():
@@ -112,11 +114,17 @@ class ZeroEngine:
         self._handles = self._step.install(self.entry)
         if self.evaluates:
             self._handles += self._freezes.watch(self.entry)
+        self.compiled_layers = 0
+        self.compile_layers(self.entry)
         if self.config.stage > 0 and self.groups.world_size > 1:
             self._step.allocations = rank_allocations(self.model, list(parts.slot_of))
             self._handles += self._step.allocations
         # A sharded model keeps its engine alive: without the engine nobody could gather its parameters again.
         attach(self, (self.model, self.entry, *self.model.parameters()), keeps=not self.sharded.is_empty)
+
+    def compile_layers(self, called: nn.Module) -> None:
+        """At stage 3, has torch.compile compile layers where a script has compiled `called` as a whole."""
+        self.compiled_layers += self.sharded.compile_layers(called)
 
     # ---- a training step ----
 

@@ -14,7 +14,8 @@ from ..comm.transport import Transport
 from ..hooks import WeakHook, is_in_backward, look_only
 from ..optimizer.holder import StateHolder
 from .buffers import ignored_parameters
-from .collectives import Gather, is_compiled
+from .collectives import Gather
+from .compiled import is_compiled
 
 # ---- A model that is only evaluated: its parameters get no gradients, whatever their `requires_grad` says ----
 

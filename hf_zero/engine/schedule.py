@@ -19,7 +19,7 @@ from ..buckets.bucket import Bucket
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks import (
-    WeakHook,
+    WeakMethod,
     differentiable_tensors,
     dispatch_modes,
     has_tensors,
@@ -295,8 +295,8 @@ class Unsharding:
         self._order = AgreedOrder(
             [unit.buckets[0].label("").holds if unit.buckets else unit.name for unit in self.units],
             transport,
-            WeakHook(self, Unsharding._take_part),
-            WeakHook(self, Unsharding._before_wait),
+            WeakMethod(self, Unsharding._take_part),
+            WeakMethod(self, Unsharding._before_wait),
         )
         # The unit in use, and those that were gathered before their use.
         self._at: Unit | None = None

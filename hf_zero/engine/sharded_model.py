@@ -21,6 +21,7 @@ from ..config import ZeroConfig
 from ..hooks import WeakHook, engine_attached_to, look_only
 from ..optimizer.holder import StateHolder
 from .buffers import place_buffers
+from .compiled import CompiledLayers
 from .gathered import IN_GATHERED, GatheredParameters
 from .schedule import Unsharding
 from .unit import Unit, runs_transformed
@@ -135,6 +136,12 @@ class ReplacedMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self._module, *args, **kwargs)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """What torch.compile traces in place of this method: inside a compiled layer, the parameters are whole."""
+        name = next(name for name, held in self._module.__dict__.items() if held is self)
+        return getattr(type(self._module), name)
 
     def __deepcopy__(self, memo: dict):
         raise _refusal("copied")
@@ -468,7 +475,9 @@ class ShardedModel:
         )
         self._sharded = self._guard_modules()
         self._methods = ModuleMethods(model, self._sharded, self.gathered)
-        self._handles = self._install_hooks(layers)
+        self._layers = [(model.get_submodule(name), unit) for unit in layers for name in unit.modules]
+        self._compiled: list[CompiledLayers] = []
+        self._handles = self._install_hooks()
         self._codes = CodesInPlace(model) if self.unit_of else None
         if device.type == "cpu":
             self._handles += cast_norm_inputs(module for module in self._sharded if self._casts_weights_of(module))
@@ -476,6 +485,12 @@ class ShardedModel:
     @property
     def is_empty(self) -> bool:
         return not self.unit_of
+
+    def compile_layers(self, entry: nn.Module) -> int:
+        """Has what the script has compiled as a whole compiled layer by layer; returns how many layers are."""
+        layers = [module for module, _ in self._layers]
+        self._compiled.append(CompiledLayers([*entry.modules(), *self._model.modules()], layers))
+        return len(self._compiled[-1])
 
     def before_forward(self) -> None:
         """Called before each forward of the model outside of a backward, where there are units."""
@@ -577,6 +592,8 @@ class ShardedModel:
         for handle in self._handles:
             handle.remove()
         self._methods.remove()
+        for compiled in reversed(self._compiled):
+            compiled.undo()
         for unit in self.schedule.units:
             unit.followers.clear()
         for sharded in self._sharded.values():
@@ -595,10 +612,9 @@ class ShardedModel:
                 sharded.follow_units()
         return found
 
-    def _install_hooks(self, layers: Iterable[Unit]) -> list[RemovableHandle]:
+    def _install_hooks(self) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
-        of_modules = [(self._model.get_submodule(name), unit) for unit in layers for name in unit.modules]
-        for module, unit in of_modules:
+        for module, unit in self._layers:
             before = WeakHook(self, partial(ShardedModel._before_layer, unit=unit))
             after = WeakHook(self, partial(ShardedModel._after_layer, unit=unit))
             # Before other hooks, some of which read the layer's parameters: bitsandbytes' codes, and a script's own.

@@ -19,12 +19,12 @@ from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
-from ..hooks import WeakHook, engine_attached_to, is_in_backward
+from ..hooks import WeakHook, WeakMethod, engine_attached_to, is_in_backward
 from ..optimizer.holder import StateHolder
 from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer, identity_of
 from .assemble import Parts
 from .backward import Gradients, never_asked
-from .collectives import is_compiled
+from .compiled import compiled_frames, is_compiled
 from .gradient_store import GradientStore, Landing, choose_store
 
 # ---- Edits of parameters that their masters would not follow, because autograd does not count them ----
@@ -233,8 +233,8 @@ class TrainingStep:
             find_unused_parameters=find_unused_parameters,
         )
         if self._gathers_layers:
-            parts.sharded.schedule.start_reductions = WeakHook(self.gradients, Gradients.start_early)
-            parts.sharded.schedule.has_gradients = WeakHook(self.gradients, Gradients.has_begun)
+            parts.sharded.schedule.start_reductions = WeakMethod(self.gradients, Gradients.start_early)
+            parts.sharded.schedule.has_gradients = WeakMethod(self.gradients, Gradients.has_begun)
         # The parameters that a clip was asked for last, and the answer of `_rows_of`.
         self._asked: list[nn.Parameter] = []
         self._found: tuple[list[Row], bool] = [], not parts.slot_of
@@ -282,12 +282,12 @@ class TrainingStep:
         if replicas is not None:
             for sharded, buckets in self._by_optimizer():
                 replicas.after_update(sharded.optimizer, buckets)
-        # A compiled forward must not trace the guards of arriving parameters: all have arrived before that forward.
-        self._waits_at_the_root = is_compiled(entry)
+        self._waits_at_the_root, self._compiled_frames = is_compiled(entry), compiled_frames()
+        self._begins = WeakHook(self, TrainingStep._before_forward)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
             *self.gradients.install(),
-            entry.register_forward_pre_hook(WeakHook(self, TrainingStep._before_forward)),
+            entry.register_forward_pre_hook(self._begins),
             # Also after an exception: the hooks of `offload.activations` would stay, and the root would count as running.
             entry.register_forward_hook(WeakHook(self, TrainingStep._after_forward), always_call=True),
             *self._watch_batches(entry),
@@ -434,13 +434,22 @@ class TrainingStep:
             sharded.follow_state_edits()
         if self._gathers_layers:
             parts.sharded.before_forward()
-        if self._waits_at_the_root:
+        if self._is_compiled:
             parts.parameter_gather.finish_all()
         if parts.model_buffers is not None:
             parts.model_buffers.before_forward()
         if parts.activations is not None and torch.is_grad_enabled():
             flats = (bucket.flat for bucket in parts.all_buckets)
             parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.parameter_places.frozen, flats))
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether parts of the model may be compiled: all parameters arrive first, since their guards must not be traced."""
+        compiled = compiled_frames()
+        if not self._waits_at_the_root and compiled != self._compiled_frames:
+            self._compiled_frames = compiled
+            self._waits_at_the_root = self._begins.was_compiled or is_compiled(self._entry)
+        return self._waits_at_the_root
 
     def _refuse_in_fork(self) -> None:
         """Raises RuntimeError in a process forked from the engine's: the group of ranks there is of another time.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend, compile_regions
 from torch import nn
@@ -19,13 +18,13 @@ from ..buckets.precision import for_evaluation, is_loaded, resolve_casts
 from ..checkpoint.commit import put_back
 from ..checkpoint.manifest import Manifest
 from ..comm.ledger import naming_lost_ranks
-from ..config import ConfigError, ZeroConfig
+from ..config import ZeroConfig
 from ..device import ask_for
 from ..engine.bucketing import refuse_other_engines
-from ..engine.collectives import is_compiled
+from ..engine.compiled import is_compiled
 from ..engine.engine import ZeroEngine, keep_state, take_up_state
 from ..extras import extra, is_installed
-from ..hooks import WeakHook, engine_attached_to
+from ..hooks import EngineReference, WeakHook, engine_attached_to
 from ..optimizer.scope import refuse_wrapper
 from ..optimizer.sharded_optimizer import engine_stepped_by
 from .accelerator_parts import (
@@ -114,7 +113,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         self._refuse_reset_state()
         # Noted here: accelerate gives `prepare_model` one model at a time, and placement there depends on the other arguments.
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
-        # First: `stage: auto` decides where the model is placed and whether it may be compiled.
+        # First: `stage: auto` decides where the model is placed.
         self._choose_stage(args)
         # Before accelerate wraps the optimizers: a wrapper keeps the scaler that the Accelerator has at that moment.
         seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
@@ -141,11 +140,10 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         self._refuse_reset_state()
         self._choose_stage([model])
         is_evaluated = evaluation_mode and self._is_to_evaluate(model)
-        if self.zero_config.stage == 3:
-            _refuse_compiled(self, model)
-            if engine_attached_to(model) is not None or is_evaluated or self._is_sharded_next(model):
-                # Whole, the model may not fit the device: the engine moves this rank's shard there.
-                device_placement = False
+        is_sharded = engine_attached_to(model) is not None or is_evaluated or self._is_sharded_next(model)
+        if self.zero_config.stage == 3 and is_sharded:
+            # Whole, the model may not fit the device: the engine moves this rank's shard there.
+            device_placement = False
         if self.device.type == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters()):
             # accelerate numbers the host's device by the rank, and `.to()` would copy the model.
             device_placement = False
@@ -174,6 +172,11 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if self.zero_run is not None:
             self.zero_run.models += 1
         engine = engine_attached_to(original)
+        if prepared is not original:
+            # accelerate lists the model inside. The engine that is built of that must know what the script calls.
+            original.__dict__[_CALLED] = EngineReference(prepared)
+            if engine is not None:
+                engine.compile_layers(prepared)
         # An engine that another Accelerator has built, or this one before `free_memory()`: from here on this Accelerator
         # saves, clips and closes with it.
         if engine is not None and engine not in self.zero_engines:
@@ -307,6 +310,9 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                     evaluates=evaluates,
                 )
             take_up_state(engine)
+            called = model.__dict__.get(_CALLED, EngineReference())()
+            if called is not None:
+                engine.compile_layers(called)
         except Exception:
             self._forget(prepared, optimizers)
             raise
@@ -620,21 +626,15 @@ def _listed(parameters: Iterable[nn.Parameter] | torch.Tensor) -> list[nn.Parame
     return [cast(nn.Parameter, parameters)] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _refuse_compiled(accelerator: Accelerator, model: nn.Module) -> None:
-    plugin = accelerator.state.dynamo_plugin
-    if plugin.backend != DynamoBackend.NO or is_compiled(model):
-        raise ConfigError(
-            "hf_zero: stage 3 gathers parameters from hooks around each layer, which a compiled model would trace. "
-            "Compile inside the layers (`layer.forward = torch.compile(layer.forward)`) with torch_compile / "
-            "dynamo_backend off, or use stage 2."
-        )
-
-
 _PREPARED = "_hf_zero_prepared"
 """Attribute of a model: the precision and the compiler that it has been prepared with."""
 
 _EVALUATED = "_hf_zero_evaluated"
 """Attribute of a model: whether it was prepared with `evaluation_mode=True` the last time."""
+
+
+_CALLED = "_hf_zero_called"
+"""Attribute of a model: the compiled module that the script has been given in its place."""
 
 
 def _mark_prepared(model: Any, is_prepared: bool) -> None:

@@ -428,7 +428,10 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     else:
         most = sum(unit.passing_bytes for unit in schedule.units)
         policy = f"kept until the step: {in_units(most)} gathered"
-    return [("units", f"{named} and the root"), ("gathering", policy)]
+    rows = [("units", f"{named} and the root"), ("gathering", policy)]
+    if engine.compiled_layers:
+        rows.append(("compiled", f"{engine.compiled_layers} layers, each by itself, in place of the whole model"))
+    return rows
 
 
 def _costs(engine: ZeroEngine, buckets: Sequence[Bucket]) -> list[BucketCost]:

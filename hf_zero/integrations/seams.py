@@ -67,6 +67,19 @@ SEAMS = (
         test="test_stage3.py::test_modes_of_a_script_see_the_models_operations_and_none_of_the_engines",
     ),
     Seam(
+        owner="torch._C._dynamo:eval_frame",
+        names=(
+            "get_eval_frame_callback",
+            "set_eval_frame",
+            "set_code_exec_strategy",
+            "_FrameAction",
+            "_FrameExecStrategy",
+        ),
+        where=("hooks",),
+        why="Keeps hooks out of compiled graphs, without importing the compiler and without a wrapper around each hook.",
+        test="test_compiled.py::test_losses_are_those_of_the_same_way_under_ddp_and_nothing_compiles_again",
+    ),
+    Seam(
         owner="torch.utils._python_dispatch:",
         names=("_disable_current_modes",),
         where=("hooks",),
@@ -144,9 +157,9 @@ SEAMS = (
     Seam(
         owner="torch:",
         names=("_dynamo",),
-        where=("engine/collectives",),
-        why="Whether a module has been compiled, without importing the compiler.",
-        test="test_accelerate.py::test_compiled_model_has_ddps_losses",
+        where=("engine/compiled",),
+        why="Whether a module has been compiled, and by which backend, without importing the compiler.",
+        test="test_compiled.py::test_losses_are_those_of_the_same_way_under_ddp_and_nothing_compiles_again",
     ),
     Seam(
         owner="torch:_C",
@@ -200,9 +213,9 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_compiled_call_impl",),
-        where=("engine/collectives",),
+        where=("engine/compiled",),
         why="Whether `module.compile()` has been called.",
-        test="test_accelerate.py::test_compiled_model_has_ddps_losses",
+        test="test_compiled.py::test_losses_are_those_of_the_same_way_under_ddp_and_nothing_compiles_again",
     ),
     Seam(
         owner="torch.optim:Optimizer",
@@ -259,6 +272,19 @@ SEAMS = (
         where=("planner/trace",),
         why="A forward and a backward of a model without memory.",
         test="test_forecast.py::test_a_trace_leaves_the_model_and_chance_alone",
+    ),
+    Seam(
+        owner="torch._C._dynamo:eval_frame",
+        names=(
+            "get_eval_frame_callback",
+            "set_eval_frame",
+            "set_code_exec_strategy",
+            "_FrameAction",
+            "_FrameExecStrategy",
+        ),
+        where=("hooks",),
+        why="Keeps hooks out of compiled graphs, without importing the compiler and without a wrapper around each hook.",
+        test="test_compiled.py::test_losses_are_those_of_the_same_way_under_ddp_and_nothing_compiles_again",
     ),
     Seam(
         owner="torch.utils._python_dispatch:",

@@ -1215,7 +1215,7 @@ def test_an_exception_in_a_backward_is_recovered_from_or_named(rank, world_size)
         assert_equal(run.model.state_dict(), smooth.state())
 
 
-# ---- accumulation, compilation ----
+# ---- accumulation ----
 
 
 def accumulating(run: Run) -> None:
@@ -1236,22 +1236,3 @@ def test_sharded_accumulation_is_close(rank, world_size):
     for run in runs[1:]:
         assert max(abs(a - b) / abs(b) for a, b in zip(run.seen, runs[0].seen, strict=True)) <= 1e-5
         assert no_unit_is_whole(run.engine)
-
-
-def with_compiled_layers(count: int) -> nn.Module:
-    model = gpt2(layers=2)
-    for layer in model.transformer.h[-count:]:
-        layer.forward = torch.compile(layer.forward, backend="eager")
-    return model
-
-
-# To compile takes nearly all of the time.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "script", "variants", "count"),
-    [(1, predicting, [SHARDED], 1), slow(2, evaluating_between_steps, [SHARDED, KEPT], 2)],
-    ids=["one layer", "all layers"],
-)
-def test_layers_compiled_inside_train_as_under_ddp(world_size, script, variants, count):
-    make = partial(with_compiled_layers, count)
-    run_on_ranks(same_as_ddp, world_size, script=script, variants=variants, make=make)

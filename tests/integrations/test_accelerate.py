@@ -23,6 +23,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from accelerate_job import Texts, make_accelerator, run
 from cells import short_of, slow
@@ -200,23 +201,36 @@ def test_save_model_on_each_node_writes_whole_models_at_stage_3(rank, world_size
     assert len(saved) == len(live) - 1 and all(torch.equal(saved[name], live[name]) for name in saved)
 
 
-def compiled(rank: int, world_size: int) -> None:
+# To compile takes nearly all of the time.
+@pytest.mark.slow
+@pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
+@on_ranks(2)
+def test_a_compiled_model_is_compiled_layer_by_layer_at_stage_3(rank, world_size, regional):
     as_launched(rank, world_size)
-    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=3))
-    for model in (torch.compile(gpt2(), backend="eager"), gpt2()):
-        if not isinstance(model, torch._dynamo.OptimizedModule):
-            model.compile(backend="eager")
-        with pytest.raises(ConfigError, match="Compile inside the layers"):
-            accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=3), dynamo_backend="eager")
-    model = gpt2()
-    with pytest.raises(ConfigError, match="torch_compile / dynamo_backend off, or use stage 2"):
-        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_compiled_models_are_refused_at_stage_3():
-    run_on_ranks(compiled)
+    compiler = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    losses = {}
+    for door in ("ddp", "plugin 3"):
+        torch._dynamo.reset()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = make_accelerator(door, dynamo_plugin=compiler, cpu=True)
+        torch.manual_seed(0)
+        model = gpt2(layers=2)
+        with redirect_stderr(StringIO()) as said:
+            prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        data, losses[door] = torch.Generator().manual_seed(rank), []
+        for _ in range(3):
+            loss = prepared(**gpt2_batch(data, 2), use_cache=False).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[door].append(loss.item())
+        if door != "ddp":
+            state = model.state_dict()
+            assert accelerator.get_state_dict(prepared).keys() == (state.keys() if rank == 0 else set())
+        accelerator.free_memory()
+    assert losses["plugin 3"] == losses["ddp"]
+    planned = "2 layers, each by itself, in place of the whole model" in said.getvalue()
+    assert planned == (rank == 0 and not regional)
 
 
 @pytest.mark.parametrize("door", [slow("ddp"), "plugin 2"])

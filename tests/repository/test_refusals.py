@@ -47,7 +47,6 @@ ROWS = {
     "gathered from two steps": "call outside of the model's forward",
     "steps without the engine: it was prepared": "an optimizer prepared without its model",
     "steps without the engine:": "or steps without it",
-    "stage 3 gathers parameters from hooks": "A compiled model at stage 3",
     "is of class {}: {}. Two engines": "models in DDP, DataParallel or FSDP",
     "Two engines cannot own one model": "FSDP, DeepSpeed, Megatron-LM, XLA",
     "two engines cannot own one model": "FSDP, DeepSpeed, Megatron-LM, XLA",

@@ -1,0 +1,159 @@
+"""torch.compile in each way that scripts use it: losses of the same way under DDP, and nothing of the engine in a graph."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cells import slow
+from shared_ranks import run_on_ranks
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_zero.engine.engine import ZeroEngine
+
+pytestmark = pytest.mark.timeout(300)
+WIDTH = 16
+EVERY = [0, 1, 2, 3]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.outer(nn.functional.gelu(self.inner(self.norm(hidden))))
+
+
+class Stack(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.layers, self.head = nn.Linear(WIDTH, WIDTH), nn.ModuleList(), nn.Linear(WIDTH, 1)
+        self.layers.extend(layer() for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def sequential() -> nn.Module:
+    """A layer of a class of torch, with hooks that torch.compile would trace if the parts were gathered one by one."""
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+
+
+class Graphs:
+    """A backend that counts graphs, and those with a line of the engine in them."""
+
+    def __init__(self) -> None:
+        self.count = self.of_the_engine = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        self.count += 1
+        self.of_the_engine += any("hf_zero/engine" in str(node.meta.get("stack_trace")) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def compile_forwards(model: nn.Module, graphs: Graphs) -> nn.Module:
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend=graphs)
+    return model
+
+
+def compile_layers(model: nn.Module, graphs: Graphs) -> nn.Module:
+    for layer in model.layers:
+        layer.compile(backend=graphs)
+    return model
+
+
+def wrap_layers(model: nn.Module, graphs: Graphs) -> nn.Module:
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = torch.compile(layer, backend=graphs)
+    return model
+
+
+def compile_in_place(model: nn.Module, graphs: Graphs) -> nn.Module:
+    model.compile(backend=graphs)
+    return model
+
+
+def wrap(model: nn.Module, graphs: Graphs) -> nn.Module:
+    return torch.compile(model, backend=graphs)
+
+
+BY_LAYER = (compile_forwards, compile_layers, wrap_layers)
+
+
+def trained(
+    rank: int, settings: dict | None, way: Callable, after: bool, layer: Callable
+) -> tuple[list, list[int], set]:
+    """Losses with an evaluation between, graphs after each step, and reasons of graph breaks."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    graphs, model = Graphs(), Stack(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    called = model if after else way(model, graphs)
+    engine = None
+    if settings is None:
+        # What DDP itself adds to a graph is not to be compared.
+        called = DistributedDataParallel(model if after else called)
+    else:
+        engine = ZeroEngine(model, [optimizer], settings, entry=called)
+        if settings["stage"] == 3:
+            assert engine.compiled_layers == (0 if after or way in BY_LAYER else len(model.layers))
+    if after:
+        called = way(model, graphs) if settings is not None or way in BY_LAYER else way(called, graphs)
+        called = DistributedDataParallel(called) if settings is None and way in BY_LAYER else called
+    data, losses, counts = torch.Generator().manual_seed(rank), [], []
+    for step in range(4):
+        loss = (called(torch.randn(4, WIDTH, generator=data)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        counts.append(graphs.count)
+        if step == 1:
+            with torch.no_grad():
+                losses.append(called(torch.ones(4, WIDTH)).sum().item())
+    assert not graphs.of_the_engine
+    breaks = set(counters["graph_break"])
+    if engine is not None:
+        engine.close()
+    return losses, counts, breaks
+
+
+def as_under_ddp(rank: int, world_size: int, way: Callable, after: bool, layer: Callable, stages: list[int]) -> None:
+    losses, counts, _ = trained(rank, None, way, after, layer)
+    assert counts[0] > 0 or layer is sequential
+    for stage in stages:
+        small = {"unit_bytes": 0} if stage == 3 else {}
+        found, graphs, breaks = trained(rank, {"stage": stage, "bucket_bytes": "1KiB", **small}, way, after, layer)
+        assert found == losses, f"stage {stage}"
+        # The evaluation after step 1 has graphs of its own.
+        assert graphs[0] == graphs[1] and graphs[2] == graphs[3], f"stage {stage} compiles again: {graphs}"
+        if way in BY_LAYER or stage < 3:
+            assert graphs == counts or not counts[0], f"stage {stage} has other graphs"
+        if not after or way in BY_LAYER or stage < 3:
+            assert not breaks, f"stage {stage}: {breaks}"
+
+
+@pytest.mark.parametrize(
+    ("way", "after", "layer", "stages"),
+    [
+        (compile_forwards, True, Block, [3]),
+        (wrap, False, Block, [3]),
+        *(slow(way, False, sequential, EVERY) for way in (compile_forwards, compile_layers)),
+        *(
+            slow(way, after, Block, EVERY)
+            for way in (compile_forwards, compile_layers, wrap, compile_in_place)
+            for after in (False, True)
+        ),
+        slow(wrap_layers, False, Block, EVERY),
+        slow(wrap, True, sequential, EVERY),
+    ],
+)
+def test_losses_are_those_of_the_same_way_under_ddp_and_nothing_compiles_again(way, after, layer, stages):
+    run_on_ranks(as_under_ddp, way=way, after=after, layer=layer, stages=stages)
