@@ -62,9 +62,15 @@ def find_scope(optimizer: torch.optim.Optimizer) -> Finding:
     known = known_scope(optimizer)
     if known is not None and not known.wants_trial:
         return known.finding
-    # Muon's step, GaLore's projection and LAMB's trust ratio are in use in some groups only: each kind of group is tried.
-    tried = [try_optimizer(optimizer, *group) for group in _unlike_groups(optimizer)]
-    found = max(tried, key=lambda finding: finding.scope.reach)
+    # Muon's step, GaLore's projection and LAMB's trust ratio are in use in some groups only: each kind of group is tried. A plan
+    # for `stage: auto` asks for each candidate, so the finding stays with the optimizer as long as its groups are the same.
+    unlike = _unlike_groups(optimizer)
+    asked = repr([(settings, {(p.dim(), p.dtype) for p in parameters}) for settings, parameters in unlike])
+    noted = optimizer.__dict__.get(_FOUND)
+    if noted is None or noted[0] != asked:
+        tried = [try_optimizer(optimizer, *group) for group in unlike]
+        noted = optimizer.__dict__[_FOUND] = asked, max(tried, key=lambda finding: finding.scope.reach)
+    found: Finding = noted[1]
     if (
         found.scope is UpdateScope.ELEMENT
         and known is None
@@ -90,6 +96,8 @@ def _unlike_groups(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any
     return list(unlike.values()) or [({"lr": _RATE}, [])]
 
 
+_FOUND = "_hf_zero_scope"
+"""Attribute of a tried optimizer: its groups in words, and the finding."""
 _RATE = 0.1
 _LEAST_RATE = 1e-3
 """Learning rate of trials, and the least that a script's own rate may be."""
