@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..buckets.precision import wanted_dtype
 from ..checkpoint.commit import Disk, abandon, begin, commit, discard
-from ..checkpoint.files import CheckpointError, files_below, no_folder
+from ..checkpoint.files import CheckpointError, files_below, no_folder, shown
 from ..checkpoint.manifest import MANIFEST_NAME, Manifest, new_save
 from ..checkpoint.structure import is_foreign
 from ..config import AUTO, ConfigError
@@ -323,13 +323,18 @@ def _folder_to_fill(
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to the Accelerator."
         )
     exchange = engine.world.exchange
-    # Ranks with different folders would each write a part of a checkpoint that no folder has whole.
-    told = exchange((str(final), new_save()), "save_state")
-    asked, save = list(dict.fromkeys(folder for folder, _ in told)), told[0][1]
-    if len(asked) > 1:
-        raise ValueError(
-            f"hf_zero: the ranks save their state to different folders: {', '.join(asked[:4])}. Each rank's part belongs to one "
-            "folder: give save_state the same one on every rank."
+    told = exchange((str(final), accelerator.project_dir, new_save()), "save_state")
+    folders, save = list(dict.fromkeys(folder for folder, _, _ in told)), told[0][2]
+    if len(folders) > 1:
+        # Named by each rank's clock, say: each would write a part of a state that no folder has whole.
+        final = Path(folders[0])
+        if is_automatic:
+            # The next `load_state` and rotation look there as well.
+            naming.project_dir = told[0][1]
+        # accelerate's logger prints on the main rank.
+        logger.warning(
+            f"hf_zero: the ranks save their state to different folders: {shown(', '.join(folders[:4]))}. All ranks write to rank "
+            "0's: give save_state the same one on every rank."
         )
     # Rank 0's answer for all ranks, here and below: where ranks saw different things, those that raise would leave the others
     # in the next exchange.

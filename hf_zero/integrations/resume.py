@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import SaveStrategy
 
-from ..checkpoint.commit import clear_leftovers, disk_with, find_disk, held_alone, on_all_ranks, put_back
+from ..checkpoint.commit import Disk, clear_leftovers, disk_with, find_disk, held_alone, on_all_ranks, put_back
 from ..checkpoint.files import CheckpointError, Progress, read_mapping, shown
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import (
@@ -250,6 +250,54 @@ def _in_words(passed: list[Candidate]) -> str:
     return "; ".join(f"{each.path.name}: {shown(', '.join(each.faults[:3]), _LONGEST)}" for each in passed)
 
 
+def share_output_dir(trainer: Trainer) -> None:
+    """Has all ranks write to rank 0's output_dir if they name different folders, as by the time of each rank. Collective.
+
+    Ranks that may write to a disk each keep their own names.
+    """
+    args = trainer.args
+    names = exchange_between_ranks(args.output_dir)
+    if len(set(names)) == 1 or not _writes_one_file(trainer):
+        return
+    # A folder may have another path on another host.
+    if disk_with(Path(args.output_dir), args.process_index, exchange_between_ranks).is_of_all:
+        return
+    args.output_dir = names[0]
+    if args.process_index == 0:
+        listed = ", ".join(repr(name) for name in dict.fromkeys(names[:4]))
+        logger.warning(
+            f"hf_zero: the ranks have different output_dirs ({shown(listed)}). All ranks write to rank 0's, which is "
+            "`args.output_dir` now. Name the folder by something that all ranks know, and not by each rank's clock."
+        )
+
+
+def refuse_disks_apart(trainer: Trainer, disk: Disk) -> None:
+    """Refuses a run whose first save would fail. Collective.
+
+    Raises:
+        CheckpointError: on every rank: ranks with disks of their own are to write one file.
+    """
+    fault = None if disk.is_of_all or not _writes_one_file(trainer) else disks_apart(trainer, disk)
+    first = next(filter(None, exchange_between_ranks(fault)), None)
+    if first is not None:
+        raise CheckpointError(first)
+
+
+def disks_apart(trainer: Trainer, disk: Disk) -> str:
+    """Says that ranks with disks of their own are to write one file."""
+    settings = trainer.accelerator.zero_config.checkpoint
+    return (
+        f"hf_zero: only ranks {list(disk.ranks)} of {disk.world_size} see the same output_dir {trainer.args.output_dir!r} as "
+        f"rank {disk.rank}, and all write one weights file. Give all hosts one folder, or set `checkpoint.layout: sharded`"
+        + (", without `checkpoint.full_every`." if settings.full_every else ".")
+    )
+
+
+def _writes_one_file(trainer: Trainer) -> bool:
+    settings = trainer.accelerator.zero_config.checkpoint
+    return (settings.layout == "hf" or bool(settings.full_every)) and not trainer.args.save_on_each_node
+
+
 @contextmanager
 def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = False) -> Iterator[None]:
     """Locks a Trainer's output_dir against other runs while checkpoints are written or cleared. Collective.
@@ -259,15 +307,21 @@ def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = Fal
     """
     args = trainer.args
     # Such a run writes and clears nothing here: another run may have the lock, and the folder need not be writable.
-    if args.save_strategy == SaveStrategy.NO and resume is not True and resume != LAST_GOOD and not goes_on:
+    saves = args.save_strategy != SaveStrategy.NO
+    if not saves and resume is not True and resume != LAST_GOOD and not goes_on:
         yield
         return
+    if saves:
+        share_output_dir(trainer)
     output_dir = Path(args.output_dir)
     # A subclass's `train` may call `train` again, in which case this Trainer has the lock already.
     if trainer._alone_in == output_dir:
         yield
         return
     disk = find_disk(output_dir, args.process_index, exchange_between_ranks, then=_THEN)
+    if saves and trainer.accelerator.zero_config.checkpoint.on_failure == "stop":
+        # Before training, which the first save would end.
+        refuse_disks_apart(trainer, disk)
     # Before leftovers are cleared: another run's unfinished checkpoint has the same kind of name.
     with held_alone(output_dir, disk=disk, exchange=exchange_between_ranks), replaced(trainer, "_alone_in", output_dir):
         yield

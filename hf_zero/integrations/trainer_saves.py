@@ -38,6 +38,7 @@ from ..hooks import WeakHook, replaced
 from ..layout import Interval
 from .elastic import DataPosition
 from .model_parallel import as_if_whole
+from .resume import disks_apart, share_output_dir
 from .run_facts import write_run
 from .state_io import (
     ZERO_FOLDER,
@@ -350,10 +351,15 @@ class CheckpointSaver:
         """
         began_s = time.perf_counter()
         trainer = self._trainer
-        run_folder = Path(trainer._get_output_dir(trial=trial))
-        final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         # Ranks that come to save different steps would each leave a half under another name. All take rank 0's ID.
-        save = self.engine.world.exchange(new_save(), f"save of {final.name}")[0]
+        told = self.engine.world.exchange((new_save(), trainer.args.output_dir), f"save of {name}")
+        save = told[0][0]
+        if len({output_dir for _, output_dir in told}) > 1:
+            # A callback asks for a save in a run that was to save nothing, and has kept each rank's own folder.
+            share_output_dir(trainer)
+        run_folder = Path(trainer._get_output_dir(trial=trial))
+        final = run_folder / name
         # The save before first: two would write at a time, and its failure has to surface on all ranks alike.
         self.finish()
         # As at the beginning of Trainer's own `_save_checkpoint`, which this method stands in for.
@@ -556,12 +562,7 @@ class CheckpointSaver:
         settings = self.engine.config.checkpoint
         is_hf = is_full or (settings.layout == "hf" and not settings.full_every)
         if is_hf and not disk.is_of_all and not self._trainer.args.save_on_each_node:
-            raise CheckpointError(
-                f"hf_zero: only ranks {list(disk.ranks)} of {disk.world_size} see the same output_dir "
-                f"{self._trainer.args.output_dir!r} as rank {disk.rank}, and all write one weights file. Give all "
-                "hosts one folder, or set `checkpoint.layout: sharded`"
-                + (", without `checkpoint.full_every`." if settings.full_every else ".")
-            )
+            raise CheckpointError(disks_apart(self._trainer, disk))
         return HfLayout() if is_hf else ShardedLayout()
 
     def _plan_model(self, layout: Layout, temporary: Path, disk: Disk) -> WeightsPlan:

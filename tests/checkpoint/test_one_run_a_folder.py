@@ -26,6 +26,7 @@ from hf_zero.checkpoint import commit
 from hf_zero.checkpoint.commit import LOCK_NAME, Disk, disk_asked, held_alone
 from hf_zero.checkpoint.files import CheckpointError, hashes_of
 from hf_zero.checkpoint.structure import checkpoint_faults
+from hf_zero.config import ZeroConfig
 from hf_zero.integrations.resume import alone_in_output_dir
 from hf_zero.offload.files import RunFolder
 
@@ -150,7 +151,8 @@ def test_a_child_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
 def test_a_trainer_that_trains_inside_its_own_train_has_the_folder_already(tmp_path, monkeypatch):
     monkeypatch.setattr(commit, "PATIENCE_S", 0.1)
     args = SimpleNamespace(output_dir=str(tmp_path), process_index=0, save_strategy=SaveStrategy.STEPS)
-    first, second = (SimpleNamespace(args=args, _alone_in=None) for _ in range(2))
+    accelerator = SimpleNamespace(zero_config=ZeroConfig(stage=2))
+    first, second = (SimpleNamespace(args=args, accelerator=accelerator, _alone_in=None) for _ in range(2))
     with alone_in_output_dir(first, None):
         with alone_in_output_dir(first, None):
             pass

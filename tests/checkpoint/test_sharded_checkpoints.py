@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shared_ranks import on_ranks, run_on_ranks
 from trainer_job import as_launched, history, make_trainer
 from training import gpt2, gpt2_batch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, Trainer
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
 from hf_zero import ZeroPlugin
@@ -30,6 +30,7 @@ from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.cli.app import app
 from hf_zero.comm.all_or_none import exchange_between_ranks
 from hf_zero.integrations import accelerator as door
+from hf_zero.integrations import resume as resuming
 from hf_zero.integrations.state_io import load_engine
 
 pytestmark = pytest.mark.timeout(180)
@@ -253,10 +254,67 @@ def test_parts_of_different_saves_are_refused_by_every_reader_of_several(tmp_pat
         assert "rank 0 of a save without ID" in outcome["error"]
 
 
-def test_one_weights_file_on_several_disks_is_refused_with_the_way_out(tmp_path):
-    for outcome in run_on_ranks(trains, output_dir=str(tmp_path), settings="stage=2", own_disks=True):
+def trains_on_a_disk_of_its_own(rank: int, world_size: int, output_dir: str, settings: str) -> dict:
+    find = resuming.find_disk
+    # One folder name, which is another folder on each host.
+    resuming.find_disk = lambda folder, *args, **kwargs: find(folder / f"host{rank}", *args, **kwargs)
+    return trains(rank, world_size, output_dir, settings)
+
+
+@pytest.mark.parametrize("settings", ["stage=2", slow(f"stage=2,{SHARDED},checkpoint.full_every=4")])
+def test_one_weights_file_on_several_disks_is_refused_before_training_with_the_way_out(settings, tmp_path):
+    for outcome in run_on_ranks(trains_on_a_disk_of_its_own, output_dir=str(tmp_path), settings=settings):
         assert "of 2 see the same output_dir" in outcome["error"] and "checkpoint.layout: sharded" in outcome["error"]
+        assert outcome["losses"] == []
     assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+def trains_by_its_own_clock(rank: int, world_size: int, output_dir: str, asks_late: bool, **overrides) -> dict:
+    as_launched(rank, world_size)
+    folder = f"{output_dir}/12-00-0{rank}"
+    saving = {**SAVING, "save_strategy": "no"} if asks_late else SAVING
+    callbacks = [AsksForASave()] if asks_late else []
+    settings = {**saving, "save_steps": 2, "max_steps": 4, **overrides}
+    trainer = make_trainer("flag stage=2", "bert", folder, callbacks=callbacks, **settings)
+    trainer.train(resume_from_checkpoint="last-good")
+    return {"folder": trainer.args.output_dir, **history(trainer)}
+
+
+class AsksForASave(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == 2
+
+
+@pytest.mark.parametrize("asks_late", [False, True])
+def test_ranks_that_name_different_output_dirs_all_write_to_that_of_rank_0(asks_late, tmp_path):
+    """`asks_late`: the run was to save nothing, and a callback asks for a save."""
+    first = run_on_ranks(trains_by_its_own_clock, output_dir=str(tmp_path), asks_late=asks_late)
+    assert {outcome["folder"] for outcome in first} == {str(tmp_path / "12-00-00")}
+    assert len(first[0]["losses"]) == 4
+    names = sorted(path.name for path in (tmp_path / "12-00-00").iterdir())
+    assert names == (["checkpoint-2"] if asks_late else ["checkpoint-2", "checkpoint-4"])
+    assert all(checkpoint_faults(tmp_path / "12-00-00" / name, "zero") == [] for name in names)
+    assert not (tmp_path / "12-00-01").exists() or not list((tmp_path / "12-00-01").iterdir())
+
+
+def saves_by_its_own_clock(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    named = ProjectConfiguration(project_dir=f"{folder}/run{rank}", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2), project_config=named)
+    model = gpt2()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert accelerator.save_state() == Path(folder, "run0", "checkpoints", "checkpoint_0")
+    accelerator.load_state()
+    named.automatic_checkpoint_naming = False
+    written = accelerator.save_state(f"{folder}/step{rank}")
+    assert written == Path(folder, "step0")
+    accelerator.load_state(written)
+
+
+def test_ranks_that_name_different_states_all_write_to_that_of_rank_0(tmp_path):
+    run_on_ranks(saves_by_its_own_clock, folder=str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run0", "step0"]
+    assert checkpoint_faults(tmp_path / "step0", "zero") == []
 
 
 @pytest.mark.slow
@@ -511,10 +569,6 @@ def names_no_folder(rank: int, world_size: int, folder: str) -> None:
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(ValueError, match=r"save_state\(\) was called without a folder.*Give the folder, or Project"):
         accelerator.save_state()
-    with pytest.raises(
-        ValueError, match=r"to different folders: .*/step0/state, .*/step1/state\. .* the same one on every"
-    ):
-        accelerator.save_state(f"{folder}/step{rank}/state")
     with pytest.raises(ValueError, match=r"load_state\(\) was called without a folder.*is off\. Give the folder"):
         accelerator.load_state()
     Path(folder, f"file{rank}").touch()

@@ -65,7 +65,6 @@ ROWS = {
     "no parameter of the model requires": "A model that trains nothing",
     "on the meta device": "on the meta device",
     "is trained in {}, and buckets hold": "Trained parameters of complex numbers",
-    "save their state to different folders": "a save at different steps",
     "without loss scaling": "float16 parameters without a scaler",
     "can be unscaled only once": "unscaling before all micro-batches",
     "can neither read nor change": "Reading, pickling or setting `p.grad`",
