@@ -4,7 +4,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
 from ..buckets.packed import add_scales, shapes_beside, take_out_scales
 from ..buckets.precision import is_loaded, resolve_precision, wanted_dtype
-from ..comm.all_or_none import all_or_none, first_difference
+from ..comm.all_or_none import Exchange, all_or_none, first_difference
 from ..comm.groups import Groups, RankGroup, with_time_limits
 from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, OffloadConfig, OuterConfig, ZeroConfig
@@ -31,6 +31,7 @@ from ..optimizer.bucket_state import Placeholders, tier_bytes_needed
 from ..optimizer.holder import StateHolder, StepChoice, StepTiming
 from ..optimizer.places import Places
 from ..optimizer.replicas import ReplicaCheck
+from ..optimizer.shared_settings import SharedSettings
 from ..optimizer.trial import Finding
 from .bucketing import (
     BucketBuilder,
@@ -251,6 +252,8 @@ def reshards_after_forward(config: ZeroConfig, model: nn.Module, device: torch.d
 
 # What ranks agree on at the start: that all train the same model with the same settings, and whether by kernels.
 
+_START = "start of an engine"
+
 FILES_ATTRIBUTE = "_hf_zero_files"
 """Of a model whose weights still lie in files: what these are, in words."""
 
@@ -278,16 +281,30 @@ def describe(
     for index, optimizer in enumerate(optimizers):
         sizes = [sum(p.numel() for p in group["params"] if p not in ignored) for group in optimizer.param_groups]
         facts[f"optimizer {index}"] = f"{type(optimizer).__name__} over groups of {sizes} elements"
-    return facts
+    settings = SharedSettings(optimizers)
+    settings.digest()
+    return facts | settings.facts() | dict(_module_settings(model))
 
 
-def refuse_disagreement(facts: dict[str, str], transport: Transport) -> None:
+def _module_settings(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Lists the numbers that modules compute with: those of torch's own (eps, p), and of others the dropout probabilities.
+
+    Others may hold anything else, such as a time or this rank's number.
+    """
+    for name, module in model.named_modules():
+        is_of_torch = type(module).__module__.startswith("torch.nn.")
+        for attribute, value in vars(module).items():
+            if isinstance(value, float) and (is_of_torch or "drop" in attribute):
+                yield f"{attribute} of {name or 'the model'} ({type(module).__name__})", repr(value)
+
+
+def refuse_disagreement(facts: dict[str, str], exchange: Exchange) -> None:
     """Collective. Raises `ValueError` on every rank, naming the first difference to rank 0."""
-    difference = first_difference(partial(transport.exchange, purpose="start of an engine"), facts)
+    difference = first_difference(exchange, facts)
     if difference is not None:
         raise ValueError(
             f"hf_zero: the ranks do not train the same thing. {difference}. Build model, optimizer and config the same way on "
-            "every rank (seed, config and data vocabulary)."
+            "every rank (seed, config, data and settings)."
         )
 
 
@@ -420,8 +437,8 @@ def _assemble(
     # Before anything moves: ranks that differ would wait for each other in their first collective, without a word.
     # Over all ranks the settings alone: ranks with another part of a split model have parameters of other shapes.
     if not split.is_empty:
-        refuse_disagreement({"config": facts["config"]}, world)
-    refuse_disagreement(facts, transport)
+        refuse_disagreement({"config": facts["config"]}, partial(world.exchange, purpose=_START))
+    refuse_disagreement(facts, partial(transport.exchange, purpose=_START))
     # All ranks or none: kernels round sums in another order than torch.
     config = with_kernels_that_run(config, all_groups, transport, device)
     if home is not None or config.stage == 3:

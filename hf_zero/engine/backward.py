@@ -16,6 +16,7 @@ from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks import WeakMethod, differentiable_tensors, dispatch_modes, hidden_from_modes, look_only, without_modes
+from ..optimizer.shared_settings import SharedSettings
 from .gradient_store import GradientStore
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
@@ -138,8 +139,10 @@ class Gradients:
 
     Attributes:
         store: keeps the gradients until the step.
+        transport: of the ranks that step together.
         stop_asked: returns the number of the signal that asks this rank to stop, 0 for none.
         stop_agreed: the number of a signal that some rank had at the end of its backward, the same on all ranks; 0 for none.
+        settings_differ: some rank has had other settings of the step than another; see `SharedSettings`.
         reducing: False while micro-batches only accumulate.
         ended: backward passes that have come to their end.
         may_pass_over: buckets may be started before all of their gradients have come; see `_start_passed_over`.
@@ -151,6 +154,7 @@ class Gradients:
         store: GradientStore,
         transport: Transport,
         world_size: int,
+        settings: SharedSettings,
         before_rest: Callable[[], None],
         after_pass: Callable[[], None],
         *,
@@ -168,7 +172,7 @@ class Gradients:
             self._fillings.append(_Filling(bucket, len(self._fillings), first))
         self._filling_of = {filling.bucket: filling for filling in self._fillings}
         self.store = store
-        self._transport = transport
+        self.transport = transport
         # Lists with parameters in hooks of parameters: circles that Python does not find, if a failed pass leaves them full.
         weakref.finalize(self, _clear, [filling.arrived for filling in self._fillings])
         self._next = 0
@@ -182,6 +186,9 @@ class Gradients:
         self.reducing = True
         self.stop_asked = never_asked
         self.stop_agreed = 0
+        self._settings = settings
+        self._digest = b""
+        self.settings_differ = False
         self.ended = 0
         self._before_rest = before_rest
         self._after_pass = after_pass
@@ -545,7 +552,7 @@ class Gradients:
         self._begin_pass()
 
     def _start_agreement(self) -> Callable[[], torch.Tensor]:
-        """Tells the other ranks the parameters that this one used, its buckets with late gradients, and its wish to stop."""
+        """Sends the parameters that this rank used, its buckets with late gradients, its wish to stop, and its settings."""
         used = [
             b"\1" * len(filling.bucket.slots)
             if filling.is_whole
@@ -553,13 +560,17 @@ class Gradients:
             for filling in self._fillings
         ]
         late = bytes([bucket in self._late for bucket in self._buckets]) if self._late else bytes(len(self._buckets))
-        # One message for all three: each message of its own would cost a latency at the end of every backward.
-        local = bytearray(b"".join([*used, late, bytes([self.stop_asked()])]))
-        return self._transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
+        self._digest = self._settings.digest()
+        # One message for all of these: each message of its own would cost a latency at the end of every backward.
+        local = bytearray(b"".join([*used, late, bytes([self.stop_asked()]), self._digest]))
+        return self.transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
 
     def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
         """Makes `used` the same on all ranks; returns the buckets with late gradients on any rank."""
-        *agreed, stop = agreement().tolist()
+        found = agreement().tolist()
+        *agreed, stop = found[: -len(self._digest)]
+        # Raised at the step: no rank is left in a collective then.
+        self.settings_differ |= bytes(found[-len(self._digest) :]) != self._digest
         # Never back to 0: the next step, where ranks stop, may be several micro-batches away.
         self.stop_agreed = max(self.stop_agreed, stop)
         for filling in self._fillings:

@@ -451,6 +451,7 @@ class ShardedModel:
         schedule: gathers and drops.
         gathered: gathers parameters outside of forward and backward.
         unit_of: unit and slot of each sharded parameter.
+        edits: how often a script has edited a sharded parameter, each rank its own elements.
     """
 
     def __init__(
@@ -473,6 +474,7 @@ class ShardedModel:
         self.gathered = GatheredParameters(
             self.unit_of, self.schedule, transport, holder, device, config.comm.meeting_timeout_s
         )
+        self.edits = 0
         self._sharded = self._guard_modules()
         self._methods = ModuleMethods(model, self._sharded, self.gathered)
         self._layers = [(model.get_submodule(name), unit) for unit in layers for name in unit.modules]
@@ -573,6 +575,7 @@ class ShardedModel:
                 bucket.memory.write_own_part(part.in_shard, own)
         # On all ranks, also those without elements of it: the versions must stay the same everywhere.
         unit.count_edit(slot)
+        self.edits += 1
         return True
 
     def follow_step(self, stepped: Iterable[ParameterSlot]) -> None:

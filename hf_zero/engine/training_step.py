@@ -22,7 +22,8 @@ from ..device import Arrival
 from ..hooks import WeakHook, WeakMethod, engine_attached_to, is_in_backward
 from ..optimizer.holder import StateHolder
 from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer, identity_of
-from .assemble import Parts
+from ..optimizer.shared_settings import SharedSettings
+from .assemble import Parts, refuse_disagreement
 from .backward import Gradients, never_asked
 from .compiled import compiled_frames, is_compiled
 from .gradient_store import GradientStore, Landing, choose_store
@@ -193,6 +194,7 @@ class TrainingStep:
         optimizers: the user's, each over this rank's rows.
         row_writes: sees what a script writes to those rows between steps.
         store: where gradients lie between backward and the step.
+        settings: of the step, which all ranks must share.
         gradients: takes them from autograd.
         last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
         has_rescue: whether somebody looks after passes that run out of memory.
@@ -223,11 +225,13 @@ class TrainingStep:
         step_transport = parts.mesh.dp.transport
         self._log = step_transport.watch.log
         self.store = self._make_store()
+        self.settings = SharedSettings(optimizers)
         self.gradients = Gradients(
             parts.buckets,
             self.store,
             step_transport,
             parts.mesh.dp.groups.world_size,
+            self.settings,
             self._end_gathers,
             self._end_backward,
             find_unused_parameters=find_unused_parameters,
@@ -352,6 +356,8 @@ class TrainingStep:
         # The norm before the coefficient, over all ranks: each rank then scales by the same number.
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         self.last_norm = measured.norm
+        # A tensor on an accelerator would make the host wait.
+        self.settings.clip = None if isinstance(max_norm, torch.Tensor) else (float(max_norm), float(norm_type))
         bad = nonfinite.look(measured, at_all=is_of_all)
         if bad is not None:
             self._look_for_flipped_bits()
@@ -485,6 +491,7 @@ class TrainingStep:
 
     def _end_gathers(self) -> None:
         if self._gathers_layers:
+            self.settings.edits = self._parts.sharded.edits
             self._parts.sharded.schedule.end_gathers()
 
     def _end_backward(self) -> None:
@@ -520,6 +527,9 @@ class TrainingStep:
         self.gradients.complete()
         # A gradient that was only accumulated is this rank's alone: a step would make the ranks differ.
         self.gradients.refuse_unreduced()
+        if self.gradients.settings_differ:
+            self.gradients.settings_differ = False
+            refuse_disagreement(self.settings.facts(), self.gradients.transport.exchange)
         self._parts.parameter_places.before_step()
         replicas = self._parts.replicas
         if replicas is not None:

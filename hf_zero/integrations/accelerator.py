@@ -33,6 +33,7 @@ from .accelerator_parts import (
     cut_sequences,
     folder_to_fill,
     numbered_states,
+    refuse_other_loops,
     refuse_other_split,
     refuse_step_without_engine,
     refuse_unless_state,
@@ -319,6 +320,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         # `end_cleanly` waits for the other ranks at the end of this process; once is enough.
         engine.transport.watch.is_left_by_others = True
         refuse_other_split(self, engine)
+        refuse_other_loops(self, engine)
         if optimizers:
             cut_sequences(self, engine)
         self.zero_engines.append(engine)

@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,9 @@ from ..checkpoint.commit import Disk, abandon, begin, commit, discard
 from ..checkpoint.files import CheckpointError, files_below, no_folder, shown
 from ..checkpoint.manifest import MANIFEST_NAME, Manifest, new_save
 from ..checkpoint.structure import is_foreign
+from ..comm.all_or_none import exchange_between_ranks
 from ..config import AUTO, ConfigError
+from ..engine.assemble import refuse_disagreement
 from ..engine.engine import ZeroEngine
 from ..extras import extra
 from ..hooks import engine_attached_to, mix_in
@@ -122,6 +125,66 @@ def _trains_float16(accelerator: Accelerator, models: Iterable[nn.Module]) -> bo
         return param_dtype == "float16"
     # `wanted_dtype`: a parameter that lies in its file still has the dtype of the file.
     return any(p.requires_grad and wanted_dtype(p) == torch.float16 for model in models for p in model.parameters())
+
+
+# ---- Do all ranks train with the same arguments, data and schedule? ----
+#
+# What the engine sees (groups of the optimizer, dropout, clipping) it compares by itself; see `SharedSettings`. These arguments
+# it does not see, or only as late as they differ in a step.
+
+_SHARED_ARGUMENTS = """
+    learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim optim_args optim_target_modules
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps per_device_train_batch_size
+    gradient_accumulation_steps average_tokens_across_devices seed data_seed full_determinism train_sampling_strategy
+    length_column_name dataloader_drop_last ignore_data_skip label_smoothing_factor neftune_noise_alpha fp16 bf16
+    gradient_checkpointing save_strategy save_steps eval_strategy eval_steps eval_delay load_best_model_at_end
+    metric_for_best_model greater_is_better
+"""
+"""Of TrainingArguments. Paths, logging, workers of data loaders and the Hub's settings may differ between ranks."""
+
+
+def refuse_other_arguments(trainer: Any) -> None:
+    """Raises `ValueError` on all ranks of a Trainer whose arguments or number of training samples differ. Collective."""
+    args = trainer.args
+    names = [name for name in _SHARED_ARGUMENTS.split() if hasattr(args, name)]
+    facts = {f"TrainingArguments.{name}": str(getattr(args, name)) for name in names}
+    facts["samples of train_dataset"] = _length_of(trainer.train_dataset)
+    refuse_disagreement(facts, exchange_between_ranks)
+
+
+def refuse_other_loops(accelerator: Accelerator, engine: ZeroEngine) -> None:
+    """Raises `ValueError` on all ranks where what accelerate has prepared for the engine's loop differs. Collective."""
+    facts = {"gradient_accumulation_steps": str(accelerator.gradient_accumulation_steps)}
+    for number, loader in enumerate(accelerator._dataloaders):
+        facts[f"samples of data loader {number}"] = _length_of(getattr(loader, "dataset", None))
+        facts[f"batch size of data loader {number}"] = str(
+            getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        )
+    for number, accelerated in enumerate(accelerator._schedulers):
+        facts[f"scheduler {number}"] = _schedule_of(accelerated.scheduler)
+    try:
+        refuse_disagreement(facts, partial(engine.world.exchange, purpose="accelerator.prepare"))
+    except ValueError:
+        # The script may prepare the model again.
+        engine.close()
+        raise
+
+
+def _length_of(dataset: Any) -> str:
+    try:
+        return str(len(dataset))
+    except (TypeError, NotImplementedError):
+        # Data that is streamed has no length, and says so in one of these ways.
+        return "unknown"
+
+
+def _schedule_of(scheduler: Any) -> str:
+    """Returns a scheduler's class and numbers, and those of transformers' schedules, which are partial functions."""
+    found = {name: value for name, value in vars(scheduler).items() if isinstance(value, int | float | str)}
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        if isinstance(function, partial):
+            found |= {name: value for name, value in function.keywords.items() if isinstance(value, int | float | str)}
+    return f"{type(scheduler).__name__} {found}"
 
 
 # ---- Tells accelerate, and Trainer with it, of steps that `nonfinite: skip` leaves out ----

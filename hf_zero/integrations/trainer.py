@@ -30,6 +30,7 @@ from ..engine.sharded_model import computing_in
 from ..engine.split_model import is_dtensor
 from ..extras import extra
 from ..hooks import engine_attached_to, mix_in, replaced
+from .accelerator_parts import refuse_other_arguments
 from .gathered import gathered
 from .init import init, load_weights_into
 from .model_parallel import as_if_whole
@@ -142,6 +143,7 @@ class ZeroTrainerMixin(_TrainerBase):
         if self.is_world_process_zero():
             _warn_of_scaled_loss(self)
             _warn_of_early_outer_steps(self)
+        refuse_other_arguments(self)
         self._report_is_due = bool(self.accelerator.zero_config.report)
         self._ignored_keys = asked.get("ignore_keys_for_eval")
         if "_tp_size" in vars(self):

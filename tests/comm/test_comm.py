@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankFailedError
 from shared_ranks import on_ranks, run_on_ranks
+from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
 
@@ -247,6 +248,74 @@ def test_ranks_that_differ_are_told_at_the_start(rank, world_size, how, says):
         ZeroEngine(model, [optimizer], settings)
     message = str(error.value)
     assert says in message
+
+
+AT_THE_START = {
+    "lr of group 0 of optimizer 0 (AdamW): 0.01 on rank 0, 0.03 on rank 1": {"lr": 0.03},
+    "betas of group 0 of optimizer 0 (AdamW): (0.9, 0.999) on rank 0, (0.5, 0.999) on rank 1": {"betas": (0.5, 0.999)},
+    "weight_decay of group 0 of optimizer 0 (AdamW): 0.01 on rank 0, 0.5 on rank 1": {"weight_decay": 0.5},
+    "p of 1 (Dropout): 0.1 on rank 0, 0.2 on rank 1": {"p": 0.2},
+    "eps of 2 (LayerNorm): 1e-05 on rank 0, 0.1 on rank 1": {"eps": 0.1},
+}
+IN_A_STEP = {
+    "lr of group 0 of optimizer 0 (AdamW): 0.01 on rank 0, 0.02 on rank 1": ("lr", 0.02),
+    "betas of group 0 of optimizer 0 (AdamW): (0.9, 0.999) on rank 0, (0.5, 0.9) on rank 1": ("betas", (0.5, 0.9)),
+    "max_norm and norm_type of the last clip: (1.0, 2.0) on rank 0, (2.0, 2.0) on rank 1": ("clip", 2.0),
+    "edits of sharded parameters: 0 on rank 0, 1 on rank 1": ("edit", 0.1),
+}
+
+
+def with_settings(
+    p: float = 0.1, eps: float = 1e-5, lr: float = 0.01, **settings
+) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(p), nn.LayerNorm(8, eps=eps))
+    return model, torch.optim.AdamW(model.parameters(), lr=lr, **settings)
+
+
+@on_ranks(2)
+def test_settings_of_one_rank_are_told_at_the_start(rank, world_size):
+    for says, settings in AT_THE_START.items():
+        model, optimizer = with_settings(**settings if rank == 1 else {})
+        with pytest.raises(ValueError, match="do not train the same thing") as error:
+            ZeroEngine(model, [optimizer], 2)
+        assert says in str(error.value)
+
+
+def clipped_step(engine: ZeroEngine, max_norm: float) -> None:
+    [sharded] = engine.optimizers
+    engine.model(torch.ones(2, 8)).sum().backward()
+    engine.clip_grad_norm_(max_norm)
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_settings_that_one_rank_changes_are_told_before_the_step(rank, world_size):
+    for stage in range(4):
+        for says, (name, value) in IN_A_STEP.items():
+            if (name == "edit") > (stage == 3):
+                continue
+            model, optimizer = with_settings()
+            engine = ZeroEngine(model, [optimizer], stage)
+            # A schedule, the same on all ranks.
+            for rate in (0.03, 0.01):
+                optimizer.param_groups[0]["lr"] = rate
+                clipped_step(engine, 1.0)
+            if name == "clip":
+                # The clip comes after the agreement: it is compared with the next step's.
+                clipped_step(engine, value if rank == 1 else 1.0)
+            elif rank == 1 and name == "edit":
+                with torch.no_grad():
+                    model[0].weight.mul_(value)
+            elif rank == 1:
+                optimizer.param_groups[0][name] = value
+            owned = [bucket.own.clone() for bucket in engine.buckets]
+            with pytest.raises(ValueError, match="do not train the same thing") as error:
+                clipped_step(engine, 1.0)
+            assert says in str(error.value), (stage, says)
+            assert all(map(torch.equal, owned, (bucket.own for bucket in engine.buckets)))
+            engine.close()
 
 
 def seeded_apart(rank: int, world_size: int, stage: int) -> np.ndarray:

@@ -34,7 +34,7 @@ from torch.distributed.run import get_args_parser
 from torch.utils.data import DataLoader
 from trainer_job import as_launched, make_trainer
 from training import bert, bert_batch, gpt2, gpt2_batch
-from transformers import Trainer
+from transformers import Trainer, get_linear_schedule_with_warmup
 
 from hf_zero import ConfigError, ZeroPlugin, engine_of
 from hf_zero.comm.groups import _LAUNCHED_RANKS
@@ -496,6 +496,33 @@ def test_where_no_command_starts_ranks_the_setting_is_named(monkeypatch, fresh_s
     with pytest.raises(ConfigError, match=said) as error:
         ZeroPlugin(2).attach(accelerator)
     assert "torchrun" not in str(error.value)
+
+
+@on_ranks(2)
+def test_loops_that_differ_between_ranks_are_refused(rank, world_size):
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(2))
+
+    def prepare(rows: int = 8, batch_size: int = 2, steps: int = 10, accumulates: int = 1) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator.gradient_accumulation_steps = accumulates
+        loader = DataLoader(torch.ones(rows, 2), batch_size=batch_size)
+        schedule = get_linear_schedule_with_warmup(optimizer, 0, steps)
+        accelerator.prepare(model, optimizer, loader, schedule)
+
+    differences = {
+        "samples of data loader 0: 8 on rank 0, 10 on rank 1": {"rows": 10},
+        "batch size of data loader 0: 2 on rank 0, 4 on rank 1": {"batch_size": 4},
+        "'num_training_steps': 20": {"steps": 20},
+        "gradient_accumulation_steps: 1 on rank 0, 2 on rank 1": {"accumulates": 2},
+    }
+    for says, settings in differences.items():
+        with pytest.raises(ValueError, match="do not train the same thing") as error:
+            prepare(**settings if rank == 1 else {})
+        assert says in str(error.value)
+        accelerator.free_memory()
+    prepare()
 
 
 @pytest.mark.parametrize("variable", _LAUNCHED_RANKS)

@@ -719,3 +719,23 @@ def test_a_trainer_whose_state_went_with_its_files_is_told_so_when_its_turn_come
     ):
         first.train()
     make_trainer("flag 2", "gpt2", folder, adapt=lambda _: first.model, max_steps=1).train()
+
+
+@on_ranks(2)
+def test_arguments_that_differ_between_ranks_are_refused_before_training(rank, world_size, tmp_path):
+    as_launched(rank, world_size)
+    others = {
+        "max_grad_norm: 100.0 on rank 0, 1.0 on rank 1": {"max_grad_norm": 1.0},
+        "lr_scheduler_type: ": {"lr_scheduler_type": "constant"},
+        "data_seed: None on rank 0, 5 on rank 1": {"data_seed": 5},
+        "max_steps: 8 on rank 0, 9 on rank 1": {"max_steps": 9},
+    }
+    for says, other in others.items():
+        trainer = make_trainer("flag 2", "gpt2", tmp_path, **(other if rank == 1 else {}))
+        with pytest.raises(ValueError, match="do not train the same thing") as error:
+            trainer.train()
+        assert says in str(error.value)
+    trainer = make_trainer("flag 2", "gpt2", tmp_path)
+    trainer.train_dataset = trainer.train_dataset[rank:]
+    with pytest.raises(ValueError, match="samples of train_dataset: 240 on rank 0, 239 on rank 1"):
+        trainer.train()
