@@ -1,5 +1,6 @@
 """Hooks and references that keep no model alive, the tensors that hooks look for, replaced names, and guards of parameters."""
 
+import sys
 import weakref
 from abc import ABCMeta
 from collections import deque
@@ -9,6 +10,7 @@ from dataclasses import is_dataclass
 from functools import cache, wraps
 from inspect import getattr_static
 from itertools import repeat
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -104,6 +106,16 @@ class WeakHook(WeakMethod):
                 return super().__call__(*args, **kwargs)
         finally:
             set_eval_frame(compiler)
+
+
+def caller_of_hook() -> FrameType | None:
+    """The frame that has called the hook whose function asks, past the frames of this file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != __file__:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
 
 
 # Two ways into the compiler: a hook may be called by a function that is traced, or its frame may be the first of a trace.

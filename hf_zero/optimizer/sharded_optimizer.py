@@ -1,7 +1,6 @@
 """Gives the user's optimizer this rank's rows, and sends a script's writes to all ranks."""
 
 import functools
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +18,7 @@ from ..comm.groups import Groups
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..config import ZeroConfig
-from ..hooks import WeakHook, engine_attached_to, look_only
+from ..hooks import WeakHook, caller_of_hook, engine_attached_to, look_only
 from ..layout import Interval
 from .bucket_state import (
     NO_ARGUMENTS,
@@ -374,7 +373,7 @@ class ShardedOptimizer:
         The engine's step ends with the outer one: the class may go on with gradients after its parent's step.
         """
         # The caller of the hooks. A step that raised has left its frame here, which is on the stack no more.
-        caller = sys._getframe(3)
+        caller = caller_of_hook()
         frame: FrameType | None = caller if self._step_frame is not None else None
         while frame is not None:
             if frame is self._step_frame:

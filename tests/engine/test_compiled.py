@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cells import slow
-from shared_ranks import run_on_ranks
+from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
@@ -157,3 +157,37 @@ def as_under_ddp(rank: int, world_size: int, way: Callable, after: bool, layer: 
 )
 def test_losses_are_those_of_the_same_way_under_ddp_and_nothing_compiles_again(way, after, layer, stages):
     run_on_ranks(as_under_ddp, way=way, after=after, layer=layer, stages=stages)
+
+
+def stepped(rank: int, stage: int | None) -> list[float]:
+    """Losses of a run whose optimizer steps in a compiled function."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Stack(Block)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    called = DistributedDataParallel(model) if stage is None else model
+    engine = None if stage is None else ZeroEngine(model, [optimizer], {"stage": stage})
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    data, losses = torch.Generator().manual_seed(rank), []
+    for _ in range(3):
+        loss = (called(torch.randn(4, WIDTH, generator=data)) - 1).square().mean()
+        loss.backward()
+        if engine is None:
+            nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        else:
+            engine.clip_grad_norm_(100.0)
+        step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if engine is not None:
+        engine.close()
+    return losses
+
+
+# To compile takes nearly all of the time.
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_compiled_step_of_the_optimizer_is_ddps(rank, world_size):
+    losses = stepped(rank, None)
+    for stage in EVERY:
+        assert stepped(rank, stage) == losses, f"stage {stage}"
