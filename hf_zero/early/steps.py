@@ -397,6 +397,8 @@ def try_aside(optimizer: torch.optim.Optimizer, state: BucketState) -> tuple[Tri
     """
     bucket, name = state.bucket, type(optimizer).__name__
     trial = try_step(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
+    if trial is not None and trial.hindrance is not None:
+        return trial, trial.hindrance
     if bucket.layout.intact:
         # It may look at more than one of them, too: LAMB in some forms takes a norm over all.
         return trial, f"{name} looks at whole parameters"
@@ -405,7 +407,7 @@ def try_aside(optimizer: torch.optim.Optimizer, state: BucketState) -> tuple[Tri
     if state.shard is not None and not state.master.is_away:
         # A layer that backward has yet to gather comes from there.
         return trial, "masters are the parameters themselves, in host memory"
-    return trial, trial.hindrance
+    return trial, None
 
 
 def memory_bytes(state: BucketState, trial: Trial) -> int:

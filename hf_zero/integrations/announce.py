@@ -30,6 +30,7 @@ from ..engine.engine import ZeroEngine
 from ..engine.report_tables import IN_FILES, render
 from ..extras import extra
 from ..forecast import FORECAST_ERROR, AtStart, BucketCost, DdpState, Forecast, StatePlan, plan_ddp, plan_states
+from ..optimizer.bucket_state import is_of_torch, unsaved_state
 from ..optimizer.trial import UpdateScope
 from .environment import trainer_in_callers
 
@@ -331,7 +332,11 @@ def _optimizer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     """Describes what each optimizer is given, and why."""
     named = ((type(optimizer).__name__, found) for (optimizer, _), found in zip(engine.state.groups(), engine.scopes))
     said = [f"{name}: {_CUTS[found.scope]} ({found.reason})" for name, found in named]
-    return [("optimizer", "; ".join(dict.fromkeys(said)))] if said else []
+    # A run should not have to train up to its first save to learn that none is possible.
+    others = [optimizer for optimizer, _ in engine.state.groups() if not is_of_torch(optimizer)]
+    unsaved = [found for found in map(unsaved_state, others) if found is not None]
+    rows = [("optimizer", "; ".join(dict.fromkeys(said)))] if said else []
+    return rows + ([("checkpoints", f"none can be saved: {unsaved[0]}")] if unsaved else [])
 
 
 def _kernel_rows(engine: ZeroEngine) -> list[tuple[str, str]]:

@@ -121,12 +121,14 @@ class Trial:
         names: of all state of the parameter.
         has_factors: some state tensors have other shapes than the parameter.
         hindrance: the reason against early steps on copies; None without one.
+        unsaved: state that no checkpoint can hold, in words; None without any.
     """
 
     kinds: tuple[tuple[str, torch.dtype], ...]
     names: frozenset[str]
     has_factors: bool
     hindrance: str | None
+    unsaved: str | None
 
 
 def try_step(
@@ -162,15 +164,16 @@ def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draw
     state, name = optimizer.state[parameter], type(optimizer).__name__
     tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value)}
     strange = [kind for kind, value in state.items() if not isinstance(value, _PLAIN)]
-    hindrance = f"{name} keeps {strange[0]!r}, which is no tensor or number" if strange else None
+    unsaved = f"{name} keeps {strange[0]!r}, which is no tensor or number" if strange else None
     loose = [key for key in optimizer.state if not torch.is_tensor(key)]
     if loose:
-        hindrance = f"{name} keeps state of no parameter ({loose[0]!r})"
+        unsaved = f"{name} keeps state of no parameter ({loose[0]!r})"
     return Trial(
         kinds=tuple((kind, value.dtype) for kind, value in tensors.items() if value.shape == parameter.shape),
         names=frozenset(kind for kind, value in state.items() if value is not None),
         has_factors=any(value.numel() > 1 and value.shape != parameter.shape for value in tensors.values()),
-        hindrance=f"{name} draws random numbers" if draws else hindrance,
+        hindrance=f"{name} draws random numbers" if draws else unsaved,
+        unsaved=unsaved,
     )
 
 
@@ -229,6 +232,12 @@ def state_names(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -
     """Returns the names of state that a step of a matrix leaves; none if no trial step is possible."""
     trial = _try_on_host(optimizer, settings, torch.float32)
     return frozenset() if trial is None else trial.names
+
+
+def unsaved_state(optimizer: torch.optim.Optimizer) -> str | None:
+    """Names state that a step of a matrix leaves and no checkpoint can hold; None without any, or without a trial step."""
+    trials = (_try_on_host(optimizer, group, torch.float32) for group in optimizer.param_groups)
+    return next((trial.unsaved for trial in trials if trial is not None and trial.unsaved is not None), None)
 
 
 def _try_on_host(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:

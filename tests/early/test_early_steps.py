@@ -254,7 +254,7 @@ def test_hooks_see_and_change_gradients_that_no_early_step_has_touched():
 
 
 class Noisy(torch.optim.SGD):
-    """Adds noise, as Langevin dynamics do; so little that the pieces of a parameter look alike with it."""
+    """Adds noise, as Langevin dynamics do."""
 
     def step(self, closure=None):
         with torch.no_grad():

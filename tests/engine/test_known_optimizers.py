@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.announce import announce
 from hf_zero.optimizer.known import KNOWN, known_scope, refuse_unsuited
 from hf_zero.optimizer.scope import find_scope
 from hf_zero.optimizer.trial import UpdateScope
@@ -316,6 +318,30 @@ def test_a_trial_finds_late_dependence_on_other_parameters_and_leaves_attributes
     found = find_scope(optimizer)
     assert found.scope is MODEL and "on other parameters at step" in found.reason
     assert optimizer.count == 0 and not optimizer.seen
+
+
+class InLists(torch.optim.Optimizer):
+    """Keeps factors of a parameter in a list, as SOAP and Shampoo do."""
+
+    def __init__(self, params, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    factors = self.state[p].setdefault("factors", [torch.zeros(size) for size in p.shape])
+                    factors[0] += p.grad.square().sum(1).to(factors[0])
+                    p.sub_(p.grad / (1 + factors[0].to(p).unsqueeze(1)), alpha=group["lr"])
+
+
+def test_the_plan_says_at_the_start_that_state_in_lists_cannot_be_saved(capsys):
+    model = nn.Linear(4, 3, bias=False)
+    announce(ZeroEngine(model, [InLists(model.parameters())], 2), "nobody")
+    plan = " ".join(capsys.readouterr().err.split())
+    assert "none can be saved: InLists keeps 'factors', which is no tensor or number" in plan
+    assert "InLists: whole parameters, each on one rank (a trial" in plan
 
 
 def test_subclasses_are_known_as_long_as_they_change_no_part_of_a_step():
