@@ -391,8 +391,7 @@ def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dic
             if foreign:
                 # With each of the model's own, the others are of another module. Else a call has replaced some of the model's.
                 remedy = (
-                    "Freeze their module (a loss's guide: `requires_grad_(False)`) before the optimizer is built, or leave them "
-                    "out."
+                    "Freeze an untrained module (a loss's guide) before building the optimizer; make others part of the model."
                     if held.issuperset(owner)
                     else "Build the optimizer from this model alone, after resize_token_embeddings, get_peft_model and "
                     ".to(dtype)."
