@@ -1,12 +1,16 @@
 """Reads files of a folder that nobody vouches for: links, JSON, safetensors headers, and the errors that say what is wrong."""
 
+import errno
 import json
 import math
 import os
+import pickle
+import re
 import shutil
 import stat
 import struct
 import uuid
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -51,6 +55,41 @@ def reason(error: Exception | None) -> str:
         if not said[-1].endswith(":"):
             break
     return (" ".join(said) or type(error).__name__)[:_LONGEST_REASON].rstrip(".")
+
+
+_BY_DAMAGE = (EOFError, KeyError, IndexError, ValueError, TypeError, AttributeError, struct.error, zipfile.BadZipFile)
+"""What readers of pickles and archives raise for bytes that are not what was written. A pickle may raise any of these."""
+
+_SAYS_DAMAGE = re.compile(
+    r"PytorchStreamReader|archive is corrupted|unexpected EOF|magic number|wrong byte size|unexpected pos"
+)
+"""In a RuntimeError of torch, which raises that class for anything."""
+
+_REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed global|whose module)")
+_SAID_BY_UNPICKLER = re.compile(r"WeightsUnpickler error:\s*(.*)")
+_SAYS_CLASS = re.compile(r"add_safe_globals|must be imported")
+"""In an error of the unpickler that misses a class."""
+
+
+def read_fault(error: Exception) -> str:
+    """Says in words, after a file's name, why it cannot be read. Only an error of damaged bytes is called damage."""
+    text = str(error)
+    refused = _REFUSED.search(text)
+    if refused is not None:
+        return f"needs {shown(refused[1])}, which is not loaded: a checkpoint may hold tensors and plain values only"
+    said = _SAID_BY_UNPICKLER.search(text)
+    cause = f"{type(error).__name__}: {said[1]}" if said is not None else in_one_line(error)
+    if isinstance(error, pickle.UnpicklingError):
+        is_damage = _SAYS_CLASS.search(cause) is None
+    elif isinstance(error, OSError):
+        # torch asks for bytes before the beginning of an archive that is cut off.
+        is_damage = error.errno == errno.EINVAL
+    elif isinstance(error, RuntimeError):
+        is_damage = _SAYS_DAMAGE.search(text) is not None
+    else:
+        # By its name: this floor does not import safetensors.
+        is_damage = isinstance(error, _BY_DAMAGE) or type(error).__name__ == "SafetensorError"
+    return f"{'is cut off or damaged' if is_damage else 'cannot be read'} ({shown(cause)})"
 
 
 # ---- Links that lead out of a folder: files behind them belong to somebody else and are neither read nor copied ----

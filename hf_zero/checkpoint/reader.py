@@ -12,7 +12,7 @@ import torch
 
 from ..device import ask_for
 from ..layout import Box, Interval, pieces_for
-from .files import CheckpointError, is_whole_safetensors, refuse_links, save_in, spans_in
+from .files import CheckpointError, is_whole_safetensors, read_fault, refuse_links, save_in, spans_in
 from .manifest import Manifest, SavedRow, named_save, refuse_other_save
 from .writer import DTYPE_NAMES
 
@@ -164,10 +164,12 @@ class CheckpointReader:
                     )
                 self._files[row.file] = tensors
             whole = self._files[row.file][row.key]
-        except (OSError, KeyError) as error:
+        except KeyError as error:
             raise CheckpointError(
-                f"hf_zero: {path} cannot be read ({error}); the checkpoint is damaged, resume from an earlier one."
+                f"hf_zero: {path} has no {error}; the checkpoint is damaged, resume from an earlier one."
             ) from error
+        except OSError as error:
+            raise CheckpointError(f"hf_zero: {path} {read_fault(error)}; resume from an earlier checkpoint.") from error
         # The header is the file's word, the manifest the checkpoint's: where they differ, the slice below would be of
         # other elements.
         if whole.shape != (row.interval.numel,) or whole.dtype != dtype_named(row.dtype):

@@ -37,7 +37,7 @@ def open_foreign(folder: Path) -> ForeignCheckpoint:
     refuse_links(folder, sorted(path for path in folder.rglob("*") if path.is_symlink()))
     try:
         return _open(folder)
-    except (CheckpointError, OSError):
+    except (CheckpointError, OSError, MemoryError, ImportError):
         raise
     except Exception as error:
         # The formats are pickles: their fields may hold anything.

@@ -14,10 +14,11 @@ import pickletools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
-from ..checkpoint.files import CheckpointError, shown
+from ..checkpoint.files import CheckpointError, read_fault, shown
 
 
 class Unread:
@@ -69,18 +70,16 @@ def load_deepspeed_file(path: Path) -> dict[str, Any]:
     """
     try:
         with torch.serialization.safe_globals(list(_OF_DEEPSPEED)):
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            # torch says nothing of the damage to a file that it is to map.
+            content = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"hf_zero: {path} is missing; the checkpoint is not whole. Copy the files of all ranks into one folder, or resume "
             "from another."
         ) from error
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"hf_zero: {path} cannot be read ({reason}): it is cut off or damaged, or holds objects of classes that hf_zero "
-            "does not know. Resume from another checkpoint."
-        ) from error
+    except Exception as error:
+        # A damaged pickle may raise anything.
+        raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. Resume from another checkpoint.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}, and DeepSpeed writes a dictionary.")
     return content
@@ -253,13 +252,17 @@ def load_dcp_metadata(path: Path) -> Record:
                 f"hf_zero: {path} has {path.stat().st_size} bytes, and at most {_LARGEST_METADATA_BYTES} are read."
             )
         content = path.read_bytes()
-    except OSError as error:
+    except FileNotFoundError as error:
         raise CheckpointError(
             f"hf_zero: {path} cannot be read ({error}); it is written last, so the checkpoint was not finished. Resume from "
             "another."
         ) from error
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. Resume from another checkpoint.") from error
     try:
         metadata = _plain_values(content)
+    except MemoryError as error:
+        raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. Resume from another checkpoint.") from error
     except Exception as error:
         # A damaged pickle may raise anything.
         raise CheckpointError(
@@ -274,12 +277,10 @@ def load_stream(content: bytes, path: Path) -> Any:
     """A tensor or plain value that `torch.save` wrote into a part of a file.
 
     Raises:
-        CheckpointError: cut off or damaged.
+        CheckpointError: it cannot be read, with the cause.
     """
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"hf_zero: {path} is cut off or damaged ({reason}). Resume from another checkpoint."
-        ) from error
+    except Exception as error:
+        # A damaged pickle may raise anything.
+        raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. Resume from another checkpoint.") from error

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.files import CheckpointError, read_fault
 from ..checkpoint.reader import SavedBlock, dtype_named, read_blocks
 from ..checkpoint.structure import weight_shards_of
 from ..layout import Box, Interval
@@ -278,7 +278,7 @@ def _add_chunks(found: dict[str, _Found], path: Path) -> None:
             views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             held = {name: (tuple(view.get_shape()), dtype_named(view.get_dtype())) for name, view in views.items()}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"hf_zero: {path} is cut off or damaged ({error}). {_THEN}") from error
+        raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. {_THEN}") from error
     if said is None:
         raise CheckpointError(
             f"hf_zero: {path} does not say which parts of the weights it holds ({_OFFSETS} is not in its header). Save it "

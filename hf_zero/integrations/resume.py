@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import SaveStrategy
 
 from ..checkpoint.commit import Disk, clear_leftovers, disk_with, find_disk, held_alone, on_all_ranks, put_back
-from ..checkpoint.files import CheckpointError, Progress, read_mapping, shown
+from ..checkpoint.files import CheckpointError, Progress, read_fault, read_mapping, shown
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import (
     STATE_NAME,
@@ -76,21 +76,24 @@ def resume_faults(checkpoint: Path) -> list[str]:
         faults.append(in_words(error))
     for path in sorted(checkpoint.iterdir()):
         wanted = next((keys for name, keys in _PICKLED.items() if fnmatch.fnmatchcase(path.name, name)), None)
-        if wanted is not None and not _is_loaded(path, wanted):
-            faults.append(f"{path.name} is cut off or damaged, or holds what no Trainer writes there")
+        fault = None if wanted is None else _load_fault(path, wanted)
+        if fault is not None:
+            faults.append(f"{path.name} {fault}")
     return faults
 
 
-def _is_loaded(path: Path, wanted: tuple[str, ...]) -> bool:
+def _load_fault(path: Path, wanted: tuple[str, ...]) -> str | None:
+    """Says in words why a file of `torch.load` is not what a Trainer writes; None if it is."""
     try:
         # `weights_only`: a checkpoint may come from the Hub, and a pickle could run code here.
         # The random state of numpy in `rng_state*.pth` is an array, which `weights_only` refuses without these.
         with safe_globals():
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except Exception:
+    except Exception as error:
         # Of a pickle that is none, each reader has errors of its own.
-        return False
-    return isinstance(content, dict) and all(name in content for name in wanted)
+        return read_fault(error)
+    is_written = isinstance(content, dict) and all(name in content for name in wanted)
+    return None if is_written else "holds what no Trainer writes there"
 
 
 def state_faults(checkpoint: Path) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import is_zipfile
 
 import torch
 import xxhash
@@ -15,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import is_peft_available
 
 from ..buckets.packed import added_scales
-from ..checkpoint.files import CheckpointError, shown
+from ..checkpoint.files import CheckpointError, read_fault, shown
 from ..checkpoint.manifest import Manifest
 from ..config import ZeroConfig
 from ..config.zero import changed
@@ -101,7 +102,10 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
     Raises:
         CheckpointError: another kind of optimizer, other groups, or parameters of other sizes.
     """
-    saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        saved = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"hf_zero: {file} {read_fault(error)}. Resume from another checkpoint.") from error
     [(optimizer, group_names)] = engine_state.groups()
     indices = [list(group["params"]) for group in saved["param_groups"]]
     if [len(group) for group in indices] != [len(names) for names in group_names]:
@@ -312,8 +316,8 @@ def named_when_damaged(path: str | Path | None, what: str) -> Iterator[None]:
     except Exception as error:
         # Of a pickle that holds something else than is due, each loader has errors of its own.
         raise CheckpointError(
-            f"hf_zero: {what} of {path} cannot be loaded ({type(error).__name__}: {_reason(error)}). Nothing was trained: the "
-            "file is damaged or of another run; resume from another checkpoint."
+            f"hf_zero: {what} of {path} cannot be loaded ({type(error).__name__}: {_reason(error)}). Nothing was trained: "
+            "restore the file, or resume from another checkpoint."
         ) from error
 
 

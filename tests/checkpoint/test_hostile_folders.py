@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -726,7 +727,7 @@ READ_BY_OTHERS = {
     "a scheduler that is none": (written("scheduler.pt", b"x" * 100), "scheduler.pt is cut off or damaged"),
     "random states that are none": (
         lambda folder: torch.save([1], folder / "rng_state_0.pth"),
-        "rng_state_0.pth is cut",
+        "rng_state_0.pth holds what no Trainer writes there",
     ),
     "a pipe of any name": (lambda folder: os.mkfifo(folder / "notes"), "notes is no plain file"),
     "a quantisation": (
@@ -885,6 +886,52 @@ def unreadable(checkpoint: Path) -> None:
 
 def too_long(checkpoint: Path) -> None:
     resign(checkpoint, lambda content: content["files"].update({"a" * 5000: [0, "0" * 16]}))
+
+
+class OfAScript:
+    """No class that a checkpoint may hold."""
+
+
+NOT_DAMAGE = [
+    MemoryError(),
+    PermissionError(13, "Permission denied"),
+    ModuleNotFoundError("No module named 'of_a_script'"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+]
+
+
+@pytest.mark.extra("foreign")
+def test_a_file_is_called_damaged_only_for_damage_and_else_the_cause_is_told(checkpoint, monkeypatch):
+    # Here: without the extra's folder this file is still collected.
+    from hf_zero.foreign.pickles import load_deepspeed_file, load_stream
+
+    def faults() -> list[str]:
+        return [fault for fault in resume_faults(checkpoint) if fault.startswith("scheduler.pt ")]
+
+    def by_others() -> Iterator[str]:
+        for read in (lambda: load_deepspeed_file(path), lambda: load_stream(path.read_bytes(), path)):
+            with pytest.raises(CheckpointError) as raised:
+                read()
+            yield str(raised.value)
+
+    path = checkpoint / "scheduler.pt"
+    content = path.read_bytes()
+    for damaged in (content[:-200], b"", b"x" * 100, pickle.dumps({})[:-1]):
+        path.write_bytes(damaged)
+        said = [*faults(), *by_others()]
+        assert len(said) == 3 and all("is cut off or damaged" in each for each in said), said
+    torch.save({"schedule": OfAScript()}, path)
+    name = f"{__name__}.OfAScript"
+    for each in [*faults(), *by_others()]:
+        assert f"scheduler.pt needs {name}, which is not loaded" in each and "or damaged" not in each
+    path.write_bytes(content)
+    assert faults() == []
+    for error in NOT_DAMAGE:
+        monkeypatch.setattr(torch, "load", Mock(side_effect=error))
+        said = [*faults(), *by_others()]
+        assert len(said) == 3
+        for each in said:
+            assert "cannot be read" in each and type(error).__name__ in each and "or damaged" not in each
 
 
 @pytest.mark.parametrize(
