@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -46,6 +47,7 @@ from hf_zero.comm.watchdog import Watchdog
 from hf_zero.config import CommConfig
 from hf_zero.device import SideQueue, queue_end
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.optimizer.shared_settings import SharedSettings
 
 pytestmark = pytest.mark.timeout(120)
 LABEL = Label(kind="reduce-scatter gradients", subject="bucket 0")
@@ -271,6 +273,16 @@ def with_settings(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(p), nn.LayerNorm(8, eps=eps))
     return model, torch.optim.AdamW(model.parameters(), lr=lr, **settings)
+
+
+def test_both_of_two_ranks_with_other_settings_see_a_difference():
+    digests = []
+    for number in range(40):
+        _, optimizer = with_settings(lr=0.01 * number)
+        digests.append(np.frombuffer(SharedSettings([optimizer]).digest(), dtype=np.uint8))
+    for one, other in combinations(digests, 2):
+        largest = np.maximum(one, other)
+        assert (largest != one).any() and (largest != other).any()
 
 
 @on_ranks(2)
