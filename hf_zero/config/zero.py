@@ -342,8 +342,8 @@ class ZeroConfig:
             a time.
         reduce_dtype: dtype in which gradients are sent; `auto`: each parameter's dtype.
         broadcast_buffers: sends rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
-        check_replicas_every: at this interval, ranks with copies of the same parameters or optimizer state compare checksums of
-            all steps since, and end on a difference.
+        check_replicas_every: at this interval, ranks compare checksums of all steps since, of copies of parameters and
+            optimizer state and of each rank's own between two updates, and end on a difference.
         nonfinite: on NaN or infinite gradients, `stop` ends the run before the step; `skip` drops the step on all ranks, up to
             ten in a row; `ignore` does not check.
         out_of_memory: when a forward or backward runs out of memory, `stop` ends the run; `halve` repeats the step in twice as

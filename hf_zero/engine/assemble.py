@@ -504,14 +504,21 @@ def _assemble(
         exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),
         parameter_places=ParameterPlaces(model, all_buckets),
         activations=ActivationsInHostMemory(device) if config.offload.activations == "cpu" else None,
-        replicas=_replica_check(model, all_buckets, holder, mesh, config) if config.check_replicas_every else None,
+        replicas=_replica_check(model, all_buckets, holder, parameter_tier, mesh, config)
+        if config.check_replicas_every
+        else None,
         copies=copies,
         norm=_choose_norm(mesh, config, device, buckets, copies),
     )
 
 
 def _replica_check(
-    model: nn.Module, all_buckets: Sequence[Bucket], holder: StateHolder, mesh: Mesh, config: ZeroConfig
+    model: nn.Module,
+    all_buckets: Sequence[Bucket],
+    holder: StateHolder,
+    parameter_tier: ParameterTier,
+    mesh: Mesh,
+    config: ZeroConfig,
 ) -> ReplicaCheck:
     world = mesh.dp.all_groups.world
     return ReplicaCheck(
@@ -523,6 +530,7 @@ def _replica_check(
         world.ranks[world.index],
         mesh.place_of,
         has_copies=max(group.groups.replicate.size for group in (mesh.dp, mesh.expert_dp)) > 1,
+        weights_in_files=parameter_tier.files is not None,
     )
 
 

@@ -21,6 +21,7 @@ from ..device import SideQueue, side_queue
 from ..extras import extra
 from ..hooks import LOOKS, Guard, Guarded, engine_attached_to, hidden_from_modes
 from ..layout import BLOCK_NUMEL, USUAL_ALIGNMENT, Alignment
+from ..optimizer.replicas import ReplicaCheck
 
 # ---- Reductions of a bucket's gradients: reduce-scatter, all-reduce, or both over two groups ----
 
@@ -414,10 +415,14 @@ class ParameterGather:
         model: the module whose parameters lie in `buckets`.
         buckets: in gradient order; gathered in the reverse, the order in which forward needs them.
         gather: how.
+
+    Attributes:
+        replicas: is told of each bucket that has arrived, before its parameters can be read.
     """
 
     def __init__(self, model: nn.Module, buckets: Iterable[Bucket], gather: Gather):
         self._gather = gather
+        self.replicas: ReplicaCheck | None = None
         self._in_flight: dict[Bucket, Handle] = {}
         self._bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
         self._modules_of: dict[Bucket, list[nn.Module]] = {bucket: [] for bucket in self._bucket_of.values()}
@@ -455,6 +460,8 @@ class ParameterGather:
             return
         # Wait first, unguard second: a reader between the two would see half of the values.
         handle.finish()
+        if self.replicas is not None:
+            self.replicas.arrived(bucket)
         _ARRIVING.unguard(bucket.parameters)
         for module in self._modules_of[bucket]:
             guarded: Any = module.__dict__["_parameters"]

@@ -284,6 +284,7 @@ class TrainingStep:
         self._entry = entry
         replicas = self._parts.replicas
         if replicas is not None:
+            self._parts.parameter_gather.replicas = replicas
             for sharded, buckets in self._by_optimizer():
                 replicas.after_update(sharded.optimizer, buckets)
         self._waits_at_the_root, self._compiled_frames = is_compiled(entry), compiled_frames()

@@ -328,6 +328,7 @@ class StateHolder:
 
     Attributes:
         timing, choice: see the note.
+        loads: counts the calls of `put` and `put_master`.
     """
 
     def __init__(
@@ -348,6 +349,7 @@ class StateHolder:
         self._steps: list[BucketSteps] = []
         self._bucket_steps: list[BucketStep] = []
         self._lent_bytes = 0
+        self.loads = 0
 
     @property
     def is_in_files(self) -> bool:
@@ -444,11 +446,13 @@ class StateHolder:
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         """Stores a row's state that was loaded; returns the entry for `optimizer.state`."""
+        self.loads += 1
         for step in self._bucket_steps:
             step.forget(row.slot.bucket)
         return self._states[row.slot.bucket].state.put(row, without_due(state))
 
     def put_master(self, row: Row, values: torch.Tensor) -> None:
+        self.loads += 1
         self._states[row.slot.bucket].master.put(row, values)
 
     def close(self) -> None:

@@ -4,6 +4,13 @@ Copies are whole parameters below stage 3, frozen ones among them; and the shard
 group, which at stage 0 is all ranks.
 Copies go apart by a bit that flips in memory, by an edit on one rank alone, or by sums that are not made alike.
 
+[Note: values that nothing writes between two updates]
+An owner's shard, masters and optimizer state have no other copy from one update to the next, and no code of the engine writes to
+them in between, unless a script edits or loads them. So the checksum that a rank takes after an update has to be equal to the one
+before the next update. Edits and loads are known by torch's counts of writes and by `StateHolder.loads`. Below stage 3 a script
+may edit whole parameters without a trace (`p.data`), so the owner's checksum is compared earlier: with the one at the moment when
+the parameters have arrived, before the script can reach them.
+
 [Note: what an update hides]
 An update writes over a copy: below stage 3 by what its owner sends, and in optimizer state by a mean in which a small difference
 is rounded away. So each rank notes checksums of its copies before every update, and of what it owns behind it. The notes of
@@ -33,7 +40,7 @@ _WEIGHTS = ""
 
 
 class ReplicasDivergedError(RuntimeError):
-    """Ranks hold different values of the same parameters or of their optimizer state."""
+    """Ranks hold different values of the same parameters or of their optimizer state, or an owner's values have changed."""
 
 
 class _Copy(NamedTuple):
@@ -67,19 +74,48 @@ class _Note(Generic[_Sum]):
     Attributes:
         since, step: the updates behind which they were looked at last, and are looked at now.
         owned: by shard for a parameter that ranks hold whole; None where no update was seen.
+        left, found: of this rank's own values, after the last update and now. Nothing may have written to them in between.
     """
 
     since: int
     step: int
     held: dict[_Copy, _Sum]
     owned: dict[_Copy, _Sum] | None
+    left: dict[_Copy, _Sum] = field(default_factory=dict)
+    found: dict[_Copy, _Sum] = field(default_factory=dict)
 
     def read(self: "_Note[torch.Tensor]") -> "_Note[int]":
+        sums = {kind: _read(getattr(self, kind)) for kind in ("held", "left", "found")}
         owned = None if self.owned is None else _read(self.owned)
-        return _Note(since=self.since, step=self.step, held=_read(self.held), owned=owned)
+        return _Note(since=self.since, step=self.step, owned=owned, **sums)
 
 
 _Sums = dict[_Copy, torch.Tensor]
+
+
+class _Own(NamedTuple):
+    """A value that only this rank writes.
+
+    Attributes:
+        writes: changes with each write that leaves a trace; None for values that are not compared.
+    """
+
+    copy: _Copy
+    values: torch.Tensor
+    writes: tuple[int, ...] | None
+
+
+_Noted = dict[_Copy, tuple[torch.Tensor, tuple[int, ...] | None]]
+"""A checksum, and `_Own.writes`, of each."""
+
+
+class _Change(NamedTuple):
+    """The first own value of a rank that has changed between two updates."""
+
+    rank: int
+    copy: _Copy
+    since: int
+    step: int
 
 
 @dataclass
@@ -100,6 +136,7 @@ class ReplicaCheck:
         buckets: all of the model's.
         frozen: parameters of no bucket, by name.
         has_copies: other ranks hold this rank's shards and optimizer state, too.
+        weights_in_files: shards of stage 3 are in files, which have checksums of their own.
         transport: of the ranks that step together.
         rank: this one.
         place_of: for a parameter: the ranks that have the same part of the parameter, and which shard of that this rank has.
@@ -116,6 +153,7 @@ class ReplicaCheck:
         place_of: Callable[[nn.Parameter], tuple[tuple[int, ...], int]],
         *,
         has_copies: bool,
+        weights_in_files: bool,
     ):
         self._every = every
         self._untrained = [bucket for bucket in buckets if not bucket.trained]
@@ -125,10 +163,16 @@ class ReplicaCheck:
         self._rank = rank
         self._place_of = place_of
         self._has_copies = has_copies
+        self._weights_in_files = weights_in_files
         self._notes: list[_Note[torch.Tensor]] = []
         # By the optimizer that has made the last update.
         self._owned: dict[torch.optim.Optimizer, _Sums] = {}
+        self._left: dict[torch.optim.Optimizer, _Noted] = {}
+        # By bucket, from the update to the arrival, and from there to the next update.
+        self._sent: dict[Bucket, _Noted] = {}
+        self._arrived: dict[Bucket, tuple[_Sums, _Sums]] = {}
         self._owned_frozen = self._untouched()
+        self._left_frozen = _noted(self._own_shards(self._untrained))
         self._compared = 0
 
     @torch.no_grad()
@@ -138,13 +182,41 @@ class ReplicaCheck:
         Args:
             step: updates that the run has made.
         """
-        held = _sums([*self._weights(buckets), *self._state(optimizer, buckets)])
-        self._notes.append(_Note(since=step, step=step, held=held, owned=self._owned.get(optimizer)))
+        own = _noted(self._own_values(optimizer, buckets))
+        left, found = _unwritten(self._left.get(optimizer, {}), own)
+        note = _Note(
+            since=step,
+            step=step,
+            held=self._held(buckets, own),
+            owned=self._owned.get(optimizer),
+            left=left,
+            found=found,
+        )
+        for sent, arrived in (self._arrived.pop(bucket) for bucket in buckets if bucket in self._arrived):
+            note.left |= sent
+            note.found |= arrived
+        self._notes.append(note)
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Notes this rank's own values before they are sent; and at the start, the first values."""
-        self._owned[optimizer] = _sums([*self._own_weights(buckets), *self._state(optimizer, buckets)])
+        self._left[optimizer] = own = _noted(self._own_values(optimizer, buckets))
+        whole = [bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)]
+        parts = {bucket: _noted(self._parts_sent(bucket)) for bucket in whole}
+        if optimizer in self._owned:
+            # Not at the start, when nothing is sent. Blocks of a wire have fewer digits than what their owner keeps.
+            exact = (bucket for bucket in whole if bucket.layout.shards > 1 and bucket.precision.weights is None)
+            self._sent |= {bucket: parts[bucket] for bucket in exact}
+        sums = {copy: value for noted in parts.values() for copy, (value, _) in noted.items()}
+        self._owned[optimizer] = sums | self._shared(own)
+
+    @torch.no_grad()
+    def arrived(self, bucket: Bucket) -> None:
+        """Notes this rank's part of a bucket whose gather has ended, before the script can read or edit the parameters."""
+        sent = self._sent.pop(bucket, None)
+        # None: not sent by an update, but after an edit or a load.
+        if sent is not None:
+            self._arrived[bucket] = _unwritten(sent, _noted(self._parts_sent(bucket)))
 
     def is_due(self, step: int) -> bool:
         """Whether copies are compared before the update that makes this step."""
@@ -153,20 +225,26 @@ class ReplicaCheck:
     @torch.no_grad()
     def compare(self, step: int) -> None:
         """Collective: one exchange of a digest for each shard; raises `ReplicasDivergedError` on all ranks alike."""
-        held = self._untouched()
-        self._notes.append(_Note(since=self._compared, step=step - 1, held=held, owned=self._owned_frozen))
-        self._owned_frozen, self._compared = held, step - 1
+        held, own = self._untouched(), _noted(self._own_shards(self._untrained))
+        left, found = _unwritten(self._left_frozen, own)
+        self._notes.append(
+            _Note(since=self._compared, step=step - 1, held=held, owned=self._owned_frozen, left=left, found=found)
+        )
+        self._owned_frozen, self._left_frozen, self._compared = held, own, step - 1
         # Here and not at each step: a read waits for the device.
         notes = [note.read() for note in self._notes]
         self._notes.clear()
-        everyone = self._transport.exchange(_digests(notes), "comparison of replicas")
-        if not any(
-            len({theirs[group] for theirs in everyone if group in theirs}) > 1 for group in set().union(*everyone)
-        ):
-            return
-        # A second collective is safe: all ranks have compared the same digests, and come here together.
-        of_ranks = dict(self._transport.exchange((self._rank, notes), "comparison of replicas"))
-        self._refuse(_first_difference(of_ranks), step)
+        everyone = self._transport.exchange(
+            (_digests(notes), _first_change(self._rank, notes)), "comparison of replicas"
+        )
+        digests = [theirs for theirs, _ in everyone]
+        if any(len({theirs[group] for theirs in digests if group in theirs}) > 1 for group in set().union(*digests)):
+            # A second collective is safe: all ranks have compared the same digests, and come here together.
+            of_ranks = dict(self._transport.exchange((self._rank, notes), "comparison of replicas"))
+            self._refuse(_first_difference(of_ranks), step)
+        changes = [change for _, change in everyone if change is not None]
+        if changes:
+            _refuse_change(min(changes, key=lambda change: (change.step, change.rank)))
 
     # ---- what is held ----
 
@@ -179,39 +257,68 @@ class ReplicaCheck:
         """Returns this rank's parameters: whole ones, and its part of sharded ones that other ranks have too."""
         for bucket in buckets:
             if isinstance(bucket.memory, UnshardedMemory):
-                for slot in bucket.slots:
-                    yield self._copy(slot.parameter, slot.name, -1), slot.view_of(bucket.flat)
+                yield from self._whole(bucket)
             elif self._has_copies:
                 yield from self._parts_of(bucket, bucket.memory.read_own())
 
-    def _own_weights(self, buckets: Sequence[Bucket]) -> Iterator[tuple[_Copy, torch.Tensor]]:
-        """This rank's part of each parameter."""
+    def _whole(self, bucket: Bucket) -> Iterator[tuple[_Copy, torch.Tensor]]:
+        for slot in bucket.slots:
+            yield self._copy(slot.parameter, slot.name, -1), slot.view_of(bucket.flat)
+
+    def _held(self, buckets: Sequence[Bucket], own: _Noted) -> _Sums:
+        whole = (bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory))
+        return _sums(each for bucket in whole for each in self._whole(bucket)) | self._shared(own)
+
+    def _shared(self, own: _Noted) -> _Sums:
+        """Those of this rank's own values that other ranks have too."""
+        return {copy: value for copy, (value, _) in own.items()} if self._has_copies else {}
+
+    def _own_values(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> Iterator[_Own]:
+        yield from self._own_shards(buckets)
+        yield from self._state(optimizer, buckets)
+
+    def _own_shards(self, buckets: Sequence[Bucket]) -> Iterator[_Own]:
+        """This rank's part of each sharded parameter. In files they are read only to be compared with other ranks' copies."""
         for bucket in buckets:
-            if isinstance(bucket.memory, UnshardedMemory) or self._has_copies:
-                yield from self._parts_of(bucket, bucket.memory.read_own())
+            if isinstance(bucket.memory, UnshardedMemory) or (self._weights_in_files and not self._has_copies):
+                continue
+            values = bucket.memory.read_own()
+            for slot, part in bucket.own_parts.items():
+                own = values[part.in_shard.start : part.in_shard.stop]
+                counted = (slot.parameter, own) if slot.row is None else (slot.parameter, own, slot.row.tensor)
+                writes = None if self._weights_in_files else self._writes(*counted)
+                yield _Own(self._copy_of(slot), own, writes)
+
+    def _writes(self, *tensors: torch.Tensor) -> tuple[int, ...]:
+        return (self._holder.loads, *(tensor._version for tensor in tensors))
+
+    def _parts_sent(self, bucket: Bucket) -> Iterator[_Own]:
+        """This rank's part of each parameter of a bucket that ranks hold whole."""
+        for part, slot in zip(self._parts_of(bucket, bucket.memory.read_own()), bucket.own_parts):
+            yield _Own(*part, self._writes(*(() if slot.row is None else (slot.row.tensor,))))
 
     def _parts_of(self, bucket: Bucket, own: torch.Tensor) -> Iterator[tuple[_Copy, torch.Tensor]]:
         for slot, part in bucket.own_parts.items():
             yield self._copy_of(slot), own[part.in_shard.start : part.in_shard.stop]
 
-    def _state(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]
-    ) -> Iterator[tuple[_Copy, torch.Tensor]]:
-        """Masters and optimizer state in memory that other ranks have too."""
+    def _state(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> Iterator[_Own]:
+        """Masters and optimizer state in memory."""
         # State in files would be read from the disk at every step.
-        if not self._has_copies or self._holder.is_in_files:
+        if self._holder.is_in_files:
             return
         for row in (row for bucket in buckets for row in bucket.rows):
-            if row.slot.bucket.precision.rounds:
-                yield self._copy_of(row.slot, "master"), self._holder.master_view(row).detach()
+            if row.slot.bucket.keeps_master and not row.slot.bucket.memory.is_master:
+                master = self._holder.master_view(row).detach()
+                yield _Own(
+                    self._copy_of(row.slot, "master"), master, self._writes(row.tensor, master, row.slot.bucket.master)
+                )
             for kind, value in optimizer.state.get(row.tensor, {}).items():
                 if not torch.is_tensor(value):
                     continue
                 is_elementwise = value.dim() > 0 and value.shape == row.tensor.shape
-                yield (
-                    self._copy_of(row.slot, kind),
-                    (self._holder.view(row, kind, value).detach() if is_elementwise else value),
-                )
+                values = self._holder.view(row, kind, value).detach() if is_elementwise else value
+                # A script may put another tensor in its place.
+                yield _Own(self._copy_of(row.slot, kind), values, (id(value), *self._writes(value)))
 
     def _copy(self, parameter: nn.Parameter, name: str, shard: int, kind: str = _WEIGHTS) -> _Copy:
         return _Copy(self._place_of(parameter)[0], shard, name, kind)
@@ -258,6 +365,34 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Reads the checksum of each tensor by its name, in one transfer from each device."""
     return _read({name: checksum(values) for name, values in tensors.items()})
+
+
+def _noted(own: Iterable[_Own]) -> _Noted:
+    return {copy: (checksum(values), writes) for copy, values, writes in own}
+
+
+def _unwritten(left: _Noted, found: _Noted) -> tuple[_Sums, _Sums]:
+    """Then and now, of those values to which nothing has been written in between."""
+    same = [
+        copy for copy, (_, writes) in found.items() if copy in left and writes is not None and left[copy][1] == writes
+    ]
+    return {copy: left[copy][0] for copy in same}, {copy: found[copy][0] for copy in same}
+
+
+def _first_change(rank: int, notes: Sequence[_Note[int]]) -> _Change | None:
+    for note in notes:
+        for copy, value in note.left.items():
+            if note.found[copy] != value:
+                return _Change(rank, copy, note.since, note.step)
+    return None
+
+
+def _refuse_change(change: _Change) -> None:
+    raise ReplicasDivergedError(
+        f"hf_zero: {change.copy} has changed by itself on rank {change.rank}, between the updates of steps {change.since} and "
+        f"{change.step + 1}: its memory is broken, or a script wrote through `.data`. Resume from a checkpoint from before; "
+        "see docs/troubleshooting.md."
+    )
 
 
 def _sums(copies: Iterable[tuple[_Copy, torch.Tensor]]) -> _Sums:

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 import pytest
 import torch
@@ -28,12 +29,14 @@ from training import gpt2, gpt2_batch
 
 import hf_zero
 from hf_zero import ZeroEngine, engine_of
+from hf_zero.buckets.rows import PackedPart
 from hf_zero.comm.arrivals import CommunicationError, RankProcess
 from hf_zero.comm.diagnosis import DeviceQueue, RankReport, StragglerReport, is_to_end, others_are_behind
 from hf_zero.comm.ledger import SAVE, CollectiveLog, Label, Ledger, ScriptCollective, Wait, Watch
 from hf_zero.comm.rank_state import RankState, script_frame
 from hf_zero.comm.transport import Handle
 from hf_zero.comm.watchdog import StragglerWatch
+from hf_zero.engine.collectives import ParameterGather
 from hf_zero.optimizer.replicas import ReplicasDivergedError, checksum
 
 pytestmark = pytest.mark.timeout(120)
@@ -566,7 +569,7 @@ def test_shards_of_replicate_groups_that_have_diverged_are_named_with_the_bucket
         assert "The copy of rank 1 has changed by itself. Ranks with the same values: rank 1; rank 3." in said
 
 
-COPIES = {
+COPIES: dict[str, dict] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2, "param_dtype": "bfloat16"},
@@ -597,12 +600,31 @@ def copies_of(model: nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEn
     return found
 
 
+def own_values(
+    model: nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine
+) -> list[tuple[str, torch.Tensor]]:
+    """What no other rank has, with its name in an error. By `data`: a broken memory does not count its writes."""
+    found = []
+    for row in (row for bucket in engine.buckets for row in bucket.rows):
+        bucket, name = row.slot.bucket, repr(row.slot.name)
+        if engine.config.stage == 3:
+            part = row.layout.in_shard
+            found.append((name, bucket.memory.read_own().data[part.start : part.stop]))
+        if bucket.keeps_master and not bucket.memory.is_master:
+            found.append((f"master of {name}", row.tensor.data))
+        for kind, value in optimizer.state.get(row.tensor, {}).items():
+            place = engine.optimizers[0]._holder.view(row, kind, value)
+            packed = [place.state.cut(place.interval).codes.data] if isinstance(place, PackedPart) else [value.data]
+            found += [(f"{kind} of {name}", each) for each in packed]
+    return found
+
+
 def flip_a_bit(
-    random: Random, model: nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine, *, really: bool
+    random: Random, model: nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine, *, really: bool, own: bool
 ) -> str:
     """Returns what it is in."""
     engine.finish_parameters()
-    name, values = random.choice(copies_of(model, optimizer, engine))
+    name, values = random.choice((own_values if own else copies_of)(model, optimizer, engine))
     place, byte, bit = random.randrange(values.numel()), random.randrange(values.element_size()), random.randrange(8)
     if name.startswith("step of "):
         # A negative number of steps ends Adam's own step with an error of its own, on that rank, at once.
@@ -612,20 +634,26 @@ def flip_a_bit(
     return name
 
 
-def flips(rank: int, world_size: int, settings: dict, seeds: list[int]) -> list[str]:
-    """Trains anew for each seed, and flips a bit somewhere; returns what is wrong with what is said of it."""
+def flips(rank: int, world_size: int, settings: dict, seeds: list[int], own: bool) -> list[str]:
+    """Trains anew for each seed, and flips a bit somewhere; returns what is wrong with what is said of it.
+
+    Args:
+        own: flip in what one rank alone has, and not in what several have.
+    """
     faults = []
     for seed in seeds:
         random = Random(seed)
         model, optimizer, engine = training(settings)
-        at, victim, is_late = random.randrange(2 * EVERY), random.randrange(world_size), random.random() < 0.5
+        # Before the first step there is no state.
+        at = random.randrange(1 if own else 0, 2 * EVERY)
+        victim, is_late = random.randrange(world_size), random.random() < 0.5
         generator, said = torch.Generator().manual_seed(rank), ""
         for step in range(3 * EVERY):
             if step == at and not is_late:
-                name = flip_a_bit(random, model, optimizer, engine, really=rank == victim)
+                name = flip_a_bit(random, model, optimizer, engine, really=rank == victim, own=own)
             model(**gpt2_batch(generator, 2)).loss.backward()
             if step == at and is_late:
-                name = flip_a_bit(random, model, optimizer, engine, really=rank == victim)
+                name = flip_a_bit(random, model, optimizer, engine, really=rank == victim, own=own)
             try:
                 engine.clip_grad_norm_(1.0)
                 optimizer.step()
@@ -639,14 +667,17 @@ def flips(rank: int, world_size: int, settings: dict, seeds: list[int]) -> list[
         dist.broadcast_object_list(names, src=victim)
         who = f"The copy of rank {victim} has changed by itself."
         when = f"the first that differs is {names[0]}, between the updates of steps {at} and {at + 1}."
+        if own:
+            who = f"hf_zero: {names[0]} has changed by itself on rank {victim}, "
+            when = f"between the updates of steps {at} and {at + 1}:"
         if who not in said or when not in said:
             faults.append(f"seed {seed}: rank {victim}, {when} And: {said[:400] or 'nothing is said'}")
     return faults
 
 
-def flipped(settings: dict, seeds: range) -> list[str]:
+def flipped(settings: dict, seeds: range, *, own: bool = False) -> list[str]:
     world_size = 4 if "comm" in settings else 2
-    arguments = {"settings": settings, "seeds": list(seeds)}
+    arguments = {"settings": settings, "seeds": list(seeds), "own": own}
     return run_ranks(flips, world_size=world_size, time_limit_s=800, keyword_arguments=arguments)[0]
 
 
@@ -661,6 +692,77 @@ def test_a_bit_that_flips_on_any_rank_is_found_with_the_rank_the_parameter_and_t
 def test_160_bits_that_flip_are_found_with_the_rank_the_parameter_and_the_step(settings):
     """60 at stage 2, and 20 in each of the other settings."""
     assert flipped(COPIES[settings], range(100, 160 if settings == "stage 2" else 120)) == []
+
+
+OWNED = {
+    "stage 2": {"stage": 2},
+    "stage 2, masters": {"stage": 2, "param_dtype": "bfloat16"},
+    "stage 3": {"stage": 3},
+    "stage 3, host memory": {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}},
+    "stage 2, state in host memory": {"stage": 2, "offload": {"optimizer": "cpu"}},
+    "stage 1, 8-bit moments": {"stage": 1, "moments": "8bit"},
+    "stage 3, masters, quantised": {"stage": 3, "param_dtype": "bfloat16", "comm": {"weights": "int8"}},
+}
+
+
+@pytest.mark.short_cells("stage 2, masters", "stage 3, host memory", "stage 1, 8-bit moments")
+@pytest.mark.parametrize("settings", OWNED)
+def test_a_bit_that_flips_in_what_one_rank_alone_has_is_found_with_the_rank_the_parameter_and_the_step(settings):
+    assert flipped(OWNED[settings], range(6), own=True) == []
+
+
+def flips_before_a_gather(rank: int, world_size: int, settings: dict) -> str:
+    """A bit of rank 1's part of the parameters flips between its update and the gather, which sends it to all."""
+    model, optimizer, _ = training(settings)
+    generator = torch.Generator().manual_seed(rank)
+    start = ParameterGather.start
+
+    def flips_first(gather: ParameterGather, buckets: list) -> None:
+        if rank == 1:
+            buckets[0].memory.own.data.view(torch.uint8)[11] ^= 1 << 3
+        start(gather, buckets)
+
+    for step in range(2 * EVERY):
+        model(**gpt2_batch(generator, 2)).loss.backward()
+        with mock.patch.object(ParameterGather, "start", flips_first if step == 1 else start):
+            try:
+                optimizer.step()
+            except ReplicasDivergedError as error:
+                return str(error)
+        optimizer.zero_grad()
+    return "trained to the end"
+
+
+@pytest.mark.parametrize("settings", ["stage 2", "stage 2, masters"])
+def test_a_bit_that_flips_between_an_update_and_its_gather_is_found(settings):
+    for said in run_on_ranks(flips_before_a_gather, settings=OWNED[settings]):
+        assert "has changed by itself on rank 1, between the updates of steps 2 and 3:" in said
+
+
+def edits_and_loads(rank: int, world_size: int, settings: dict) -> None:
+    """What a script may write between updates: parameters with and without a trace, state, and what it loads."""
+    model, optimizer, engine = training(settings)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(2 * EVERY):
+        model(**gpt2_batch(generator, 2)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), engine.gathered(writeback=True):
+            next(model.parameters()).mul_(0.5)
+        if settings["stage"] < 3 and not engine.buckets[0].keeps_master:
+            list(model.parameters())[-1].data.clamp_(-0.5, 0.5)
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+        if step == 2:
+            model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["lr"] *= 0.9
+
+
+@pytest.mark.short_cells("stage 2", "stage 3, host memory")
+@pytest.mark.parametrize("settings", [name for name in OWNED if "8-bit" not in name])
+def test_what_a_script_edits_and_loads_raises_no_alarm(settings):
+    run_on_ranks(edits_and_loads, settings=OWNED[settings])
 
 
 def trains_clean(rank: int, world_size: int, settings: dict, steps: int) -> None:

@@ -82,6 +82,7 @@ ROWS = {
     "ended with an error after some": "ended with an error when some gradients",
     "the gradient norm is": "NaN or infinite gradients",
     "have diverged": "copies that have diverged",
+    "has changed by itself": "values that one rank alone has and that changed by themselves",
     "do not train the same thing": "ranks that differ in model, config, data",
     "was given different values": "`load_state_dict` of different values",
     "modified by an inplace operation": "a graph from before a step",
