@@ -4,7 +4,7 @@ import sys
 import weakref
 from abc import ABCMeta
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache, wraps
@@ -416,15 +416,28 @@ class Guard:
         self._made: dict[type, type] = {}
         self.classes: set[type] = set()
 
-    def guard(self, parameters: Iterable[torch.Tensor]) -> None:
+    def guard(self, parameters: Sequence[torch.Tensor]) -> None:
         """Guards these parameters. Each layer of stage 3 comes here twice in a step."""
+        kinds = set(map(type, parameters))
+        if len(kinds) == 1 and kinds.isdisjoint(self.classes):
+            # Nearly always: in a loop in C.
+            (only,) = kinds
+            set_all(parameters, "__class__", repeat(self._made.get(only) or self._make(only)))
+            return
         for parameter in parameters:
             kind: Any = type(parameter)
             # A guarded class is left alone: guarded once more, a parameter would stay guarded after one `unguard`.
             if kind not in self.classes:
                 parameter.__class__ = self._made.get(kind) or self._make(kind)
 
-    def unguard(self, parameters: Iterable[torch.Tensor]) -> None:
+    def unguard(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Gives these parameters their own classes again."""
+        kinds: set[Any] = set(map(type, parameters))
+        if len(kinds) == 1 and kinds <= self.classes:
+            set_all(parameters, "__class__", repeat(kinds.pop()._own_class))
+            return
+        if kinds.isdisjoint(self.classes):
+            return
         for parameter in parameters:
             kind: Any = type(parameter)
             if kind in self.classes:

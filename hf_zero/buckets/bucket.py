@@ -1,10 +1,11 @@
 """Buckets of parameters that are reduced together, their slots and this rank's rows."""
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat, takewhile
-from operator import attrgetter, eq
+from operator import attrgetter, eq, is_, is_not
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.graph import increment_version
 from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup
 from ..device import Arrival
-from ..hooks import WeakMethod, look_only
+from ..hooks import WeakMethod, look_only, set_all
 from ..layout import BucketLayout, Interval, RowLayout, rows_of_shard
 from ..offload.tiers import Region, Tier
 from .memory import ParameterMemory, clear_padding
@@ -53,7 +54,7 @@ class FlatViews:
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the views of a 1-D tensor, each in its shape, row-major."""
         views = _unflatten_dense_tensors(flat, self._like)
-        found = [views[place] for place in self._places]
+        found = [views[place] for place in self._places] if self._gaps else list(views)
         # For a part without elements torch returns a new tensor of shape (0,), in memory of its own: the shape would be lost.
         for number, shape in self._without_elements.items():
             found[number] = flat[:0].view(shape)
@@ -92,6 +93,17 @@ class FlatViews:
 
 
 # ---- Buckets: parameters as views of one flat buffer, and this rank's rows of it ----
+
+# Of all parameters in each step, so in loops in C.
+GRADIENT_OF, TENSOR_OF, BUCKET_OF = attrgetter("grad"), attrgetter("tensor"), attrgetter("slot.bucket")
+_STATE, _VERSION, _KIND = attrgetter("state"), attrgetter("_version"), attrgetter("dtype")
+_SLOT_OF, _PARAMETER_OF = attrgetter("slot"), attrgetter("slot.parameter")
+_SLOT_VERSION, _FOLLOWED_VERSION = attrgetter("version"), attrgetter("slot.version")
+
+
+def have_gradients(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether `grad` of all these is set."""
+    return all(map(is_not, map(GRADIENT_OF, tensors), repeat(None)))
 
 
 class BucketKey(NamedTuple):
@@ -197,12 +209,14 @@ class Row:
 
 def rows_with_gradient(rows: Iterable[Row]) -> list[Row]:
     """Returns the rows with a gradient for the next step, once their gradients have arrived."""
+    rows = list(rows)
     with look_only():
-        owned = [(row, row.tensor, row.slot.parameter) for row in rows]
-        # As `has_gradient` does: each parameter comes here in each step.
-        rows = [row for row, tensor, p in owned if tensor.grad is not None and (tensor is p or p.grad is not None)]
+        if not (have_gradients(map(TENSOR_OF, rows)) and have_gradients(map(_PARAMETER_OF, rows))):
+            owned = [(row, row.tensor, row.slot.parameter) for row in rows]
+            # As `has_gradient` does: each parameter comes here in each step.
+            rows = [row for row, tensor, p in owned if tensor.grad is not None and (tensor is p or p.grad is not None)]
     # In any order: these are waits for this rank's own copies, in which no other rank takes part.
-    for bucket in {row.slot.bucket for row in rows}:
+    for bucket in set(map(BUCKET_OF, rows)):
         bucket.await_gradient()
     return rows
 
@@ -404,6 +418,59 @@ class Bucket:
         return [row.tensor for row in self.rows]
 
     @cached_property
+    def row_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that the rows are parts of, in their order."""
+        return [row.slot.parameter for row in self.rows]
+
+    @cached_property
+    def _row_runs(self) -> list[tuple[int, Interval]]:
+        """Returns the intervals of the shard in which rows follow each other without a gap, each with its first row's index."""
+        found: list[tuple[int, Interval]] = []
+        for number, row in enumerate(self.rows):
+            part = row.layout.in_shard
+            if found and found[-1][1].stop == part.start:
+                first, before = found[-1]
+                found[-1] = first, Interval(before.start, part.stop)
+            else:
+                found.append((number, part))
+        return found
+
+    def flat_gradients(self) -> list[tuple[Interval, torch.Tensor]] | None:
+        """Returns the rows' gradients as the fewest flat views; None if they do not lie as the rows do, or have a class."""
+        gradients: list[Any] = list(map(GRADIENT_OF, self.row_tensors))
+        if not {torch.Tensor}.issuperset(map(type, gradients)) or len(set(map(_KIND, gradients))) != 1:
+            return None
+        base = gradients[0].data_ptr() - self.rows[0].layout.in_shard.start * gradients[0].itemsize
+        starts = map(gradients[0].itemsize.__mul__, self._row_starts)
+        if not all(map(eq, map(torch.Tensor.data_ptr, gradients), map(base.__add__, starts))):
+            return None
+        if not all(map(torch.Tensor.is_contiguous, gradients)):
+            return None
+        found = []
+        for number, interval in self._row_runs:
+            first = gradients[number]
+            memory, nbytes = first.untyped_storage(), interval.numel * first.itemsize
+            # Addresses that touch are not enough: two allocations may touch, and torch refuses a view that leaves its storage.
+            if first.data_ptr() + nbytes > memory.data_ptr() + memory.nbytes():
+                return None
+            found.append((interval, first.as_strided((interval.numel,), (1,))))
+        return found
+
+    @cached_property
+    def _row_starts(self) -> list[int]:
+        return [row.layout.in_shard.start for row in self.rows]
+
+    @property
+    def _is_as_backward_left_it(self) -> bool:
+        """Whether each gradient waits for its first step as a backward has left it. False may be wrong."""
+        if not have_gradients(self.row_tensors):
+            return False
+        gradients = map(GRADIENT_OF, self.parameters)
+        if self.rows_are_parameters:
+            return {torch.Tensor}.issuperset(map(type, gradients))
+        return all(map(is_, gradients, self.stand_ins)) and GradientState.SPENT not in map(_STATE, self.stand_ins)
+
+    @cached_property
     def _with_elements(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
         slots = [slot for slot in self.slots if slot.interval.numel > 0]
         return [slot.parameter for slot in slots], [slot.view for slot in slots]
@@ -416,6 +483,8 @@ class Bucket:
     @property
     def edited_rows(self) -> list[Row]:
         """Returns the rows whose parameter a script has written to in place since the master last followed."""
+        if all(map(eq, map(_VERSION, self.row_parameters), map(_FOLLOWED_VERSION, self.rows))):
+            return []
         return [row for row in self.rows if row.slot.parameter._version != row.slot.version]
 
     def follow_edits(self) -> None:
@@ -423,10 +492,13 @@ class Bucket:
         if self.is_away:
             # Seen when the master is back.
             return
+        if not self.has_second_copy:
+            # Noted all the same: else each later step would take the same edit for a new one.
+            set_all(map(_SLOT_OF, self.rows), "version", map(_VERSION, self.row_parameters))
+            return
         edited = self.edited_rows
-        if edited and self.has_second_copy:
+        if edited:
             self._follow(edited, self.memory.read_own())
-        # The versions are noted even without a second copy: else each later step would take the same edit for a new one.
         for row in edited:
             row.slot.version = row.slot.parameter._version
 
@@ -440,6 +512,9 @@ class Bucket:
         # Before any gradient is looked at: the copy to the rows may be under way.
         self.await_gradient()
         with look_only():
+            if self._is_as_backward_left_it:
+                self.follow_edits()
+                return
             for slot in self.slots:
                 gradient = slot.parameter.grad
                 if gradient is slot.sharded_gradient:
@@ -473,12 +548,14 @@ class Bucket:
         if not self.rows_are_parameters:
             # Plain tensors only: the guard replaces the class, and a clipped gradient would lose the class that multiplies by
             # its coefficient.
-            refuse_norms([row.tensor.grad for row in self.rows if type(row.tensor.grad) is torch.Tensor])
+            gradients = list(map(GRADIENT_OF, self.row_tensors))
+            is_plain = {torch.Tensor}.issuperset(map(type, gradients))
+            refuse_norms(gradients if is_plain else [each for each in gradients if type(each) is torch.Tensor])
 
     def allow_norms(self) -> None:
         """Allows the norms again: the present caller knows that rows are parts."""
         if not self.rows_are_parameters:
-            allow_norms([row.tensor.grad for row in self.rows if row.tensor.grad is not None])
+            allow_norms(list(map(GRADIENT_OF, self.row_tensors)))
 
     def end_step(self) -> list[ParameterSlot]:
         """Frees the reduced gradients; `p.grad` stays until the script zeroes it. Returns the slots that were stepped.
@@ -488,8 +565,14 @@ class Bucket:
         """
         stepped = []
         with look_only():
-            for row in self.rows:
-                row.tensor.grad = None
+            set_all(self.row_tensors, "grad", repeat(None))
+            if all(map(is_, map(GRADIENT_OF, self.parameters), self.stand_ins)):
+                # As below, in loops in C.
+                set_all(self.stand_ins, "state", repeat(GradientState.SPENT))
+                set_all(self.stand_ins, "pending", repeat(None))
+                set_all(self.slots, "version", list(map((1).__add__, map(_SLOT_VERSION, self.slots))))
+                increment_version(self.parameters)
+                return self.slots
             for slot in self.slots:
                 sharded = slot.sharded_gradient
                 if slot.parameter.grad is sharded:
@@ -509,10 +592,8 @@ class Bucket:
         # A copy that is under way would write to memory that the allocator has given to another tensor.
         self.await_gradient()
         with look_only():
-            for row in self.rows:
-                row.tensor.grad = None
-            for slot in self.slots:
-                slot.parameter.grad = None
+            set_all(self.row_tensors, "grad", repeat(None))
+            set_all(self.parameters, "grad", repeat(None))
 
     def _follow(self, edited: Sequence[Row], values: torch.Tensor) -> None:
         # What still shows its master rounded has not been edited, and keeps the digits that it does not show: a script that
@@ -642,8 +723,21 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
     Args:
         phase_of: rows of different phases do not share a run. None: one phase for all.
     """
-    # Each parameter comes here twice in each step, so Python calls no function a row. A caller whose kernel multiplies a clipped
-    # gradient by its coefficient must take the coefficients before this call.
+    # A caller whose kernel multiplies a clipped gradient by its coefficient must take the coefficients before this call.
+    rows = list(rows)
+    counts = Counter(map(BUCKET_OF, rows))
+    if phase_of is None or len(set(phase_of.values())) == 1:
+        phase = None if phase_of is None else next(iter(phase_of.values()))
+        whole = {bucket: bucket.flat_gradients() for bucket, count in counts.items() if count == len(bucket.rows)}
+        if len(whole) == len(counts) and all(map(is_not, whole.values(), repeat(None))):
+            # In nearly all steps, without a loop over rows in Python.
+            ordered_buckets = sorted(whole, key=attrgetter("layout.index"))
+            return [Run(phase, *run) for bucket in ordered_buckets for run in cast(Any, whole[bucket])]
+    return _runs_row_by_row(rows, phase_of)
+
+
+def _runs_row_by_row(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None) -> list[Run]:
+    # Each parameter comes here in each step, so Python calls no function a row.
     ordered = sorted(rows, key=_PLACE)
     held: list[Any] = [row.tensor.grad for row in ordered]
     gradients = [each if type(each) is torch.Tensor else plain_gradient(each) for each in held]

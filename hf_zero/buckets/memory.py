@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..device import alias, allocate, ask_for, reserve, side_queue
-from ..hooks import look_only
+from ..hooks import look_only, set_all
 from ..layout import BucketLayout, Interval
 from ..offload.tiers import HostToDevice, ParameterShard, ParameterTier, Region
 from .sharded import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
@@ -360,8 +360,7 @@ class GatheredMemory(ParameterMemory):
             places = list(map(self._shown_at, places))
         # Without torch's question: a guarded parameter refuses new data, the engine's too.
         with look_only():
-            for parameter, values in zip(parameters, places if self.is_readable else self._absences):
-                parameter.data = values
+            set_all(parameters, "data", places if self.is_readable else self._absences)
             (show_all if self.is_readable else hide_all)(parameters)
 
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:

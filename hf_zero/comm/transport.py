@@ -7,12 +7,13 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from ..arithmetic import sum_in_rank_order
 from ..config import ConfigError
@@ -37,12 +38,16 @@ class Handle:
     """
 
     def __init__(
-        self, label: Label, ledger: Ledger, complete: Callable[[], None], start_last: Callable[[], None] = lambda: None
+        self,
+        label: Label,
+        ledger: Ledger,
+        complete: Callable[[], object],
+        start_last: Callable[[], None] = lambda: None,
     ):
         self.start_last = start_last
         self._label = label
         self._ledger = ledger
-        self._complete: Callable[[], None] | None = complete
+        self._complete: Callable[[], object] | None = complete
         self._entry = ledger.began(label)
 
     def finish(self, *, is_exposed: bool = True) -> None:
@@ -59,6 +64,14 @@ class Handle:
         # Cleared first: after an error, a second `finish` would wait for a group that is broken.
         complete, self._complete = self._complete, None
         label, ledger = self._label, self._ledger
+        if not (ledger.is_timed or profiler._is_profiler_enabled):
+            # As below, without contexts that would note nothing: on an accelerator, until somebody asks for times.
+            try:
+                with ledger.watch.inside(label):
+                    complete()
+            finally:
+                ledger.ended(label.kind, self._entry)
+            return
         counted = ledger.finishing(label.kind, self._entry, is_exposed=is_exposed)
         with counted, ledger.watch.inside(label), shown("wait for", label):
             complete()
@@ -540,13 +553,14 @@ class CollectiveTransport(Transport):
         group = among or self._groups.shard
         self._count(label, group, flat.nbytes)
         target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
-        with self.watch.inside(label), shown("start", label), self._unseen():
+        with self._starting(label):
             work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
+        if target is out:
+            return Handle(label, self.ledger, work.wait)
 
         def complete() -> None:
             work.wait()
-            if target is not out:
-                out.copy_(target)
+            out.copy_(target)
 
         return Handle(label, self.ledger, complete)
 
@@ -557,9 +571,9 @@ class CollectiveTransport(Transport):
         self._count(label, group, flat.nbytes)
         # Noted at the start, in the order of the host: NCCL matches by that order alone, without tags.
         self._gathers.note(str(label))
-        with self.watch.inside(label), shown("start", label), self._unseen():
+        with self._starting(label):
             work = all_gather_flat(flat, own, group=group.handle, async_op=True)
-        return Handle(label, self.ledger, lambda: work.wait())
+        return Handle(label, self.ledger, work.wait)
 
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -572,9 +586,9 @@ class CollectiveTransport(Transport):
 
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
         self._count(label, self._groups.replicate, 2 * flat.nbytes)
-        with self.watch.inside(label), shown("start", label), self._unseen():
+        with self._starting(label):
             work = dist.all_reduce(flat, group=self._groups.replicate.handle, async_op=True)
-        return Handle(label, self.ledger, lambda: work.wait())
+        return Handle(label, self.ledger, work.wait)
 
     def broadcast(self, tensor: torch.Tensor, label: Label, source: int | None = None) -> None:
         group, first = (self._groups.world, 0) if source is None else (self._groups.shard, source)
@@ -620,6 +634,16 @@ class CollectiveTransport(Transport):
                 return take()
 
         return wait
+
+    def _starting(self, label: Label) -> AbstractContextManager[object]:
+        """Opens a context in which a collective is started: known to the watch, and by name to a profiler that runs."""
+        inside = self.watch.inside(label)
+        if not profiler._is_profiler_enabled:
+            return inside
+        stack = ExitStack()
+        for each in (inside, shown("start", label), self._unseen()):
+            stack.enter_context(each)
+        return stack
 
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> None:
         """Counts a collective in which this rank sends each peer of the group its part of `nbytes`.

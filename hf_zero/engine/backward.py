@@ -56,7 +56,17 @@ class _Filling:
     """
 
     __slots__ = (
-        *("_completed_before", "_hooks", "_in_a_row", "_wanted", "arrived", "awaited", "bucket", "completed_by"),
+        *(
+            "_completed_before",
+            "_hook_dicts",
+            "_hook_ids",
+            "_in_a_row",
+            "_wanted",
+            "arrived",
+            "awaited",
+            "bucket",
+            "completed_by",
+        ),
         *("first", "is_plain", "is_whole", "last", "place", "slot_of"),
     )
 
@@ -73,7 +83,8 @@ class _Filling:
         self.completed_by: ParameterSlot | None = None
         self._completed_before: ParameterSlot | None = None
         self._in_a_row, self._wanted = 0, _FIRST_PASSES
-        self._hooks: list[tuple[MutableMapping[int, Any], int]] = []
+        self._hook_dicts: list[MutableMapping[int, Any]] = []
+        self._hook_ids: list[int] = []
 
     @property
     def has_begun(self) -> bool:
@@ -83,7 +94,7 @@ class _Filling:
     @property
     def is_alone(self) -> bool:
         """Whether no parameter has a hook of the script's, which would see other gradients than in earlier passes."""
-        return all([len(hooks) == 1 for hooks, _ in self._hooks])
+        return {1}.issuperset(map(len, self._hook_dicts))
 
     def install(self, gradients: "Gradients") -> list[RemovableHandle]:
         """Puts a hook on every parameter; the handles take them off again."""
@@ -91,7 +102,7 @@ class _Filling:
             slot.parameter.register_post_accumulate_grad_hook(_hook_of(gradients, self.first + slot.number))
             for slot in self.bucket.slots
         ]
-        self._hooks = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
+        self._hook_dicts, self._hook_ids = [each.hooks_dict_ref() for each in handles], [each.id for each in handles]
         return handles
 
     def learn(self, gradients: "Gradients") -> None:
@@ -107,7 +118,7 @@ class _Filling:
 
     def _replace_hooks(self, new: Sequence[Any]) -> None:
         # In their places: torch would hook no parameter that is frozen now.
-        for (hooks, number), hook in zip(self._hooks, new):
+        for hooks, number, hook in zip(self._hook_dicts, self._hook_ids, new):
             # Not there any more once the handle has been removed.
             if number in hooks:
                 hooks[number] = hook

@@ -1,9 +1,12 @@
 """Collectives of buckets: reductions of gradients, all-gathers of parameters and reads that wait for them, and their choice."""
 
 import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, itemgetter
 from types import FrameType
 from typing import Any, cast
 
@@ -19,7 +22,7 @@ from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
 from ..config import ZeroConfig
 from ..device import SideQueue, side_queue
 from ..extras import extra
-from ..hooks import LOOKS, Guard, Guarded, engine_attached_to, hidden_from_modes
+from ..hooks import LOOKS, Guard, Guarded, engine_attached_to, hidden_from_modes, set_all
 from ..layout import BLOCK_NUMEL, USUAL_ALIGNMENT, Alignment
 from ..optimizer.replicas import ReplicaCheck
 
@@ -408,6 +411,13 @@ def _only_gradients_are_read() -> bool:
     return False
 
 
+_PARAMETERS, _OWN = itemgetter("_parameters"), attrgetter("own")
+
+
+def _set_parameters(attributes: Iterable[dict[str, Any]], dicts: Iterable[dict[str, Any]]) -> None:
+    deque(map(dict.__setitem__, attributes, repeat("_parameters"), dicts), maxlen=0)
+
+
 class ParameterGather:
     """Starts the all-gathers of updated buckets, and finishes each at the first read of one of its parameters.
 
@@ -426,10 +436,18 @@ class ParameterGather:
         self._in_flight: dict[Bucket, Handle] = {}
         self._bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
         self._modules_of: dict[Bucket, list[nn.Module]] = {bucket: [] for bucket in self._bucket_of.values()}
+        self._shared_of: dict[Bucket, list[nn.Module]] = {}
         for module in model.modules():
             held = (self._bucket_of.get(p) for p in module.parameters(recurse=False))
             for bucket in dict.fromkeys(each for each in held if each is not None):
                 self._modules_of[bucket].append(module)
+        # The attributes of modules whose parameters are all in one bucket; the other modules are in `_shared_of`.
+        self._attributes_of: dict[Bucket, list[dict[str, Any]]] = {}
+        buckets_of = Counter(module for modules in self._modules_of.values() for module in modules)
+        for bucket, modules in self._modules_of.items():
+            shared = [module for module in modules if buckets_of[module] > 1]
+            self._attributes_of[bucket] = [each.__dict__ for each in modules if each not in shared]
+            self._shared_of[bucket] = shared
 
     def start(self, buckets: Sequence[Bucket]) -> None:
         """Starts gathering the buckets that the optimizer has just updated. Readers of their parameters wait."""
@@ -441,7 +459,16 @@ class ParameterGather:
                 self._in_flight[bucket] = self._gather.start(bucket)
         for started in buckets:
             _ARRIVING.guard(started.parameters)
-            for module in self._modules_of[started]:
+            # Past `nn.Module.__getattr__`, and in loops in C, for speed.
+            attributes, modules = self._attributes_of[started], self._shared_of[started]
+            owns = list(map(_PARAMETERS, attributes))
+            if {dict}.issuperset(map(type, owns)):
+                handed_out = list(map(_HandedOut, owns))
+                set_all(handed_out, "own", owns)
+                _set_parameters(attributes, handed_out)
+            else:
+                modules = self._modules_of[started]
+            for module in modules:
                 # Past `nn.Module.__getattr__`, for speed. Dicts that stage 3 has put there look after reads themselves.
                 own: Any = module.__dict__["_parameters"]
                 if type(own) is dict:
@@ -463,7 +490,17 @@ class ParameterGather:
         if self.replicas is not None:
             self.replicas.arrived(bucket)
         _ARRIVING.unguard(bucket.parameters)
-        for module in self._modules_of[bucket]:
+        attributes, modules = self._attributes_of[bucket], self._shared_of[bucket]
+        handed_out: list[Any] = list(map(_PARAMETERS, attributes))
+        if {_HandedOut}.issuperset(map(type, handed_out)):
+            owns = list(map(_OWN, handed_out))
+            # As below.
+            deque(map(dict.clear, owns), maxlen=0)
+            deque(map(dict.update, owns, handed_out), maxlen=0)
+            _set_parameters(attributes, owns)
+        else:
+            modules = self._modules_of[bucket]
+        for module in modules:
             guarded: Any = module.__dict__["_parameters"]
             if type(guarded) is _HandedOut and _ARRIVING.classes.isdisjoint(map(type, guarded.values())):
                 own = guarded.own

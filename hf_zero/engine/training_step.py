@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import layout
-from ..buckets.bucket import Bucket, Row, rows_with_gradient
+from ..buckets.bucket import BUCKET_OF, Bucket, Row, rows_with_gradient
 from ..buckets.memory import UnshardedMemory
 from ..buckets.sharded import ShardedGradient
 from ..comm.ledger import Label
@@ -352,7 +352,7 @@ class TrainingStep:
         self._enter(TrainingState.CLIP)
         asked, is_of_all = self._rows_of(parameters)
         rows = rows_with_gradient(asked)
-        for bucket in {row.slot.bucket for row in rows}:
+        for bucket in set(map(BUCKET_OF, rows)):
             bucket.allow_norms()
         # The norm before the coefficient, over all ranks: each rank then scales by the same number.
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)

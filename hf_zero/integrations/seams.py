@@ -103,7 +103,7 @@ SEAMS = (
     Seam(
         owner="torch.autograd:profiler",
         names=("_is_profiler_enabled",),
-        where=("comm/ledger",),
+        where=("comm/ledger", "comm/transport"),
         why="Collectives have names in profiles, which cost nothing where none is being made.",
         test="test_ledger.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
     ),

@@ -4,12 +4,14 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ..buckets.bucket import Bucket, Row, Run, runs_of
+from ..buckets.bucket import GRADIENT_OF, TENSOR_OF, Bucket, Row, Run, runs_of
 from ..buckets.rows import Coded
 from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient
 from ..layout import Interval, is_in_blocks
@@ -96,7 +98,14 @@ class AdamWForm(KernelForm):
     def begin(self, group: Group, states: States, make_ready: MakeReady) -> Mapping[Row, int]:
         for name in self.state_names(group):
             make_ready(name, states)
-        counts, numbers = self._counts, {}
+        counts = self._counts
+        number = self._shared_number(states)
+        if number is not None:
+            steps = list(map(dict.__getitem__, states.values(), repeat("step")))
+            torch._foreach_add_(steps, 1)
+            counts.update(zip(states, zip(steps, map(_VERSION, steps), repeat(number))))
+            return dict.fromkeys(states, number)
+        numbers = {}
         for row, state in states.items():
             if "step" not in state:
                 # Where torch's own step has it, so that either may take the next one.
@@ -114,6 +123,17 @@ class AdamWForm(KernelForm):
         for (row, number), step in zip(numbers.items(), steps):
             counts[row] = (step, step._version, number)
         return numbers
+
+    def _shared_number(self, states: States) -> int | None:
+        """Returns the number of the next step if all rows have it and nobody else wrote their counts; in loops in C."""
+        known: list[Any] = list(map(self._counts.get, states))
+        if not all(known):
+            return None
+        tensors, versions, taken = zip(*known)
+        found = map(dict.get, states.values(), repeat("step"))
+        if len(set(taken)) != 1 or not all(map(is_, found, tensors)) or tuple(map(_VERSION, tensors)) != versions:
+            return None
+        return taken[0] + 1
 
     def step(self, group: Group, phase: int, place: Place) -> None:
         self._step(adamw, group, phase, place)
@@ -219,6 +239,8 @@ def _has_tensor(value: Any) -> bool:
 
 _log = logging.getLogger(__name__)
 
+_VERSION = attrgetter("_version")
+
 _Phase = TypeVar("_Phase", bound=Hashable)
 
 
@@ -248,6 +270,9 @@ class FlatState:
     def make_ready(self, bucket: Bucket, name: str, states: States) -> set[Row]:
         """Makes each row's `name` in the register a view of the flat tensor; returns the rows that had no values."""
         views, new = self._views.setdefault(bucket, {}).setdefault(name, {}), set()
+        values = list(map(dict.get, states.values(), repeat(name)))
+        if all(map(is_not, values, repeat(None))) and all(map(is_, values, map(views.get, states))):
+            return set()
         for row, state in states.items():
             value = state.get(name)
             # First: in all steps but the first, each row's is one.
@@ -353,12 +378,12 @@ class KernelStep(BucketStep):
         group = self._optimizer.param_groups[bucket.key.group]
         self._launch(group, bucket, rows)
         # A kernel writes behind torch's back; who asks whether a row has changed asks for its version.
-        increment_version([row.tensor for row in rows])
+        increment_version(list(map(TENSOR_OF, rows)))
         if bucket.copy_to_write is not None and len(rows) == len(bucket.rows):
             self._with_copy.add(bucket)
 
     def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
-        states_of = {row: self._optimizer.state[row.tensor] for row in rows}
+        states_of = dict(zip(rows, map(self._optimizer.state.__getitem__, map(TENSOR_OF, rows))))
         phase_of = self._form.begin(group, states_of, partial(self._flat.make_ready, bucket))
         names = self._form.state_names(group)
         for run, phase, clip in self._runs(rows, phase_of):
@@ -370,8 +395,10 @@ class KernelStep(BucketStep):
     ) -> Iterator[tuple[Run, _Phase, Coefficient | None]]:
         """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
         # Only a clipped gradient is worth a call: each parameter comes here in each step.
-        clips = [take_coefficient(row.tensor) if type(row.tensor.grad) is ClippedGradient else None for row in rows]
-        for run in runs_of(rows, {row: (phase_of[row], clip) for row, clip in zip(rows, clips)}):
+        clips: list[Coefficient | None] = [None] * len(rows)
+        if ClippedGradient in set(map(type, map(GRADIENT_OF, map(TENSOR_OF, rows)))):
+            clips = [take_coefficient(row.tensor) if type(row.tensor.grad) is ClippedGradient else None for row in rows]
+        for run in runs_of(rows, dict(zip(rows, zip(map(phase_of.__getitem__, rows), clips)))):
             phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase)
             yield run, phase, clip
 
@@ -504,8 +531,10 @@ class KernelShare:
         """
         if coefficient is None:
             return []
-        one = Coefficient(coefficient)
         # A row that is a parameter has no clipped gradient; see `ClippedGradient`.
+        if all(bucket.rows_are_parameters for bucket in self._mine):
+            return list(rows)
+        one = Coefficient(coefficient)
         later = {row for row in rows if row.slot.bucket in self._mine and row.tensor is not row.slot.parameter}
         for row in later:
             clip_later(row.tensor, one)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..arithmetic import FLOAT_DTYPES, PART_NUMEL, ceil_div, check_flat, runs_triton, sum_of_squares
-from ..buckets.bucket import Row, runs_of
+from ..buckets.bucket import TENSOR_OF, Row, have_gradients, runs_of
 from ..engine.norm import NORM_LABEL, GradientNorm, Measured
 from .base import check_scalar, kernel
 
@@ -197,7 +197,9 @@ class NormByKernels(GradientNorm):
     def _measure(self, rows: Sequence[Row], norm_type: float, max_norm: float) -> Measured:
         if norm_type != 2:
             return super()._measure(rows, norm_type, max_norm)
-        flats = [run.gradient for run in runs_of([row for row in rows if row.tensor.grad is not None])]
+        if not have_gradients(map(TENSOR_OF, rows)):
+            rows = [row for row in rows if row.tensor.grad is not None]
+        flats = [run.gradient for run in runs_of(rows)]
         mine = torch.zeros(2, dtype=torch.float64, device=self.device)
         # Gradients in host memory are measured there.
         for memory in {flat.device for flat in flats}:

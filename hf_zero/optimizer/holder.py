@@ -5,20 +5,24 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from ..buckets.bucket import Bucket, Row
+from ..buckets.bucket import GRADIENT_OF, TENSOR_OF, Bucket, Row, have_gradients
 from ..buckets.rows import PackedPart
 from ..buckets.sharded import widen
 from ..comm.ledger import Label
 from ..comm.transport import LocalTransport, Transport
 from ..device import Arrival
-from ..hooks import WeakHook
+from ..hooks import WeakHook, set_all
 from ..offload.files import OffloadError, StoredShard, Window
 from ..offload.tiers import StateFiles
 from .bucket_state import DUE, BucketState, EarlyReport, KernelReport, StatePlace, group_with, own_step
+
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 # ---- One step of a stock optimizer, taken a bucket at a time, to the same bits ----
 
@@ -123,8 +127,7 @@ class BucketSteps:
     def restore_gradients(self) -> None:
         """Restores the gradients of the stepped rows."""
         # Where rows are the parameters themselves, the script still finds `p.grad` behind the step, as under DDP.
-        for row, gradient in self._gradients.items():
-            row.tensor.grad = gradient
+        set_all(map(TENSOR_OF, self._gradients), "grad", self._gradients.values())
         self._gradients.clear()
 
     def refuse_broken(self) -> None:
@@ -145,7 +148,12 @@ class BucketSteps:
             return
         # Before anything collective: every rank keeps the error of a failed step, so all ranks raise here and none waits.
         self.refuse_broken()
-        rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._states}
+        rows_of = {
+            bucket: bucket.rows
+            if have_gradients(bucket.row_tensors)
+            else [row for row in bucket.rows if row.tensor.grad is not None]
+            for bucket in self._states
+        }
         try:
             done = self._commit(self.optimizer)
             left = {bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done}
@@ -160,9 +168,9 @@ class BucketSteps:
         # A disk may fail under one rank. The others have stepped by then, and would wait for its parameters.
         self._raise_together()
         for rows in rows_of.values():
-            for row in rows:
-                # Taken away before the script's own call, which would step these rows a second time.
-                self._gradients[row], row.tensor.grad = row.tensor.grad, None
+            # Taken away before the script's own call, which would step these rows a second time.
+            self._gradients.update(zip(rows, map(GRADIENT_OF, map(TENSOR_OF, rows))))
+            set_all(map(TENSOR_OF, rows), "grad", repeat(None))
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
@@ -292,9 +300,13 @@ class StepChoice:
         """Multiplies the rows' gradients by `coefficient`, a scalar, at once or at their next read; None leaves them."""
         if coefficient is None:
             return
-        widen(*[row.tensor for row in rows])
-        gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
-        devices = {gradient.device for gradient in gradients}
+        tensors = list(map(TENSOR_OF, rows))
+        gradients: list[Any] = list(map(GRADIENT_OF, tensors))
+        is_plain = {torch.Tensor}.issuperset(map(type, gradients))
+        if not (is_plain and list(map(_DTYPE, gradients)) == list(map(_DTYPE, tensors))):
+            widen(*tensors)
+            gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        devices = set(map(_DEVICE, gradients))
         for device in devices:
             there = (
                 gradients if len(devices) == 1 else [gradient for gradient in gradients if gradient.device == device]

@@ -4,6 +4,7 @@ import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain, repeat
 from types import FrameType
 from typing import Any, cast
 
@@ -11,14 +12,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..buckets.bucket import Bucket, ParameterSlot, Row
+from ..buckets.bucket import GRADIENT_OF, Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
 from ..buckets.sharded import ShardedGradient
 from ..comm.groups import Groups
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..config import ZeroConfig
-from ..hooks import WeakHook, caller_of_hook, engine_attached_to, look_only
+from ..hooks import WeakHook, caller_of_hook, engine_attached_to, look_only, set_all
 from ..layout import Interval
 from .bucket_state import (
     NO_ARGUMENTS,
@@ -321,15 +322,18 @@ class ShardedOptimizer:
             self._stock_zero_grad(*args, **kwargs)
             # At stage 3 parameters may be guarded: without this, torch would ask at each look at a `grad`.
             with look_only():
-                gradients = [(p, p.grad) for group in self.whole_groups for p in group if p.grad is not None]
-                for parameter, gradient in gradients:
-                    if not set_to_none:
-                        gradient.zero_()
-                        continue
-                    if isinstance(gradient, ShardedGradient):
-                        # The slot keeps the stand-in: a pending sum would keep a whole gradient's memory.
-                        gradient.pending = None
-                    parameter.grad = None
+                whole = list(chain.from_iterable(self.whole_groups))
+                gradients = list(map(GRADIENT_OF, whole))
+                if not set_to_none:
+                    for gradient in gradients:
+                        if gradient is not None:
+                            gradient.zero_()
+                    return
+                is_sharded = {ShardedGradient}.issuperset(map(type, gradients))
+                stand_ins = gradients if is_sharded else [each for each in gradients if type(each) is ShardedGradient]
+                # The slot keeps the stand-in: a pending sum would keep a whole gradient's memory.
+                set_all(stand_ins, "pending", repeat(None))
+                set_all(whole, "grad", repeat(None))
 
         return zero_grad
 
