@@ -9,6 +9,7 @@ from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
+from training import bert, bert_batch, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
 
@@ -191,3 +192,36 @@ def test_a_compiled_step_of_the_optimizer_is_ddps(rank, world_size):
     losses = stepped(rank, None)
     for stage in EVERY:
         assert stepped(rank, stage) == losses, f"stage {stage}"
+
+
+def family_trained(rank: int, make: Callable, batch: Callable, stage: int | None, checkpoints: bool) -> list[float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make().train()
+    model.config.use_cache = False
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    called = torch.compile(model, backend="aot_eager")
+    engine = None if stage is None else ZeroEngine(model, [optimizer], {"stage": stage}, entry=called)
+    called = DistributedDataParallel(called) if engine is None else called
+    data, losses = torch.Generator().manual_seed(rank), []
+    for _ in range(3):
+        loss = called(**batch(data, 2)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if engine is not None:
+        engine.close()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(("make", "batch"), [(bert, bert_batch), (gpt2, gpt2_batch)])
+@on_ranks(2)
+def test_compiled_models_of_transformers_train_as_under_ddp(rank, world_size, make, batch, checkpoints):
+    losses = family_trained(rank, make, batch, None, checkpoints)
+    for stage in (2, 3):
+        assert family_trained(rank, make, batch, stage, checkpoints) == losses, f"stage {stage}"
