@@ -119,8 +119,10 @@ class ZeroEngine:
         if self.config.stage > 0 and self.groups.world_size > 1:
             self._step.allocations = rank_allocations(self.model, list(parts.slot_of))
             self._handles += self._step.allocations
-        # A sharded model keeps its engine alive: without the engine nobody could gather its parameters again.
-        attach(self, (self.model, self.entry, *self.model.parameters()), keeps=not self.sharded.is_empty)
+        # A sharded model keeps its engine alive: without the engine nobody could gather its parameters again. Parameters only
+        # point to it: rows share their attributes, and Python's collector does not look into a tensor that autograd holds.
+        attach(self, (self.model, self.entry), keeps=not self.sharded.is_empty)
+        attach(self, self.model.parameters(), keeps=False)
 
     def compile_layers(self, called: nn.Module) -> None:
         """At stage 3, has torch.compile compile layers where a script has compiled `called` as a whole."""
