@@ -1,26 +1,33 @@
 """Whole optimizer state for torch's DCP helpers (`get_optimizer_state_dict` and `set_optimizer_state_dict`)."""
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.state_dict as helpers
 from torch import nn
 
+from ..hooks import AfterImport
 from ..optimizer.sharded_optimizer import sharded_of
+
+_HELPERS = "torch.distributed.checkpoint.state_dict"
 
 
 def support_dcp_helpers() -> None:
     """Lets the helpers see whole parameters and state of optimizers that an engine has cut to rows; once in a process.
 
-    The helpers look state up by the model's Parameters in `param_groups`, where an engine has rows.
+    The helpers look state up by the model's Parameters in `param_groups`, where an engine has rows. Their module takes half a
+    second to import, so it is changed only after a script's own import.
     """
-    module: Any = helpers
-    if not isinstance(module._get_optim_state_dict, _WithWholeOptimizers):
-        module._get_optim_state_dict = _WithWholeOptimizers(module._get_optim_state_dict)
-        module._load_optim_state_dict = _WithWholeOptimizers(module._load_optim_state_dict)
+    if not any(isinstance(finder, AfterImport) and finder.knows(_HELPERS) for finder in sys.meta_path):
+        AfterImport({_HELPERS: _replace}).__enter__()
+
+
+def _replace(module: Any) -> None:
+    module._get_optim_state_dict = _WithWholeOptimizers(module._get_optim_state_dict)
+    module._load_optim_state_dict = _WithWholeOptimizers(module._load_optim_state_dict)
 
 
 class _WithWholeOptimizers:

@@ -3,17 +3,15 @@
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..comm.ledger import write_error_file
 from ..config import ConfigError, ZeroConfig
-from ..hooks import replaced
+from ..hooks import AfterImport, replaced
 from .environment import RunRecord
 from .launcher import ScriptCall, script_call
 
@@ -21,58 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from .plugin import ZeroPlugin
-
-
-# ---- Calls behind a script's own import of a package, so that nothing is imported earlier ----
-
-
-class AfterImport(MetaPathFinder):
-    """Runs each package's call once, right after its import, or at once if it is imported already. A context manager.
-
-    Args:
-        calls: package's name → what to call with its module.
-    """
-
-    def __init__(self, calls: Mapping[str, Callable[[ModuleType], None]]):
-        self._waiting = dict(calls)
-
-    def __enter__(self) -> "AfterImport":
-        # In front: Python asks no further finder once one has found the package.
-        sys.meta_path.insert(0, self)
-        for name in self._waiting.keys() & sys.modules.keys():
-            self._waiting.pop(name)(sys.modules[name])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting.clear()
-        sys.meta_path.remove(self)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Returns the other finders' spec, with a loader that runs the call after loading."""
-        if fullname not in self._waiting:
-            return None
-        # Not `importlib.util.find_spec`, which would ask this finder again.
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
-            self._follow(fullname, spec.loader)
-        return spec
-
-    def _follow(self, name: str, loader: Loader) -> None:
-        execute = loader.exec_module
-        seen: Any = loader
-
-        def exec_module(module: ModuleType) -> None:
-            # The loader is the module's own from here on, as if nobody had looked.
-            del seen.exec_module
-            execute(module)
-            call = self._waiting.pop(name, None)
-            if call is not None:
-                call(module)
-
-        seen.exec_module = exec_module
 
 
 # ---- The engine in every Accelerator of a process, and so in every Trainer, for as long as a script runs ----
