@@ -447,13 +447,12 @@ class EarlySteps:
         self.trust = Trust()
 
     def landed(self, bucket: Bucket, arrival: Arrival, *, may_begin: bool) -> None:
-        """Takes note of a bucket's gradient. `may_begin`: the bucket is one of those that are stepped early."""
+        """Takes note of a bucket's gradient. `may_begin`: the bucket may be stepped early."""
         if bucket in self._begun:
             # Another backward adds to it, or has come in place of a step.
             del self._begun[bucket]
             self._is_in_vain = True
-        # A parameter that this rank did not use keeps its gradient, or gets none, when all ranks have been heard.
-        if not may_begin or not all(row.slot.used for row in bucket.rows):
+        if not may_begin:
             return
         seen = self._seen(bucket)
         self._begun[bucket] = (seen, self._start(bucket, seen, arrival) if self.trust.holds else None)
@@ -535,9 +534,10 @@ class Early(StepTiming):
     def takes(self, bucket: Bucket) -> bool:
         return bucket in self._beside.doubles
 
-    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
+    def landed(self, bucket: Bucket, arrival: Arrival, *, all_used: bool) -> None:
         double = self._beside.doubles.get(bucket)
-        self.steps.landed(bucket, arrival, may_begin=double is not None and double.may_begin)
+        # A parameter that this rank did not use keeps its gradient, or gets none, when all ranks have been heard.
+        self.steps.landed(bucket, arrival, may_begin=all_used and double is not None and double.may_begin)
 
     def commit(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
         mine = set(self._beside.of(optimizer))

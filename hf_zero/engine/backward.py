@@ -345,6 +345,11 @@ class Gradients:
                 return
         self._take_arrived(filling, has_graph=torch.is_grad_enabled(), is_readable=bucket.memory.is_readable)
 
+    def has_used_all(self, bucket: Bucket) -> bool:
+        """Whether this rank has used, in this pass, each parameter that it has a row of in the bucket."""
+        # The slots of a bucket that is taken as a whole are not noted one by one.
+        return self._filling_of[bucket].is_whole or all(row.slot.used for row in bucket.rows)
+
     def _may_take_whole(self, filling: _Filling) -> bool:
         count = len(filling.bucket.slots)
         return (

@@ -506,7 +506,7 @@ class TrainingStep:
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Else another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
         if self._parts.holder.timing.steps_early and not self.is_accumulating:
-            self._parts.holder.timing.landed(bucket, arrival)
+            self._parts.holder.timing.landed(bucket, arrival, all_used=self.gradients.has_used_all(bucket))
 
     # ---- the optimizer's step ----
 

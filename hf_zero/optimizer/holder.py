@@ -242,8 +242,12 @@ class StepTiming:
         """Whether the bucket may be stepped early."""
         return False
 
-    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        """Notes, in the last backward before a step, that a bucket's rows have their gradients, or will on `arrival`."""
+    def landed(self, bucket: Bucket, arrival: Arrival, *, all_used: bool) -> None:
+        """Notes, in the last backward before a step, that a bucket's rows have their gradients, or will on `arrival`.
+
+        Args:
+            all_used: this rank has used each of the rows' parameters in this pass.
+        """
 
     def commit(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
         """Uses the early steps, before any bucket is stepped; returns their buckets.
