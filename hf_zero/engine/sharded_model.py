@@ -581,8 +581,10 @@ class ShardedModel:
     def follow_step(self, stepped: Iterable[ParameterSlot]) -> None:
         """Counts a step's writes to parameters as no edits of the script's."""
         for slot in stepped:
-            unit, _ = self.unit_of[slot.parameter]
-            unit.follow_step(slot)
+            # A parameter of one rank alone, as of an expert that is on no other rank, is in no unit.
+            found = self.unit_of.get(slot.parameter)
+            if found is not None:
+                found[0].follow_step(slot)
 
     def _move_to_meta(self) -> None:
         on_meta = {p: nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in self.unit_of}
