@@ -274,6 +274,7 @@ class TrainingStep:
             before_step=lambda: self._before_step(sharded, mine, is_first=index == 0),
             after_step=lambda is_taken: self._after_step(optimizer, mine, is_taken=is_taken, is_first=index == 0),
             holder=parts.holder,
+            row_writes=self.row_writes,
             timeout_s=self._config.comm.meeting_timeout_s,
         )
         parts.holder.step_with(optimizer, mine, stepped=self._bucket_stepped, sends_early=lambda: self._sends_early)

@@ -34,6 +34,7 @@ from .bucket_state import (
 )
 from .full_state import full_state
 from .holder import StateHolder
+from .replicas import checksums
 from .scope import is_of_bitsandbytes, kept_by_parameter
 from .state_by_parameter import StateByParameter
 
@@ -62,6 +63,7 @@ class ShardedOptimizer:
         before_step: called before each step; returns whether to take the step.
         after_step: called behind each step, with the same answer.
         holder: of the rows' state.
+        row_writes: sends what a script's hooks on the end of the step write to rows.
         timeout_s: limit of a wait for other ranks in `optimizer.state[parameter]`.
 
     Attributes:
@@ -79,6 +81,7 @@ class ShardedOptimizer:
         before_step: Callable[[], bool],
         after_step: Callable[[bool], None],
         holder: StateHolder,
+        row_writes: "RowWrites",
         timeout_s: float,
     ):
         self.optimizer = optimizer
@@ -114,6 +117,8 @@ class ShardedOptimizer:
         self._is_whole_now = False
         self._step_frame: FrameType | None = None
         self._inner_steps = 0
+        self._row_writes = row_writes
+        self._has_earlier_hooks = bool(optimizer._optimizer_step_post_hooks)
         self._hooks = [
             optimizer.register_step_pre_hook(WeakHook(self, ShardedOptimizer._on_step)),
             optimizer.register_step_post_hook(WeakHook(self, ShardedOptimizer._on_stepped)),
@@ -121,6 +126,7 @@ class ShardedOptimizer:
             optimizer.register_load_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._on_load_state_dict)),
             optimizer.register_load_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_loaded_state_dict)),
             optimizer.register_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._before_state_dict)),
+            optimizer.register_step_post_hook(WeakHook(self, ShardedOptimizer._on_hooks_ended)),
         ]
         # Before the script's own post hooks, which read and edit parameters (an average, a projection): these have to be stepped
         # parameters on all ranks, and their edits the last word.
@@ -153,11 +159,9 @@ class ShardedOptimizer:
     def keeps_stepped_rows(self) -> bool:
         """Whether nothing writes to a row between its bucket's step and `after_step`.
 
-        Classes that are not torch's, and hooks in between, may write to any row.
+        Classes that are not torch's, and hooks before the step, may write to any row. Hooks after the step come later.
         """
-        first = next(iter(self.optimizer._optimizer_step_post_hooks))
-        is_next = first == self._hooks[1].id and self._holder.comes_last(self.optimizer)
-        return is_next and is_of_torch(self.optimizer)
+        return self._holder.comes_last(self.optimizer) and is_of_torch(self.optimizer)
 
     @property
     def is_in_files(self) -> bool:
@@ -397,6 +401,11 @@ class ShardedOptimizer:
         is_taken = self._skipped_groups is None
         self._end_skip()
         self._after_step(is_taken)
+        if self._has_earlier_hooks:
+            self._row_writes.begin_hooks()
+
+    def _on_hooks_ended(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        self._row_writes.end_hooks()
 
     def _begin_skip(self) -> None:
         """Lets the running step go over groups without parameters. Its counts in them vanish with these copies."""
@@ -591,6 +600,7 @@ class RowWrites:
         send: Callable[[Sequence[Bucket]], None],
     ):
         self._known = {bucket: bucket.row_writes for bucket in buckets if _is_copied(bucket)}
+        self._sums: dict[Bucket, int] | None = None
         self._transport = transport
         self._before = before
         self._send = send
@@ -655,6 +665,30 @@ class RowWrites:
         if buckets:
             self._before()
             self.renew_copies(buckets)
+
+    def begin_hooks(self) -> None:
+        """Notes the rows before a script's hooks on the end of a step, which read stepped parameters and may edit rows."""
+        self._before()
+        self._sums = self._sums_of_rows()
+
+    def end_hooks(self) -> None:
+        """Sends the rows that a script's hooks have edited, on any rank. Collective if `begin_hooks` has been called."""
+        if self._sums is None:
+            return
+        # By their values: a hook may edit rows through `.data`, which leaves no count.
+        before, self._sums = self._sums, None
+        now = self._sums_of_rows()
+        edited = torch.tensor([before.get(bucket) != now.get(bucket) for bucket in self._known], dtype=torch.uint8)
+        agreed = self._transport.agree_max(
+            edited, Label(kind="agreement on written parameters", subject="hooks on the optimizer's step")
+        ).tolist()
+        self.renew_copies([bucket for bucket, is_edited in zip(self._known, agreed) if is_edited])
+
+    def _sums_of_rows(self) -> dict[Bucket, int]:
+        # A bucket that is away from memory has no rows that a script could edit.
+        here = {str(index): bucket for index, bucket in enumerate(self._known) if not bucket.is_away and bucket.rows}
+        sums = checksums({name: bucket.master for name, bucket in here.items()})
+        return {bucket: sums[name] for name, bucket in here.items()}
 
     def renew_copies(self, buckets: Sequence[Bucket]) -> None:
         """Sends the rows of these buckets to all of their copies. Collective."""

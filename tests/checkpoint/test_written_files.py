@@ -41,7 +41,7 @@ WRITES = {
         "_save_beside_weights",
         "self._trainer.processing_class.save_pretrained",
     ): OWN_FOLDER,
-    ("integrations/trainer_saves.py", "_write_the_rest", "torch.save"): OWN_FOLDER,
+    ("integrations/trainer_saves.py", "_write_scheduler", "torch.save"): OWN_FOLDER,
     ("integrations/trainer_saves.py", "_write_the_rest", "trainer._save_rng_state"): OWN_FOLDER,
     ("integrations/trainer_saves.py", "_write_the_rest", "trainer.state.save_to_json"): OWN_FOLDER,
     # Offloaded state, in a folder that only this user can enter.

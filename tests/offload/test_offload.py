@@ -252,7 +252,14 @@ def test_a_bucket_is_sent_while_others_are_stepped(stage):
         assert found.losses == plain.losses
 
 
-@pytest.mark.parametrize("writes", ["class", "hook behind", "hook ahead"])
+def test_rows_that_a_hook_edits_after_the_step_are_sent_again():
+    for plain, found in run_on_ranks(both_ways, settings={"stage": 2, **CPU}, writes="hook behind"):
+        # The step's own gathers come first, for a hook that reads parameters. `sends` compares the ranks' parameters at the end.
+        assert [index for index, _ in found.gathers] == found.buckets
+        assert found.losses == plain.losses
+
+
+@pytest.mark.parametrize("writes", ["class", "hook ahead"])
 def test_a_bucket_that_may_be_written_behind_its_step_is_sent_behind_the_whole_step(writes):
     for plain, found in run_on_ranks(both_ways, settings={"stage": 2, **CPU}, writes=writes):
         assert [index for index, _ in found.gathers] == found.buckets
