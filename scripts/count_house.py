@@ -58,7 +58,7 @@ AIMS = {
 """Row → the most it should be, or for a share the least; None for rows that are only shown."""
 
 LAST = {
-    "files with four or more titles": 39,
+    "files with four or more titles": 37,
     "Callable parameters in engine/": 39,
     "attribute chains of four or more in engine/": 29,
     "first lines of docstrings with a pronoun (%)": 35,
@@ -66,7 +66,7 @@ LAST = {
     "levels of folders": 2,
     "interfaces (ABC, Protocol)": 10,
     "settings": 40,
-    "private names of others": 104,
+    "private names of others": 99,
 }
 """What each bounded row was when it was counted last. Lower a number after a row has fallen; raise one only with a reason."""
 

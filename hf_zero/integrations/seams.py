@@ -274,19 +274,6 @@ SEAMS = (
         test="test_forecast.py::test_a_trace_leaves_the_model_and_chance_alone",
     ),
     Seam(
-        owner="torch._C._dynamo:eval_frame",
-        names=(
-            "get_eval_frame_callback",
-            "set_eval_frame",
-            "set_code_exec_strategy",
-            "_FrameAction",
-            "_FrameExecStrategy",
-        ),
-        where=("hooks",),
-        why="Keeps hooks out of compiled graphs, without importing the compiler and without a wrapper around each hook.",
-        test="test_compiled.py::test_losses_are_those_of_the_same_way_under_ddp_and_nothing_compiles_again",
-    ),
-    Seam(
         owner="torch.utils._python_dispatch:",
         names=("TorchDispatchMode",),
         where=("planner/trace", "optimizer/trial"),
