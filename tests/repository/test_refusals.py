@@ -97,7 +97,7 @@ ROWS = {
     "in the buckets of another ZeroEngine": "A second `ZeroEngine`",
     "max_norm": "with `max_norm` above stage 0",
     "two tensors in the same memory": "in the memory of another parameter",
-    "edited through `.data` or numpy, which leaves no trace, and the optimizer": "Edits through `.data` of a parameter that has a master",
+    "edited through `.data` or numpy, which leaves no trace, and the optimizer": "Edits through `.data` of a parameter that",
     "a forward has": "Edits of weights inside a forward",
     "was edited inside `gathered` without": "edits inside `gathered` without",
     "was edited in place while it was sharded": "edits inside `gathered` without",
