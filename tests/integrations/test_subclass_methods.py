@@ -155,7 +155,7 @@ class OwnState(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint:
-            self.counter = torch.load(Path(checkpoint, "own.pt"))
+            self.counter = torch.load(Path(checkpoint, "own.pt"), weights_only=True)
 
 
 class OnTheFirstRank(OwnState):
