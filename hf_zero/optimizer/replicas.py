@@ -11,6 +11,13 @@ before the next update. Edits and loads are known by torch's counts of writes an
 may edit whole parameters without a trace (`p.data`), so the owner's checksum is compared earlier: with the one at the moment when
 the parameters have arrived, before the script can reach them.
 
+[Note: writes that one rank alone has made]
+A script runs on every rank, so an edit of a parameter's optimizer state is counted on every rank that owns a part of the
+parameter. If one owner has counted a write and another has not, the state is edited in part, and the ranks report it. A parameter
+with a single owner has no other rank to compare with. There, only the change of one bit is reported, and only if no rank has
+written to any other state since the update: an edit by a script changes more. Masters and weights are left out, since the engine
+writes to them for edits that change only some ranks' parts.
+
 [Note: what an update hides]
 An update writes over a copy: below stage 3 by what its owner sends, and in optimizer state by a mean in which a small difference
 is rounded away. So each rank notes checksums of its copies before every update, and of what it owns behind it. The notes of
@@ -18,8 +25,10 @@ several steps are compared at once. Of ranks that differ, the one is at fault wh
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -27,6 +36,7 @@ from torch import nn
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.memory import UnshardedMemory
+from ..buckets.rows import MASTER
 from ..comm.arrivals import in_words
 from ..comm.transport import Transport
 from .holder import StateHolder
@@ -35,8 +45,12 @@ _WORD_BYTES = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integers of as many bytes as a number that fills no word."""
 _WRAPS = 2**64
+_ODD_WORD, _EVEN_WORD, _REMAINDER = 31, 33, 37
+"""How often `checksum` counts a word at an odd and at an even index, and a number that fills no word."""
 _LISTED = 8
 _WEIGHTS = ""
+_LOADS = 0
+"""Index of `StateHolder.loads` in `_Own.writes`."""
 
 
 class ReplicasDivergedError(RuntimeError):
@@ -49,7 +63,7 @@ class _Copy(NamedTuple):
     Attributes:
         part: the ranks that have the same part of the model.
         shard: number of the shard that it is of; -1 of a whole parameter.
-        kind: the optimizer's name for its state; "" for the parameter itself.
+        kind: the optimizer's name for its state; "" for the parameter itself, "master" for its master.
     """
 
     part: tuple[int, ...]
@@ -59,6 +73,23 @@ class _Copy(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.name!r}" if self.kind else repr(self.name)
+
+    @property
+    def is_state(self) -> bool:
+        return self.kind not in (_WEIGHTS, MASTER)
+
+
+class _Effect(Enum):
+    """What writes since the last update have done to a value. `SAME`: counted, and without a change."""
+
+    UNWRITTEN = 0
+    SAME = 1
+    CHANGED = 2
+    ONE_BIT = 3
+
+
+_Effects = dict[tuple[int, str, str], _Effect]
+"""By the first rank that has this part of the model, the parameter's name, and the kind of state."""
 
 
 _Sum = TypeVar("_Sum", torch.Tensor, int)
@@ -75,6 +106,8 @@ class _Note(Generic[_Sum]):
         since, step: the updates behind which they were looked at last, and are looked at now.
         owned: by shard for a parameter that ranks hold whole; None where no update was seen.
         left, found: of this rank's own values, after the last update and now. Nothing may have written to them in between.
+        written: change of the checksum of each optimizer state to which a write has been counted since.
+        scalars: those of `written` that have one element.
     """
 
     since: int
@@ -83,11 +116,21 @@ class _Note(Generic[_Sum]):
     owned: dict[_Copy, _Sum] | None
     left: dict[_Copy, _Sum] = field(default_factory=dict)
     found: dict[_Copy, _Sum] = field(default_factory=dict)
+    written: dict[_Copy, _Sum] = field(default_factory=dict)
+    scalars: frozenset[_Copy] = frozenset()
 
     def read(self: "_Note[torch.Tensor]") -> "_Note[int]":
-        sums = {kind: _read(getattr(self, kind)) for kind in ("held", "left", "found")}
+        sums = {kind: _read(getattr(self, kind)) for kind in ("held", "left", "found", "written")}
         owned = None if self.owned is None else _read(self.owned)
-        return _Note(since=self.since, step=self.step, owned=owned, **sums)
+        return _Note(since=self.since, step=self.step, owned=owned, scalars=self.scalars, **sums)
+
+    def effects(self: "_Note[int]") -> "_Effects":
+        """Returns what has happened to each optimizer state of this rank since the last update."""
+        effects: _Effects = {_key(copy): _Effect.UNWRITTEN for copy in self.left if copy.is_state}
+        for copy, change in self.written.items():
+            is_one_bit = change in _ONE_BIT and copy not in self.scalars
+            effects[_key(copy)] = _Effect.ONE_BIT if is_one_bit else _Effect.CHANGED if change else _Effect.SAME
+        return effects
 
 
 _Sums = dict[_Copy, torch.Tensor]
@@ -105,8 +148,15 @@ class _Own(NamedTuple):
     writes: tuple[int, ...] | None
 
 
-_Noted = dict[_Copy, tuple[torch.Tensor, tuple[int, ...] | None]]
-"""A checksum, and `_Own.writes`, of each."""
+class _Mark(NamedTuple):
+    """The checksum of an own value, its `_Own.writes` and its number of elements."""
+
+    sum: torch.Tensor
+    writes: tuple[int, ...] | None
+    numel: int
+
+
+_Noted = dict[_Copy, _Mark]
 
 
 class _Change(NamedTuple):
@@ -183,7 +233,10 @@ class ReplicaCheck:
             step: updates that the run has made.
         """
         own = _noted(self._own_values(optimizer, buckets))
-        left, found = _unwritten(self._left.get(optimizer, {}), own)
+        before = self._left.get(optimizer, {})
+        left, found = _unwritten(before, own)
+        # Early steps have written to the state of some buckets by now, on each rank to that of others.
+        written = {} if self._holder.timing.steps_early else _written(before, own)
         note = _Note(
             since=step,
             step=step,
@@ -191,6 +244,8 @@ class ReplicaCheck:
             owned=self._owned.get(optimizer),
             left=left,
             found=found,
+            written=written,
+            scalars=frozenset(copy for copy in written if own[copy].numel == 1),
         )
         for sent, arrived in (self._arrived.pop(bucket) for bucket in buckets if bucket in self._arrived):
             note.left |= sent
@@ -207,7 +262,7 @@ class ReplicaCheck:
             # Not at the start, when nothing is sent. Blocks of a wire have fewer digits than what their owner keeps.
             exact = (bucket for bucket in whole if bucket.layout.shards > 1 and bucket.precision.weights is None)
             self._sent |= {bucket: parts[bucket] for bucket in exact}
-        sums = {copy: value for noted in parts.values() for copy, (value, _) in noted.items()}
+        sums = {copy: mark.sum for noted in parts.values() for copy, mark in noted.items()}
         self._owned[optimizer] = sums | self._shared(own)
 
     @torch.no_grad()
@@ -234,17 +289,21 @@ class ReplicaCheck:
         # Here and not at each step: a read waits for the device.
         notes = [note.read() for note in self._notes]
         self._notes.clear()
+        has_written = any(note.written for note in notes)
         everyone = self._transport.exchange(
-            (_digests(notes), _first_change(self._rank, notes)), "comparison of replicas"
+            (_digests(notes), _first_change(self._rank, notes), has_written), "comparison of replicas"
         )
-        digests = [theirs for theirs, _ in everyone]
+        digests = [theirs for theirs, _, _ in everyone]
         if any(len({theirs[group] for theirs in digests if group in theirs}) > 1 for group in set().union(*digests)):
             # A second collective is safe: all ranks have compared the same digests, and come here together.
             of_ranks = dict(self._transport.exchange((self._rank, notes), "comparison of replicas"))
             self._refuse(_first_difference(of_ranks), step)
-        changes = [change for _, change in everyone if change is not None]
+        changes = [change for _, change, _ in everyone if change is not None]
         if changes:
             _refuse_change(min(changes, key=lambda change: (change.step, change.rank)))
+        if any(written for _, _, written in everyone):
+            effects = self._transport.exchange((self._rank, [note.effects() for note in notes]), "comparison of writes")
+            _refuse_lone_writes(dict(effects), notes)
 
     # ---- what is held ----
 
@@ -271,7 +330,7 @@ class ReplicaCheck:
 
     def _shared(self, own: _Noted) -> _Sums:
         """Those of this rank's own values that other ranks have too."""
-        return {copy: value for copy, (value, _) in own.items()} if self._has_copies else {}
+        return {copy: mark.sum for copy, mark in own.items()} if self._has_copies else {}
 
     def _own_values(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> Iterator[_Own]:
         yield from self._own_shards(buckets)
@@ -310,7 +369,7 @@ class ReplicaCheck:
             if row.slot.bucket.keeps_master and not row.slot.bucket.memory.is_master:
                 master = self._holder.master_view(row).detach()
                 yield _Own(
-                    self._copy_of(row.slot, "master"), master, self._writes(row.tensor, master, row.slot.bucket.master)
+                    self._copy_of(row.slot, MASTER), master, self._writes(row.tensor, master, row.slot.bucket.master)
                 )
             for kind, value in optimizer.state.get(row.tensor, {}).items():
                 if not torch.is_tensor(value):
@@ -318,7 +377,7 @@ class ReplicaCheck:
                 is_elementwise = value.dim() > 0 and value.shape == row.tensor.shape
                 values = self._holder.view(row, kind, value).detach() if is_elementwise else value
                 # A script may put another tensor in its place.
-                yield _Own(self._copy_of(row.slot, kind), values, (id(value), *self._writes(value)))
+                yield _Own(self._copy_of(row.slot, kind), values, (*self._writes(value), id(value)))
 
     def _copy(self, parameter: nn.Parameter, name: str, shard: int, kind: str = _WEIGHTS) -> _Copy:
         return _Copy(self._place_of(parameter)[0], shard, name, kind)
@@ -358,8 +417,17 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
     words, rest = flat[:whole].view(torch.int64), flat[whole:]
     # Every other word counts more, so that two that have changed places are seen; and each an odd number of times, so that a sum
     # that wraps around loses no bit.
-    total = words.sum() * 31 + words[::2].sum() * 2
-    return total + rest.view(_BITS[size]).sum(dtype=torch.int64) * 37 if rest.numel() else total
+    total = words.sum() * _ODD_WORD + words[::2].sum() * (_EVEN_WORD - _ODD_WORD)
+    return total + rest.view(_BITS[size]).sum(dtype=torch.int64) * _REMAINDER if rest.numel() else total
+
+
+_ONE_BIT = frozenset(
+    sign * weight * 2**bit % _WRAPS
+    for sign in (1, -1)
+    for weight in (_ODD_WORD, _EVEN_WORD, _REMAINDER)
+    for bit in range(8 * _WORD_BYTES)
+)
+"""By how much the checksum changes if one bit of the values does."""
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -368,15 +436,33 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _noted(own: Iterable[_Own]) -> _Noted:
-    return {copy: (checksum(values), writes) for copy, values, writes in own}
+    return {copy: _Mark(checksum(values), writes, values.numel()) for copy, values, writes in own}
 
 
 def _unwritten(left: _Noted, found: _Noted) -> tuple[_Sums, _Sums]:
     """Then and now, of those values to which nothing has been written in between."""
     same = [
-        copy for copy, (_, writes) in found.items() if copy in left and writes is not None and left[copy][1] == writes
+        copy
+        for copy, mark in found.items()
+        if copy in left and mark.writes is not None and left[copy].writes == mark.writes
     ]
-    return {copy: left[copy][0] for copy in same}, {copy: found[copy][0] for copy in same}
+    return {copy: left[copy].sum for copy in same}, {copy: found[copy].sum for copy in same}
+
+
+def _written(left: _Noted, found: _Noted) -> _Sums:
+    """Returns the change of each optimizer state that a script has written to, and nothing that was loaded."""
+    written = {}
+    for copy in found.keys() & left.keys():
+        before, now = left[copy].writes, found[copy].writes
+        if before is None or now is None or now == before or now[_LOADS] != before[_LOADS]:
+            continue
+        if copy.is_state:
+            written[copy] = found[copy].sum - left[copy].sum
+    return written
+
+
+def _key(copy: _Copy) -> tuple[int, str, str]:
+    return copy.part[0], copy.name, copy.kind
 
 
 def _first_change(rank: int, notes: Sequence[_Note[int]]) -> _Change | None:
@@ -393,6 +479,37 @@ def _refuse_change(change: _Change) -> None:
         f"{change.step + 1}: its memory is broken, or a script wrote through `.data`. Resume from a checkpoint from before; "
         "see docs/troubleshooting.md."
     )
+
+
+def _refuse_lone_writes(of_ranks: Mapping[int, Sequence[_Effects]], notes: Sequence[_Note[int]]) -> None:
+    """See [Note: writes that one rank alone has made]."""
+    for number, note in enumerate(notes):
+        by_effect: dict[tuple[int, str, str], dict[_Effect, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank in sorted(of_ranks):
+            for key, effect in of_ranks[rank][number].items():
+                by_effect[key][effect].append(rank)
+        writes = [
+            (key, effect)
+            for key, found in by_effect.items()
+            for effect, ranks in found.items()
+            if effect is not _Effect.UNWRITTEN
+            for _ in ranks
+        ]
+        for key, effect in sorted(writes, key=lambda write: write[0]):
+            _, name, kind = key
+            ranks, others = by_effect[key][effect], by_effect[key][_Effect.UNWRITTEN]
+            when = f"between the updates of steps {note.since} and {note.step + 1}"
+            if others and effect is not _Effect.SAME:
+                raise ReplicasDivergedError(
+                    f"hf_zero: {kind} of {name!r} was written to on {in_words(ranks, _LISTED)} and not on "
+                    f"{in_words(others, _LISTED)}, {when}. Edit it on all ranks, as `optimizer.state[parameter]`. If no script "
+                    "did, see docs/troubleshooting.md."
+                )
+            if effect is _Effect.ONE_BIT and len(writes) == 1:
+                raise ReplicasDivergedError(
+                    f"hf_zero: one bit of {kind} of {name!r} has changed on rank {ranks[0]}, {when}, and no other "
+                    "optimizer state of any rank. Resume from a checkpoint from before; see docs/troubleshooting.md."
+                )
 
 
 def _sums(copies: Iterable[tuple[_Copy, torch.Tensor]]) -> _Sums:

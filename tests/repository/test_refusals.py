@@ -83,6 +83,8 @@ ROWS = {
     "the gradient norm is": "NaN or infinite gradients",
     "have diverged": "copies that have diverged",
     "has changed by itself": "values that one rank alone has and that changed by themselves",
+    "{} of {} was written to on": "optimizer state that some ranks edit only in part",
+    "one bit of {} of {} has changed": "values that one rank alone has and that changed by themselves",
     "do not train the same thing": "ranks that differ in model, config, data",
     "was given different values": "`load_state_dict` of different values",
     "modified by an inplace operation": "a graph from before a step",
