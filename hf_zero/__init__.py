@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from .versions import __version__
 
 try:
     import fcntl as _fcntl  # noqa: F401

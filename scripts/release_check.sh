@@ -63,7 +63,7 @@ promised() { grep -q '^## Deprecations' docs/versions.md && echo "docs/versions.
 versions() {
     local version
     version="$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)"
-    grep -q "^version: $version$" CITATION.cff && grep -qF "## [$version]" CHANGELOG.md && grep -q "__version__ = \"$version\"" hf_zero/__init__.py &&
+    grep -q "^version: $version$" CITATION.cff && grep -qF "## [$version]" CHANGELOG.md && grep -q "__version__ = \"$version\"" hf_zero/versions.py &&
         echo "$version in all four files"
 }
 

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import __version__
 from ..comm.all_or_none import Exchange
 from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
 from ..layout import Box, Interval, aligned
+from ..versions import __version__
 from .commit import on_all_ranks
 from .files import SAVE_KEY, CheckpointError
 from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow

@@ -15,11 +15,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .. import __version__
 from ..checkpoint.files import replace_file, shown
 from ..config import ConfigError
 from ..config.checks import cut_name
 from ..extras import extra
+from ..versions import __version__
 from .checkpoints import (
     LONGEST_LINE,
     Dtype,

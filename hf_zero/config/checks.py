@@ -303,7 +303,7 @@ _SAID_BY_THE_RUN = {
     "fp16": "fp16",
     "optimizer": "optim",
     "scheduler": "lr_scheduler_type",
-    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing": "activation_checkpointing (gradient_checkpointing before transformers 5.23)",
 }
 _MEANINGS = {
     "zero_optimization": "it is DeepSpeed's; what is below it stands at the top here",

@@ -1,11 +1,9 @@
 """Findings of the doctor, and checks of versions, devices, compilers and disks."""
 
-import importlib.metadata
 import importlib.util
 import mmap
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +19,7 @@ from typing import Literal
 import torch
 
 from ..device import accelerators
+from ..versions import OLDEST, in_words, is_older, release_of
 
 # ---- One thing that the doctor has looked at ----
 
@@ -61,7 +60,6 @@ def absent(subject: str, value: str) -> Finding:
 
 # ---- Versions of Python, libraries, NCCL and the driver ----
 
-_LEAST = {"torch": (2, 11), "transformers": (5, 17), "accelerate": (1, 15)}
 _NEWEST_TORCH = (2, 14)
 """The newest release with which the tests have passed."""
 
@@ -72,11 +70,11 @@ _PATIENCE_S = 10.0
 
 def versions() -> Iterator[Finding]:
     yield _python()
-    for name, least in _LEAST.items():
+    for name, least in OLDEST.items():
         yield library(name, least)
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > _NEWEST_TORCH:
+    if not is_older(torch.__version__, (_NEWEST_TORCH[0], _NEWEST_TORCH[1] + 1)):
         advice = (
-            f"The newest release tested with hf_zero is {_in_words(_NEWEST_TORCH)}: compare losses by `hf-zero parity`."
+            f"The newest release tested with hf_zero is {in_words(_NEWEST_TORCH)}: compare losses by `hf-zero parity`."
         )
         yield hint("newest torch", torch.__version__, advice)
     yield _optional("triton")
@@ -87,27 +85,24 @@ def versions() -> Iterator[Finding]:
 def _python() -> Finding:
     found = platform.python_version()
     if sys.version_info < _LEAST_PYTHON:
-        return bad("python", found, f"hf_zero needs Python {_in_words(_LEAST_PYTHON)} or later.")
+        return bad("python", found, f"hf_zero needs Python {in_words(_LEAST_PYTHON)} or later.")
     return good("python", found)
 
 
 def library(name: str, least: tuple[int, ...], user: str = "hf_zero") -> Finding:
     """Whether the library `name` is installed, in the release `least` or a later one, which `user` needs."""
-    wanted = f"{name}>={_in_words(least)}"
-    try:
-        found = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    wanted = f"{name}>={in_words(least)}"
+    found = release_of(name)
+    if found is None:
         return bad(name, "not installed", f"pip install '{wanted}'")
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < least:
-        return bad(name, found, f"{user} needs {_in_words(least)} or later: pip install -U '{wanted}'")
+    if is_older(found, least):
+        return bad(name, found, f"{user} needs {in_words(least)} or later: pip install -U '{wanted}'")
     return good(name, found)
 
 
 def _optional(name: str) -> Finding:
-    try:
-        return good(name, importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return absent(name, "not installed: fused kernels are not used")
+    found = release_of(name)
+    return absent(name, "not installed: fused kernels are not used") if found is None else good(name, found)
 
 
 def _nccl() -> Finding:
@@ -140,10 +135,6 @@ def driver() -> Finding:
         advice = f"torch is built for CUDA {torch.version.cuda}: update the driver, and look at CUDA_VISIBLE_DEVICES."
         return bad("driver", f"{found}, and torch sees no GPU", advice)
     return good("driver", found)
-
-
-def _in_words(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 # ---- What Triton needs to compile kernels: a C compiler, Python's headers, a folder to write to ----

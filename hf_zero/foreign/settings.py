@@ -260,7 +260,7 @@ OF_JSON: Table = {
     "data_types": instead(
         "`param_dtype` and `reduce_dtype` say dtypes; gradients are added up in that of the parameters"
     ),
-    "activation_checkpointing": said_by("gradient_checkpointing"),
+    "activation_checkpointing": said_by("activation_checkpointing (gradient_checkpointing before transformers 5.23)"),
     "zero_allow_untested_optimizer": never("a trial step shows how an optimizer can be sharded"),
     "zero_force_ds_cpu_optimizer": never("the script's own optimizer steps, wherever its state is"),
     "checkpoint": never("`checkpoint` of hf_zero has other settings, whose defaults do"),
@@ -369,7 +369,7 @@ OF_FSDP: Table = {
     "sync_module_states": never("all ranks begin with rank 0's parameters"),
     "state_dict_type": never("`checkpoint.layout: hf` writes complete models, `sharded` one file a rank"),
     "cpu_ram_efficient_loading": never("`with hf_zero.init(plugin):` around from_pretrained does the like"),
-    "activation_checkpointing": never("your training arguments say it: gradient_checkpointing"),
+    "activation_checkpointing": said_by("activation_checkpointing (gradient_checkpointing before transformers 5.23)"),
     "ignored_modules": instead("freeze what is not to be trained"),
     "mixed_precision_policy": instead("`param_dtype`, `reduce_dtype` and `gather_dtype` say dtypes"),
     "xla": instead(_XLA),

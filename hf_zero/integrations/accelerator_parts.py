@@ -137,8 +137,8 @@ _SHARED_ARGUMENTS = """
     lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps per_device_train_batch_size
     gradient_accumulation_steps average_tokens_across_devices seed data_seed full_determinism train_sampling_strategy
     length_column_name dataloader_drop_last ignore_data_skip label_smoothing_factor neftune_noise_alpha fp16 bf16
-    gradient_checkpointing save_strategy save_steps eval_strategy eval_steps eval_delay load_best_model_at_end
-    metric_for_best_model greater_is_better
+    activation_checkpointing gradient_checkpointing save_strategy save_steps eval_strategy eval_steps eval_delay
+    load_best_model_at_end metric_for_best_model greater_is_better
 """
 """Of TrainingArguments. Paths, logging, workers of data loaders and the Hub's settings may differ between ranks."""
 

@@ -32,7 +32,7 @@ from ..integrations.saved_weights import is_checkpoint_of_ours, saved_tensors
 from ..integrations.state_io import ZERO_FOLDER
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
 
 
 # ---- The facts of a training run for its model card, read from JSON in the folder, never from a pickle ----
@@ -56,7 +56,7 @@ _ARGUMENTS = (
     "label_smoothing_factor",
     "bf16",
     "fp16",
-    "gradient_checkpointing",
+    "activation_checkpointing",
     "seed",
 )
 _SPEED = {
@@ -158,13 +158,19 @@ def write_run(trainer: "Trainer", folder: Path) -> None:
     with_adapters = ("peft",) if hasattr(model, "peft_config") else ()
     run = {
         "base_model": base_model if is_hub_name(base_model) else None,
-        "arguments": {name: getattr(args, name) for name in _ARGUMENTS if _was_said(getattr(args, name, None))},
+        "arguments": {name: value for name in _ARGUMENTS if _was_said(value := _argument(args, name))},
         "zero": {} if engine is None else changed(engine.config) | {"ranks": args.world_size},
         "data": _data(trainer),
         "hardware": _hardware(args.world_size),
         "versions": {"python": platform.python_version(), **versions_of(*_LIBRARIES, *with_adapters)},
     }
     replace_file(folder / RUN_NAME, json.dumps(run, indent=2, default=str) + "\n")
+
+
+def _argument(args: "TrainingArguments", name: str) -> object:
+    """Returns an argument under its present name. Before transformers 5.23, activation checkpointing had another name."""
+    older = {"activation_checkpointing": "gradient_checkpointing"}
+    return getattr(args, name, getattr(args, older.get(name, name), None))
 
 
 def _was_said(value: object) -> bool:

@@ -23,6 +23,8 @@ from .request import (
     PlanRequest,
     SetUp,
     batch_of,
+    checkpointing_argument,
+    checkpointing_method,
     is_checkpointed,
     longest,
     model_without_memory,
@@ -288,7 +290,7 @@ _IN_CHUNKS = _Part(
     words="the loss in chunks",
     line='SFTConfig(loss_type="chunked_nll") with TRL, or on a GPU TrainingArguments(use_liger_kernel=True)',
 )
-_RECOMPUTED = _Part(words="activation checkpointing", line="TrainingArguments(gradient_checkpointing=True)")
+_RECOMPUTED = _Part(words="activation checkpointing", line=f"TrainingArguments({checkpointing_argument()}=True)")
 _IN_HOST_MEMORY = _Part(words="activations in host memory", line="--zero ...,offload.activations=cpu")
 
 _TRIED = (
@@ -320,7 +322,7 @@ def parts_that_help(
     plain = job.activations
     is_on = {
         _IN_CHUNKS: plain is None or not plain.has_logits,
-        _RECOMPUTED: not hasattr(job.model, "gradient_checkpointing_enable") or is_checkpointed(job.model),
+        _RECOMPUTED: checkpointing_method(job.model) is None or is_checkpointed(job.model),
         _IN_HOST_MEMORY: job.on_host or any(each.config.offload.activations == "cpu" for each in wanted),
     }
     with_checkpoints: list[Activations | None] = []

@@ -4,7 +4,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ..config import ConfigError, ZeroConfig, parse_bytes
 from ..config.checks import one_of, refuse, whole_number
 from ..forecast import PlanError
 from ..layout import Box
+from ..versions import is_older
 from .search import Machine
 
 # ---- The set-ups that a planner compares: each stage with each tier that the machine has ----
@@ -501,19 +502,35 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 def checkpoint(model: nn.Module) -> None:
     """Switches activation checkpointing on. Raises `PlanError`: the model does not support it."""
-    enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+    enable = checkpointing_method(model)
     try:
         if enable is None:
-            raise ValueError("it has no gradient_checkpointing_enable")
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            raise ValueError("it has no activation_checkpointing_enable")
+        enable({"use_reentrant": False})
     except ValueError as error:
         name = type(inner_model(model)).__name__
         raise PlanError(f"hf_zero: {name} does not support activation checkpointing ({reason(error)}).") from error
 
 
+def checkpointing_method(model: nn.Module) -> Callable[[dict[str, Any]], None] | None:
+    """Returns the model's method that switches activation checkpointing on, or None if it has none.
+
+    transformers 5.23 renamed the method. The old name still works there, but warns.
+    """
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if method := getattr(model, name, None):
+            return method
+    return None
+
+
+def checkpointing_argument() -> str:
+    """Returns the argument of `TrainingArguments` that the installed transformers documents for activation checkpointing."""
+    return "gradient_checkpointing" if is_older(transformers.__version__, (5, 23)) else "activation_checkpointing"
+
+
 def is_checkpointed(model: nn.Module) -> bool:
     """Whether activation checkpointing is switched on."""
-    # transformers' own property has another name in each major version.
+    # The layers' attribute has the same name in all supported versions of transformers; the model's property was renamed.
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 

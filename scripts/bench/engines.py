@@ -71,7 +71,9 @@ class Workload:
         # transformers finds no loss by this class's name and warns before it falls back to this one.
         model.loss_type = "ForCausalLM"
         if self.recomputes:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            from hf_zero.planner.request import checkpoint
+
+            checkpoint(model)
         return model
 
     def make_batch(self, rank: int, step: int) -> Batch:

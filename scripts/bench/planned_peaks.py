@@ -49,7 +49,7 @@ from hf_zero.config import AUTO, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.forecast import FORECAST_ERROR
 from hf_zero.planner.layouts import Job
-from hf_zero.planner.request import batch_of
+from hf_zero.planner.request import batch_of, checkpoint
 from hf_zero.planner.trace import trace
 
 HAS_TRL = find_spec("trl") is not None
@@ -67,7 +67,7 @@ def gpt2(**more: Any) -> transformers.PreTrainedModel:
 
 def _recomputing() -> transformers.PreTrainedModel:
     model = gpt2()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint(model)
     return model
 
 

@@ -9,7 +9,7 @@ from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
-from training import bert, bert_batch, gpt2, gpt2_batch
+from training import bert, bert_batch, checkpoint_activations, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
 
@@ -200,7 +200,7 @@ def family_trained(rank: int, make: Callable, batch: Callable, stage: int | None
     model = make().train()
     model.config.use_cache = False
     if checkpoints:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model, {"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     called = torch.compile(model, backend="aot_eager")
     engine = None if stage is None else ZeroEngine(model, [optimizer], {"stage": stage}, entry=called)

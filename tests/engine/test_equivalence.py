@@ -23,6 +23,7 @@ from training import (
     adamw_in_two_groups,
     bert,
     bert_batch,
+    checkpoint_activations,
     compare_with_ddp,
     fused_adamw,
     gpt2,
@@ -98,10 +99,6 @@ def assert_close(job: Job, variants: list[dict], world_size: int = 2) -> None:
         assert engine.loss_error(ddp) <= 1e-5, settings
         if job.max_norm is not None:
             assert engine.norm_error(ddp) <= 1e-6, settings
-
-
-def checkpoint_activations(model: nn.Module, reentrant: bool) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
 # ---- models of families, and batches ----
@@ -451,7 +448,7 @@ CHANGES = {
 
 
 def recomputed(job: Job, reentrant: bool) -> Job:
-    return replace(job, prepare=partial(checkpoint_activations, reentrant=reentrant))
+    return replace(job, prepare=partial(checkpoint_activations, kwargs={"use_reentrant": reentrant}))
 
 
 def stepped_by(name: str) -> Job:

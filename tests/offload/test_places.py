@@ -11,7 +11,7 @@ from scaled_runs import OVERFLOWS, muon_and_adamw
 from scaled_runs import train as train_scaled
 from shared_ranks import on_ranks
 from torch import nn
-from training import ELEMENTWISE, Job, Unruly, adamw_in_two_groups, bert, bert_batch, train
+from training import ELEMENTWISE, Job, Unruly, adamw_in_two_groups, bert, bert_batch, checkpoint_activations, train
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -23,7 +23,7 @@ GROUPS, NEAR = {"shard_group_size": 2, "node_size": 2}, {"secondary_shard": "nod
 
 
 def checkpointing(model: nn.Module, use_reentrant: bool) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    checkpoint_activations(model, {"use_reentrant": use_reentrant})
 
 
 CLIPPED = Job(max_norm=0.3, accumulation=2)

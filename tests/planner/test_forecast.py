@@ -22,7 +22,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import ddp_state, state_plan
 from hf_zero.planner.layouts import Job, lay_out, ranks_without_a_group
 from hf_zero.planner.layouts import ddp_state as planned_ddp
-from hf_zero.planner.request import batch_of
+from hf_zero.planner.request import batch_of, checkpoint
 from hf_zero.planner.trace import trace
 
 pytestmark = pytest.mark.timeout(200)
@@ -134,7 +134,7 @@ def test_checkpointing_saves_less_and_computes_more():
     for recomputes in (False, True):
         model = without_memory("gpt2")
         if recomputes:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint(model)
         found.append(trace(model, lambda model=model: batch_of(model, 4, LENGTH), shape="", tokens=4 * LENGTH))
     plain, recomputing = found
     assert recomputing.saved_bytes < plain.saved_bytes / 2 and recomputing.flops > 1.15 * plain.flops

@@ -14,6 +14,7 @@ from transformers import GPT2Config
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
 from hf_zero.cli import checkpoints
+from hf_zero.planner.request import checkpointing_argument
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -69,7 +70,9 @@ def test_a_plan_names_the_part_with_which_something_would_fit(tmp_path):
     least = min(needed.values())
     # What a forward saves, too, has no room: layers are recomputed, or their activations go to host memory.
     both = " ".join(hf_zero(*asked, "--gpu-memory", int(0.75 * least)).output.split())
-    assert "With the loss in chunks and activation checkpointing," in both and "gradient_checkpointing=True" in both
+    assert (
+        "With the loss in chunks and activation checkpointing," in both and f"{checkpointing_argument()}=True" in both
+    )
     moved = hf_zero(
         *asked, "--gpu-memory", int(0.75 * least), "--chunked-loss", "--host-memory", "64GB", "--offload-activations"
     )

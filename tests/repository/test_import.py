@@ -151,3 +151,20 @@ def test_another_system_than_linux_is_refused_in_one_sentence(system, without, w
     with pytest.raises(ImportError, match=words) as refused:
         exec(compile(source, "__init__", "exec"), {"__name__": "hf_zero", "__package__": "hf_zero"})
     assert str(refused.value).startswith("hf_zero runs on Linux") and "\n" not in str(refused.value)
+
+
+def test_a_library_that_is_too_old_is_named_at_import():
+    """By its version and what pip has to do, before a name that it lacks raises an error of its own."""
+    code = """
+import importlib.metadata
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "1.13.0" if name == "accelerate" else real(name)
+import hf_zero
+hf_zero.ZeroPlugin
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    said = ran.stderr.splitlines()[-1]
+    assert ran.returncode == 1
+    assert said == (
+        "ImportError: hf_zero needs accelerate>=1.15, and accelerate 1.13.0 is installed: pip install -U 'accelerate>=1.15'."
+    )

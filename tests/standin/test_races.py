@@ -19,7 +19,7 @@ from race_clock import Entry, Races, traced
 from shared_ranks import SharedRanks
 from standin_runs import FILES, HOST, own_device
 from torch import nn
-from training import Answer, bert, bert_batch, fused_adamw, gpt2, gpt2_batch
+from training import Answer, bert, bert_batch, checkpoint_activations, fused_adamw, gpt2, gpt2_batch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import hf_zero
@@ -203,7 +203,7 @@ def train(settings: dict, way: Way, folder: Path) -> None:
     torch.manual_seed(0)
     model = way.make_model().to(own_device()).train()
     if way.recomputes:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model, {"use_reentrant": False})
     optimizers = optimizers_of(model, way)
     engine = ZeroEngine(model, optimizers, settings)
     background = Background(engine.device)

@@ -1,6 +1,7 @@
 """The floor that each room of hf_zero is on: a file imports its own floor or those below it."""
 
 FLOOR = {
+    "versions": 0,
     "config": 0,
     "extras": 0,
     "layout": 0,

@@ -9,6 +9,7 @@ import select
 import sys
 import threading
 import traceback
+import warnings
 import weakref
 from collections.abc import Sequence
 from multiprocessing import resource_tracker, util
@@ -95,6 +96,15 @@ def _begin_anew() -> None:
             handler.setStream(sys.stderr)
             # transformers' own has that of the stream that it began with.
             vars(handler).pop("flush", None)
+    refuse_deprecated_calls()
+
+
+def refuse_deprecated_calls() -> None:
+    """Raises in ranks for the warnings that pytest's own process raises for (`filterwarnings` of pyproject.toml)."""
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.simplefilter("error", category)
+    warnings.filterwarnings("ignore", "", DeprecationWarning, "torch")
+    warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
 
 
 def _text_to(file: int) -> io.TextIOWrapper:

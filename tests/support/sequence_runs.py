@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from trainer_job import as_launched
+from training import checkpoint_activations
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -124,7 +125,7 @@ def model_of(job: SequenceJob) -> nn.Module:
     # transformers looks for several sequences in a row only where there is no cache.
     model.config.use_cache = False
     if job.checkpoints:
-        model.gradient_checkpointing_enable({"use_reentrant": job.checkpoints == "reentrant"})
+        checkpoint_activations(model, {"use_reentrant": job.checkpoints == "reentrant"})
     return model
 
 
