@@ -64,10 +64,18 @@ class Transfers:
         if not self._is_awaited:
             _ABANDONED.extend(work for _, work in self._works)
 
-    def wait(self) -> None:
-        """Waits for all; raises `PeerFailure` for a peer that has ended or does not come in time."""
+    def wait(self, deadline_s: float | None = None) -> None:
+        """Waits for all.
+
+        Args:
+            deadline_s: on the monotonic clock; by default the time limit from now.
+
+        Raises:
+            PeerFailure: a peer has ended, or does not come in time.
+        """
         self._is_awaited = True
-        deadline_s = time.monotonic() + self._timeout_s
+        if deadline_s is None:
+            deadline_s = time.monotonic() + self._timeout_s
         for rank, work in self._works:
             # One deadline for all: a limit each would add up to ranks times the limit.
             left_s = max(_LEAST_S, deadline_s - time.monotonic())
@@ -96,35 +104,245 @@ def finish_abandoned(timeout_s: float) -> None:
 #
 # [Note: a rank that comes alone]
 # If ranks call different collectives of gloo, each takes the other's message for its own, and one of another size ends the
-# process in gloo's thread. Here a message carries the purpose and the number of its exchange, so that ranks that have come to
-# different ones know it at once, and both say so.
+# process in gloo's thread. Here each message carries the purpose and the number of its exchange. A rank whose neighbor has come
+# to a different exchange marks its later messages, so after the last round all ranks know that their calls differ. They then
+# list the calls of all ranks, and each rank raises an error that names a rank with a different call.
+#
+# [Note: rounds]
+# A rank does not send its value to every other rank, because the work would grow with the number of ranks at the end of every
+# backward. In each round it sends all that it knows to a few ranks at fixed distances, and it knows three times as many values
+# after the round. Four rounds reach 64 ranks, eight rounds 4,096, with at most two messages a round. A maximum may count a
+# value twice, so its messages do not grow.
 
 _Value = TypeVar("_Value")
 _MESSAGE_BYTES = 1024
-_HEAD = struct.Struct("<QQQH")
+_PREFIX, _HEAD = struct.Struct("<QHB"), struct.Struct("<QQQ")
+"""Bytes of data, bytes of the head, and how far the calls differ; in the head, the exchange's number, the checksum of gathers and
+the size that all ranks' values have, before the purpose."""
 _LONGEST_PURPOSE = 200
 _TAG, _TAG_OF_THE_REST = 0x5A480000, 0x5A490000
 
+_SAME, _ORDERS_DIFFER, _CALLS_DIFFER = range(3)
+
+_MOST_TIMES = 3
+"""How many times as many values a rank knows after a round. More of them would save rounds and cost messages."""
+
+
+def rounds(size: int) -> list[range]:
+    """Lists the distances to the ranks that each rank sends to, by round; see [Note: rounds]."""
+    count = 0
+    while _MOST_TIMES**count < size:
+        count += 1
+    times = next(each for each in range(1, _MOST_TIMES + 1) if each**count >= size)
+    found, known = [], 1
+    while known < size:
+        found.append(range(known, min(times * known, size), known))
+        known *= times
+    return found
+
+
+class _Listed:
+    """One value of any size for each rank: this rank's first, then those of the ranks before it."""
+
+    same_nbytes = 0
+
+    def __init__(self, own: bytes):
+        self._found: list[bytes | bytearray] = [own]
+
+    def data(self, count: int) -> bytes:
+        """Returns the first `count` values as one message."""
+        return pickle.dumps(self._found[:count])
+
+    def add(self, data: bytearray) -> None:
+        """Adds the values of a message. A rank receives messages in the order of the ranks before it."""
+        self._found += pickle.loads(data)
+
+    def in_order(self, place: int) -> list[bytes | bytearray]:
+        """Returns the values in the order of the ranks; `place` is this rank's."""
+        return [self._found[place - each] for each in range(len(self._found))]
+
+
+class _Stacked(_Listed):
+    """As `_Listed`, of tensors that have the same size on all ranks."""
+
+    def __init__(self, own: torch.Tensor):
+        super().__init__(_bytes_of(own))
+        self._dtype, self._shape = own.dtype, own.shape
+        self.same_nbytes = own.nbytes
+
+    def data(self, count: int) -> bytes:
+        return b"".join(self._found[:count])
+
+    def add(self, data: bytearray) -> None:
+        self._found += [data[start : start + self.same_nbytes] for start in range(0, len(data), self.same_nbytes)]
+
+    def result(self, place: int) -> torch.Tensor:
+        """Returns the tensors stacked in rank order."""
+        everyone = bytearray(b"".join(self.in_order(place)))
+        return torch.frombuffer(everyone, dtype=self._dtype).view(-1, *self._shape)
+
+
+class _Largest:
+    """The elementwise maximum of all tensors so far."""
+
+    def __init__(self, own: torch.Tensor):
+        self._found = own
+        self.same_nbytes = own.nbytes
+
+    def data(self, _count: int) -> bytes:
+        return _bytes_of(self._found)
+
+    def add(self, data: bytearray) -> None:
+        found = self._found
+        # Not in place: the first operand is the caller's.
+        self._found = torch.maximum(found, torch.frombuffer(data, dtype=found.dtype).view(found.shape))
+
+    def result(self, _place: int) -> torch.Tensor:
+        return self._found
+
+
+def _bytes_of(values: torch.Tensor) -> bytes:
+    return values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class _Exchange:
+    """An exchange that has started its first round.
+
+    Args:
+        values: this rank's, to which those of the other ranks are added.
+        head: begins the messages of all ranks that have come to this exchange.
+    """
+
+    def __init__(self, control: "Control", values: "_Listed | _Largest", head: bytes):
+        self._control = control
+        self._values = values
+        self._head = head
+        self._differ = _SAME
+        self._left = control.rounds[:]
+        self.is_finished = False
+        self._begin_round()
+
+    @property
+    def has_later_rounds(self) -> bool:
+        """Whether the other ranks need more messages from this one."""
+        return bool(self._left)
+
+    def finish(self) -> int:
+        """Waits for all rounds. Returns how far the ranks' calls differ: `_SAME`, `_ORDERS_DIFFER` or `_CALLS_DIFFER`."""
+        if not self.is_finished:
+            deadline_s = time.monotonic() + self._control.timeout_s
+            self._end_round(deadline_s)
+            while self._left:
+                self._begin_round()
+                self._end_round(deadline_s)
+            self.is_finished = True
+        return self._differ
+
+    def _begin_round(self) -> None:
+        """Sends what this rank knows, and asks for the messages of this round."""
+        control, values, head = self._control, self._values, self._head
+        group, ranks, places = control.group, control.ranks, self._left.pop(0)
+        # Receives before sends: a peer that has failed shows in its missing message, while a send may lie in a buffer.
+        sends, receives, found, known = [], [], [], 0
+        with hidden_from_profiler():
+            for receiver, sender, count in places:
+                if count != known:
+                    # After different calls the values mean nothing to each other.
+                    data = b"" if self._differ == _CALLS_DIFFER else values.data(count)
+                    begin = _PREFIX.pack(len(data), len(head), self._differ) + head
+                    room = _MESSAGE_BYTES - len(begin)
+                    # Of a fixed size, so that receives start before the size of the data is known.
+                    message = torch.frombuffer(
+                        bytearray(begin + data[:room]).ljust(_MESSAGE_BYTES, b"\0"), dtype=torch.uint8
+                    )
+                    if not known:
+                        self._begin, self._end = begin, len(begin) + len(data)
+                    known = count
+                sends.append((ranks[receiver], group.send([message], receiver, _TAG)))
+                if len(data) > room:
+                    more = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
+                    sends.append((ranks[receiver], group.send([more], receiver, _TAG_OF_THE_REST)))
+                theirs = bytearray(_MESSAGE_BYTES)
+                found.append((sender, theirs))
+                work = group.recv([torch.frombuffer(theirs, dtype=torch.uint8)], sender, _TAG)
+                receives.append((ranks[sender], work))
+        self._found = found
+        self._transfers = Transfers(receives + sends, control.timeout_s)
+
+    def _end_round(self, deadline_s: float) -> None:
+        """Waits for the messages of this round, and adds their values."""
+        self._transfers.wait(deadline_s)
+        begin, end = self._begin, self._end
+        for _, message in self._found:
+            if end > _MESSAGE_BYTES or not message.startswith(begin):
+                self._add_all(deadline_s)
+                return
+        if end > len(begin):
+            for _, message in self._found:
+                self._values.add(message[len(begin) : end])
+
+    def _add_all(self, deadline_s: float) -> None:
+        """Adds the values of messages that are longer than one message, or begin in another way than this rank's."""
+        control, begun = self._control, [_PREFIX.unpack_from(message) for _, message in self._found]
+        more = [nbytes + length + _PREFIX.size - _MESSAGE_BYTES for nbytes, length, _ in begun]
+        rests = [bytearray(max(0, nbytes)) for nbytes in more]
+        with hidden_from_profiler():
+            receives = [
+                (
+                    control.ranks[sender],
+                    control.group.recv([torch.frombuffer(rest, dtype=torch.uint8)], sender, _TAG_OF_THE_REST),
+                )
+                for (sender, _), rest in zip(self._found, rests)
+                if rest
+            ]
+        Transfers(receives, control.timeout_s).wait(deadline_s)
+        for (_, message), (nbytes, length, differ), rest in zip(self._found, begun, rests):
+            end = _PREFIX.size + length
+            theirs = message[_PREFIX.size : end]
+            if theirs != self._head:
+                differ = max(differ, _difference(theirs, self._head))
+            self._differ = max(self._differ, differ)
+            # Before the values are unpickled: they may belong to another exchange.
+            if self._differ != _CALLS_DIFFER:
+                self._values.add(message[end : end + nbytes] + rest)
+
+
+def _difference(theirs: bytes | bytearray, own: bytes) -> int:
+    """Compares two heads: only the orders of gathers may differ, or the calls."""
+    (count, _, nbytes), (own_count, _, own_nbytes) = _HEAD.unpack_from(theirs), _HEAD.unpack_from(own)
+    is_same = (count, nbytes) == (own_count, own_nbytes) and theirs[_HEAD.size :] == own[_HEAD.size :]
+    return _ORDERS_DIFFER if is_same else _CALLS_DIFFER
+
 
 class Control:
-    """Exchanges values between all ranks of some groups.
-
-    Each rank sends every other rank one message, and a second one for the bytes that do not fit in the first.
+    """Exchanges values between all ranks of some groups; see [Note: rounds].
 
     Args:
         watch: is told of each wait.
-        order: of this rank's gathers, compared with each message; None where nothing is gathered, or messages have tags.
+        order: of this rank's gathers, compared in each exchange; None where nothing is gathered, or messages have tags.
+
+    Attributes:
+        group, timeout_s, ranks: as of the groups.
+        rounds: for each round (rank to send to, rank to receive from, number of values to send), by their indices in the group.
     """
 
     def __init__(self, groups: Groups, watch: Watch, order: GatherOrder | None):
-        self._group = groups.control_group
-        self._timeout_s = groups.timeout_s
+        self.group = groups.control_group
+        self.timeout_s = groups.timeout_s
         self._watch = watch
-        self._ranks = groups.world.ranks
+        self.ranks = groups.world.ranks
         self._place = groups.world.index
-        self._peers = groups.world.peers
+        size = len(self.ranks)
+        self.rounds = [
+            [
+                ((self._place + each) % size, (self._place - each) % size, min(distances.start, size - each))
+                for each in distances
+            ]
+            for distances in rounds(size)
+        ]
         self._count = 0
         self._order = order or GatherOrder(())
+        self._open: _Exchange | None = None
 
     def exchange(self, value: _Value, purpose: str) -> list[_Value]:
         """Returns every rank's picklable value, in rank order.
@@ -132,102 +350,74 @@ class Control:
         Raises:
             CommunicationError: a rank does not come in time, has ended, or came for another purpose.
         """
+        values = _Listed(pickle.dumps(value))
         with self._watch.inside(purpose):
-            everyone = self._start(pickle.dumps(value), purpose)()
+            self._start(values, purpose)()
+        everyone = values.in_order(self._place)
         return [value if place == self._place else pickle.loads(data) for place, data in enumerate(everyone)]
 
-    def start_swap(self, values: torch.Tensor, purpose: object) -> Callable[[], torch.Tensor]:
-        """Sends this rank's small tensor in host memory to every other rank, and returns without waiting for theirs.
+    def start_swap(self, own: torch.Tensor, purpose: object, *, stacks: bool = False) -> Callable[[], torch.Tensor]:
+        """Sends a small tensor in host memory, and returns without waiting for the other ranks.
+
+        Args:
+            stacks: keep every rank's tensor, in place of their maximum.
 
         Returns:
-            A function to call once. It waits for every rank's tensor and returns them stacked in rank order, (ranks,
-            *values.shape). Errors: as of `exchange`.
+            A function to call once. It waits for the other ranks and returns the elementwise maximum, or all tensors stacked in
+            rank order: (ranks, *own.shape). Errors: as of `exchange`.
         """
+        values = _Stacked(own) if stacks else _Largest(own)
         with self._watch.inside(purpose):
-            wait = self._start(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), str(purpose))
+            wait = self._start(values, str(purpose))
 
         def take() -> torch.Tensor:
             with self._watch.inside(purpose):
-                everyone = wait()
-            tensors = [torch.frombuffer(data, dtype=values.dtype) for data in everyone]
-            return torch.stack(tensors).view(-1, *values.shape)
+                wait()
+            return values.result(self._place)
 
         return take
 
-    def _start(self, data: bytes, purpose: str) -> Callable[[], list[bytearray]]:
-        """Sends `data`; returns a function that waits for every rank's. All ranks start overlapping exchanges in one order."""
+    def _start(self, values: "_Listed | _Largest", purpose: str) -> Callable[[], None]:
+        """Starts an exchange; returns a function that waits for all ranks. All ranks start overlapping exchanges in one order."""
+        if self._open is not None:
+            # Its later rounds come first on all ranks. It may also be of a pass that an exception has ended here, and the other
+            # ranks wait for it.
+            self._open.finish()
         self._count += 1
         name = purpose.encode()[:_LONGEST_PURPOSE]
-        head = _HEAD.pack(len(data), self._count, self._order.checksum, len(name)) + name
-        room = _MESSAGE_BYTES - len(head)
-        message = bytearray(_MESSAGE_BYTES)
-        message[: len(head) + min(room, len(data))] = head + data[:room]
-        # Sends start before receives are waited for: two ranks that received first would wait for each other.
-        sends = self._send(message, _TAG)
-        if len(data) > room:
-            sends += self._send(bytearray(data[room:]), _TAG_OF_THE_REST)
-        sent = Transfers(sends, self._timeout_s)
-        found = {place: bytearray(_MESSAGE_BYTES) for place in self._peers}
-        received = Transfers(self._receive(found, _TAG), self._timeout_s)
-        order, count = self._order.checksum, self._count
+        own = _HEAD.pack(self._count, self._order.checksum, values.same_nbytes) + name
+        exchange = _Exchange(self, values, own)
+        self._open = exchange if exchange.has_later_rounds else None
 
-        def wait() -> list[bytearray]:
-            # Receives before sends: a peer that has failed shows in its missing message, while a send may lie in a
-            # buffer.
-            received.wait()
-            sizes = {place: self._open(place, theirs, name, count, order) for place, theirs in found.items()}
-            # Long data is rare. One fixed size lets the receive start before the size is known.
-            rests = {place: bytearray(nbytes - room) for place, nbytes in sizes.items() if nbytes > room}
-            if rests:
-                Transfers(self._receive(rests, _TAG_OF_THE_REST), self._timeout_s).wait()
-            sent.wait()
-            everyone = {
-                place: theirs[len(head) : len(head) + sizes[place]] + rests.get(place, b"")
-                for place, theirs in found.items()
-            }
-            everyone[self._place] = bytearray(data)
-            return [everyone[place] for place in range(len(self._ranks))]
+        def wait() -> None:
+            differ = exchange.finish()
+            if exchange is self._open:
+                self._open = None
+            if differ:
+                self._refuse_differences(own)
 
         return wait
 
-    def _open(self, place: int, message: bytearray, name: bytes, own_count: int, own_order: int) -> int:
-        """Checks that a message has the same purpose; returns the bytes of data that begin in the message.
-
-        Args:
-            own_count, own_order: this rank's number of the exchange, and its order of gathers before.
-        """
-        nbytes, count, order, length = _HEAD.unpack_from(message)
-        theirs = message[_HEAD.size : _HEAD.size + length]
-        # Before the bytes are unpickled: they belong to another exchange.
-        if theirs != name or count != own_count:
-            raise CommunicationError(
-                f"hf_zero: the ranks called different collectives: rank {self._ranks[self._place]} the "
-                f"{name.decode(errors='replace')} ({script_line()[0]}), rank {self._ranks[place]} the "
-                f"{theirs.decode(errors='replace')}. Call each on every rank, in one order, outside of `if "
-                "is_main_process`."
-            )
-        # Values in the wrong layer raise no error by themselves: this is the only place that notices.
-        if order != own_order and self._ranks[place] in self._order.ranks:
-            raise CommunicationError(
-                f"hf_zero: rank {self._ranks[self._place]} and rank {self._ranks[place]} have gathered parameters in different "
-                f"orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. Call layers "
-                "outside of the model's forward on all ranks alike."
-            )
-        return nbytes
-
-    # The group has these ranks in this order, so an index among them is a rank of the group.
-
-    def _send(self, data: bytearray, tag: int) -> list[tuple[int, dist.Work]]:
-        values = [torch.frombuffer(data, dtype=torch.uint8)]
-        with hidden_from_profiler():
-            return [(self._ranks[place], self._group.send(values, place, tag)) for place in self._peers]
-
-    def _receive(self, into: dict[int, bytearray], tag: int) -> list[tuple[int, dist.Work]]:
-        with hidden_from_profiler():
-            return [
-                (self._ranks[place], self._group.recv([torch.frombuffer(data, dtype=torch.uint8)], place, tag))
-                for place, data in into.items()
-            ]
+    def _refuse_differences(self, own: bytes) -> None:
+        """Lists the calls of all ranks, and raises for one that differs from this rank's. Collective."""
+        values = _Listed(own)
+        _Exchange(self, values, b"").finish()
+        name, order = own[_HEAD.size :], _HEAD.unpack_from(own)[1]
+        for place, theirs in enumerate(values.in_order(self._place)):
+            if _difference(theirs, own) == _CALLS_DIFFER:
+                raise CommunicationError(
+                    f"hf_zero: the ranks called different collectives: rank {self.ranks[self._place]} the "
+                    f"{name.decode(errors='replace')} ({script_line()[0]}), rank {self.ranks[place]} the "
+                    f"{theirs[_HEAD.size :].decode(errors='replace')}. Call each on every rank, in one order, outside of `if "
+                    "is_main_process`."
+                )
+            # Values in the wrong layer raise no error by themselves: this is the only place that notices.
+            if _HEAD.unpack_from(theirs)[1] != order and self.ranks[place] in self._order.ranks:
+                raise CommunicationError(
+                    f"hf_zero: rank {self.ranks[self._place]} and rank {self.ranks[place]} have gathered parameters in "
+                    f"different orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. "
+                    "Call layers outside of the model's forward on all ranks alike."
+                )
 
 
 class FakeControl:
@@ -239,8 +429,8 @@ class FakeControl:
     def exchange(self, value: _Value, purpose: str) -> list[_Value]:
         return [value] * self._size
 
-    def start_swap(self, values: torch.Tensor, purpose: object) -> Callable[[], torch.Tensor]:
-        return lambda: values.expand(self._size, *values.shape)
+    def start_swap(self, own: torch.Tensor, purpose: object, *, stacks: bool = False) -> Callable[[], torch.Tensor]:
+        return (lambda: own.expand(self._size, *own.shape)) if stacks else (lambda: own)
 
 
 def control_of(groups: Groups, watch: Watch, order: GatherOrder | None = None) -> Control | FakeControl:

@@ -19,7 +19,7 @@ from ..arithmetic import sum_in_rank_order
 from ..config import ConfigError
 from ..device import SideQueue, clock
 from .arrivals import CommunicationError
-from .control import GatherOrder, Transfers, control_of, finish_abandoned
+from .control import GatherOrder, Transfers, control_of, finish_abandoned, rounds
 from .groups import Groups, RankGroup
 from .ledger import ENDED, Label, Ledger, Wait, Watch, hidden_from_profiler, shown
 from .store import CALL_S, Keys, StoreSilentError, StoreThread
@@ -539,6 +539,12 @@ class CollectiveTransport(Transport):
         self._groups = groups
         # Ranks of a group → how many of this rank's peers there are on other nodes.
         self._elsewhere: dict[tuple[int, ...], int] = {}
+        world, nodes = groups.world, groups.nodes
+        told = [
+            world.ranks[(world.index + each) % world.size] for distances in rounds(world.size) for each in distances
+        ]
+        # Messages of this rank in an agreement, and those to other nodes.
+        self._told = len(told), sum(nodes[each] != nodes[world.ranks[world.index]] for each in told)
         # Device backends note the end of a work object at once, for the device to pass.
         self._unseen = hidden_from_profiler if groups.backend == "gloo" else nullcontext
         self._gathers = GatherOrder(groups.gather.ranks)
@@ -612,8 +618,10 @@ class CollectiveTransport(Transport):
         return result
 
     def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
-        take = self._start_swap(values, label)
-        return lambda: take().amax(0)
+        receivers, elsewhere = self._told
+        entry = self.ledger.count(label, receivers * values.nbytes, elsewhere * values.nbytes)
+        self.ledger.began(label)
+        return self._finishing(label, entry, self._control.start_swap(values, label))
 
     def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         if self._barrier is not None:
@@ -627,8 +635,11 @@ class CollectiveTransport(Transport):
     def _start_swap(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
         """Sends this rank's small host tensor; the result waits for every rank's, in rank order."""
         self._count(label, self._groups.world, self._groups.world.size * values.nbytes)
-        entry, take = self.ledger.began(label), self._control.start_swap(values, label)
+        return self._finishing(label, self.ledger.began(label), self._control.start_swap(values, label, stacks=True))
 
+    def _finishing(
+        self, label: Label, entry: list[Any] | None, take: Callable[[], torch.Tensor]
+    ) -> Callable[[], torch.Tensor]:
         def wait() -> torch.Tensor:
             with self.ledger.finishing(label.kind, entry):
                 return take()

@@ -6,9 +6,12 @@ import pickle
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +36,9 @@ from hf_zero.comm import arrivals
 from hf_zero.comm import groups as own_groups
 from hf_zero.comm.all_or_none import all_or_none, all_results_or_none, raise_on_all
 from hf_zero.comm.arrivals import CommunicationError, RankProcess
-from hf_zero.comm.groups import Groups, urgent_options
-from hf_zero.comm.ledger import Label, Ledger
+from hf_zero.comm.control import Control, GatherOrder, rounds
+from hf_zero.comm.groups import Groups, RankGroup, urgent_options
+from hf_zero.comm.ledger import Label, Ledger, Watch
 from hf_zero.comm.transport import (
     CollectiveTransport,
     Handle,
@@ -381,6 +385,100 @@ def test_ranks_that_gather_layers_of_equal_size_in_another_order_are_told_at_the
         CommunicationError, match=rf"rank {rank} and rank {1 - rank} have gathered parameters in different"
     ):
         transport.agree_max(torch.ones(1), LABEL)
+
+
+class Mail:
+    """A process group whose ranks are threads. As in gloo, the nth receive from a rank gets the nth message of its tag.
+
+    Attributes:
+        operations: sends and receives of this rank.
+    """
+
+    def __init__(self, rank: int, messages: dict[tuple, Future]):
+        self._rank, self._messages, self._numbers, self.operations = rank, messages, Counter(), 0
+
+    def _next(self, *key: int | str) -> Future:
+        self.operations += 1
+        self._numbers[key] += 1
+        return self._messages.setdefault((*key[1:], self._numbers[key]), Future())
+
+    def send(self, values: list[torch.Tensor], place: int, tag: int) -> SimpleNamespace:
+        self._next("send", self._rank, place, tag).set_result(values[0].clone())
+        return SimpleNamespace(wait=lambda limit: True)
+
+    def recv(self, values: list[torch.Tensor], place: int, tag: int) -> SimpleNamespace:
+        message = self._next("receive", place, self._rank, tag)
+        return SimpleNamespace(wait=lambda limit: values[0].copy_(message.result(timeout=10)))
+
+
+def controls_of(size: int, does: Callable[[Control, int], object], shard: int | None = None) -> tuple[list, int]:
+    """Returns what each rank's thread returns or raises, and the most operations of a rank.
+
+    Args:
+        shard: ranks that gather together; by default all.
+    """
+    shard = shard or size
+    mails = [Mail(rank, messages) for messages in [{}] for rank in range(size)]
+
+    def run(rank: int) -> object:
+        world = RankGroup(ranks=tuple(range(size)), index=rank)
+        groups = SimpleNamespace(control_group=mails[rank], timeout_s=60.0, world=world)
+        control = Control(groups, Watch(), GatherOrder(tuple(range(rank - rank % shard, rank - rank % shard + shard))))
+        try:
+            return does(control, rank)
+        except CommunicationError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size))), max(each.operations for each in mails)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 10, 64])
+def test_exchanges_reach_all_ranks_in_few_messages(size):
+    def agree(control: Control, rank: int) -> tuple:
+        # Some ranks wait for the first one only after the others, as after an error in the reductions of a pass.
+        used = torch.zeros(size, dtype=torch.uint8)
+        used[rank] = rank + 1
+        wait = control.start_swap(used, LABEL)
+        largest = wait() if rank % 2 else None
+        everyone = control.start_swap(torch.tensor([0.1 * rank, 1.0]), "a norm", stacks=True)()
+        values = control.exchange("long" * 99 * (rank + 1), "exchange of texts")
+        largest = wait() if largest is None else largest
+        return largest.tolist(), everyone.tolist(), [len(each) // 396 for each in values]
+
+    found, _ = controls_of(size, agree)
+    counted = list(range(1, size + 1))
+    norms = torch.stack([torch.tensor([0.1 * each, 1.0]) for each in range(size)]).tolist()
+    assert found == [(counted, norms, counted)] * size
+    # Two messages in each round, after which a rank has heard of three times as many ranks.
+    _, operations = controls_of(size, lambda control, rank: control.start_swap(torch.ones(99), LABEL)().sum())
+    most = next(count for count in range(9) if 3**count >= size)
+    assert operations <= 4 * most
+    assert sum(map(len, rounds(4096))) <= 2 * 8
+
+
+@pytest.mark.parametrize(("size", "odd"), [(3, 1), (8, 0), (8, 5), (11, 10)])
+def test_a_rank_of_many_that_comes_to_a_different_call_is_named_on_all(size, odd):
+    def call(control: Control, rank: int) -> None:
+        control.exchange("x" * 2000, "a save" if rank == odd else "exchange of values")
+
+    found, _ = controls_of(size, call)
+    for rank, error in enumerate(found):
+        other = (0 if odd else 1) if rank == odd else odd
+        assert f"rank {rank} the {'a save' if rank == odd else 'exchange of values'}" in str(error)
+        assert f"rank {other} the {'exchange of values' if rank == odd else 'a save'}" in str(error)
+
+
+def test_orders_of_gathers_are_compared_among_the_ranks_that_gather_together():
+    def agree(differs: Callable[[int], bool], control: Control, rank: int) -> int:
+        control._order.note("a layer" if differs(rank) else "another layer")
+        return int(control.start_swap(torch.tensor([rank]), LABEL)())
+
+    # Each group of ranks may gather in its own order, and only the group of the odd rank ends for it.
+    assert controls_of(6, partial(agree, lambda rank: rank < 3), shard=3)[0] == [5] * 6
+    found, _ = controls_of(6, partial(agree, lambda rank: rank == 4), shard=3)
+    assert found[:3] == [5] * 3 and all("different orders" in str(error) for error in found[3:])
+    assert "rank 3 and rank 4" in str(found[3]) and "rank 5 and rank 4" in str(found[5])
 
 
 GPUS = "cpu:gloo,cuda:nccl"
