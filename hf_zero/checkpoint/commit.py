@@ -31,6 +31,7 @@ from .files import (
     is_inside,
     is_whole_safetensors,
     open_in_place,
+    refuse_changed,
     share_of,
     shown,
     sync,
@@ -221,7 +222,7 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
 
     Args:
         root: the checkpoint.
-        manifest: without its files, which are recorded here; the ranks of a disk share the hashing.
+        manifest: without its files, which are recorded here; the ranks of a disk share the hashing. Its `written` is compared.
         folder: below the root, in which the manifest lies.
         within: vouch for the files below this folder of the root; "" is all of them.
 
@@ -247,6 +248,8 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
 
     # No rank writes the manifest before all ranks have hashed and synced their share.
     parts = on_all_ranks(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
+    # After all hashes: a bit that changed on the way into the file would have a good hash. If it changes later, its hash is bad.
+    on_all_ranks(exchange, lambda: refuse_changed(manifest.written), doing=f"write {root}", then=_THEN)
 
     def write() -> None:
         there = {name for part in parts for name, _ in part}

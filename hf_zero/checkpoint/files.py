@@ -14,8 +14,9 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import xxhash
 
@@ -421,6 +422,36 @@ def hashes_of(path: Path, indices: Iterable[int], on_read: Callable[[int], None]
                 hashes[index] = xxhash.xxh3_64_hexdigest(buffer[:filled])
                 on_read(filled)
     return hashes
+
+
+_READ_BYTES = 2**20
+"""Few enough to stay in a processor's cache until they are hashed."""
+
+
+class Written(NamedTuple):
+    """A run of bytes of a file, and the XXH3 64-bit hash that they had in memory. `name`: of the tensor, for errors."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    xxh3: str
+    name: str
+
+
+def refuse_changed(written: Iterable[Written]) -> None:
+    """Raises `CheckpointError` if a file does not have the bytes that were in memory."""
+    for path, parts in groupby(sorted(written), key=attrgetter("path")):
+        with path.open("rb", buffering=0) as file:
+            for part in parts:
+                hashed, left = xxhash.xxh3_64(), part.nbytes
+                file.seek(part.offset)
+                while left and (content := file.read(min(left, _READ_BYTES))):
+                    hashed.update(content)
+                    left -= len(content)
+                if hashed.hexdigest() != part.xxh3:
+                    raise CheckpointError(
+                        f"{part.name!r} in {path.name} is not as it was in memory: the host's memory or its disk is broken"
+                    )
 
 
 def _windows(indices: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -18,6 +18,7 @@ from .files import (
     HASH_DIGITS,
     CheckpointError,
     FileRecord,
+    Written,
     chunks_in,
     is_inside,
     is_shape,
@@ -128,6 +129,7 @@ class Manifest:
         written_at: date and time, UTC, in ISO 8601; "" before it is written.
         boxes: file → parameter name → which part of the parameter the file's rows of it count the elements of; all of it for
             those that are not here.
+        written: what this rank wrote, as it was in memory; not part of the file.
     """
 
     world_size: int
@@ -148,6 +150,7 @@ class Manifest:
     written_at: str = ""
     boxes: dict[str, dict[str, Box]] = field(default_factory=dict)
     save: str = ""
+    written: tuple[Written, ...] = field(default=(), compare=False)
 
     @property
     def identity(self) -> SaveIdentity:
@@ -273,7 +276,7 @@ def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
     )
 
 
-_ALL_FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest))
+_ALL_FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest)) - {"written"}
 _FIELDS = {
     4: _ALL_FIELDS - {"boxes", "save"},
     # Of models that are split over ranks.

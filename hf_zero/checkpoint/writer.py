@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import xxhash
 
 from ..comm.all_or_none import Exchange
 from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
 from ..layout import Box, Interval, aligned
 from ..versions import __version__
 from .commit import on_all_ranks
-from .files import SAVE_KEY, CheckpointError
+from .files import SAVE_KEY, CheckpointError, Written
 from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
 
 # ---- Tensors of an accelerator on their way into files, through two pinned buffers that take turns ----
@@ -217,19 +218,29 @@ class Piece:
     def nbytes(self) -> int:
         return self.values.nbytes
 
-    def write(self) -> None:
-        """Writes the values, which are in host memory, at `offset`.
+    def in_memory(self) -> Written:
+        """Hashes the values, which are in host memory."""
+        return self._hashed(self._content())
+
+    def _content(self) -> memoryview:
+        return memoryview(self.values.detach().view(torch.uint8).numpy())
+
+    def _hashed(self, content: memoryview) -> Written:
+        return Written(self.path, self.offset, len(content), xxhash.xxh3_64_hexdigest(content), self.name)
+
+    def write(self) -> Written:
+        """Writes the values, which are in host memory, at `offset`; returns what they were before.
 
         Raises:
             OSError, CheckpointError: the latter when the disk takes fewer bytes.
         """
-        if not self.nbytes:
-            return
+        content = self._content()
+        # Before the write: a hash of the file would also fit bytes that have changed on their way there.
+        hashed = self._hashed(content)
         # Without O_CREAT: `lay_out` has made the file, and a missing one means that the folder was taken away.
         handle = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
-            left = memoryview(self.values.detach().view(torch.uint8).numpy())
-            at = self.offset
+            left, at = content, self.offset
             while left:
                 written = os.pwrite(handle, left, at)
                 if written == 0:
@@ -239,6 +250,7 @@ class Piece:
                 left, at = left[written:], at + written
         finally:
             os.close(handle)
+        return hashed
 
 
 def lay_out(
@@ -282,21 +294,23 @@ def lay_out(
     return {name: start + begin for name, begin in begins.items()}
 
 
-def write_all(pieces: Iterable[Piece], on_written: Callable[[int], None] = lambda _: None) -> None:
+def write_all(pieces: Iterable[Piece], on_written: Callable[[int], None] = lambda _: None) -> list[Written]:
     """Writes pieces one after the other. `on_written`: is told the bytes of each part that has been written."""
     # What is no tensor yet never is all at once.
     chunks = [chunk for piece in pieces for chunk in _chunks(piece)]
     staging = Staging(chunk.values for chunk in chunks)
     try:
-        _write_staged(chunks, staging, on_written)
+        return _write_staged(chunks, staging, on_written)
     finally:
         staging.close()
 
 
-def _write_staged(chunks: Iterable[Piece], staging: Staging, on_written: Callable[[int], None]) -> None:
+def _write_staged(chunks: Iterable[Piece], staging: Staging, on_written: Callable[[int], None]) -> list[Written]:
+    written = []
     for chunk in _in_host_memory(chunks, staging):
-        chunk.write()
+        written.append(chunk.write())
         on_written(chunk.nbytes)
+    return written
 
 
 def _in_host_memory(pieces: Iterable[Piece], staging: Staging) -> Generator[Piece, None, None]:
@@ -369,6 +383,7 @@ class LivePieces:
         nbytes: of all pieces.
         written_bytes: of those that are written.
         on_written: is told the bytes of each part, in the thread that has written it.
+        written: the parts that are written, as they were in memory.
     """
 
     def __init__(self, pieces: Iterable[Piece], most_bytes: int, refuse_edits: Callable[[], None]):
@@ -385,6 +400,8 @@ class LivePieces:
         self._ready = _in_host_memory(tuple(self._left), self._staging)
         self.nbytes = sum(chunk.nbytes for chunk in self._left)
         self.written_bytes = 0
+        self.written: list[Written] = []
+        self._copied: dict[tuple[Path, int], Written] = {}
         self.on_written: Callable[[int], None] = lambda _: None
         self._most_bytes = most_bytes
         self._refuse_edits = refuse_edits
@@ -414,6 +431,10 @@ class LivePieces:
                         self._is_secured = True
                     return
                 try:
+                    if self._is_secured and not self._copied:
+                        # At once, and not when each is written: copies may wait long for a slow disk. And not in `secure`, for
+                        # which training waits.
+                        self._copied = {(copy.path, copy.offset): copy.in_memory() for copy in self._left}
                     chunk = next(self._ready)
                     self._write(chunk)
                     # Behind the write: `secure`, in the other thread, takes pieces that are still here for unwritten.
@@ -469,7 +490,8 @@ class LivePieces:
         return _Chunk(**vars(chunk), number=len(sums) - 1)
 
     def _write(self, chunk: Piece) -> None:
-        chunk.write()
+        hashed = chunk.write()
+        self.written.append(self._copied.get((chunk.path, chunk.offset), hashed))
         if isinstance(chunk, _Chunk):
             # After the write, which a change in its midst would have mixed.
             self._sums_written[chunk.number] = (chunk.name, self._samples.of(chunk.values.detach()))
@@ -620,9 +642,13 @@ def plan_rows(
 
 
 def write_pieces(
-    pieces: Sequence[Piece], folder: Path, exchange: Exchange, on_written: Callable[[int], None] = lambda _: None
-) -> None:
-    """Writes this rank's pieces. Collective.
+    pieces: Sequence[Piece],
+    folder: Path,
+    exchange: Exchange,
+    manifest: Manifest,
+    on_written: Callable[[int], None] = lambda _: None,
+) -> Manifest:
+    """Writes this rank's pieces; returns the manifest to seal, with what they were in memory. Collective.
 
     Args:
         on_written: is told the bytes of each part that has been written.
@@ -630,12 +656,19 @@ def write_pieces(
     Raises:
         CheckpointError: on every rank, with the reason of the first rank that failed.
     """
-    on_all_ranks(exchange, lambda: write_all(pieces, on_written), doing=f"write to {folder}", then=_THEN)
+    written: list[Written] = []
+
+    def write() -> None:
+        written.extend(write_all(pieces, on_written))
+
+    on_all_ranks(exchange, write, doing=f"write to {folder}", then=_THEN)
+    return replace(manifest, written=tuple(written))
 
 
-def write_live(pieces: LivePieces, folder: Path, exchange: Exchange) -> None:
-    """Writes pieces whose values are about to change. Collective."""
+def write_live(pieces: LivePieces, folder: Path, exchange: Exchange, manifest: Manifest) -> Manifest:
+    """Writes pieces whose values are about to change; returns the manifest as `write_pieces` does. Collective."""
     on_all_ranks(exchange, pieces.write, doing=f"write to {folder}", then=_THEN)
+    return replace(manifest, written=tuple(pieces.written))
 
 
 def _manifest(

@@ -193,7 +193,7 @@ def convert(
             optimizers=lambda: [{"class": optimizer, "groups": _groups_of(foreign, optimizer)}],
             exchange=_alone,
         )
-        write_pieces(pieces, temporary / ZERO_FOLDER, _alone, moved.by)
+        manifest = write_pieces(pieces, temporary / ZERO_FOLDER, _alone, manifest, moved.by)
         seal(temporary, manifest, folder=ZERO_FOLDER, within="", disk=disk, exchange=_alone)
         commit(temporary, out, disk=disk, exchange=_alone)
     except BaseException:

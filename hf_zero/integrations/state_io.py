@@ -401,8 +401,7 @@ def write_state(engine: ZeroEngine, folder: str | Path, save: str | None = None)
         manifest, pieces = plan_state(engine, folder, save=save)
     nbytes = sum(piece.nbytes for piece in pieces)
     with progress_bar("writing optimizer state", nbytes, is_main=engine.world_groups.rank == 0) as show:
-        write_pieces(pieces, Path(folder), engine.world.exchange, show)
-    return manifest
+        return write_pieces(pieces, Path(folder), engine.world.exchange, manifest, show)
 
 
 def plan_state(

@@ -618,7 +618,7 @@ class CheckpointSaver:
         try:
             # In this order: the manifest vouches for files that are on the disk, and the rename shows only a sealed
             # folder.
-            write_live(live, temporary, exchange)
+            manifest = write_live(live, temporary, exchange, manifest)
             seal_state(self.engine, temporary, manifest, disk=disk, exchange=exchange)
             commit(temporary, final, disk=disk, exchange=exchange)
         except CheckpointError:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_zero.checkpoint import writer
 from hf_zero.checkpoint.commit import Background
-from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.checkpoint.files import CheckpointError, refuse_changed
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.checkpoint.writer import BUFFERS, LivePieces, Piece, lay_out, write_all
@@ -365,6 +365,33 @@ def test_small_tensors_are_copied_at_once_and_writes_to_large_ones_are_seen(tmp_
                 live.secure()
             with pytest.raises(CheckpointError, match="'w' was edited between"):
                 live.write()
+
+
+def test_a_bit_that_flips_between_memory_and_file_fails_the_save(tmp_path):
+    numel = writer._SMALL_BYTES
+    tensors = {name: torch.randn(numel) for name in ("a", "b")}
+    path = tmp_path / "f.safetensors"
+    begins = lay_out(path, dict.fromkeys(tensors, (torch.float32, (numel,))))
+    pieces = [Piece(path=path, offset=begins[name], values=values, name=name) for name, values in tensors.items()]
+    write = os.pwrite
+
+    def writes_another_bit(handle: int, content: memoryview, at: int) -> int:
+        changed = bytearray(content)
+        changed[numel] ^= 1 << 3
+        return write(handle, changed, at)
+
+    with mock.patch("os.pwrite", writes_another_bit):
+        written = write_all(pieces)
+    with pytest.raises(CheckpointError, match="'a' in f\\.safetensors is not as it was in memory"):
+        refuse_changed(written)
+    # A copy waits for a slow disk, and changes meanwhile.
+    live = LivePieces(pieces, 1 << 30, refuse_edits=lambda: None)
+    live.secure()
+    live.on_written = lambda _: [piece.values.view(torch.uint8)[7].bitwise_xor_(4) for piece in live._left]
+    live.write()
+    with pytest.raises(CheckpointError, match="'b' in f\\.safetensors is not as it was in memory"):
+        refuse_changed(live.written)
+    refuse_changed(write_all(pieces))
 
 
 def test_pieces_that_cannot_be_copied_or_written_fail_the_save_and_not_the_step(tmp_path):

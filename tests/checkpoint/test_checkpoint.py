@@ -53,7 +53,7 @@ def save_alone(folder, rows, scalars=None) -> Manifest:
         optimizers=list,
         exchange=lambda value: [value],
     )
-    write_pieces(pieces, folder, lambda value: [value])
+    manifest = write_pieces(pieces, folder, lambda value: [value], manifest)
     manifest.write(folder)
     return manifest
 
