@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
@@ -13,16 +14,27 @@ from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import ShardedGradient
+from ..comm.arrivals import in_words
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..hooks import WeakMethod, differentiable_tensors, dispatch_modes, hidden_from_modes, look_only, without_modes
+from ..hooks import (
+    WeakMethod,
+    differentiable_tensors,
+    dispatch_modes,
+    hidden_from_modes,
+    is_in_backward,
+    look_only,
+    without_modes,
+)
 from ..optimizer.shared_settings import SharedSettings
 from .gradient_store import GradientStore
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
 
-_GRAD = attrgetter("grad")
+_GRAD, _ARRIVED = attrgetter("grad"), attrgetter("arrived")
 _PLAIN = {torch.Tensor}
+_LOST = 255
+"""Sent in place of a signal's number by a rank whose backward has failed; signals have smaller numbers."""
 _FIRST_PASSES, _MOST_PASSES = 2, 64
 """Passes that have to fill a bucket in the same way before one hook takes all of it: at first, and after many surprises."""
 
@@ -205,6 +217,12 @@ class Gradients:
         self._after_pass = after_pass
         # True from the first gradient of a pass to its end.
         self._end_is_queued = False
+        # The callback in autograd's queue. It dies without a call when an exception ends the backward.
+        self._end: weakref.ref[Any] | None = None
+        # Why no step may follow a failed pass. The other ranks may still wait for this rank's part of it unless `_owed` is None;
+        # else that is whether gradients had come.
+        self._failure: RuntimeError | None = None
+        self._owed: bool | None = None
         # The hook on an output came first: no pass like this one needs the hooks of parameters to be noticed.
         self._is_announced = False
         self._begin_pass()
@@ -241,13 +259,17 @@ class Gradients:
     def _queue_end(self, gradient: torch.Tensor | None = None) -> None:
         """Queues the end of the running pass, once. Called inside a backward, by an output's hook with a gradient."""
         if not self._end_is_queued:
+            if self._failure is not None:
+                self._end_failed_pass()
             self._end_is_queued = True
             self._is_announced = gradient is not None
-            Variable._execution_engine.queue_callback(self._end_pass)
+            end = self._end_pass
+            self._end = weakref.ref(end, self._lose_pass)
+            Variable._execution_engine.queue_callback(end)
 
     def complete(self) -> None:
         """Ends a pass that only reached parameters without a hook in Python. Called outside any backward."""
-        if not self._end_is_queued and any(filling.arrived for filling in self._fillings):
+        if not self._end_is_queued and any(map(_ARRIVED, self._fillings)):
             self._end_pass()
 
     def refuse_unreduced(self) -> None:
@@ -259,33 +281,81 @@ class Gradients:
                 "reduced. Run the last backward before optimizer.step() outside no_sync (accelerator.accumulate does)."
             )
 
+    # [Note: a backward that an exception ends]
+    # A script may catch the exception and go on. Plain PyTorch then keeps the gradients that have accumulated in `p.grad`.
+    # Autograd drops the callback that would have ended the pass, so `_lose_pass` is called before the script goes on. With one
+    # rank, it reduces what has come at once. Micro-batches that only accumulate have everything in `p.grad` anyway. Several ranks
+    # raise, as under DDP: a failed rank has sent some gradients and lacks others. At its next forward, backward or step, it first
+    # takes part in the reductions that other ranks wait for, and then all ranks raise. Only if all ranks have failed before the
+    # first gradient, all go on.
+
     def recover(self) -> None:
-        """Drops the gradients of a backward that an exception has ended. Called outside any backward.
+        """Ends a pass that has not come to its end, so that gradients can be read or a forward can begin.
+
+        Called outside any backward. See [Note: a backward that an exception ends].
 
         Raises:
-            RuntimeError: reductions were already under way, so the ranks may no longer agree.
+            RuntimeError: on all ranks, if a backward of one of several ranks has failed; and again at each later call.
         """
-        if not self._end_is_queued and not self._touched:
-            self.complete()
-            return
-        self._end_is_queued = False
-        if self._next > 0 and self._world_size > 1:
-            raise RuntimeError(
-                "hf_zero: the last backward ended with an error after some of its gradients had been sent to the other "
-                "ranks, so the ranks no longer agree. End the run and resume it from a checkpoint."
-            )
+        if self._failure is not None:
+            self._end_failed_pass()
+        self.complete()
+
+    def discard(self) -> None:
+        """Forgets a failed pass on all ranks, with the gradients of all passes since the last step."""
+        self._failure, self._owed = None, None
+        self.complete()
         self.store.finish_all()
-        # Behind the wait: a reduction that runs still reads its buffer.
+        # After the wait: a reduction that runs still reads its buffer.
         self.store.discard_open()
         self.drop()
         self._begin_pass()
+
+    def _lose_pass(self, _end: object) -> None:
+        """Called when an exception ends the running backward. Does not communicate: only this rank may have failed."""
+        self._end_is_queued, self._end = False, None
+        if not self.reducing:
+            for filling in self._fillings:
+                self._held.update(filling.slot_of[cast(nn.Parameter, parameter)] for parameter in filling.arrived)
+            self._begin_pass()
+        elif self._world_size > 1:
+            self._failure, self._owed = _refusal(), any(filling.has_begun for filling in self._fillings)
+        else:
+            # What `no_sync` micro-batches have left is reduced now, too.
+            self._touched |= bool(self._held)
+            try:
+                with torch.no_grad():
+                    self._end_pass(lost=True)
+            except Exception as error:
+                # Python prints and drops an exception that is raised here, so the next forward or step raises it.
+                self._failure = _refusal(error)
+
+    @hidden_from_modes
+    def _end_failed_pass(self) -> None:
+        """Raises the error of a failed pass, after this rank has taken part in what the other ranks wait for."""
+        if self._owed is not None:
+            lost, self._owed = self._owed, None
+            # Of this pass: the script may have entered or left `no_sync` since.
+            reducing, self.reducing = self.reducing, True
+            # Also if nothing has come here: the other ranks may reduce.
+            self._touch()
+            self._before_rest()
+            self._take_all_arrived()
+            self._finish_pass(lost=lost)
+            # Not inside the next backward, which may have gathered layers already.
+            if not is_in_backward():
+                self._after_pass()
+            self.reducing = reducing
+        if self._failure is not None:
+            raise RuntimeError(*self._failure.args)
 
     def take_part_in_the_rest(self) -> None:
         """Finishes the pass on a rank whose forward or backward has failed: the others wait for its gradients.
 
         They get zeros in place of those that have not come. Collective with their backward.
         """
-        self._end_is_queued = False
+        self._end_is_queued, self._end = False, None
+        self._failure, self._owed = None, None
         if self.reducing and self._world_size > 1:
             self._finish_pass()
 
@@ -528,24 +598,46 @@ class Gradients:
             self._next += 1
 
     @hidden_from_modes
-    def _end_pass(self) -> None:
-        self._end_is_queued = False
-        # First: a rank that still gathers layers has not started its reductions.
-        self._before_rest()
-        self._take_all_arrived()
-        if self._touched:
-            self._finish_pass()
+    def _end_pass(self, *, lost: bool | None = None) -> None:
+        """Ends the running pass. `lost`: as of `_finish_pass`."""
+        # Without the reference, nobody takes the end of autograd's callback for a failure.
+        self._end_is_queued, self._end = False, None
+        try:
+            # First: a rank that still gathers layers has not started its reductions.
+            self._before_rest()
+            self._take_all_arrived()
+            if self._touched:
+                self._finish_pass(lost=lost)
+        except Exception:
+            # The script may catch it. Then no step may follow: gradients are missing.
+            self._failure = self._failure or _refusal()
+            raise
         # Now: one that fails in its last collectives has not ended.
         self.ended += 1
         self._after_pass()
 
-    def _finish_pass(self) -> None:
+    def _finish_pass(self, *, lost: bool | None = None) -> None:
+        """Reduces all gradients of a pass.
+
+        Args:
+            lost: None for a pass that has come to its end. Else an exception has ended its backward on this rank: whether
+                gradients had come before.
+        """
+        fillings = self._fillings
+        if lost is not None and self._world_size == 1:
+            # What no gradient has come to stays as it is, and takes no memory, of which there may be none left.
+            fillings = [each for each in fillings if each.has_begun or not self._held.isdisjoint(each.bucket.slots)]
+            for filling in fillings:
+                if filling.place >= self._next:
+                    self._next = filling.place + 1
+                    self.store.start(filling.bucket)
+            self._next = len(self._buckets)
         # Full or not: all ranks start all buckets of a pass, so that no rank waits alone in a collective.
         while self._next < len(self._buckets):
             self.store.start(self._buckets[self._next])
             self._next += 1
         # Started before the wait: the small message travels while this rank waits for the large ones.
-        agreement = self._start_agreement()
+        agreement = self._start_agreement(self.stop_asked() if lost is None or self._world_size == 1 else _LOST)
         self.store.finish_all()
         # Reductions first, agreement second: late gradients are added to a finished sum, on all ranks alike.
         late = self._agree(agreement)
@@ -554,7 +646,7 @@ class Gradients:
         if late:
             self.store.finish_all()
         self.store.end_pass()
-        slots = [slot for filling in self._fillings if not filling.is_whole for slot in filling.bucket.slots]
+        slots = [slot for filling in fillings if not filling.is_whole for slot in filling.bucket.slots]
         if slots:
             with look_only():
                 self.store.finish_slots(slots)
@@ -566,9 +658,26 @@ class Gradients:
         self._held.clear()
         self._learn()
         self._begin_pass()
+        if self.stop_agreed == _LOST:
+            self._judge_loss(lost)
 
-    def _start_agreement(self) -> Callable[[], torch.Tensor]:
-        """Sends the parameters that this rank used, its buckets with late gradients, its wish to stop, and its settings."""
+    def _judge_loss(self, lost: bool | None) -> None:
+        """Raises on all ranks if the backward of one has failed, unless all have failed before the first gradient.
+
+        Args:
+            lost: as of `_finish_pass`.
+        """
+        # A signal on another rank is asked for again in the next pass.
+        self.stop_agreed = 0
+        everyone = self.transport.exchange((dist.get_rank(), lost), "exchange after a failed backward")
+        if all(theirs is False for _, theirs in everyone):
+            self._failure = None
+        else:
+            self._failure = _refusal(ranks=[rank for rank, theirs in everyone if theirs is not None])
+            raise RuntimeError(*self._failure.args)
+
+    def _start_agreement(self, stop: int) -> Callable[[], torch.Tensor]:
+        """Sends the parameters that this rank used, its buckets with late gradients, `stop`, and its settings."""
         used = [
             b"\1" * len(filling.bucket.slots)
             if filling.is_whole
@@ -578,7 +687,7 @@ class Gradients:
         late = bytes([bucket in self._late for bucket in self._buckets]) if self._late else bytes(len(self._buckets))
         self._digest = self._settings.digest()
         # One message for all of these: each message of its own would cost a latency at the end of every backward.
-        local = bytearray(b"".join([*used, late, bytes([self.stop_asked()]), self._digest]))
+        local = bytearray(b"".join([*used, late, bytes([stop]), self._digest]))
         return self.transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
 
     def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
@@ -630,6 +739,15 @@ def _last_hook_of(gradients: Gradients, place: int) -> Callable[[torch.Tensor], 
 def _clear(lists: Iterable[list]) -> None:
     for each in lists:
         each.clear()
+
+
+def _refusal(why: object = None, *, ranks: Sequence[int] = ()) -> RuntimeError:
+    where = f" on {in_words(ranks)}" if ranks else ""
+    reason = "so the ranks no longer agree" if why is None else f"and these could not be reduced: {why}"
+    return RuntimeError(
+        f"hf_zero: the last backward ended with an error{where} after some of its gradients had been taken, {reason}. End the "
+        "run and resume it from a checkpoint."
+    )
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:

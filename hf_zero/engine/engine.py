@@ -195,6 +195,7 @@ class ZeroEngine:
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
+        self._step.gradients.recover()
         row_of = self._parts.row_of
         wanted = row_of if parameters is None else parameters
         rows = rows_with_gradient([row_of[parameter] for parameter in wanted if parameter in row_of])
@@ -294,6 +295,7 @@ class ZeroEngine:
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of a whole parameter, in its shape and the master dtype; None if it has none. Collective."""
+        self._step.gradients.recover()
         return full_gradient(slot_of(parameter, self._parts.slot_of), self.config.comm.meeting_timeout_s)
 
     def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor | object]:

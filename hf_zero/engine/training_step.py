@@ -349,7 +349,7 @@ class TrainingStep:
     ) -> torch.Tensor:
         """See `ZeroEngine.clip_grad_norm_`."""
         nonfinite = self._parts.nonfinite
-        self.gradients.complete()
+        self.gradients.recover()
         self._enter(TrainingState.CLIP)
         asked, is_of_all = self._rows_of(parameters)
         rows = rows_with_gradient(asked)
@@ -416,9 +416,7 @@ class TrainingStep:
         # Agreement before the drop: a micro-batch that one rank repeats alone would leave the others in a collective.
         if not among.agree_max(mine, _FAILED).item():
             return False
-        # Both: `recover` does nothing on ranks whose backward has ended, and their gradients have to go, too.
-        self.gradients.recover()
-        self.gradients.drop()
+        self.gradients.discard()
         self._parts.nonfinite.forget_batches()
         return True
 
@@ -524,9 +522,10 @@ class TrainingStep:
             bucket.allow_norms()
         nonfinite = self._parts.nonfinite
         self._enter(TrainingState.STEP)
-        # Before anything of the step: gathers still read the shards that the optimizer writes.
+        # First: a pass that is ended here gathers the parameters of before the step.
+        self.gradients.recover()
+        # Before anything else of the step: gathers still read the shards that the optimizer writes.
         self._end_reads()
-        self.gradients.complete()
         # A gradient that was only accumulated is this rank's alone: a step would make the ranks differ.
         self.gradients.refuse_unreduced()
         if self.gradients.settings_differ:

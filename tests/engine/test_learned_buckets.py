@@ -1,6 +1,7 @@
 """Buckets whose gradients one hook takes together, and passes that go another way than those before."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -30,14 +31,30 @@ class WithoutGradient(torch.autograd.Function):
         return gradient, None
 
 
+class Failing(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("failed")
+
+
 class Layers(nn.Module):
-    """Four layers in the order of `order`; `undefined` has one of them pass without gradients."""
+    """Four layers in the order of `order`; `undefined` has one of them pass without gradients.
+
+    With `fails_at`, the backward fails after the last so many layers.
+    """
 
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.order: tuple[int, ...] = (0, 1, 2, 3)
         self.undefined: int | None = None
+        self.fails_at: int | None = None
         self.recomputes = self.is_reentrant = False
         self.shown: torch.Tensor | None = None
 
@@ -53,16 +70,19 @@ class Layers(nn.Module):
                 hidden = torch.tanh(layer(hidden))
             if number == 1:
                 self.shown = hidden
+            if self.fails_at == len(self.layers) - 1 - number:
+                hidden = Failing.apply(hidden)
         return hidden.square().mean()
 
 
 class Run:
     """A model in training, by the engine or, as the reference, alone with gradients that are averaged by hand."""
 
-    def __init__(self, model: Layers, stage: int | None):
-        self.model, self.inputs = model, torch.Generator().manual_seed(dist.get_rank())
+    def __init__(self, model: Layers, stage: int | None, **more: object):
+        seed = dist.get_rank() if dist.is_initialized() else 0
+        self.model, self.inputs = model, torch.Generator().manual_seed(seed)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-2)
-        settings = {"stage": stage, "bucket_bytes": 600} | ({"unit_bytes": 0} if stage == 3 else {})
+        settings = {"stage": stage, "bucket_bytes": 600} | ({"unit_bytes": 0} if stage == 3 else {}) | more
         self.engine = None if stage is None else ZeroEngine(model, [self.optimizer], settings)
         # Parameters that DDP would step with zeros although autograd has brought no gradient.
         self.zeroed: list[nn.Parameter] = []
@@ -74,10 +94,17 @@ class Run:
         return nullcontext() if self.engine is None else self.engine.no_sync()
 
     def step(self, *, set_to_none: bool = True) -> None:
-        if self.engine is None:
+        if self.engine is None and dist.is_initialized():
             self._average()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def fail(self, at: int | None, loss: torch.Tensor | None = None) -> None:
+        """A backward that fails after so many layers, and whose error the script catches."""
+        with changed(self.model, fails_at=at):
+            loss = self.forward() if loss is None else loss
+        with nullcontext() if at is None else pytest.raises(ArithmeticError, match="failed"):
+            loss.backward()
 
     def _average(self) -> None:
         for parameter in self.model.parameters():
@@ -214,15 +241,35 @@ def and_a_penalty_in_its_own_backward(run: Run) -> None:
     run.step()
 
 
-# The first reads parameters outside of a pass. The second, with learned buckets or without, makes a rank wait for a reduction
-# while the other one waits for its gather.
-BELOW_STAGE_3 = (and_a_penalty_in_its_own_backward, a_layer_twice_on_rank_1_with_late_gradients)
+def failed_before_any_gradient(run: Run) -> None:
+    run.forward().backward()
+    other = run.forward()
+    run.fail(0)
+    other.backward()
+    run.fail(0)
+    run.step()
+
+
+def failed_on_rank_0_while_gradients_accumulate(run: Run) -> None:
+    with run.accumulating():
+        run.fail(2 if dist.get_rank() == 0 else None)
+    usual(run)
+
+
+# At how many stages they train. The first reads parameters outside of a pass. The second, with learned buckets or without, makes
+# a rank wait for a reduction while the other one waits for its gather. The third reduces each micro-batch from stage 2 on.
+STAGES_OF = {
+    and_a_penalty_in_its_own_backward: 3,
+    a_layer_twice_on_rank_1_with_late_gradients: 3,
+    failed_on_rank_0_while_gradients_accumulate: 2,
+}
 WAYS = [
     *(on_rank_0_a_layer_less, on_all_ranks_a_layer_less, undefined_on_rank_0, undefined_on_all_ranks),
     *(in_another_order, a_layer_twice, a_layer_twice_on_rank_1_with_late_gradients, recomputed),
     *(accumulated_without_communication, accumulated_and_a_layer_less_in_the_last_pass, added_to_a_reduced_gradient),
     *(zeroed_in_place_and_a_layer_less, frozen_for_a_step, a_bias_frozen_for_a_step, for_some_inputs),
-    *(not_through_the_output, and_a_penalty_in_its_own_backward),
+    *(not_through_the_output, and_a_penalty_in_its_own_backward, failed_before_any_gradient),
+    failed_on_rank_0_while_gradients_accumulate,
 ]
 
 
@@ -238,9 +285,9 @@ def values(run: Run) -> list[torch.Tensor]:
 def test_a_pass_that_goes_another_way_trains_as_without_learning(rank, world_size, way: Callable[[Run], None]):
     torch.manual_seed(0)
     model = Layers()
-    for stage in (0, 1, 2) if way in BELOW_STAGE_3 else (0, 1, 2, 3):
+    for stage in range(STAGES_OF.get(way, 4)):
         reference, run = Run(copy.deepcopy(model), None), Run(copy.deepcopy(model), stage)
-        for number, each in enumerate([usual, usual, usual, way, usual, way, usual, usual]):
+        for number, each in enumerate([usual, usual, usual, way, way, usual]):
             each(reference)
             each(run)
             for name, expected, found in zip(dict(model.named_parameters()), values(reference), values(run)):
@@ -286,3 +333,112 @@ def test_a_parameter_with_a_hook_of_the_scripts_own_keeps_its_bucket_watched(ran
             usual(run)
         [filling] = [each for each in run.fillings if parameter in each.slot_of]
         assert filling.last is None and len(seen) == 4
+
+
+# ---- A backward that fails, and whose exception the script catches. Each: (run, after how many layers it fails) ----
+
+
+def then_a_forward(run: Run, at: int | None) -> None:
+    run.fail(at)
+    run.fail(at)
+    usual(run)
+
+
+def then_a_backward_alone(run: Run, at: int | None) -> None:
+    other = run.forward()
+    run.fail(at)
+    other.backward()
+    run.step()
+
+
+def then_zeroed(run: Run, at: int | None) -> None:
+    run.fail(at)
+    run.optimizer.zero_grad()
+    usual(run)
+
+
+def then_zeroed_by_the_model(run: Run, at: int | None) -> None:
+    run.fail(at)
+    run.model.zero_grad()
+    usual(run)
+
+
+def then_zeroed_in_place(run: Run, at: int | None) -> None:
+    run.fail(at)
+    run.optimizer.zero_grad(set_to_none=False)
+    run.step()
+
+
+def then_stepped_at_once(run: Run, at: int | None) -> None:
+    run.fail(at)
+    run.step()
+
+
+def then_clipped(run: Run, at: int | None) -> None:
+    run.fail(at)
+    if run.engine is None:
+        # torch's own function fails without any gradient.
+        for gradient in (p.grad for p in run.model.parameters() if p.grad is not None):
+            gradient.clamp_(-1e-3, 1e-3)
+    else:
+        run.engine.clip_grad_norm_(1e6)
+        run.engine.clip_grad_value_(1e-3)
+    run.step()
+
+
+def after_another_backward(run: Run, at: int | None) -> None:
+    run.forward().backward()
+    then_a_forward(run, at)
+
+
+def while_gradients_accumulate(run: Run, at: int | None) -> None:
+    with run.accumulating():
+        run.forward().backward()
+        run.fail(at)
+    usual(run)
+
+
+def after_gradients_accumulated(run: Run, at: int | None) -> None:
+    with run.accumulating():
+        run.forward().backward()
+    then_stepped_at_once(run, at)
+
+
+FAILURES = [
+    *(then_a_forward, then_a_backward_alone, then_zeroed, then_zeroed_by_the_model, then_zeroed_in_place),
+    *(then_stepped_at_once, then_clipped, after_another_backward, while_gradients_accumulate),
+    after_gradients_accumulated,
+]
+OFFLOADED = {"optimizer": "cpu"}
+PLACES = [(stage, {}) for stage in range(4)]
+PLACES += [(1, {"offload": OFFLOADED}), (2, {"offload": OFFLOADED}), (3, {"offload": OFFLOADED | {"params": "cpu"}})]
+
+
+@pytest.mark.parametrize("way", FAILURES, ids=lambda way: way.__name__)
+def test_one_rank_goes_on_after_a_caught_failure_of_a_backward_as_plain_torch(way: Callable[[Run, int | None], None]):
+    for number, (stage, more) in enumerate(PLACES):
+        torch.manual_seed(0)
+        model = Layers()
+        reference, run = Run(copy.deepcopy(model), None), Run(copy.deepcopy(model), stage, **more)
+        # Watched buckets first, and learned ones later. It fails before, between and after the gradients.
+        for step, at in enumerate([number % 4, None, None, None, (number + 1) % 4, 3]):
+            for each in (reference, run):
+                usual(each) if at is None else way(each, at)
+            for expected, found in zip(values(reference), values(run)):
+                assert torch.equal(found, expected), (stage, more, step)
+
+
+@on_shared_ranks
+def test_all_of_several_ranks_raise_before_a_step_that_follows_a_failed_backward(rank, world_size):
+    torch.manual_seed(0)
+    model = Layers()
+    ways = itertools.cycle(FAILURES[:-2])
+    for stage, who in itertools.product(range(4), ([0], [1], [0, 1])):
+        for way in itertools.islice(ways, 2):
+            run = Run(copy.deepcopy(model), stage)
+            usual(run)
+            at = 2 if rank in who else None
+            named = "ranks 0, 1" if len(who) == 2 else f"rank {who[0]}"
+            for each in (way, way):
+                with pytest.raises(RuntimeError, match=f"last backward ended with an error on {named} after"):
+                    each(run, at)

@@ -79,7 +79,7 @@ ROWS = {
     "parameters of several models": "Clipping parameters of several models",
     "out of optimizer.param_groups": "a norm of gradients in `optimizer.param_groups`",
     "of a gradient in optimizer.param_groups": "a norm of gradients in `optimizer.param_groups`",
-    "ended with an error after some": "ended with an error when some gradients",
+    "the last backward ended with an error{} after some": "backward that ended with an error",
     "the gradient norm is": "NaN or infinite gradients",
     "have diverged": "copies that have diverged",
     "has changed by itself": "values that one rank alone has and that changed by themselves",
