@@ -3,7 +3,6 @@
 import sys
 import weakref
 from abc import ABCMeta
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -172,6 +171,8 @@ def engine_attached_to(holder: nn.Module | nn.Parameter) -> Any:
 # ---- Tensors in what a forward takes and returns, and whether a forward is a recomputation ----
 
 _LEAVES = frozenset({type(None), bool, int, float, str})
+_PLAIN = _LEAVES | {torch.Tensor, nn.Parameter}
+_IS_TENSOR: Callable[[object], bool] = torch.Tensor.__instancecheck__
 
 
 def differentiable_tensors(value: object) -> list[torch.Tensor]:
@@ -193,7 +194,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return []
     found = []
     if kind is tuple or kind is list or kind is dict:
-        for item in value.values() if kind is dict else value:
+        items = value.values() if kind is dict else value
+        if _PLAIN.issuperset(map(type, items)):
+            # Nearly always: in a loop in C.
+            return list(filter(_IS_TENSOR, items))
+        for item in items:
             if isinstance(item, torch.Tensor):
                 found.append(item)
             elif type(item) not in _LEAVES:
@@ -216,7 +221,8 @@ def is_in_backward() -> bool:
 
 def set_all(owners: Iterable[Any], name: str, values: Iterable[Any]) -> None:
     """Sets an attribute of many objects in a loop in C, which takes a tenth of a loop in Python."""
-    deque(map(setattr, owners, repeat(name), values), maxlen=0)
+    # `setattr` returns None, so `any` goes on to the end.
+    any(map(setattr, owners, repeat(name), values))
 
 
 # ---- A call after the import of another package ----

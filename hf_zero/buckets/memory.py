@@ -37,6 +37,7 @@ def clear_padding(flat: torch.Tensor, layout: BucketLayout, part: Interval | Non
 # Memory of a bucket's parameters: unsharded all the time, or a shard, with a buffer that all-gathers fill for a while.
 
 _DTYPE = attrgetter("dtype")
+_NOTHING = nullcontext()
 
 
 class ParameterMemory(ABC):
@@ -204,7 +205,11 @@ class GatheredMemory(ParameterMemory):
     Attributes:
         read_as: what parameters are cast to when they are gathered, where that is not the param dtype.
         edits_last: the shard is a part of `flat`, so that edits of that change it at once.
+        casts: the shard is of another dtype than `flat`.
+        is_fetched: the shard is offloaded.
     """
+
+    is_fetched = False
 
     def __init__(
         self,
@@ -224,13 +229,19 @@ class GatheredMemory(ParameterMemory):
             # Outside of `flat`, which cannot hold the digits of another dtype: a gather casts from here.
             self._own = allocate(layout.shard_numel, kept, device)
         self.edits_last = kept == dtype and self._reservation.in_place
+        self.casts = kept not in (None, dtype)
         self._shard = shard
         self.shown = self.flat = self._reservation.flat
+        # Cut once: each gather needs this part, and torch makes no view of a storage without memory.
+        self._own_of_flat = self.flat[shard.start : shard.stop]
         self._mark = _mark_of(dtype)
         self._absent = torch.full((), self._mark, dtype=dtype, device=self.flat.device)
         self.is_readable = False
         self.read_as: torch.dtype | None = None
-        self._absences: list[torch.Tensor] | None = None
+        self._absences: list[torch.Tensor] = []
+        # The classes of the parameters, in their order, when `set_all_data` last hid them, before and after.
+        self._kinds: list[type] = []
+        self._hidden_kinds: list[type] = []
 
     @property
     def own(self) -> torch.Tensor:
@@ -238,7 +249,7 @@ class GatheredMemory(ParameterMemory):
 
     @property
     def source(self) -> torch.Tensor:
-        return self.own_place if self.is_rounded else self.own
+        return self._own_of_flat if self.casts and self.shown is self.flat else self._own
 
     @property
     def lasting_bytes(self) -> int:
@@ -248,11 +259,6 @@ class GatheredMemory(ParameterMemory):
     def passing_bytes(self) -> int:
         """Bytes that `gather` takes and `drop` gives back."""
         return self.flat.nbytes - (self.own.nbytes if self.edits_last else 0)
-
-    @property
-    def casts(self) -> bool:
-        """Whether the shard is of another dtype than `flat`."""
-        return self.own.dtype != self.flat.dtype
 
     @property
     def is_shown_exactly(self) -> bool:
@@ -272,7 +278,7 @@ class GatheredMemory(ParameterMemory):
     @property
     def own_place(self) -> torch.Tensor:
         """This rank's part of `shown`."""
-        return self.shown[self._shard.start : self._shard.stop]
+        return self.shown[self._shard.start : self._shard.stop] if self.is_shown_exactly else self._own_of_flat
 
     def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
         """Gives `shown` memory, to be filled from each rank's `source` by an all-gather that is started inside.
@@ -281,9 +287,9 @@ class GatheredMemory(ParameterMemory):
             exactly: in the dtype of the shard, where `flat` has another.
         """
         self._make_room(exactly=exactly)
-        if self.is_rounded:
-            self.own_place.copy_(self.own)
-        return nullcontext()
+        if self.casts and self.shown is self.flat:
+            self._own_of_flat.copy_(self._own)
+        return _NOTHING
 
     def arrive(self) -> None:
         """Called before that all-gather is finished."""
@@ -349,19 +355,34 @@ class GatheredMemory(ParameterMemory):
 
     def set_all_data(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
         """`set_data` for all of the bucket's, in its order. Each layer comes here four times a step."""
+        is_whole = self.is_readable
+        if self.read_as is None and self.shown is self.flat:
+            kinds = list(map(type, parameters))
+            if kinds == (self._hidden_kinds if is_whole else self._kinds):
+                # Nearly always: as below, with the classes of last time.
+                # Without torch's question: a guarded parameter refuses new data, the engine's too.
+                with look_only():
+                    set_all(parameters, "data", places if is_whole else self._absences)
+                    set_all(parameters, "__class__", self._kinds if is_whole else self._hidden_kinds)
+                return
         if self.read_as is not None:
             for parameter, place in zip(parameters, places):
                 self.set_data(parameter, place)
             return
-        # Made once: each unit comes here four times a step, and expanding costs the host a call a parameter.
-        if self._absences is None:
+        if not self._absences:
+            # Made once: expanding costs the host a call a parameter.
             self._absences = [self._absent.expand(place.shape) for place in places]
         if self.is_shown_exactly:
             places = list(map(self._shown_at, places))
-        # Without torch's question: a guarded parameter refuses new data, the engine's too.
         with look_only():
-            set_all(parameters, "data", places if self.is_readable else self._absences)
-            (show_all if self.is_readable else hide_all)(parameters)
+            set_all(parameters, "data", places if is_whole else self._absences)
+            if is_whole:
+                show_all(parameters)
+            elif not all_are_hidden(parameters):
+                show_all(parameters)
+                self._kinds = list(map(type, parameters))
+                hide_all(parameters)
+                self._hidden_kinds = list(map(type, parameters))
 
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         # First: a guarded parameter refuses new data, the engine's too.
@@ -407,6 +428,8 @@ class OffloadedMemory(GatheredMemory):
         values: the shard.
     """
 
+    is_fetched = True
+
     def __init__(
         self,
         layout: BucketLayout,
@@ -418,6 +441,7 @@ class OffloadedMemory(GatheredMemory):
     ):
         super().__init__(layout, dtype, device, shard, kept=None)
         self._values = values
+        self.casts = values.values.dtype != dtype
         self._queue = side_queue(device)
         self._copied = self._queue.mark()
 

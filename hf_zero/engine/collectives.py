@@ -411,11 +411,12 @@ def _only_gradients_are_read() -> bool:
     return False
 
 
-_PARAMETERS, _OWN = itemgetter("_parameters"), attrgetter("own")
+PARAMETERS_IN, _OWN = itemgetter("_parameters"), attrgetter("own")
 
 
-def _set_parameters(attributes: Iterable[dict[str, Any]], dicts: Iterable[dict[str, Any]]) -> None:
-    deque(map(dict.__setitem__, attributes, repeat("_parameters"), dicts), maxlen=0)
+def put_parameters(attributes: Iterable[dict[str, Any]], dicts: Iterable[dict[str, Any]]) -> None:
+    """Sets the `_parameters` of modules whose attributes are given, in a loop in C."""
+    any(map(dict.__setitem__, attributes, repeat("_parameters"), dicts))
 
 
 class ParameterGather:
@@ -461,11 +462,11 @@ class ParameterGather:
             _ARRIVING.guard(started.parameters)
             # Past `nn.Module.__getattr__`, and in loops in C, for speed.
             attributes, modules = self._attributes_of[started], self._shared_of[started]
-            owns = list(map(_PARAMETERS, attributes))
+            owns = list(map(PARAMETERS_IN, attributes))
             if {dict}.issuperset(map(type, owns)):
                 handed_out = list(map(_HandedOut, owns))
                 set_all(handed_out, "own", owns)
-                _set_parameters(attributes, handed_out)
+                put_parameters(attributes, handed_out)
             else:
                 modules = self._modules_of[started]
             for module in modules:
@@ -491,13 +492,13 @@ class ParameterGather:
             self.replicas.arrived(bucket)
         _ARRIVING.unguard(bucket.parameters)
         attributes, modules = self._attributes_of[bucket], self._shared_of[bucket]
-        handed_out: list[Any] = list(map(_PARAMETERS, attributes))
+        handed_out: list[Any] = list(map(PARAMETERS_IN, attributes))
         if {_HandedOut}.issuperset(map(type, handed_out)):
             owns = list(map(_OWN, handed_out))
             # As below.
             deque(map(dict.clear, owns), maxlen=0)
             deque(map(dict.update, owns, handed_out), maxlen=0)
-            _set_parameters(attributes, owns)
+            put_parameters(attributes, owns)
         else:
             modules = self._modules_of[bucket]
         for module in modules:

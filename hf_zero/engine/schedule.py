@@ -11,6 +11,8 @@ decoder's encoder states) in another order than plain autograd does.
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -103,6 +105,11 @@ class AgreedOrder:
         """Returns the number of a unit's gather."""
         return unit + self._units if backward else unit
 
+    @property
+    def following(self) -> int | None:
+        """The gather that comes next on all ranks; None if that is not known."""
+        return self._next.get(self._last)
+
     def expected(self, count: int) -> list[int]:
         """Returns up to `count` gathers that come next on all ranks."""
         found: list[int] = []
@@ -123,6 +130,13 @@ class AgreedOrder:
         Args:
             wanted: False for one that is expected, and that this rank may not compute with.
         """
+        last = self._last
+        if self._next.get(last) == number and (number < self._units or not (self.is_apart or last >= self._first_end)):
+            # Nearly always: as below, for a gather that is expected.
+            self._note(number)
+            if wanted:
+                self.use(number)
+            return
         strayed, is_backward = None, self._units <= number < self._first_end or number == self.backward_end
         while True:
             following = self._next.get(self._last)
@@ -140,16 +154,19 @@ class AgreedOrder:
                 # The rank goes on with the expected gather, as the others do. The next agreement ends the expectation for all.
                 strayed = self._last
             if following < self._first_end:
-                self._last = following
-                self._since_end.append(following)
-                # With the step: a rank that gathers the right layers a step too early is found, too.
-                self._checksum = zlib.crc32(_GATHERED.pack(following, self.steps), self._checksum)
+                self._note(following)
             if following == number:
                 break
             if following < self._first_end:
                 self._take_part(following)
         if wanted:
             self.use(number)
+
+    def _note(self, number: int) -> None:
+        self._last = number
+        self._since_end.append(number)
+        # With the step: a rank that gathers the right layers a step too early is found, too.
+        self._checksum = zlib.crc32(_GATHERED.pack(number, self.steps), self._checksum)
 
     def _agree(self, number: int, strayed: int | None) -> int:
         """Tells the other ranks which gather or end this rank needs, and returns the one that is next on all.
@@ -173,15 +190,14 @@ class AgreedOrder:
                 "hf_zero: a rank has run a layer by itself while others had stepped already, so layers were gathered from two "
                 "steps. Call layers outside of the model's forward on all ranks, or inside `with hf_zero.gathered(model):`."
             )
-        for each in range(count):
-            if heard[2 * count + each]:
-                self._doubt(each)
-        needed = [each for each in range(count) if heard[each]]
+        for each in compress(range(count), heard[2 * count :]):
+            self._doubt(each)
+        needed = list(compress(range(count), heard))
         self.is_apart |= len(needed) > 1
         # All ranks have heard the same and have learnt the same order: each chooses the same gather.
         chosen = min(needed, key=self._rank_of)
         if chosen >= self._first_end:
-            self._reach_end(chosen, [bool(used) for used in heard[count : 2 * count]])
+            self._reach_end(chosen, heard[count : 2 * count])
             return chosen
         if chosen not in self._place:
             self._learn_place(chosen, self._before(number, chosen) if len(needed) > 1 else self._last)
@@ -238,17 +254,21 @@ class AgreedOrder:
             self._unsure[number] = min(4 * self._unsure[number] or 1, _MOST_UNSURE) if number in self._unsure else 0
             self._unanimous.pop(number, None)
 
-    def _reach_end(self, end: int, used: list[bool]) -> None:
+    def _reach_end(self, end: int, used: Sequence[int]) -> None:
         # What no rank has used is not gathered again without a word.
-        before, was_used = self._end, True
-        for number in self._since_end:
-            if was_used and not used[number]:
-                self._doubt(before)
-            before, was_used = number, used[number]
+        if not all(map(used.__getitem__, self._since_end)):
+            before, was_used = self._end, 1
+            for number in self._since_end:
+                if was_used and not used[number]:
+                    self._doubt(before)
+                before, was_used = number, used[number]
         self._last = self._end = self._own_last = end
         self._since_end.clear()
         self._told = 0
         self._used.clear()
+
+
+_VERSION, _PASSING_BYTES = attrgetter("_version"), attrgetter("passing_bytes")
 
 
 class Unsharding:
@@ -287,6 +307,10 @@ class Unsharding:
         self._wire = wire
         self._kept: set[Unit] = set()
         self.units = [root, *layers]
+        self._not_sharded: dict[Unit, None] = {}
+        for unit in self.units:
+            unit.not_sharded = self._not_sharded
+        self._fetches = any(unit.is_fetched for unit in self.units)
         self._prefetch = prefetch
         self.reshards_after_forward = reshard_after_forward
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
@@ -321,7 +345,8 @@ class Unsharding:
 
     def before_forward(self, unit: Unit, inputs: object = ()) -> None:
         """Makes `unit` whole for its forward, or for its recomputation inside a backward."""
-        self._versions[unit] = {id(tensor): tensor._version for tensor in _with_bases(differentiable_tensors(inputs))}
+        tensors = _with_bases(differentiable_tensors(inputs))
+        self._versions[unit] = dict(zip(map(id, tensors), map(_VERSION, tensors)))
         if is_in_backward():
             self.before_backward(unit)
             return
@@ -354,7 +379,7 @@ class Unsharding:
         backward_follows = self._backward_follows
         # Backward begins with the last layer, which stays. Those before it would lie beside the logits, where memory peaks, and
         # are gathered again while the last one's backward runs.
-        may_be_last = backward_follows and not (self._ahead or self._order.expected(1))
+        may_be_last = backward_follows and not self._ahead and self._order.following is None
         if unit is self._root:
             if not backward_follows:
                 self._drop_all()
@@ -407,7 +432,7 @@ class Unsharding:
         if is_transformed():
             return
         # Also those that the forward has left whole: of these no gather has told how far another rank has come.
-        self._done_with += [unit for unit in self.units if unit is not self._root and not unit.is_sharded]
+        self._done_with += self._in_order(unit for unit in self._not_sharded if unit is not self._root)
         self._order.reach(self._order.backward_end)
         self._done_with.clear()
 
@@ -463,7 +488,7 @@ class Unsharding:
         self._drop_all()
         # Copies inside a node are of the values before the step.
         self._wire.forward.forget()
-        for unit in self.units:
+        for unit in self.units if self._fetches else ():
             # A fetch under way has the values before the step, and reads memory that the step writes.
             unit.forget_fetch()
         self._refuse_unseen_edits()
@@ -490,28 +515,37 @@ class Unsharding:
     # ---- how ----
 
     def _use(self, unit: Unit, *, backward: bool) -> None:
-        if self._at is unit and unit is not self._root and unit.state is UnitState.UNSHARDED:
+        root = self._root
+        if self._at is unit and unit is not root and unit.state is UnitState.UNSHARDED:
             # The next layer of the same unit.
             return
-        self._at = unit
-        # Those before it were passed over.
-        del self._ahead[: self._ahead.index(unit) + 1 if unit in self._ahead else 0]
-        if self.reshards_after_forward and unit is not self._root:
-            wanted = {unit, self._root, *self._ahead, *self._running}
-            done = [other for other in self.units if not other.is_sharded and other not in wanted]
-            if backward:
-                self._done_with += done
-            # Release before gather: else the new layer's memory comes on top of the one that is done.
-            self._drop(done)
+        self._at, ahead = unit, self._ahead
+        if unit in ahead:
+            # Those before it were passed over.
+            del ahead[: ahead.index(unit) + 1]
+        if self.reshards_after_forward and unit is not root:
+            wanted = {unit, root, *ahead, *self._running}
+            if not wanted.issuperset(self._not_sharded):
+                done = self._in_order(self._not_sharded.keys() - wanted)
+                if backward:
+                    self._done_with += done
+                # Release before gather: else the new layer's memory comes on top of the one that is done.
+                self._drop(done)
         # This unit's gather first, the prefetches behind: the link serves them in order, and this one is waited for.
         self._reach(unit, backward=backward)
-        while len(self._ahead) < self._prefetch and self._has_room():
+        while len(ahead) < self._prefetch and self._has_room():
             if not self._gather_expected(backward=backward):
                 break
-        # What a gather takes its shard from may itself be slow: it is read while the gathers before it run.
-        following = self._order.expected(self._prefetch + 1 - len(self._ahead))
-        self._fetch([self.units[number % len(self.units)] for number in following])
-        self._finish(unit)
+        if self._fetches:
+            # What a gather takes its shard from may itself be slow: it is read while the gathers before it run.
+            following = self._order.expected(self._prefetch + 1 - len(ahead))
+            self._fetch([self.units[number % len(self.units)] for number in following])
+        if unit.state is UnitState.UNSHARDING:
+            unit.finish_unshard()
+
+    def _in_order(self, units: Iterable[Unit]) -> list[Unit]:
+        """Sorts units as the schedule has them, which is the same order on all ranks."""
+        return sorted(units, key=self._numbers.__getitem__)
 
     def _reach(self, unit: Unit, *, backward: bool) -> None:
         """Starts a unit's gather, in the order of all ranks, unless the unit is whole."""
@@ -524,13 +558,13 @@ class Unsharding:
 
     def _gather_expected(self, *, backward: bool) -> bool:
         """Starts the gather that comes next on all ranks, ahead of its use; returns whether there is one."""
-        following = self._order.expected(1)
-        if not following:
+        following, count = self._order.following, len(self.units)
+        if following is None or (following >= count) is not backward:
             return False
-        unit = self.units[following[0] % len(self.units)]
-        if following[0] != self._order.number(self._numbers[unit], backward=backward) or not unit.is_sharded:
+        unit = self.units[following % count]
+        if not unit.is_sharded:
             return False
-        self._order.reach(following[0], wanted=False)
+        self._order.reach(following, wanted=False)
         self._start_for(unit, backward=backward)
         self._ahead.append(unit)
         return True
@@ -538,6 +572,9 @@ class Unsharding:
     def _start_for(self, unit: Unit, *, backward: bool) -> None:
         if backward:
             self._start(unit, self._wire.backward)
+            return
+        if torch.is_grad_enabled() is self._backward_follows:
+            self._start(unit, self._wire.forward)
             return
         # Reentrant checkpointing runs a layer without gradients, which a rank that skips the layer does not: both must keep the
         # part that `comm.secondary_shard` asks for, or none.
@@ -578,16 +615,16 @@ class Unsharding:
 
     def _has_room(self) -> bool:
         """Whether one more layer may be gathered ahead of its use."""
-        passing = [unit for unit in self.units if not (unit.is_sharded or unit.holds or unit is self._root)]
+        passing = [unit for unit in self._not_sharded if not (unit.holds or unit is self._root)]
         return len(passing) <= self._prefetch or not self.reshards_after_forward
 
     def _start(self, unit: Unit, gather: Gather) -> None:
         if unit.is_sharded:
             unit.start_unshard(gather)
             # A kept unit counts, although its state is sharded: this rank has its parameters whole.
-            whole = [other for other in self.units if not other.is_sharded or other in self._kept]
-            gathered = sum([other.passing_bytes for other in whole])
-            self.peak_bytes = max(self.peak_bytes, gathered)
+            gathered = sum(map(_PASSING_BYTES, self._not_sharded.keys() | self._kept))
+            if gathered > self.peak_bytes:
+                self.peak_bytes = gathered
 
     @staticmethod
     def _finish(unit: Unit) -> None:
@@ -597,8 +634,9 @@ class Unsharding:
     def _drop(self, units: Iterable[Unit]) -> None:
         for unit in () if self._keeps_all else units:
             if not unit.is_sharded and not unit.holds:
-                # A gather under way writes to the memory that the reshard gives back.
-                self._finish(unit)
+                if unit.state is UnitState.UNSHARDING:
+                    # A gather under way writes to the memory that the reshard gives back.
+                    unit.finish_unshard()
                 unit.reshard(keeps=unit in self._kept)
 
     def _drop_all(self) -> None:
@@ -607,7 +645,7 @@ class Unsharding:
             return
         # Emptied first: `_drop` would keep these once more.
         kept, self._kept = self._kept, set()
-        self._drop(self.units)
+        self._drop(self._in_order(self._not_sharded))
         for unit in kept:
             if unit.is_sharded:
                 unit.let_go()

@@ -3,9 +3,10 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from operator import is_
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from ..buckets.bucket import ParameterSlot
+from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.packed import CodesInPlace, PackedPlaces, beside_packed, take_out_scales
 from ..buckets.sharded import ShardedParametersError, are_hidden, show_values
 from ..comm.transport import Transport
@@ -21,6 +22,7 @@ from ..config import ZeroConfig
 from ..hooks import WeakHook, engine_attached_to, look_only
 from ..optimizer.holder import StateHolder
 from .buffers import place_buffers
+from .collectives import PARAMETERS_IN, put_parameters
 from .compiled import CompiledLayers
 from .gathered import IN_GATHERED, GatheredParameters
 from .schedule import Unsharding
@@ -58,24 +60,24 @@ class ShardedParameters(dict):
         super().__init__()
         self.slots = dict(slots)
         # Nearly every module's parameters are of one unit.
-        self._unit, *self._others = dict.fromkeys(unit for unit, _ in slots.values())
+        self.units = list(dict.fromkeys(unit for unit, _ in slots.values()))
         self._schedule = schedule
         self._module = module
         # The module's own dict, which takes this one's place again.
-        self._stock: dict[str, nn.Parameter | None] = {}
+        self.stock: dict[str, nn.Parameter | None] = {}
 
     def follow_units(self) -> None:
-        """Follows a change of state of one of the units. Each module of each unit comes here twice in a pass."""
+        """Follows a change of state of one of the units."""
         # Past `nn.Module.__getattr__`, for speed.
         held: Any = self._module.__dict__["_parameters"]
-        if not (self._unit.is_sharded or (self._others and any([unit.is_sharded for unit in self._others]))):
+        if not any([unit.is_sharded for unit in self.units]):
             if held is self:
-                self._module.__dict__["_parameters"] = self._stock
+                self._module.__dict__["_parameters"] = self.stock
             return
         if held is self:
             return
-        if held is not self._stock:
-            self._stock = held
+        if held is not self.stock:
+            self.stock = held
             self.clear()
         self.update(held)
         if len(self) != len(held):
@@ -87,7 +89,7 @@ class ShardedParameters(dict):
     def remove(self) -> None:
         """Restores the module's own dict, in any state."""
         if self._module.__dict__["_parameters"] is self:
-            self._module.__dict__["_parameters"] = self._stock
+            self._module.__dict__["_parameters"] = self.stock
 
     def _before_read(self, name: str) -> None:
         # Outside a pass a read is a look at shape or dtype, maybe on one rank alone. What is whole is read as it is: its layer is
@@ -102,14 +104,14 @@ class ShardedParameters(dict):
     def __setitem__(self, name: str, value) -> None:
         # In both dicts, here and in the two methods below: the module's own takes this one's place when the units are whole.
         super().__setitem__(name, value)
-        self._stock[name] = value
+        self.stock[name] = value
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
-        del self._stock[name]
+        del self.stock[name]
 
     def pop(self, name: str, *default):
-        self._stock.pop(name, None)
+        self.stock.pop(name, None)
         return super().pop(name, *default)
 
     def __deepcopy__(self, memo: dict):
@@ -117,6 +119,43 @@ class ShardedParameters(dict):
 
     def __reduce_ex__(self, protocol: SupportsIndex):
         raise _refusal("pickled")
+
+
+class UnitModules:
+    """The modules whose sharded parameters are all of one unit: their dicts are exchanged together, in loops in C.
+
+    Args:
+        modules: with what takes the place of their dicts.
+    """
+
+    def __init__(self, unit: Unit, modules: Mapping[nn.Module, ShardedParameters]):
+        self._unit = unit
+        # Past `nn.Module.__getattr__`, for speed.
+        self._attributes = [module.__dict__ for module in modules]
+        self._sharded = list(modules.values())
+        self._stocks: list[dict] = []
+        self._follow_each()
+
+    def follow_unit(self) -> None:
+        """Follows a change of state of the unit. Each unit comes here twice in a pass."""
+        held = list(map(PARAMETERS_IN, self._attributes))
+        if not self._unit.is_sharded:
+            if all(map(is_, held, self._sharded)):
+                put_parameters(self._attributes, self._stocks)
+                return
+        elif all(map(is_, held, self._stocks)):
+            # `update` returns None, so `any` goes on to the end.
+            any(map(dict.update, self._sharded, held))
+            # Otherwise a module's own dict has lost a name.
+            if list(map(len, self._sharded)) == list(map(len, held)):
+                put_parameters(self._attributes, self._sharded)
+                return
+        self._follow_each()
+
+    def _follow_each(self) -> None:
+        for each in self._sharded:
+            each.follow_units()
+        self._stocks = [each.stock for each in self._sharded]
 
 
 def _refusal(verb: str) -> ShardedParametersError:
@@ -474,6 +513,7 @@ class ShardedModel:
         self.gathered = GatheredParameters(
             self.unit_of, self.schedule, transport, holder, device, config.comm.meeting_timeout_s
         )
+        self._unit_of_bucket = {bucket: unit for unit in self.schedule.units for bucket in unit.buckets}
         self.edits = 0
         self._sharded = self._guard_modules()
         self._methods = ModuleMethods(model, self._sharded, self.gathered)
@@ -578,13 +618,12 @@ class ShardedModel:
         self.edits += 1
         return True
 
-    def follow_step(self, stepped: Iterable[ParameterSlot]) -> None:
-        """Counts a step's writes to parameters as no edits of the script's."""
-        for slot in stepped:
-            # A parameter of one rank alone, as of an expert that is on no other rank, is in no unit.
-            found = self.unit_of.get(slot.parameter)
-            if found is not None:
-                found[0].follow_step(slot)
+    def follow_step(self, bucket: Bucket, stepped: Sequence[ParameterSlot]) -> None:
+        """Counts a step's writes to parameters of a bucket as no edits of the script's."""
+        # A parameter of one rank alone, as of an expert that is on no other rank, is in no unit.
+        unit = self._unit_of_bucket.get(bucket)
+        if unit is not None:
+            unit.follow_step(bucket, stepped)
 
     def _move_to_meta(self) -> None:
         on_meta = {p: nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in self.unit_of}
@@ -611,8 +650,14 @@ class ShardedModel:
         for module in self._model.modules():
             slots = {name: self.unit_of[p] for name, p in module._parameters.items() if p in self.unit_of}
             if slots:
-                sharded = found[module] = ShardedParameters(module, slots, self.schedule)
-                for unit in {unit for unit, _ in slots.values()}:
+                found[module] = ShardedParameters(module, slots, self.schedule)
+        for unit in self.schedule.units:
+            modules = {module: sharded for module, sharded in found.items() if sharded.units == [unit]}
+            if modules:
+                unit.followers.append(UnitModules(unit, modules).follow_unit)
+        for sharded in found.values():
+            if len(sharded.units) > 1:
+                for unit in sharded.units:
                     unit.followers.append(sharded.follow_units)
                 sharded.follow_units()
         return found

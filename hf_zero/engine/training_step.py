@@ -652,7 +652,7 @@ class TrainingStep:
             if not bucket.rows_are_parameters:
                 stepped = bucket.end_step()
                 if self._gathers_layers:
-                    parts.sharded.follow_step(stepped)
+                    parts.sharded.follow_step(bucket, stepped)
             # Gradients go before the gathers begin: their memory is free for the buffers of these.
             self.store.release(bucket)
         if parts.replicas is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cached_property
+from itertools import accumulate
 from operator import attrgetter
 from typing import cast
 
@@ -10,6 +11,7 @@ import torch
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.memory import GatheredMemory
+from ..buckets.sharded import all_are_hidden
 from ..comm.transport import Handle
 from ..hooks import look_only
 from ..optimizer.replicas import checksum
@@ -132,10 +134,12 @@ class Unit:
         modules: names of the layers' modules.
         buckets: the unit's.
         memories: theirs, which are gathered and dropped.
+        is_fetched: some of these memories are offloaded, and are fetched before a gather.
         gather: what the parameters were last gathered by.
         unseen: looks for edits that autograd does not count.
         state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
         is_sharded: the state is SHARDED.
+        not_sharded: the units that are not, of all that one schedule gathers.
         holds: how many users keep it from being resharded.
         followers: called after each change between whole and sharded.
     """
@@ -146,14 +150,17 @@ class Unit:
         self.buckets = list(buckets)
         self.memories = {bucket: cast(GatheredMemory, bucket.memory) for bucket in self.buckets}
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self.is_fetched = any(memory.is_fetched for memory in self.memories.values())
         self.state = UnitState.SHARDED
         self.is_sharded = True
+        self.not_sharded: dict[Unit, None] = {}
         self.holds = 0
         self.followers: list[Callable[[], None]] = []
         self.gather: Gather | None = None
         self._handles: list[Handle] = []
         self._parameters = [slot.parameter for slot in self.slots]
-        self._index_of = {slot: index for index, slot in enumerate(self.slots)}
+        ends = list(accumulate(len(bucket.slots) for bucket in self.buckets))
+        self._part_of = {bucket: slice(end - len(bucket.slots), end) for bucket, end in zip(self.buckets, ends)}
         self._versions = list(map(_VERSION, self._parameters))
         self.unseen = UnseenEdits()
 
@@ -182,10 +189,12 @@ class Unit:
 
     def start_unshard(self, gather: Gather) -> None:
         """SHARDED → UNSHARDING: starts the all-gathers."""
-        self._leave(UnitState.SHARDED)
+        if not self.is_sharded:
+            raise self._misplaced(UnitState.SHARDED)
         # Before the gather writes: an edit of the sharded parameter would be overwritten unseen.
         self._refuse_edits()
         self.state, self.is_sharded = UnitState.UNSHARDING, False
+        self.not_sharded[self] = None
         self.gather = gather
         for bucket, memory in self.memories.items():
             with memory.gather(exactly=gather.is_exact):
@@ -193,9 +202,11 @@ class Unit:
 
     def finish_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: waits for them and makes the parameters whole."""
-        self._leave(UnitState.UNSHARDING)
-        for memory in self.memories.values():
-            memory.arrive()
+        if self.state is not UnitState.UNSHARDING:
+            raise self._misplaced(UnitState.UNSHARDING)
+        if self.is_fetched:
+            for memory in self.memories.values():
+                memory.arrive()
         while self._handles:
             self._handles.pop(0).finish()
         self.state = UnitState.UNSHARDED
@@ -212,13 +223,15 @@ class Unit:
         Raises:
             RuntimeError: an edit cannot be taken in.
         """
-        self._leave(UnitState.UNSHARDED)
+        if self.state is not UnitState.UNSHARDED:
+            raise self._misplaced(UnitState.UNSHARDED)
         if list(map(_VERSION, self._parameters)) != self._versions:
             # Counted edits take the whole values into the shard, and uncounted ones along: then nothing is lost.
             self._take_in_edits()
         elif self.unseen.watches:
             self.unseen.refuse(self.buckets)
         self.state, self.is_sharded = UnitState.SHARDED, True
+        del self.not_sharded[self]
         if keeps:
             for bucket, memory in self.memories.items():
                 memory.stay()
@@ -251,9 +264,15 @@ class Unit:
             torch.autograd.graph.increment_version(slot.parameter)
         self.forget_edits()
 
-    def follow_step(self, slot: ParameterSlot) -> None:
-        """Counts a step's write to a parameter as no edit of the script's."""
-        self._versions[self._index_of[slot]] += 1
+    def follow_step(self, bucket: Bucket, stepped: Sequence[ParameterSlot]) -> None:
+        """Counts a step's writes to parameters of a bucket as no edits of the script's."""
+        part, versions = self._part_of[bucket], self._versions
+        if len(stepped) == len(bucket.slots):
+            # In a loop in C, for each bucket in each step.
+            versions[part] = map((1).__add__, versions[part])
+            return
+        for slot in stepped:
+            versions[part.start + slot.number] += 1
 
     def store(self, slot: ParameterSlot, *, written: bool) -> None:
         """Stores this rank's part of a whole value that a script put into a parameter of a sharded unit, if `written`."""
@@ -269,11 +288,10 @@ class Unit:
         """Points a parameter at its data in this state."""
         slot.bucket.memory.set_data(slot.parameter, slot.view)
 
-    def _leave(self, expected: UnitState) -> None:
-        if self.state is not expected:
-            raise AssertionError(
-                f"hf_zero: bug: {self!r} should be {expected.value} here. Open an issue with this traceback."
-            )
+    def _misplaced(self, expected: UnitState) -> AssertionError:
+        return AssertionError(
+            f"hf_zero: bug: {self!r} should be {expected.value} here. Open an issue with this traceback."
+        )
 
     def _hang_parameters(self) -> None:
         for bucket, memory in self.memories.items():
@@ -296,8 +314,8 @@ class Unit:
                 raise _lost_edit(bucket.slots[0].name)
         with look_only():
             unchanged = list(map(_VERSION, self._parameters)) == self._versions
-            # A quick look at all, for each gather. False may be wrong: then each parameter is looked at below.
-            if unchanged and all(bucket.holds_all for bucket in self.buckets):
+            # Quick looks at all parameters, for each gather. False may be wrong: then each one is looked at below.
+            if unchanged and (all_are_hidden(self._parameters) or all(bucket.holds_all for bucket in self.buckets)):
                 return
             for slot, version in zip(self.slots, self._versions):
                 held = slot.bucket.memory.is_view(slot.parameter, slot.view)
