@@ -177,15 +177,11 @@ _IS_TENSOR: Callable[[object], bool] = torch.Tensor.__instancecheck__
 
 def differentiable_tensors(value: object) -> list[torch.Tensor]:
     """The tensors that take gradients in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
-    return [tensor for tensor in _tensors(value) if tensor.requires_grad]
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
-def has_tensors(value: object) -> bool:
-    """Whether any tensor can be found in the same places."""
-    return bool(_tensors(value))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in the same places."""
     if isinstance(value, torch.Tensor):
         return [value]
     # Plain nests are looked through here: torch's walk takes several times as long, and each layer is looked at.
@@ -202,7 +198,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
             if isinstance(item, torch.Tensor):
                 found.append(item)
             elif type(item) not in _LEAVES:
-                found += _tensors(item)
+                found += tensors_in(item)
         return found
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
@@ -210,7 +206,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         # torch's walk takes a dataclass for a leaf, and would miss the tensors that a model returns in one. Python takes the
         # class itself for a dataclass, too, which has no values.
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += _tensors(list(vars(leaf).values()))
+            found += tensors_in(list(vars(leaf).values()))
     return found
 
 

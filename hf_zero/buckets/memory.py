@@ -1,9 +1,9 @@
 """The flat memory of a bucket: whole, or a shard of it on the device, in host memory or in a file."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ def clear_padding(flat: torch.Tensor, layout: BucketLayout, part: Interval | Non
 # Memory of a bucket's parameters: unsharded all the time, or a shard, with a buffer that all-gathers fill for a while.
 
 _DTYPE = attrgetter("dtype")
-_NOTHING = nullcontext()
+_Started = TypeVar("_Started")
 
 
 class ParameterMemory(ABC):
@@ -280,16 +280,17 @@ class GatheredMemory(ParameterMemory):
         """This rank's part of `shown`."""
         return self.shown[self._shard.start : self._shard.stop] if self.is_shown_exactly else self._own_of_flat
 
-    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
-        """Gives `shown` memory, to be filled from each rank's `source` by an all-gather that is started inside.
+    def gather(self, start: Callable[[], _Started], *, exactly: bool) -> _Started:
+        """Gives `shown` memory, and starts the all-gather that fills it from each rank's `source`.
 
         Args:
+            start: starts it.
             exactly: in the dtype of the shard, where `flat` has another.
         """
         self._make_room(exactly=exactly)
         if self.casts and self.shown is self.flat:
             self._own_of_flat.copy_(self._own)
-        return _NOTHING
+        return start()
 
     def arrive(self) -> None:
         """Called before that all-gather is finished."""
@@ -461,8 +462,7 @@ class OffloadedMemory(GatheredMemory):
     def is_master(self) -> bool:
         return self._values.is_master
 
-    @contextmanager
-    def gather(self, *, exactly: bool) -> Iterator[None]:
+    def gather(self, start: Callable[[], _Started], *, exactly: bool) -> _Started:
         values = self._values.fetched()
         self._make_room(exactly=exactly)
         # Beside the device's own queue: forward and backward go on while the shard crosses the bus, and so does the all-gather
@@ -472,10 +472,11 @@ class OffloadedMemory(GatheredMemory):
                 # Cast where it arrives: a copy between devices that casts would do so on the host, which would wait for it.
                 values = values.to(self.flat.device, non_blocking=True)
             self.source.copy_(values, non_blocking=True)
-            yield
-        # Behind the copy and what the caller starts inside: the shard may not be written, nor the gather finished, before that
+            started = start()
+        # Behind the copy and the gather: the shard may not be written, nor the gather finished, before that
         # point.
         self._copied = self._queue.mark()
+        return started
 
     def arrive(self) -> None:
         self._copied.hold_up_device()

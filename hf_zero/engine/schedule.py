@@ -22,11 +22,10 @@ from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks import (
     WeakMethod,
-    differentiable_tensors,
     dispatch_modes,
-    has_tensors,
     hidden_from_modes,
     is_in_backward,
+    tensors_in,
     without_modes,
 )
 from .collectives import Gather, Wire
@@ -135,7 +134,8 @@ class AgreedOrder:
             # Nearly always: as below, for a gather that is expected.
             self._note(number)
             if wanted:
-                self.use(number)
+                self._used.add(number)
+                self._own_last = number
             return
         strayed, is_backward = None, self._units <= number < self._first_end or number == self.backward_end
         while True:
@@ -343,9 +343,9 @@ class Unsharding:
 
     # ---- what the hooks call ----
 
-    def before_forward(self, unit: Unit, inputs: object = ()) -> None:
+    def before_forward(self, unit: Unit, inputs: Sequence[object] = ()) -> None:
         """Makes `unit` whole for its forward, or for its recomputation inside a backward."""
-        tensors = _with_bases(differentiable_tensors(inputs))
+        tensors = _with_bases(tensors_in(inputs))
         self._versions[unit] = dict(zip(map(id, tensors), map(_VERSION, tensors)))
         if is_in_backward():
             self.before_backward(unit)
@@ -359,10 +359,18 @@ class Unsharding:
         self._running.append(unit)
         self._use(unit, backward=False)
 
-    def after_forward(self, unit: Unit, outputs: object) -> None:
-        """Drops `unit` unless its backward comes next, and has its outputs announce that backward."""
+    def after_forward(self, unit: Unit, outputs: object, *, has_returned: bool = False) -> None:
+        """Drops `unit` unless its backward comes next, and has its outputs announce that backward.
+
+        Args:
+            has_returned: a layer's forward has ended without an exception. If none of its outputs is a tensor, nothing can
+                announce the backward, and the unit is kept until then.
+        """
         if torch.is_grad_enabled():
-            self._watch(unit, outputs)
+            tensors = tensors_in(outputs)
+            self._watch(unit, tensors)
+            if has_returned and not tensors:
+                self._kept.add(unit)
         if is_in_backward():
             return
         if unit in self._running:
@@ -389,11 +397,6 @@ class Unsharding:
         elif len(unit.modules) == 1 and not may_be_last:
             # What stays although it was not the last goes when another comes, as units of several layers do.
             self._drop([unit])
-
-    def look_at_outputs(self, unit: Unit, outputs: object) -> None:
-        """Keeps a unit until its backward if none of its outputs can announce the backward."""
-        if torch.is_grad_enabled() and not has_tensors(outputs):
-            self._kept.add(unit)
 
     @hidden_from_modes
     def before_read(self, unit: Unit) -> None:
@@ -524,9 +527,9 @@ class Unsharding:
             # Those before it were passed over.
             del ahead[: ahead.index(unit) + 1]
         if self.reshards_after_forward and unit is not root:
-            wanted = {unit, root, *ahead, *self._running}
-            if not wanted.issuperset(self._not_sharded):
-                done = self._in_order(self._not_sharded.keys() - wanted)
+            others = self._not_sharded.keys() - {unit, root}
+            if others and (others := others.difference(ahead, self._running)):
+                done = self._in_order(others)
                 if backward:
                     self._done_with += done
                 # Release before gather: else the new layer's memory comes on top of the one that is done.
@@ -615,6 +618,9 @@ class Unsharding:
 
     def _has_room(self) -> bool:
         """Whether one more layer may be gathered ahead of its use."""
+        if len(self._not_sharded) - (self._root in self._not_sharded) <= self._prefetch:
+            # Nearly always, without a look at each.
+            return True
         passing = [unit for unit in self._not_sharded if not (unit.holds or unit is self._root)]
         return len(passing) <= self._prefetch or not self.reshards_after_forward
 
@@ -653,7 +659,7 @@ class Unsharding:
     def _refuse_unseen_edits(self) -> None:
         refuse_unseen_edits([unit.unseen for unit in self.units if unit.unseen.compared])
 
-    def _watch(self, unit: Unit, outputs: object) -> None:
+    def _watch(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
         # A tensor handed through (T5's position bias) is made elsewhere: its hook would run at another time. One that the
         # layer has written into is made here.
         versions = self._versions.pop(unit, {})
@@ -665,16 +671,18 @@ class Unsharding:
             self.before_backward(unit, builds_graph=torch.is_grad_enabled())
 
         # An in-place operation on a view takes the view's own node out of the graph, and its base's stays.
-        for tensor in _with_bases(differentiable_tensors(outputs)):
+        for tensor in _with_bases(outputs):
             if versions.get(id(tensor)) != tensor._version:
                 tensor.register_hook(announce)
 
 
 def _with_bases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that take gradients, and the bases of views."""
     found = []
     for tensor in tensors:
-        found.append(tensor)
-        base = tensor._base
-        if base is not None and base.requires_grad:
-            found.append(base)
+        if tensor.requires_grad:
+            found.append(tensor)
+            base = tensor._base
+            if base is not None and base.requires_grad:
+                found.append(base)
     return found

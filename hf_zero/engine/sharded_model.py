@@ -19,14 +19,14 @@ from ..buckets.packed import CodesInPlace, PackedPlaces, beside_packed, take_out
 from ..buckets.sharded import ShardedParametersError, are_hidden, show_values
 from ..comm.transport import Transport
 from ..config import ZeroConfig
-from ..hooks import WeakHook, engine_attached_to, look_only
+from ..hooks import WeakHook, caller_of_hook, engine_attached_to, look_only
 from ..optimizer.holder import StateHolder
 from .buffers import place_buffers
 from .collectives import PARAMETERS_IN, put_parameters
 from .compiled import CompiledLayers
 from .gathered import IN_GATHERED, GatheredParameters
 from .schedule import Unsharding
-from .unit import Unit, runs_transformed
+from .unit import Unit, is_transformed, runs_transformed
 
 # ---- `state_dict()`, `load_state_dict()`, `.to()` and the like of modules whose parameters are sharded ----
 
@@ -669,10 +669,6 @@ class ShardedModel:
             after = WeakHook(self, partial(ShardedModel._after_layer, unit=unit))
             # Before other hooks, some of which read the layer's parameters: bitsandbytes' codes, and a script's own.
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            # Before `after`, which drops the unit unless this look has found that the unit has to stay.
-            # Not always_call: a forward that an exception ended has returned nothing.
-            look = WeakHook(self, partial(ShardedModel._look_at_outputs, unit=unit))
-            handles.append(module.register_forward_hook(look))
             # always_call: non-reentrant checkpointing leaves the recomputed forward by an exception.
             handles.append(module.register_forward_hook(after, always_call=True))
         for module in self._sharded:
@@ -690,23 +686,30 @@ class ShardedModel:
         """Whether a forward passes without the engine. Errors: as of `runs_transformed`."""
         # While copies are lent, one rank alone may call a part of the model: what it saves is computed (a prompt encoder's).
         gathered = self.gathered
+        if not (gathered.is_lent or is_transformed()):
+            # Nearly always.
+            return False
         return gathered.is_lent or runs_transformed(unit, is_watched=gathered.watching > 0, refuses=refuses)
 
     def _before_layer(self, _module: nn.Module, args: tuple, kwargs: dict, unit: Unit) -> None:
         if not self._is_passed_by(unit, refuses=True):
-            self.schedule.before_forward(unit, (args, kwargs))
+            self.schedule.before_forward(unit, (*args, *kwargs.values()))
 
     def _after_layer(self, _module: nn.Module, _args: tuple, outputs: object, unit: Unit) -> None:
         if not self._is_passed_by(unit):
-            self.schedule.after_forward(unit, outputs)
-
-    def _look_at_outputs(self, _module: nn.Module, _args: tuple, outputs: object, unit: Unit) -> None:
-        if not self._is_passed_by(unit):
-            self.schedule.look_at_outputs(unit, outputs)
+            self.schedule.after_forward(unit, outputs, has_returned=outputs is not None or not _is_behind_exception())
 
     def _before_part_of_root(self, _module: nn.Module, _args: tuple) -> None:
         if not self._is_passed_by(self.root, refuses=True):
             self.schedule.before_read(self.root)
+
+
+def _is_behind_exception() -> bool:
+    """Whether torch calls the hook that asks because an exception has ended the forward (`always_call`)."""
+    error = sys.exc_info()[1]
+    trace = None if error is None else error.__traceback__
+    # The frame that handles an exception is the first in its traceback. A script may handle another one further out.
+    return trace is not None and trace.tb_frame is caller_of_hook()
 
 
 # Forwards in another dtype than that of training, such as an evaluation in bfloat16; the model stays as it was.

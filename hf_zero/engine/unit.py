@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import cast
@@ -197,8 +197,7 @@ class Unit:
         self.not_sharded[self] = None
         self.gather = gather
         for bucket, memory in self.memories.items():
-            with memory.gather(exactly=gather.is_exact):
-                self._handles.append(gather.start(bucket))
+            self._handles.append(memory.gather(partial(gather.start, bucket), exactly=gather.is_exact))
 
     def finish_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: waits for them and makes the parameters whole."""
@@ -338,9 +337,12 @@ TRANSFORMED = (
 )
 
 
+_transforms = torch._C._functorch.get_interpreter_stack
+
+
 def is_transformed() -> bool:
     """Whether this is inside a transform of torch.func, which runs over whole parameters only."""
-    return bool(torch._C._functorch.get_interpreter_stack())
+    return bool(_transforms())
 
 
 def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
@@ -353,7 +355,7 @@ def runs_transformed(unit: Unit, *, is_watched: bool, refuses: bool) -> bool:
     Raises:
         RuntimeError: it runs one that the unit would have to be gathered for, or gathered again in the backward.
     """
-    stack = torch._C._functorch.get_interpreter_stack()
+    stack = _transforms()
     if not stack:
         return False
     is_whole = unit.holds > 0 or not unit.slots
