@@ -1,6 +1,6 @@
 """Buckets of parameters that are reduced together, their slots and this rank's rows."""
 
-from collections import Counter
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch._utils import _unflatten_dense_tensors
 from torch.autograd.graph import increment_version
 
 from ..comm.ledger import Label
@@ -21,43 +20,52 @@ from ..layout import BucketLayout, Interval, RowLayout, rows_of_shard
 from ..offload.tiers import Region, Tier
 from .memory import ParameterMemory, clear_padding
 from .precision import Precision, forget_loaded, wanted_dtype
-from .sharded import GradientState, ShardedGradient, ShardedGradientError, allow_norms, plain_gradient, refuse_norms
+from .sharded import (
+    ClippedGradient,
+    GradientState,
+    ShardedGradient,
+    ShardedGradientError,
+    allow_norms,
+    plain_gradient,
+    refuse_norms,
+    taken_gradients,
+)
 
 # ---- All views of a flat tensor in one call of torch ----
 
-_ANY_SHAPE = torch.empty((), device="meta")
-"""Expands to tensors with a shape and without memory."""
-
 
 class FlatViews:
-    """Cuts flat tensors of one layout into views. Views made one by one in Python cost the host three times as much.
+    """Cuts flat tensors of one layout into views. Views made one by one in Python cost the host five times as much.
 
     Args:
         parts: interval of the flat tensor and shape of each view, in the order of the intervals, which do not overlap.
     """
 
     def __init__(self, parts: Iterable[tuple[Interval, Sequence[int]]]):
-        self._like: list[torch.Tensor] = []
+        # Of all pieces, gaps included.
+        self._sizes: list[int] = []
         self._places: list[int] = []
-        self._without_elements: dict[int, Sequence[int]] = {}
+        # Pieces are 1-D already. A view of these would be an operation for nothing, and most parameters are vectors.
+        self._shaped: list[int] = []
+        self._shapes: list[Sequence[int]] = []
         self._end = end = 0
         for number, (interval, shape) in enumerate(parts):
             if interval.start > end:
-                self._like.append(_ANY_SHAPE.expand(interval.start - end))
-            self._places.append(len(self._like))
-            self._like.append(_ANY_SHAPE.expand(shape))
+                self._sizes.append(interval.start - end)
+            self._places.append(len(self._sizes))
+            self._sizes.append(interval.numel)
+            if len(shape) != 1:
+                self._shaped.append(number)
+                self._shapes.append(shape)
             self._end = end = max(end, interval.stop)
-            if interval.numel == 0:
-                self._without_elements[number] = shape
-        self._gaps = sorted(set(range(len(self._like))) - set(self._places))
+        self._gaps = sorted(set(range(len(self._sizes))) - set(self._places))
 
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns the views of a 1-D tensor, each in its shape, row-major."""
-        views = _unflatten_dense_tensors(flat, self._like)
-        found = [views[place] for place in self._places] if self._gaps else list(views)
-        # For a part without elements torch returns a new tensor of shape (0,), in memory of its own: the shape would be lost.
-        for number, shape in self._without_elements.items():
-            found[number] = flat[:0].view(shape)
+        tail = flat.numel() - self._end
+        pieces = flat.split_with_sizes([*self._sizes, tail] if tail else self._sizes)
+        found = list(map(pieces.__getitem__, self._places))
+        _replace(found, self._shaped, map(torch.Tensor.view, map(found.__getitem__, self._shaped), self._shapes))
         return found
 
     def fill(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
@@ -68,7 +76,8 @@ class FlatViews:
         """
         if not all(map(torch.Tensor.is_contiguous, values)):
             values = [value.contiguous() for value in values]
-        parts = list(map(torch.Tensor.view, values, repeat(-1)))
+        parts = list(values)
+        _replace(parts, self._shaped, map(torch.Tensor.view, map(values.__getitem__, self._shaped), repeat(-1)))
         if self._gaps:
             parts = self._with_zeros_between(parts, flat)
         filled = flat if self._end == flat.numel() else flat[: self._end]
@@ -83,13 +92,17 @@ class FlatViews:
             flat[self._end :].zero_()
 
     def _with_zeros_between(self, parts: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-        joined, sizes = list(self._like), [self._like[place].numel() for place in self._gaps]
-        for place, part in zip(self._places, parts):
-            joined[place] = part
+        sizes = [self._sizes[place] for place in self._gaps]
         zeros = torch.zeros(max(sizes), dtype=flat.dtype, device=flat.device)
-        for place, size in zip(self._gaps, sizes):
-            joined[place] = zeros[:size]
+        joined = [zeros] * len(self._sizes)
+        _replace(joined, self._places, parts)
+        _replace(joined, self._gaps, (zeros[:size] for size in sizes))
         return joined
+
+
+def _replace(values: list[torch.Tensor], places: Iterable[int], by: Iterable[torch.Tensor]) -> None:
+    """Replaces elements of a list, in a loop in C."""
+    deque(map(values.__setitem__, places, by), maxlen=0)
 
 
 # ---- Buckets: parameters as views of one flat buffer, and this rank's rows of it ----
@@ -436,9 +449,17 @@ class Bucket:
         return found
 
     def flat_gradients(self) -> list[tuple[Interval, torch.Tensor]] | None:
-        """Returns the rows' gradients as the fewest flat views; None if they do not lie as the rows do, or have a class."""
-        gradients: list[Any] = list(map(GRADIENT_OF, self.row_tensors))
-        if not {torch.Tensor}.issuperset(map(type, gradients)) or len(set(map(_KIND, gradients))) != 1:
+        """Returns the rows' gradients as the fewest flat views; None if they do not lie as the rows do, or have a class.
+
+        Clipped gradients whose coefficients a kernel multiplies count as plain ones.
+        """
+        gradients: Any = list(map(GRADIENT_OF, self.row_tensors))
+        kinds = set(map(type, gradients))
+        if kinds == {ClippedGradient}:
+            gradients = taken_gradients(gradients)
+        elif kinds != {torch.Tensor}:
+            return None
+        if gradients is None or len(set(map(_KIND, gradients))) != 1:
             return None
         base = gradients[0].data_ptr() - self.rows[0].layout.in_shard.start * gradients[0].itemsize
         starts = map(gradients[0].itemsize.__mul__, self._row_starts)
@@ -697,7 +718,7 @@ class Bucket:
 # ---- Neighbouring rows as one flat tensor: one kernel launch for many parameters ----
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Run:
     """Rows of one bucket that follow each other without a gap, and so do their gradients.
 
@@ -715,6 +736,7 @@ class Run:
 
 
 _PLACE = attrgetter("slot.bucket.layout.index", "layout.in_shard.start")
+_INDEX, _ROWS = attrgetter("layout.index"), attrgetter("rows")
 
 
 def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None) -> list[Run]:
@@ -725,14 +747,14 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
     """
     # A caller whose kernel multiplies a clipped gradient by its coefficient must take the coefficients before this call.
     rows = list(rows)
-    counts = Counter(map(BUCKET_OF, rows))
-    if phase_of is None or len(set(phase_of.values())) == 1:
-        phase = None if phase_of is None else next(iter(phase_of.values()))
-        whole = {bucket: bucket.flat_gradients() for bucket, count in counts.items() if count == len(bucket.rows)}
-        if len(whole) == len(counts) and all(map(is_not, whole.values(), repeat(None))):
+    phases = {None} if phase_of is None else set(phase_of.values())
+    buckets = sorted(set(map(BUCKET_OF, rows)), key=_INDEX)
+    if len(phases) == 1 and len(rows) == sum(map(len, map(_ROWS, buckets))):
+        (phase,) = phases
+        flats = [bucket.flat_gradients() for bucket in buckets]
+        if all(map(is_not, flats, repeat(None))):
             # In nearly all steps, without a loop over rows in Python.
-            ordered_buckets = sorted(whole, key=attrgetter("layout.index"))
-            return [Run(phase, *run) for bucket in ordered_buckets for run in cast(Any, whole[bucket])]
+            return [Run(phase, interval, gradient) for flat in flats for interval, gradient in flat or ()]
     return _runs_row_by_row(rows, phase_of)
 
 

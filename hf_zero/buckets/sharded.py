@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, is_
 from types import FrameType
 from typing import Any, cast
 
@@ -15,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
-from ..hooks import ALIASING, EDITS, LOOKS, Guard, Guarded, WeakMethod, engine_attached_to, look_only
+from ..hooks import ALIASING, EDITS, LOOKS, Guard, Guarded, WeakMethod, engine_attached_to, look_only, set_all
 
 # ---- Tensors inside the nested arguments of a torch function ----
 
@@ -255,16 +257,7 @@ class ClippedGradient(torch.Tensor):
     coefficient: Coefficient | None
     behind: torch.Tensor
     _row: "weakref.ref[torch.Tensor]"
-    _product: torch.Tensor | None
-
-    @staticmethod
-    def __new__(cls, gradient: torch.Tensor, coefficient: Coefficient, row: torch.Tensor) -> "ClippedGradient":
-        self = gradient.detach().as_subclass(cls)
-        self.coefficient, self.behind = coefficient, gradient
-        # Weak: the row holds this gradient, and a cycle would keep the memory after the step until Python's collector runs.
-        self._row = weakref.ref(row)
-        self._product = None
-        return self
+    _product: torch.Tensor | None = None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -296,9 +289,18 @@ class ClippedGradient(torch.Tensor):
         return self if self._product is None else self._product
 
 
-def clip_later(row: nn.Parameter, coefficient: Coefficient) -> None:
-    """Leaves the multiplication to the next reader of the gradient of a row's tensor."""
-    row.grad = ClippedGradient(cast(torch.Tensor, row.grad), coefficient, row)
+_GRAD, _COEFFICIENT, _PRODUCT, _BEHIND = map(attrgetter, ("grad", "coefficient", "_product", "behind"))
+
+
+def clip_later(rows: Sequence[nn.Parameter], coefficient: Coefficient) -> None:
+    """Leaves the multiplication to the next readers of the gradients of rows' tensors; in loops in C."""
+    gradients = list(map(_GRAD, rows))
+    clipped = list(map(torch.Tensor.as_subclass, map(torch.Tensor.detach, gradients), repeat(ClippedGradient)))
+    set_all(clipped, "coefficient", repeat(coefficient))
+    set_all(clipped, "behind", gradients)
+    # Weak: the row holds this gradient, and a cycle would keep the memory after the step until Python's collector runs.
+    set_all(clipped, "_row", map(weakref.ref, rows))
+    set_all(rows, "grad", clipped)
 
 
 def take_coefficient(row: nn.Parameter) -> Coefficient | None:
@@ -308,6 +310,19 @@ def take_coefficient(row: nn.Parameter) -> Coefficient | None:
         return None
     coefficient, gradient.coefficient = gradient.coefficient, None
     return coefficient
+
+
+def take_coefficients(gradients: Sequence[ClippedGradient]) -> list[Coefficient | None]:
+    """Takes the open coefficients of rows' gradients, all of which are clipped; in loops in C."""
+    found = list(map(_COEFFICIENT, gradients))
+    set_all(gradients, "coefficient", repeat(None))
+    return found
+
+
+def taken_gradients(gradients: Sequence[ClippedGradient]) -> list[torch.Tensor] | None:
+    """Returns clipped gradients in their own memory if a kernel multiplies all of them (`is_taken`); None otherwise."""
+    open_or_product = chain(map(_COEFFICIENT, gradients), map(_PRODUCT, gradients))
+    return list(map(_BEHIND, gradients)) if all(map(is_, open_or_product, repeat(None))) else None
 
 
 def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:

@@ -12,15 +12,15 @@ before somebody asks for times.
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import get_ident
 from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -156,15 +156,15 @@ class Wait(AbstractContextManager):
         end: the error that it is to fail with; set before it has failed where a rank is late.
     """
 
-    __slots__ = ("_outer", "_thread", "_watch", "end", "failure", "line", "seconds_at_failure", "since_s", "what")
+    # Of the class until a wait fails: nearly none does.
+    failure: str | None = None
+    line = ""
+    seconds_at_failure: float | None = None
+    end: CommunicationError | None = None
 
     def __init__(self, what: object, watch: "Watch | None" = None):
         self.what = what
-        self.since_s = time.monotonic()
-        self.failure: str | None = None
-        self.line = ""
-        self.seconds_at_failure: float | None = None
-        self.end: CommunicationError | None = None
+        self.since_s = monotonic()
         self._watch: Any = watch
 
     @property
@@ -201,10 +201,10 @@ class Wait(AbstractContextManager):
 
     def __enter__(self) -> "Wait":
         waits = self._watch.waits
-        self._thread = threading.get_ident()
+        thread = self._thread = get_ident()
         # None, or the wait that this one is a part of.
-        self._outer = waits.get(self._thread)
-        waits[self._thread] = self
+        self._outer = waits.get(thread)
+        waits[thread] = self
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -598,7 +598,7 @@ class Ledger:
         self.is_waiting = False
         self.traced: list[tuple[str, str, Moment, Moment]] | None = None
         self._rows = _Rows()
-        self._under_way: dict[str, int] = {}
+        self._under_way: defaultdict[str, int] = defaultdict(int)
         self._since: dict[str, Moment] = {}
         self._unread: deque[_Span] = deque()
 
@@ -624,16 +624,17 @@ class Ledger:
             row.timed_bytes += bytes_sent
         return entry
 
-    def began(self, label: Label) -> list[Any] | None:
-        """Notes the start of a collective; returns its entry in the log, for `ended`."""
-        kind, entries = label.kind, self._log.entries
-        if self.is_timed and not self._under_way.get(kind):
+    def began(self, label: Label, entry: list[Any] | None = None) -> list[Any] | None:
+        """Notes the start of a collective; returns its entry in the log, for `ended`.
+
+        Args:
+            entry: as `count` returned it; None for the last one with this label.
+        """
+        kind, under_way = label.kind, self._under_way
+        if self.is_timed and not under_way[kind]:
             self._since[kind] = self.now()
-        self._under_way[kind] = self._under_way.get(kind, 0) + 1
-        if not entries:
-            return None
-        # Nearly always the last one.
-        return entries[-1] if entries[-1][LABEL] is label else self._log.latest(label)
+        under_way[kind] += 1
+        return entry or self._log.latest(label)
 
     def ended(self, kind: str, entry: list[Any] | None, end: Moment | None = None) -> None:
         """Notes the end of a collective of this kind. `end`: the present moment, where it is known."""

@@ -35,6 +35,9 @@ class Handle:
 
     Attributes:
         start_last: of several steps starts the last one, and waits for those before; nothing where there is one.
+
+    Args:
+        entry: of the collective in the ledger's log; None for the last one with this label.
     """
 
     def __init__(
@@ -43,12 +46,13 @@ class Handle:
         ledger: Ledger,
         complete: Callable[[], object],
         start_last: Callable[[], None] = lambda: None,
+        entry: list[Any] | None = None,
     ):
         self.start_last = start_last
         self._label = label
         self._ledger = ledger
         self._complete: Callable[[], object] | None = complete
-        self._entry = ledger.began(label)
+        self._entry = ledger.began(label, entry)
 
     def finish(self, *, is_exposed: bool = True) -> None:
         """Waits for the collective's end.
@@ -557,44 +561,44 @@ class CollectiveTransport(Transport):
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
         group = among or self._groups.shard
-        self._count(label, group, flat.nbytes)
+        entry = self._count(label, group, flat.nbytes)
         target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
         with self._starting(label):
             work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
         if target is out:
-            return Handle(label, self.ledger, work.wait)
+            return Handle(label, self.ledger, work.wait, entry=entry)
 
         def complete() -> None:
             work.wait()
             out.copy_(target)
 
-        return Handle(label, self.ledger, complete)
+        return Handle(label, self.ledger, complete, entry=entry)
 
     def start_all_gather(
         self, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
         group = among or self._groups.gather
-        self._count(label, group, flat.nbytes)
+        entry = self._count(label, group, flat.nbytes)
         # Noted at the start, in the order of the host: NCCL matches by that order alone, without tags.
         self._gathers.note(str(label))
         with self._starting(label):
             work = all_gather_flat(flat, own, group=group.handle, async_op=True)
-        return Handle(label, self.ledger, work.wait)
+        return Handle(label, self.ledger, work.wait, entry=entry)
 
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
         group = among or self._groups.shard
-        self._count(label, group, flat.nbytes)
+        entry = self._count(label, group, flat.nbytes)
         with self.watch.inside(label), shown("start", label), self._unseen():
             work = dist.all_to_all_single(out, flat, group=group.handle, async_op=True)
-        return Handle(label, self.ledger, lambda: work.wait())
+        return Handle(label, self.ledger, work.wait, entry=entry)
 
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
-        self._count(label, self._groups.replicate, 2 * flat.nbytes)
+        entry = self._count(label, self._groups.replicate, 2 * flat.nbytes)
         with self._starting(label):
             work = dist.all_reduce(flat, group=self._groups.replicate.handle, async_op=True)
-        return Handle(label, self.ledger, work.wait)
+        return Handle(label, self.ledger, work.wait, entry=entry)
 
     def broadcast(self, tensor: torch.Tensor, label: Label, source: int | None = None) -> None:
         group, first = (self._groups.world, 0) if source is None else (self._groups.shard, source)
@@ -609,18 +613,17 @@ class CollectiveTransport(Transport):
             tensor.copy_(values)
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        self._count(label, self._groups.shard, 2 * values.nbytes)
+        entry = self._count(label, self._groups.shard, 2 * values.nbytes)
         # A clone: the all-reduce writes in place, and the caller keeps its own values.
         result = values.clone()
-        with self.watch.inside(label), shown("start", label), self._unseen():
+        with self._starting(label):
             work = dist.all_reduce(result, group=self._groups.shard.handle, async_op=True)
-        Handle(label, self.ledger, lambda: work.wait()).finish()
+        Handle(label, self.ledger, work.wait, entry=entry).finish()
         return result
 
     def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
         receivers, elsewhere = self._told
         entry = self.ledger.count(label, receivers * values.nbytes, elsewhere * values.nbytes)
-        self.ledger.began(label)
         return self._finishing(label, entry, self._control.start_swap(values, label))
 
     def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
@@ -634,12 +637,15 @@ class CollectiveTransport(Transport):
 
     def _start_swap(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
         """Sends this rank's small host tensor; the result waits for every rank's, in rank order."""
-        self._count(label, self._groups.world, self._groups.world.size * values.nbytes)
-        return self._finishing(label, self.ledger.began(label), self._control.start_swap(values, label, stacks=True))
+        entry = self._count(label, self._groups.world, self._groups.world.size * values.nbytes)
+        return self._finishing(label, entry, self._control.start_swap(values, label, stacks=True))
 
     def _finishing(
-        self, label: Label, entry: list[Any] | None, take: Callable[[], torch.Tensor]
+        self, label: Label, entry: list[Any], take: Callable[[], torch.Tensor]
     ) -> Callable[[], torch.Tensor]:
+        """Notes a swap that has been started; the result waits for it and notes its end."""
+        self.ledger.began(label, entry)
+
         def wait() -> torch.Tensor:
             with self.ledger.finishing(label.kind, entry):
                 return take()
@@ -656,17 +662,18 @@ class CollectiveTransport(Transport):
             stack.enter_context(each)
         return stack
 
-    def _count(self, label: Label, group: RankGroup, nbytes: int) -> None:
-        """Counts a collective in which this rank sends each peer of the group its part of `nbytes`.
+    def _count(self, label: Label, group: RankGroup, nbytes: int) -> list[Any]:
+        """Counts a collective in which this rank sends each peer of the group its part of `nbytes`; returns its log entry.
 
         A backend may pass parts on from rank to rank; which link they take is then its own affair, and their number the same.
         """
-        size, elsewhere = len(group.ranks), self._elsewhere.get(group.ranks)
+        ranks = group.ranks
+        elsewhere = self._elsewhere.get(ranks)
         if elsewhere is None:
-            elsewhere = self._elsewhere[group.ranks] = self._groups.peers_elsewhere(group)
+            elsewhere = self._elsewhere[ranks] = self._groups.peers_elsewhere(group)
+        size = len(ranks)
         sent = nbytes * (size - 1) // size
-        between = sent * elsewhere // max(size - 1, 1)
-        self.ledger.count(label, sent, between)
+        return self.ledger.count(label, sent, sent * elsewhere // max(size - 1, 1) if elsewhere else 0)
 
 
 # ---- Reduce-scatter and all-gather by send and receive, straight from and into the flat buffer ----
@@ -701,7 +708,7 @@ class PointToPointTransport(CollectiveTransport):
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
         group = among or self._groups.shard
-        self._count(label, group, flat.nbytes)
+        entry = self._count(label, group, flat.nbytes)
         parts = list(flat.chunk(group.size))
         received = {peer: torch.empty_like(parts[peer]) for peer in group.peers[1:]}
         # `out` takes the first peer's part, unless it lies in `flat` itself or has another dtype.
@@ -715,29 +722,29 @@ class PointToPointTransport(CollectiveTransport):
             received[group.index] = parts[group.index]
             sum_in_rank_order([received[place] for place in range(group.size)], out)
 
-        return Handle(label, self.ledger, complete)
+        return Handle(label, self.ledger, complete, entry=entry)
 
     def start_all_gather(
         self, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
         group = among or self._groups.shard
-        self._count(label, group, flat.nbytes)
+        entry = self._count(label, group, flat.nbytes)
         parts = flat.chunk(group.size)
         transfers = self._start(_GATHER_TAG, label, group, parts, [own] * group.size)
         if own.data_ptr() != parts[group.index].data_ptr():
             # Behind the start: the messages are on their way while this rank copies.
             parts[group.index].copy_(own)
-        return Handle(label, self.ledger, transfers.wait)
+        return Handle(label, self.ledger, transfers.wait, entry=entry)
 
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
         group = among or self._groups.shard
-        self._count(label, group, flat.nbytes)
+        entry = self._count(label, group, flat.nbytes)
         parts, places = flat.chunk(group.size), out.chunk(group.size)
         transfers = self._start(_EXCHANGE_TAG, label, group, places, parts)
         places[group.index].copy_(parts[group.index])
-        return Handle(label, self.ledger, transfers.wait)
+        return Handle(label, self.ledger, transfers.wait, entry=entry)
 
     def _start(
         self,
@@ -750,7 +757,7 @@ class PointToPointTransport(CollectiveTransport):
         """Receives a part from each peer and sends each peer its part."""
         tag += label.channel
         ranks, control = group.ranks, self._control_group
-        with self.watch.inside(label), shown("start", label), self._unseen():
+        with self._starting(label):
             # All receives before all sends: a peer's send begins once its receive is posted.
             works = [(ranks[p], control.recv([received[p]], self._places[ranks[p]], tag)) for p in group.peers]
             works += [(ranks[p], control.send([sent[p]], self._places[ranks[p]], tag)) for p in group.peers]

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Literal, cast
 
 import torch
@@ -702,7 +702,7 @@ class ShardedGradients(GradientStore):
 
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
         """Where the reduced shard (shard_numel,) lands, of the dtype in which sums arrive."""
-        precision, is_held = bucket.precision, any([row.tensor.grad is not None for row in bucket.rows])
+        precision, is_held = bucket.precision, any(map(is_not, map(_GRAD, bucket.row_tensors), repeat(None)))
         own, fits = bucket.own_interval, precision.reduced == precision.reduce
         if fits and bucket not in self._lent:
             # In place: no rank needs the other parts of the sum.

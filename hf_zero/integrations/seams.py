@@ -169,13 +169,6 @@ SEAMS = (
         test="test_sharded_reads.py::test_torch_func_gives_the_values_of_a_plain_model_or_is_refused_by_name",
     ),
     Seam(
-        owner="torch._utils:",
-        names=("_unflatten_dense_tensors",),
-        where=("buckets/bucket",),
-        why="All views of a flat buffer by one call, and a buffer filled by one.",
-        test="test_gradients.py::test_several_backward_calls_add_up",
-    ),
-    Seam(
         owner="torch.utils:_pytree",
         names=("tree_leaves", "tree_map_only"),
         where=("hooks", "buckets/sharded"),

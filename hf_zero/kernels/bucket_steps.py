@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ..buckets.bucket import GRADIENT_OF, TENSOR_OF, Bucket, Row, Run, runs_of
+from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, Run, runs_of
 from ..buckets.rows import Coded
-from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient
+from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient, take_coefficients
 from ..layout import Interval, is_in_blocks
 from ..optimizer.bucket_state import BucketState, KernelReport, States
 from ..optimizer.holder import Assigned, BucketStep, LentStep, StepChoice
@@ -66,7 +66,11 @@ class KernelForm(ABC):
         """
 
     @abstractmethod
-    def step(self, group: Group, phase: int, place: Place) -> None:
+    def settings(self, group: Group, phase: int) -> Any:
+        """Reads what `step` takes from a group and a phase."""
+
+    @abstractmethod
+    def step(self, place: Place, settings: Any) -> None:
         """Takes the step."""
 
 
@@ -135,22 +139,21 @@ class AdamWForm(KernelForm):
             return None
         return taken[0] + 1
 
-    def step(self, group: Group, phase: int, place: Place) -> None:
-        self._step(adamw, group, phase, place)
-
-    def step_in_blocks(self, group: Group, phase: int, place: Place) -> None:
-        """Takes the step of moments that are in 8-bit blocks and stay so."""
-        self._step(adamw_in_blocks, group, phase, place)
-
-    def _step(self, kernel: Callable[[Place, AdamW], None], group: Group, phase: int, place: Place) -> None:
-        settings = AdamW(
+    def settings(self, group: Group, phase: int) -> AdamW:
+        return AdamW(
             lr=float(group["lr"]),
             betas=(float(group["betas"][0]), float(group["betas"][1])),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             step=phase,
         )
-        kernel(place, settings)
+
+    def step(self, place: Place, settings: AdamW) -> None:
+        adamw(place, settings)
+
+    def step_in_blocks(self, place: Place, settings: AdamW) -> None:
+        """Takes the step of moments that are in 8-bit blocks and stay so."""
+        adamw_in_blocks(place, settings)
 
 
 class SGDForm(KernelForm):
@@ -166,8 +169,8 @@ class SGDForm(KernelForm):
         new = set[Row]().union(*(make_ready(name, states) for name in self.state_names(group)))
         return {row: int(row in new) for row in states}
 
-    def step(self, group: Group, phase: int, place: Place) -> None:
-        settings = SGD(
+    def settings(self, group: Group, phase: int) -> SGD:
+        return SGD(
             lr=float(group["lr"]),
             momentum=float(group["momentum"]),
             dampening=float(group["dampening"]),
@@ -175,6 +178,8 @@ class SGDForm(KernelForm):
             nesterov=bool(group["nesterov"]),
             first_step=bool(phase),
         )
+
+    def step(self, place: Place, settings: SGD) -> None:
         sgd(place, settings)
 
 
@@ -191,12 +196,14 @@ class LionForm(KernelForm):
         make_ready("exp_avg", states)
         return dict.fromkeys(states, 0)
 
-    def step(self, group: Group, phase: int, place: Place) -> None:
-        settings = Lion(
+    def settings(self, group: Group, phase: int) -> Lion:
+        return Lion(
             lr=float(group["lr"]),
             betas=(float(group["betas"][0]), float(group["betas"][1])),
             weight_decay=self._weight_decay(group),
         )
+
+    def step(self, place: Place, settings: Lion) -> None:
         lion(place, settings)
 
     def _weight_decay(self, group: Group) -> float:
@@ -333,6 +340,55 @@ class SmallState(FlatState):
         return self._layouts[bucket]
 
 
+class _GroupRead:
+    """What a kernel's form has read of a group. Each bucket of the group needs it in each step.
+
+    Args:
+        index: of the group in the optimizer's.
+
+    Attributes:
+        hindrance: see `KernelForm.hindrance`.
+        names: see `KernelForm.state_names`; of a group without a hindrance.
+    """
+
+    def __init__(self, form: KernelForm, group: Group):
+        self._form = form
+        self.group = group
+        self._values = tuple(group.values())
+        # A script may write into a list, which stays the same object then.
+        self._may_change = any(isinstance(value, list) for name, value in group.items() if name != "params")
+        self.hindrance = form.hindrance(group)
+        self.names = form.state_names(group) if self.hindrance is None else ()
+        self._phase: int | None = None
+        self._settings: Any = None
+
+    def is_of(self, group: Group) -> bool:
+        """Whether the group still has the very values that were read; in a loop in C."""
+        values = self._values
+        return not self._may_change and len(group) == len(values) and all(map(is_, group.values(), values))
+
+    def settings(self, phase: int) -> Any:
+        """Returns `KernelForm.settings` of the group; buckets of one phase share the object."""
+        if phase != self._phase:
+            self._settings, self._phase = self._form.settings(self.group, phase), phase
+        return self._settings
+
+
+class _Cut(NamedTuple):
+    """Slices of a bucket's tensors that a kernel steps together; they fit each other.
+
+    Attributes:
+        master, copied: the whole tensors, which the bucket may replace.
+        weights, states, copy: the slices.
+    """
+
+    master: torch.Tensor
+    copied: torch.Tensor | None
+    weights: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+    copy: torch.Tensor | None
+
+
 class KernelStep(BucketStep):
     """One optimizer's buckets, stepped by the kernel that does what the optimizer would.
 
@@ -351,14 +407,26 @@ class KernelStep(BucketStep):
         optimizer: of a class that `form_of` knows.
         found_inf: asked in each step.
         otherwise: steps a bucket whose group has a setting that the kernel has no form for.
+        lasts: masters last from step to step, so that slices of them may.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, form: KernelForm, found_inf: FoundInf, otherwise: BucketStep):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        form: KernelForm,
+        found_inf: FoundInf,
+        otherwise: BucketStep,
+        *,
+        lasts: bool = True,
+    ):
         self._optimizer = optimizer
         self._form = form
         self._found_inf = found_inf
         self._otherwise = otherwise
         self._flat = FlatState()
+        self._lasts = lasts
+        self._groups: dict[int, _GroupRead] = {}
+        self._cuts: dict[Bucket, dict[Interval, _Cut]] = {}
         self._said: set[str] = set()
         self._with_copy: set[Bucket] = set()
 
@@ -366,7 +434,14 @@ class KernelStep(BucketStep):
         """Why the bucket cannot be stepped by the kernel as its group is now, in words; None if it can."""
         if bucket.precision.master != torch.float32:
             return f"{bucket.precision.master} parameters"
-        return self._form.hindrance(self._optimizer.param_groups[bucket.key.group])
+        return self._group(bucket).hindrance
+
+    def _group(self, bucket: Bucket) -> _GroupRead:
+        index = bucket.key.group
+        group, read = self._optimizer.param_groups[index], self._groups.get(index)
+        if read is None or not read.is_of(group):
+            read = self._groups[index] = _GroupRead(self._form, group)
+        return read
 
     @torch.no_grad()
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
@@ -375,20 +450,17 @@ class KernelStep(BucketStep):
             self._say(hindrance)
             self._otherwise.step(bucket, rows)
             return
-        group = self._optimizer.param_groups[bucket.key.group]
-        self._launch(group, bucket, rows)
+        self._launch(self._groups[bucket.key.group], bucket, rows)
         # A kernel writes behind torch's back; who asks whether a row has changed asks for its version.
         increment_version(list(map(TENSOR_OF, rows)))
         if bucket.copy_to_write is not None and len(rows) == len(bucket.rows):
             self._with_copy.add(bucket)
 
-    def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
+    def _launch(self, read: _GroupRead, bucket: Bucket, rows: Sequence[Row]) -> None:
         states_of = dict(zip(rows, map(self._optimizer.state.__getitem__, map(TENSOR_OF, rows))))
-        phase_of = self._form.begin(group, states_of, partial(self._flat.make_ready, bucket))
-        names = self._form.state_names(group)
+        phase_of = self._form.begin(read.group, states_of, partial(self._flat.make_ready, bucket))
         for run, phase, clip in self._runs(rows, phase_of):
-            states = {name: self._flat.of_run(bucket, name, run.interval) for name in names}
-            self._form.step(group, phase, self._place(bucket, run, states, clip))
+            self._form.step(self._place(bucket, run, read.names, clip), read.settings(phase))
 
     def _runs(
         self, rows: Sequence[Row], phase_of: Mapping[Row, _Phase]
@@ -396,27 +468,54 @@ class KernelStep(BucketStep):
         """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
         # Only a clipped gradient is worth a call: each parameter comes here in each step.
         clips: list[Coefficient | None] = [None] * len(rows)
-        if ClippedGradient in set(map(type, map(GRADIENT_OF, map(TENSOR_OF, rows)))):
+        gradients: list[Any] = list(map(GRADIENT_OF, map(TENSOR_OF, rows)))
+        kinds = set(map(type, gradients))
+        if kinds == {ClippedGradient}:
+            clips = take_coefficients(gradients)
+        elif ClippedGradient in kinds:
             clips = [take_coefficient(row.tensor) if type(row.tensor.grad) is ClippedGradient else None for row in rows]
+        del gradients
         for run in runs_of(rows, dict(zip(rows, zip(map(phase_of.__getitem__, rows), clips)))):
             phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase)
             yield run, phase, clip
 
-    def _place(
-        self, bucket: Bucket, run: Run, states: Mapping[str, torch.Tensor | Coded], clip: Coefficient | None
+    def _place(self, bucket: Bucket, run: Run, names: Sequence[str], clip: Coefficient | None) -> Place:
+        """Cuts a bucket's tensors for a run. The slices are kept: to make and check them costs more than to launch."""
+        cuts, interval = self._cuts.setdefault(bucket, {}), run.interval
+        cut, master, copied = cuts.get(interval), bucket.master, bucket.copy_to_write
+        is_checked = cut is not None and cut.master is master and cut.copied is copied
+        if cut is None or not is_checked:
+            part = slice(interval.start, interval.stop)
+            states = {name: self._flat.of_run(bucket, name, interval) for name in names}
+            cut = _Cut(master, copied, master[part], states, None if copied is None else copied[part])
+            # Bounded: where other rows have gradients in each step, so do the intervals change.
+            if self._lasts and len(cuts) < len(bucket.rows):
+                cuts[interval] = cut
+        return self._place_of(run, cut.weights, cut.states, cut.copy, clip, is_checked=is_checked)
+
+    def _place_of(
+        self,
+        run: Run,
+        weights: torch.Tensor,
+        states: Mapping[str, torch.Tensor | Coded],
+        copy: torch.Tensor | None,
+        clip: Coefficient | None,
+        *,
+        is_checked: bool = False,
     ) -> Place:
-        part, copy = slice(run.interval.start, run.interval.stop), bucket.copy_to_write
         return Place(
-            weights=bucket.master[part],
+            weights=weights,
             gradient=run.gradient,
             states=states,
-            copy=None if copy is None else copy[part],
+            copy=copy,
             multiplier=None if clip is None else clip.value,
             found_inf=self._found_inf(),
+            is_checked=is_checked,
         )
 
     def forget(self, bucket: Bucket) -> None:
         self._flat.forget(bucket)
+        self._cuts.pop(bucket, None)
 
     def take_written(self) -> set[Bucket]:
         """The buckets whose parameters the steps since the last call have written beside the master."""
@@ -451,7 +550,7 @@ class KernelStepInBlocks(KernelStep):
         self._blocks = blocks
         self._small = SmallState()
 
-    def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
+    def _launch(self, read: _GroupRead, bucket: Bucket, rows: Sequence[Row]) -> None:
         register, blocks = self._optimizer.state, self._blocks[bucket]
         small = {row for row in rows if not is_in_blocks(row.slot.parameter.numel())}
 
@@ -460,25 +559,28 @@ class KernelStepInBlocks(KernelStep):
             in_float32 = {row: state for row, state in states.items() if row in small}
             return self._small.make_ready(bucket, name, in_float32) | blocks.make_ready(name, in_blocks)
 
-        number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, make_ready)
-        packed, names = blocks.blocks(), self._form.state_names(group)
+        number_of = self._form.begin(read.group, {row: register[row.tensor] for row in rows}, make_ready)
+        packed, names = blocks.blocks(), read.names
         for run, (number, is_small), clip in self._runs(rows, {row: (number_of[row], row in small) for row in rows}):
-            if is_small:
-                states = {name: self._small.of_run(bucket, name, run.interval) for name in names}
-                self._form.step(group, number, self._place(bucket, run, states, clip))
-            else:
-                coded = {name: packed[name].cut(run.interval) for name in names}
-                self._form.step_in_blocks(group, number, self._place(bucket, run, coded, clip))
+            interval, settings = run.interval, read.settings(number)
+            part, copy = slice(interval.start, interval.stop), bucket.copy_to_write
+            states: dict[str, Any] = (
+                {name: self._small.of_run(bucket, name, interval) for name in names}
+                if is_small
+                else {name: packed[name].cut(interval) for name in names}
+            )
+            place = self._place_of(run, bucket.master[part], states, None if copy is None else copy[part], clip)
+            (self._form.step if is_small else self._form.step_in_blocks)(place, settings)
 
     def forget(self, bucket: Bucket) -> None:
         super().forget(bucket)
         self._small.forget(bucket)
 
 
-def kernel_of(optimizer: torch.optim.Optimizer, found_inf: FoundInf) -> KernelStep | None:
-    """The kernel's step on state in float32; None where none does what the optimizer does."""
+def kernel_of(optimizer: torch.optim.Optimizer, found_inf: FoundInf, *, lasts: bool = True) -> KernelStep | None:
+    """The kernel's step on state in float32; None where none does what the optimizer does. `lasts`: see `KernelStep`."""
     form = form_of(optimizer)
-    return None if form is None else KernelStep(optimizer, form, found_inf, BucketStep(optimizer))
+    return None if form is None else KernelStep(optimizer, form, found_inf, BucketStep(optimizer), lasts=lasts)
 
 
 # Which buckets kernels step: those whose state is in the training device's memory, as far as kernels know the optimizer.
@@ -532,13 +634,15 @@ class KernelShare:
         if coefficient is None:
             return []
         # A row that is a parameter has no clipped gradient; see `ClippedGradient`.
-        if all(bucket.rows_are_parameters for bucket in self._mine):
+        mine = {bucket for bucket in self._mine if not bucket.rows_are_parameters}
+        if not mine:
             return list(rows)
-        one = Coefficient(coefficient)
-        later = {row for row in rows if row.slot.bucket in self._mine and row.tensor is not row.slot.parameter}
-        for row in later:
-            clip_later(row.tensor, one)
-        return [row for row in rows if row not in later]
+        left: list[Row] = []
+        if not mine.issuperset(map(BUCKET_OF, rows)):
+            left = [row for row in rows if row.slot.bucket not in mine]
+            rows = [row for row in rows if row.slot.bucket in mine]
+        clip_later(list(map(TENSOR_OF, rows)), Coefficient(coefficient))
+        return left
 
     def report(self) -> KernelReport:
         return KernelReport(buckets=len(self._mine), all_buckets=self._bucket_count, hindrances=tuple(self._hindrances))
@@ -593,7 +697,7 @@ class KernelSteps(StepChoice):
 
     def _rounded(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> Assigned:
         """Masters that are rounded away, which a kernel steps while they are there."""
-        kernel = kernel_of(optimizer, self._found_inf)
+        kernel = kernel_of(optimizer, self._found_inf, lasts=False)
         if kernel is None:
             return Assigned(BucketStep(optimizer), {})
         away = {bucket: state for bucket, state in states.items() if state.master.is_away and state.shard is None}

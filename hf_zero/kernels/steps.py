@@ -27,7 +27,7 @@ NUM_WARPS = 4
 different layouts and the compiler converts between them through shared memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Place:
     """Flat tensors of equal length on one device, which a kernel steps together.
 
@@ -38,6 +38,7 @@ class Place:
         copy: gets the new weights, to the nearest, in any of the three dtypes. None for no copy.
         multiplier: one float32 element, `step_scalars`' MULTIPLIER, by which the gradient is multiplied. None for 1.
         found_inf: one float32 element. Where it is not 0 nothing is written. None to step always.
+        is_checked: weights, states and copy fit each other, as an earlier `check` has found.
     """
 
     weights: torch.Tensor
@@ -46,17 +47,19 @@ class Place:
     copy: torch.Tensor | None = None
     multiplier: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
+    is_checked: bool = False
 
     def check(self) -> None:
         """Raises `ValueError` unless the tensors are as said; of the states, only those in float32 are looked at."""
         numel, device = self.weights.numel(), self.weights.device
-        check_flat("weights", self.weights, numel=numel, device=device, dtypes=FLOAT_DTYPES)
         check_flat("gradient", self.gradient, numel=numel, device=device, dtypes=FLOAT_DTYPES)
-        for name, state in self.states.items():
-            if isinstance(state, torch.Tensor):
-                check_flat(name, state, numel=numel, device=device, dtypes=[torch.float32])
-        if self.copy is not None:
-            check_flat("copy", self.copy, numel=numel, device=device, dtypes=FLOAT_DTYPES)
+        if not self.is_checked:
+            check_flat("weights", self.weights, numel=numel, device=device, dtypes=FLOAT_DTYPES)
+            for name, state in self.states.items():
+                if isinstance(state, torch.Tensor):
+                    check_flat(name, state, numel=numel, device=device, dtypes=[torch.float32])
+            if self.copy is not None:
+                check_flat("copy", self.copy, numel=numel, device=device, dtypes=FLOAT_DTYPES)
         for name, scalar in (("multiplier", self.multiplier), ("found_inf", self.found_inf)):
             if scalar is not None:
                 check_scalar(name, scalar, device)
@@ -136,6 +139,7 @@ class AdamW:
                 f"hf_zero: AdamW's step is {self.step}; the first one is 1. Pass the count with this step."
             )
 
+    @functools.cached_property
     def scalars(self) -> tuple[float, ...]:
         """decay, 1 - beta1, beta2, 1 - beta2, step size, 1 / sqrt(bias correction 2), eps.
 
@@ -173,7 +177,7 @@ def adamw(place: Place, settings: AdamW) -> None:
 
 def adamw_reference(place: Place, settings: AdamW) -> None:
     """`adamw` in torch, bit for bit the kernel's arithmetic."""
-    decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias2_sqrt, eps = settings.scalars()
+    decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias2_sqrt, eps = settings.scalars
     g, exp_avg = place.unscaled_gradient, place.states["exp_avg"]
     m = exp_avg + (g - exp_avg) * one_minus_beta1
     v = place.states["exp_avg_sq"] * beta2 + g * one_minus_beta2 * g
@@ -184,7 +188,7 @@ def adamw_reference(place: Place, settings: AdamW) -> None:
 
 
 def adamw_triton(place: Place, settings: AdamW) -> None:
-    launch(_adamw, place, ("exp_avg", "exp_avg_sq"), settings.scalars())
+    launch(_adamw, place, ("exp_avg", "exp_avg_sq"), settings.scalars)
 
 
 @kernel
@@ -302,7 +306,7 @@ def adamw_in_blocks_triton(place: Place, settings: AdamW) -> None:
             place.multiplier,
             place.found_inf,
             numel,
-            *settings.scalars(),
+            *settings.scalars,
             SMALLEST=SMALLEST_NORMAL,
             BLOCK=BLOCK_NUMEL,
             INTERPRETED=is_interpreted(),
@@ -402,6 +406,7 @@ class Lion:
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
 
+    @functools.cached_property
     def scalars(self) -> tuple[float, ...]:
         """decay, beta1, 1 - beta1, beta2, 1 - beta2, lr; the differences taken in double."""
         beta1, beta2 = self.betas
@@ -430,7 +435,7 @@ def lion(place: Place, settings: Lion) -> None:
 
 def lion_reference(place: Place, settings: Lion) -> None:
     """`lion` in torch, bit for bit the kernel's arithmetic."""
-    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = settings.scalars()
+    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = settings.scalars
     g, exp_avg = place.unscaled_gradient, place.states["exp_avg"]
     w = place.weights.float() * decay - torch.sign(exp_avg * beta1 + g * one_minus_beta1) * lr
     m = exp_avg * beta2 + g * one_minus_beta2
@@ -438,7 +443,7 @@ def lion_reference(place: Place, settings: Lion) -> None:
 
 
 def lion_triton(place: Place, settings: Lion) -> None:
-    launch(_lion, place, ("exp_avg",), settings.scalars())
+    launch(_lion, place, ("exp_avg",), settings.scalars)
 
 
 @kernel
@@ -490,6 +495,7 @@ class SGD:
                 "needs a momentum above 0 and no dampening. Change those or pass nesterov=False."
             )
 
+    @functools.cached_property
     def scalars(self) -> tuple[float, ...]:
         """weight decay, share of the old buffer, share of the gradient, momentum, lr."""
         kept, added = (0.0, 1.0) if self.first_step else (self.momentum, 1 - self.dampening)
@@ -525,7 +531,7 @@ def sgd(place: Place, settings: SGD) -> None:
 
 def sgd_reference(place: Place, settings: SGD) -> None:
     """`sgd` in torch, bit for bit the kernel's arithmetic."""
-    weight_decay, kept, added, momentum, lr = settings.scalars()
+    weight_decay, kept, added, momentum, lr = settings.scalars
     w = place.weights.float()
     g = place.unscaled_gradient + w * weight_decay
     if "momentum_buffer" not in place.states:
@@ -536,7 +542,7 @@ def sgd_reference(place: Place, settings: SGD) -> None:
 
 
 def sgd_triton(place: Place, settings: SGD) -> None:
-    launch(_sgd, place, ("momentum_buffer",), settings.scalars(), NESTEROV=settings.nesterov)
+    launch(_sgd, place, ("momentum_buffer",), settings.scalars, NESTEROV=settings.nesterov)
 
 
 @kernel

@@ -4,7 +4,8 @@ import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
+from operator import is_
 from types import FrameType
 from typing import Any, cast
 
@@ -333,8 +334,7 @@ class ShardedOptimizer:
                         if gradient is not None:
                             gradient.zero_()
                     return
-                is_sharded = {ShardedGradient}.issuperset(map(type, gradients))
-                stand_ins = gradients if is_sharded else [each for each in gradients if type(each) is ShardedGradient]
+                stand_ins = compress(gradients, map(is_, map(type, gradients), repeat(ShardedGradient)))
                 # The slot keeps the stand-in: a pending sum would keep a whole gradient's memory.
                 set_all(stand_ins, "pending", repeat(None))
                 set_all(whole, "grad", repeat(None))

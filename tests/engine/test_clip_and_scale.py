@@ -205,7 +205,7 @@ def test_two_clips_that_nobody_has_read_between_come_to_the_bits_of_two_products
     row.grad = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = row.grad.float() * first * second
     for value in (first, second):
-        clip_later(row, Coefficient(value))
+        clip_later([row], Coefficient(value))
     assert torch.equal(row.grad + 0, expected)
 
 

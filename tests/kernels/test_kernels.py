@@ -261,7 +261,7 @@ def test_a_scaled_and_clipped_gradient_steps_as_the_plain_one(exponent, coeffici
 
 
 def test_one_minus_beta_is_taken_in_double():
-    assert AdamW(lr=1.0, betas=(0.9, 0.999), step=1).scalars()[3] == 1 - 0.999
+    assert AdamW(lr=1.0, betas=(0.9, 0.999), step=1).scalars[3] == 1 - 0.999
     assert abs(float(torch.tensor(1.0) - torch.tensor(0.999)) - 0.001) > 1e-9
 
 
