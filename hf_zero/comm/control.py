@@ -243,7 +243,7 @@ class _Exchange:
         control, values, head = self._control, self._values, self._head
         group, ranks, places = control.group, control.ranks, self._left.pop(0)
         # Receives before sends: a peer that has failed shows in its missing message, while a send may lie in a buffer.
-        sends, receives, found, known = [], [], [], 0
+        sends, receives, rests, found, known = [], [], [], [], 0
         with hidden_from_profiler():
             for receiver, sender, count in places:
                 if count != known:
@@ -261,13 +261,15 @@ class _Exchange:
                 sends.append((ranks[receiver], group.send([message], receiver, _TAG)))
                 if len(data) > room:
                     more = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
-                    sends.append((ranks[receiver], group.send([more], receiver, _TAG_OF_THE_REST)))
+                    rests.append((ranks[receiver], group.send([more], receiver, _TAG_OF_THE_REST)))
                 theirs = bytearray(_MESSAGE_BYTES)
                 found.append((sender, theirs))
                 work = group.recv([torch.frombuffer(theirs, dtype=torch.uint8)], sender, _TAG)
                 receives.append((ranks[sender], work))
         self._found = found
         self._transfers = Transfers(receives + sends, control.timeout_s)
+        # Waited for last: a send ends once its receiver has asked for it, which is after the first messages here.
+        self._rests = Transfers(rests, control.timeout_s) if rests else None
 
     def _end_round(self, deadline_s: float) -> None:
         """Waits for the messages of this round, and adds their values."""
@@ -284,8 +286,8 @@ class _Exchange:
     def _add_all(self, deadline_s: float) -> None:
         """Adds the values of messages that are longer than one message, or begin in another way than this rank's."""
         control, begun = self._control, [_PREFIX.unpack_from(message) for _, message in self._found]
-        more = [nbytes + length + _PREFIX.size - _MESSAGE_BYTES for nbytes, length, _ in begun]
-        rests = [bytearray(max(0, nbytes)) for nbytes in more]
+        room = _MESSAGE_BYTES - _PREFIX.size
+        rests = [bytearray(max(0, nbytes + length - room)) for nbytes, length, _ in begun]
         with hidden_from_profiler():
             receives = [
                 (
@@ -296,6 +298,8 @@ class _Exchange:
                 if rest
             ]
         Transfers(receives, control.timeout_s).wait(deadline_s)
+        if self._rests is not None:
+            self._rests.wait(deadline_s)
         for (_, message), (nbytes, length, differ), rest in zip(self._found, begun, rests):
             end = _PREFIX.size + length
             theirs = message[_PREFIX.size : end]

@@ -388,26 +388,29 @@ def test_ranks_that_gather_layers_of_equal_size_in_another_order_are_told_at_the
 
 
 class Mail:
-    """A process group whose ranks are threads. As in gloo, the nth receive from a rank gets the nth message of its tag.
+    """A process group whose ranks are threads. As in gloo, the nth receive from a rank gets the nth message of its tag, and a
+    send ends once its receive has begun.
 
     Attributes:
         operations: sends and receives of this rank.
     """
 
-    def __init__(self, rank: int, messages: dict[tuple, Future]):
+    def __init__(self, rank: int, messages: dict[tuple, tuple[Future, Future]]):
         self._rank, self._messages, self._numbers, self.operations = rank, messages, Counter(), 0
 
-    def _next(self, *key: int | str) -> Future:
+    def _next(self, *key: int | str) -> tuple[Future, Future]:
         self.operations += 1
         self._numbers[key] += 1
-        return self._messages.setdefault((*key[1:], self._numbers[key]), Future())
+        return self._messages.setdefault((*key[1:], self._numbers[key]), (Future(), Future()))
 
     def send(self, values: list[torch.Tensor], place: int, tag: int) -> SimpleNamespace:
-        self._next("send", self._rank, place, tag).set_result(values[0].clone())
-        return SimpleNamespace(wait=lambda limit: True)
+        message, is_wanted = self._next("send", self._rank, place, tag)
+        message.set_result(values[0].clone())
+        return SimpleNamespace(wait=lambda limit: is_wanted.result(timeout=10))
 
     def recv(self, values: list[torch.Tensor], place: int, tag: int) -> SimpleNamespace:
-        message = self._next("receive", place, self._rank, tag)
+        message, is_wanted = self._next("receive", place, self._rank, tag)
+        is_wanted.set_result(None)
         return SimpleNamespace(wait=lambda limit: values[0].copy_(message.result(timeout=10)))
 
 
@@ -442,9 +445,9 @@ def test_exchanges_reach_all_ranks_in_few_messages(size):
         wait = control.start_swap(used, LABEL)
         largest = wait() if rank % 2 else None
         everyone = control.start_swap(torch.tensor([0.1 * rank, 1.0]), "a norm", stacks=True)()
-        values = control.exchange("long" * 99 * (rank + 1), "exchange of texts")
+        values = control.exchange("long" * 300 * (rank + 1), "exchange of texts")
         largest = wait() if largest is None else largest
-        return largest.tolist(), everyone.tolist(), [len(each) // 396 for each in values]
+        return largest.tolist(), everyone.tolist(), [len(each) // 1200 for each in values]
 
     found, _ = controls_of(size, agree)
     counted = list(range(1, size + 1))
