@@ -200,6 +200,9 @@ def plan(
         Path | None,
         typer.Option(help="Draw the memory of all set-ups to this file (needs matplotlib)."),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show the bytes by kind, those of saves and loads, and waits, too.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Shows the memory and step time of each stage and offload setting, and recommends one. Exits with 1 if nothing fits."""
@@ -233,9 +236,9 @@ def plan(
         if as_json:
             say_json(found.to_dict())
         else:
-            for line in extra("planner", "header")(found):
+            for line in extra("planner", "header")(found, verbose=verbose):
                 say(line)
-            console.print(extra("planner", "table_of")(found, console))
+            console.print(extra("planner", "table_of")(found, console, verbose=verbose))
             for line in found.choice.why:
                 say(line)
         # Last: without matplotlib, the plan is printed all the same.

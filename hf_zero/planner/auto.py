@@ -346,10 +346,6 @@ def _said(
     config = resolve_casts(ZeroConfig.from_dict(settings), "no")
     name = f"{tuned.name} (nothing sharded, as DDP)" if settings["stage"] == 0 else tuned.name
     fits = room.fit_of(tuned.forecast) == FITS
-    if not fits:
-        why = "may run out of memory: nothing fits, and of what is close it needs least"
-    else:
-        why = "fits and is fastest" if choice.has_others else "is all that fits"
     left_out = "; ".join(
         f"{each.name} is {room.describe(each.forecast)}" for each in (choice.close, choice.rejected) if each is not None
     )
@@ -362,7 +358,7 @@ def _said(
     wire = "as they are" if not config.comm.quantises else f"{config.comm.gradients}, weights {config.comm.weights}"
     logits = tuned.forecast.device.get("logits", 0)
     lines = (
-        f"stage: auto is {name}, which {why}",
+        f"stage: auto is {name}, which {choice.claim}",
         f"it {'fits' if fits else 'is close'}: {of(tuned.forecast.device_bytes, room.device)} on the rank that has least, model "
         f"included{f', {size(logits)} for logits' if logits else ''}; what fits leaves {room.reserve:.0%} free",
         f"for a micro-batch of {batch.rows} x {batch.length}"

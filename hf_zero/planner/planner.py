@@ -17,7 +17,7 @@ from torch import nn
 from ..buckets.precision import resolve_casts
 from ..checkpoint.files import replace_file
 from ..config import AUTO, ConfigError
-from ..forecast import FITS, KINDS, Activations, PlanError, Room, gb, size
+from ..forecast import DDP, FITS, KINDS, Activations, PlanError, Room, gb, size
 from .layouts import Job, ddp_step_time, step_time
 from .request import (
     PlanRequest,
@@ -45,6 +45,9 @@ _LEFT_OUT = (
     "the model is split over ranks (tp_size, ep_size): state is that of a rank's part over those with the same; activations, "
     "step times and what the ranks of a copy send each other are left out"
 )
+
+AS_GIVEN = "as given"
+"""The shape of a micro-batch that a caller has given."""
 
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -377,7 +380,7 @@ def _traced(
         traced = trace(
             model,
             batch if batch is not None else lambda: batch_of(model, rows, length),
-            shape="as given" if batch is not None else f"{rows} x {length}",
+            shape=AS_GIVEN if batch is not None else f"{rows} x {length}",
             tokens=rows * -(-length // ranks),
             autocast=_AUTOCAST[request.mixed_precision],
             param_dtype=param_dtype,
@@ -404,8 +407,12 @@ _SHOWN = {
 }
 
 
-def header(plan: Plan) -> Iterator[str]:
-    """Describes the plan's request, in lines."""
+def header(plan: Plan, *, verbose: bool = False) -> Iterator[str]:
+    """Describes the plan's request, in lines.
+
+    Args:
+        verbose: adds the operations of a micro-batch and the bytes that it saves for backward.
+    """
     request = plan.request
     where = f"{request.nodes} x {request.gpus}" if request.nodes > 1 else f"{request.gpus}"
     kind = "ranks on the CPU" if request.on_cpu else "accelerators"
@@ -420,82 +427,106 @@ def header(plan: Plan) -> Iterator[str]:
         yield f"split over ranks, {split}: {plan.held:,} parameters a rank, sharded over the ranks that have the same"
     if plan.activations is not None:
         traced = plan.activations
-        logits = traced.peak_beside(0).logits
         over, part = ("a rank", "") if request.sp_size == 1 else (f"over {request.sp_size} ranks", " on each rank")
-        yield (
-            f"a micro-batch of {traced.shape} {over}, {request.accumulation} a step: {traced.flops / 1e12:.3g} TFLOP{part}, and "
-            f"{size(traced.saved_bytes)} saved for backward"
-            + (f"; logits, with what the loss makes of them, take {size(logits)}" if logits else "")
-        )
+        rows = request.batch * request.accumulation * request.world_size // request.sp_size
+        rows_a_step = "" if traced.shape == AS_GIVEN else f": {rows:,} rows"
+        yield f"a micro-batch of {traced.shape} {over}, {request.accumulation} a step{rows_a_step}"
+        if verbose:
+            saved, logits = size(traced.saved_bytes), traced.peak_beside(0).logits
+            yield f"a micro-batch computes {traced.flops / 1e12:.3g} TFLOP{part} and saves {saved} for backward"
+            if logits:
+                yield f"logits, with what the loss makes of them, take {size(logits)}"
     yield from plan.warnings
 
 
-_LAST_LEFT_OUT = ("save", "load", "other", "MFU", "waits", "disk", "host")
-"""Columns that a narrow terminal does without, after those of kinds of memory; in this order."""
+_VERBOSE = (*_SHOWN.values(), "other", "save", "load", "waits", "MFU")
+"""Columns that a table has only if details are asked for."""
 
+_LAST_LEFT_OUT = ("save", "load", "other", "MFU", "waits", "disk", "host", "saved")
+"""Columns that a narrow terminal has no room for, after those of kinds of memory; in this order."""
 
 _LAST_KINDS = ("logits", "activations")
-"""Kinds that a narrow terminal does without behind the others."""
+"""Kinds that a narrow terminal leaves out after the others."""
 
 _LEAST_LAST = 15
-"""Characters of the last column, which may be wrapped."""
+"""Characters of the last column, which may be wrapped if details are asked for."""
 
 
-def table_of(plan: Plan, console: Console) -> Table:
-    """A row a set-up: GB a rank by kind, the host's, the disk's, and the time of a step.
+def table_of(plan: Plan, console: Console, *, verbose: bool = False) -> Table:
+    """Makes a table with a line for each set-up: what it saves, the GB that a rank needs, the time of a step.
 
     Columns for which the console has no room are left out, and named below the table.
+
+    Args:
+        verbose: adds the GB by kind, those of saves and loads, waits and MFU, and says by how much a set-up fits.
     """
     out: list[str] = []
-    table = _table(plan, out)
+    table = _table(plan, out, verbose=verbose)
     kinds = [str(column.header) for column in table.columns if str(column.header) in _SHOWN.values()]
     kinds.sort(key=lambda heading: heading not in _LAST_KINDS)
-    for heading in (*reversed(kinds), *_LAST_LEFT_OUT):
-        if _least_width(table) <= console.width:
+    headings = {str(column.header) for column in table.columns}
+    for heading in (*reversed(kinds), *(each for each in _LAST_LEFT_OUT if each in headings)):
+        if _least_width(table, verbose=verbose) <= console.width:
             break
         out.append(heading)
-        table = _table(plan, out)
+        table = _table(plan, out, verbose=verbose)
     return table
 
 
-def _least_width(table: Table) -> int:
-    """Characters of a line in which only the last column is wrapped."""
+def _least_width(table: Table, *, verbose: bool) -> int:
+    """Returns the characters of a line in which no column is wrapped, or only the last one if details are asked for."""
     widths = [max(map(len, (str(column.header), *map(str, column.cells)))) for column in table.columns]
-    return sum(widths[:-1]) + min(widths[-1], _LEAST_LAST) + 3 * len(widths) + 1
+    last = min(widths[-1], _LEAST_LAST) if verbose else widths[-1]
+    return sum(widths[:-1]) + last + 3 * len(widths) + 1
 
 
-def _table(plan: Plan, left_out: Sequence[str]) -> Table:
-    held = [kind for kind in KINDS if kind in _SHOWN and any(c.forecast.device.get(kind) for c in plan.candidates)]
-    headings = ("set-up", *(_SHOWN[kind] for kind in held), "other", "in all", "host", "disk", "save", "load")
-    headings += ("step", "waits", "MFU", "fits")
-    shown = [index for index, heading in enumerate(headings) if heading not in left_out]
-    table = Table(title="GB a rank, at most", title_justify="left")
+def _table(plan: Plan, left_out: Sequence[str], *, verbose: bool) -> Table:
+    cells = [_cells(plan, each, verbose=verbose) for each in plan.candidates]
+    # A column without a value says nothing.
+    used = {heading for row in cells for heading, cell in row.items() if cell}
+    headings = [heading for heading in cells[0] if heading in used - set(left_out)]
+    if not verbose:
+        headings = [heading for heading in headings if heading not in _VERBOSE]
+    table = Table(title="GB a rank, at most", title_justify="left", caption_justify="left")
     if left_out:
         table.caption = f"left out: {', '.join(left_out)} (a wider terminal has room, --json has them)"
-        table.caption_justify = "left"
-    for index in shown:
-        heading = headings[index]
+    elif not verbose:
+        table.caption = "--verbose shows the GB by kind, and what a step waits for."
+    for heading in headings:
         is_text = heading in ("set-up", "fits")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "fits")
-    for each in plan.candidates:
-        device = each.forecast.device
-        other = each.forecast.device_bytes - sum(device.get(kind, 0) for kind in held)
-        step, fit = each.step, plan.room.fit_of(each.forecast)
-        times = ("", "", "") if step is None else (_time(step.step_s), _time(step.exposed_s), f"{step.mfu:.0%}")
-        chosen = plan.choice.candidate is each
-        cells = (
-            each.name,
-            *(_gb(device.get(kind, 0)) for kind in held),
-            _gb(other),
-            _gb(each.forecast.device_bytes),
-            *(_gb(n) for n in (each.forecast.host_bytes, each.forecast.disk_bytes)),
-            *(_gb(n) for n in (each.forecast.save_bytes, each.forecast.load_bytes)),
-            *times,
-            ("take this, " if chosen else "") + (FITS if fit == FITS else plan.room.describe(each.forecast)),
-        )
-        style = "bold" if chosen else "" if fit == FITS else "dim"
-        table.add_row(*(cells[index] for index in shown), style=style)
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "fits" or not verbose)
+    for each, row in zip(plan.candidates, cells):
+        is_chosen, fits = plan.choice.candidate is each, plan.room.fit_of(each.forecast) == FITS
+        table.add_row(*(row[heading] for heading in headings), style="bold" if is_chosen else "" if fits else "dim")
     return table
+
+
+def _cells(plan: Plan, each: Candidate, *, verbose: bool) -> dict[str, str]:
+    """Maps the headings to a set-up's cells, those first that decide."""
+    forecast, step = each.forecast, each.step
+    ddp = next((other.forecast.device_bytes for other in plan.candidates if other.name == DDP), None)
+    saved = 0 if ddp is None else ddp - forecast.device_bytes
+    fit = plan.room.fit_of(forecast)
+    if verbose:
+        fit = FITS if fit == FITS else plan.room.describe(forecast)
+    if plan.choice.candidate is each:
+        fit = f"take this, {fit}" if verbose or fit != FITS else "take this"
+    kinds = {_SHOWN[kind]: forecast.device.get(kind, 0) for kind in KINDS if kind in _SHOWN}
+    return {
+        "set-up": each.name,
+        "saved": _gb(saved) if saved >= 0 else f"-{_gb(-saved)}",
+        "in all": _gb(forecast.device_bytes),
+        **{heading: _gb(nbytes) for heading, nbytes in kinds.items()},
+        "other": _gb(forecast.device_bytes - sum(kinds.values())),
+        "host": _gb(forecast.host_bytes),
+        "disk": _gb(forecast.disk_bytes),
+        "save": _gb(forecast.save_bytes),
+        "load": _gb(forecast.load_bytes),
+        "step": "" if step is None else _time(step.step_s),
+        "waits": "" if step is None else _time(step.exposed_s),
+        "MFU": "" if step is None else f"{step.mfu:.0%}",
+        "fits": fit,
+    }
 
 
 def _gb(nbytes: int) -> str:

@@ -1,5 +1,6 @@
 """Simulated step times on a machine, and the choice between settings."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -336,14 +337,14 @@ class Choice:
         candidate: the recommended one; None where all are too large.
         rejected: the fastest of those that are too large, if any; where all are, the one that needs least.
         close: the fastest of those that are close and not recommended, if any.
-        has_others: others fit, too.
+        claim: why the candidate is the recommended one, as a predicate such as "fits and is fastest".
         why: lines.
     """
 
     candidate: Candidate | None
     rejected: Candidate | None
     close: Candidate | None
-    has_others: bool
+    claim: str
     why: tuple[str, ...]
 
 
@@ -366,7 +367,7 @@ def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
     fitting, close, too_large = of_class[FITS], of_class[CLOSE], of_class[TOO_LARGE]
     if not fitting and not close:
         least = min(candidates, key=_bytes)
-        return Choice(candidate=None, rejected=least, close=None, has_others=False, why=_nothing_fits(least, room))
+        return Choice(candidate=None, rejected=least, close=None, claim="", why=_nothing_fits(least, room))
     if fitting:
         quickest = min(_seconds(each) for each in fitting)
         chosen = next(each for each in fitting if _seconds(each) <= quickest * (1 + _SIMPLER))
@@ -374,13 +375,31 @@ def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
         chosen = min(close, key=_bytes)
     left = [each for each in close if each is not chosen]
     rejected, close_one = min(too_large, key=_speed, default=None), min(left, key=_speed, default=None)
+    claim = _claim(chosen, fitting)
     return Choice(
         candidate=chosen,
         rejected=rejected,
         close=close_one,
-        has_others=len(fitting) > 1,
-        why=_reasons(chosen, rejected, close_one, fitting, room),
+        claim=claim,
+        why=_reasons(chosen, claim, rejected, close_one, fitting, room),
     )
+
+
+def _claim(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
+    """Says why `chosen` is recommended; the claim is true of the numbers in the table."""
+    if not fitting:
+        return "may run out of memory: nothing fits, and of the close set-ups it needs least"
+    if len(fitting) == 1:
+        return "is all that fits"
+    if chosen.step is None:
+        return "fits and is simplest (step times are not known)"
+    fastest = min(fitting, key=_seconds)
+    slower = _seconds(chosen) / _seconds(fastest) - 1
+    if slower <= 0:
+        return "fits and is fastest"
+    # Rounded up: the claim may not say less than the difference.
+    percent = math.ceil(1000 * slower) / 10
+    return f"fits and is simplest of the fast ones ({percent:g} % slower than {fastest.name}, the fastest)"
 
 
 def _bytes(candidate: Candidate) -> int:
@@ -397,17 +416,14 @@ def _speed(candidate: Candidate) -> tuple[float, int]:
 
 def _reasons(
     chosen: Candidate,
+    claim: str,
     rejected: Candidate | None,
     close: Candidate | None,
     fitting: Sequence[Candidate],
     room: Room,
 ) -> tuple[str, ...]:
-    needs = f"{size(_bytes(chosen))} of {size(room.device)} a rank"
-    if not fitting:
-        lines = [f"{chosen.name} may run out of memory: {needs}. Nothing fits, and of what is close it needs least."]
-    else:
-        name = f"{chosen.name} fits and is fastest" if len(fitting) > 1 else f"{chosen.name} is all that fits"
-        lines = [f"{name}: {needs}, {size(room.device - _bytes(chosen))} to spare."]
+    spare = f", {size(room.device - _bytes(chosen))} to spare" if fitting else ""
+    lines = [f"{chosen.name} {claim}: {size(_bytes(chosen))} of {size(room.device)} a rank{spare}."]
     lines += [f"{each.name} is {room.describe(each.forecast)}." for each in (close, rejected) if each is not None]
     slower = [each for each in fitting if each is not chosen and each.step is not None]
     if slower and chosen.step is not None:

@@ -1,20 +1,24 @@
 """`hf-zero plan`: the table, JSON, YAML and picture of a plan, and what it refuses."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from cells import slow
 from command_runs import hf_zero, refusals
+from rich.console import Console
 from training import bert, gpt2
 from transformers import GPT2Config
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
-from hf_zero.cli import checkpoints
+from hf_zero.planner.planner import table_of
 from hf_zero.planner.request import checkpointing_argument
+from hf_zero.planner.search import choose
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -34,9 +38,10 @@ def test_a_plan_is_a_table_a_file_and_a_picture(config, tmp_path):
         *("--write", written, "--png", picture),
     )
     assert result.exit_code == 0, result.output
-    for words in ("DDP", "stage 3, all nvme", "take this", "fits and is fastest", "activations"):
+    for words in ("DDP", "stage 3, all nvme", "take this", "saved", "a micro-batch of 1 x 64 a rank, 1 a step: 4 rows"):
         assert words in result.output
-    assert ZeroConfig.from_yaml(written).stage in (0, 1, 2, 3) and "fastest" in written.read_text()
+    [reason] = [line for line in result.output.splitlines() if "fastest" in line]
+    assert ZeroConfig.from_yaml(written).stage in (0, 1, 2, 3) and reason in written.read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -187,17 +192,58 @@ def test_importing_the_package_loads_no_planner():
     assert "make_plan" in dir(sys.modules["hf_zero"])
 
 
+@pytest.fixture(scope="module")
+def planned(config):
+    return make_plan(config, gpus=4, seq=64, disk="1TB")
+
+
+def table_lines(plan, width: int, **details: bool) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(table_of(plan, console, **details))
+    return console.file.getvalue().splitlines()
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 250])
-def test_a_plan_is_as_wide_as_the_terminal_and_names_the_columns_for_which_there_is_no_room(config, monkeypatch, width):
-    monkeypatch.setattr(checkpoints.console, "_width", width)
-    lines = hf_zero("plan", config, "--gpus", 4, "--seq", 64).stdout.splitlines()
+def test_a_plan_is_as_wide_as_the_terminal_and_names_the_columns_for_which_there_is_no_room(planned, width):
+    lines = table_lines(planned, width, verbose=True)
     table = [line for line in lines if line[:1] in "┏┃┡│└"]
     assert table and max(map(len, table)) <= width
-    # Set-ups and numbers are whole; what is said of how a set-up fits may go on in the next line.
+    # Set-ups and numbers are whole; the reason why a set-up fits may go on in the next line.
     assert "…" not in "".join(table) and any("stage 2, state cpu" in line for line in table)
-    said = "\n".join(lines)
-    assert "in all" in said and "of host memory," in said and "0 MB" not in said
-    assert ("left out: " in said) == (width < 250)
+    said = " ".join("".join(line.rpartition("│")[0].rpartition("│")[2] for line in table).split())
+    assert "MB of host memory, none was given" in said and "in all" in "".join(table) and " 0 MB" not in said
+    assert ("left out: " in "".join(lines)) == (width < 250)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_plan_without_details_has_one_line_a_set_up(planned, width):
+    lines = table_lines(planned, width)
+    [head], rows = ([line for line in lines if line[:1] == mark] for mark in "┃│")
+    assert head.split("┃")[1:4] == [f" {'set-up':19} ", " saved ", " in all "] and len(head) <= width
+    assert {len(row) for row in rows} == {len(head)} and "…" not in "".join(rows)
+    assert [row.split("│")[1].strip() for row in rows] == [each.name for each in planned.candidates]
+    assert not any(word in head for word in ("weights", "activations", "waits", "MFU")) and "left out" not in str(lines)
+    least = min(planned.candidates, key=lambda each: each.forecast.device_bytes)
+    saved = planned.candidates[0].forecast.device_bytes - least.forecast.device_bytes
+    assert float(rows[planned.candidates.index(least)].split("│")[2]) == pytest.approx(saved / 1e9, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "claim"),
+    [
+        ((1.0, 1.0, 2.0), "DDP fits and is fastest: "),
+        ((1.0, 0.98, 2.0), "DDP fits and is simplest of the fast ones (2.1 % slower than stage 0, the fastest): "),
+        ((1.0, 0.9999, 2.0), "DDP fits and is simplest of the fast ones (0.1 % slower than stage 0, the fastest): "),
+        ((1.0, 0.9, 2.0), "stage 0 fits and is fastest: "),
+        (None, "DDP fits and is simplest (step times are not known): "),
+    ],
+)
+def test_the_reason_for_a_set_up_is_true_of_the_step_times(planned, seconds, claim):
+    tried = [
+        replace(each, step=None if seconds is None else replace(each.step, step_s=seconds[index]))
+        for index, each in enumerate(planned.candidates[:3])
+    ]
+    assert choose(tried, planned.room).why[0].startswith(claim)
 
 
 @pytest.mark.parametrize("option", ["--gpu-memory", "--host-memory", "--disk"])
