@@ -46,6 +46,7 @@ from .bucketing import (
 )
 from .buffers import ModelBuffers, broadcast_buffers, has_buffers, ignored_parameters, place_buffers
 from .collectives import ParameterGather, Wire, choose_wire
+from .models import models_in
 from .norm import GradientNorm, NonFiniteCheck, choose_norm
 from .parameter_places import ExactWeights, ParameterPlaces
 from .schedule import Unsharding
@@ -265,7 +266,8 @@ def describe(
 ) -> dict[str, str]:
     """Everything on which the ranks must agree: subject → value, in words."""
     facts = {"config": json.dumps(config.to_dict(), sort_keys=True)}
-    facts["files of the weights"] = model.__dict__.get(FILES_ATTRIBUTE, "none")
+    files = [each.__dict__.get(FILES_ATTRIBUTE, "none") for each in models_in(model)]
+    facts["files of the weights"] = ", ".join(files)
     named_parameters = list(model.named_parameters())
     ignored = ignored_parameters(model)
     # Left to each rank, they may differ in shape and dtype, too.
@@ -349,7 +351,7 @@ class Parts:
         row_of: this rank's part of a trained parameter, for those that it has any of.
         scopes: of each optimizer, whether its parameters are cut, and the reason.
         copies: None, unless the model is split over ranks.
-        model_buffers: None where each rank keeps its own, or there are none.
+        model_buffers: those of each model; none if each rank keeps its own.
         activations: None where they stay on the device.
         replicas: None unless `check_replicas_every` is set.
         outer: `SyncedEvery` of the extra `wire`; None where all ranks take each step together.
@@ -370,7 +372,7 @@ class Parts:
     scopes: list[Finding]
     sharded: ShardedModel
     outer: Any
-    model_buffers: ModelBuffers | None
+    model_buffers: dict[nn.Module, ModelBuffers]
     parameter_gather: ParameterGather
     exact: ExactWeights
     parameter_places: ParameterPlaces
@@ -411,7 +413,7 @@ def assemble(
     # Behind the refusals: from here on the model's DTensors are plain parameters, and an error has to put them back.
     split = SplitModel(model, optimizers)
     try:
-        refuse_beside_split(split, config, optimizers)
+        refuse_beside_split(model, split, config, optimizers)
         return _assemble(model, optimizers, config, device, split, on_progress)
     except Exception:
         # The script may try again: it must find its own parameters.
@@ -499,7 +501,11 @@ def _assemble(
         if all_groups.outer is None
         else extra("wire", "SyncedEvery")(transport, all_groups.outer, config.comm, buckets, holder.fetched_master),
         # Of the ranks that step together: with `comm.sync_every` each group has buffers of its own until the outer step.
-        model_buffers=ModelBuffers(model, mesh.dp.transport, device) if is_shared and has_buffers(model) else None,
+        model_buffers={
+            each: ModelBuffers(each, mesh.dp.transport, device)
+            for each in models_in(model)
+            if is_shared and has_buffers(each)
+        },
         parameter_gather=ParameterGather(model, unsharded, wire.gather),
         exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),
         parameter_places=ParameterPlaces(model, all_buckets),

@@ -34,6 +34,7 @@ from ..optimizer.trial import UpdateScope
 from .buffers import ignored_by_ddp, ignored_parameters
 from .collectives import Wire
 from .compiled import compiles_itself
+from .models import Models, is_outside, named_models_in
 from .split_model import Mesh, SplitModel
 
 # ---- Refuses models, settings and optimizers that an engine would train wrongly, before anything is moved ----
@@ -79,10 +80,17 @@ def refuse_second_engine(model: nn.Module) -> None:
             )
 
 
-def refuse_beside_split(split: SplitModel, config: ZeroConfig, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def refuse_beside_split(
+    model: nn.Module, split: SplitModel, config: ZeroConfig, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
     """Raises `ConfigError` for settings and optimizers that need whole parameters where a rank has a part of them."""
     if split.is_empty:
         return
+    if isinstance(model, Models):
+        raise ConfigError(
+            "hf_zero: a model that is split over ranks (tensor or expert parallel) is trained together with another model, or "
+            "with parameters of no model. Give each its own optimizer, or load without tp_size and ep_size."
+        )
     if config.comm.sync_every > 1:
         raise ConfigError(
             f"hf_zero config: `comm.sync_every` is {config.comm.sync_every}, and the model is split over ranks (tensor or expert "
@@ -223,15 +231,23 @@ def find_unit_modules(model: nn.Module, names: Sequence[str] | str) -> list[tupl
     Raises:
         ConfigError: no module has a class that was named.
     """
+    units = [
+        (f"{prefix}.{name}" if prefix else name, module)
+        for prefix, part in named_models_in(model)
+        for name, module in _units_of(part, names)
+    ]
+    if not units and names != AUTO:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(
+            f"hf_zero config: `unit_modules` is {list(names)!r}, and {type(model).__name__} has no module of such a class. "
+            f"It has: {', '.join(known)}."
+        )
+    return units
+
+
+def _units_of(model: nn.Module, names: Sequence[str] | str) -> list[tuple[str, nn.Module]]:
     if names != AUTO:
-        found = _of_classes(model, set(names))
-        if not found:
-            known = sorted({type(module).__name__ for module in model.modules()})
-            raise ConfigError(
-                f"hf_zero config: `unit_modules` is {list(names)!r}, and {type(model).__name__} has no module of such a class. "
-                f"It has: {', '.join(known)}."
-            )
-        return found
+        return _of_classes(model, set(names))
     return (
         _of_classes(model, _no_split_classes(model)) or _of_classes(model, _repeated_classes(model)) or _by_size(model)
     )
@@ -379,27 +395,13 @@ def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dic
     Without those that are left to each rank (`ignored_parameters`).
 
     Raises:
-        ValueError: an optimizer has parameters that are not the model's, or wraps another; or two have the same.
+        ValueError: an optimizer wraps another; or two have the same parameter.
     """
-    of_model, ignored = set(model.parameters()), ignored_parameters(model)
+    ignored = ignored_parameters(model)
     owner = {p: (-1, -1) for p in model.parameters() if p.requires_grad and p not in ignored}
-    held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for index, optimizer in enumerate(optimizers):
         refuse_wrapper(optimizer)
         for group_index, group in enumerate(optimizer.param_groups):
-            foreign = [p for p in group["params"] if p not in of_model]
-            if foreign:
-                # With each of the model's own, the others are of another module. Else a call has replaced some of the model's.
-                remedy = (
-                    "Freeze an untrained module (a loss's guide) before building the optimizer; make others part of the model."
-                    if held.issuperset(owner)
-                    else "Build the optimizer from this model alone, after resize_token_embeddings, get_peft_model and "
-                    ".to(dtype)."
-                )
-                raise ValueError(
-                    f"hf_zero: group {group_index} of {type(optimizer).__name__} holds {len(foreign)} parameters "
-                    f"that are not in the model (first: shape {tuple(foreign[0].shape)}). {remedy}"
-                )
             for p in group["params"]:
                 if p in owner and owner[p] != (-1, -1):
                     name = next(name for name, parameter in model.named_parameters() if parameter is p)
@@ -443,7 +445,8 @@ def parts_of(
     """Lists the parts that go into buckets, in the order of their gradients: all but `ignored_parameters`.
 
     Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
-    for each unit, frozen parameters too, the last layers first and the root last.
+    for each unit, frozen parameters too, the last layers first and the root last. Parameters outside of all models stay whole,
+    since no forward of a model gathers them, and are in a part that comes first.
     On an accelerator what the root has behind its layers (a head) comes first, so that its gradient, which may be the largest
     of all, does not wait for the embeddings'.
 
@@ -452,11 +455,16 @@ def parts_of(
     """
     ignored = ignored_parameters(model)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in ignored]
+    # These share no bucket with parameters of the model: a guide of a loss never gets a gradient, and would hold up the others.
+    outside = Part(modules=(), parameters=[(name, p) for name, p in trained if is_outside(name)], sharded=False)
     if not shards_parameters(config, groups):
-        return [Part(modules=(), parameters=trained, sharded=False)]
+        inside = [(name, p) for name, p in trained if not is_outside(name)]
+        parts = [outside, Part(modules=(), parameters=inside, sharded=False)]
+        return [part for part in parts if part.parameters]
     units = find_unit_modules(model, config.unit_modules)
     own = {
-        unit: [(name, p) for name, p in held if p not in ignored] for unit, held in own_parameters(model, units).items()
+        unit: [(name, p) for name, p in held if p not in ignored and not is_outside(name)]
+        for unit, held in own_parameters(model, units).items()
     }
     values = {name: [p for _, p in held] for name, held in own.items()}
     layers = reversed(group_layers(units, values, least_unit_bytes(config, device)))
@@ -464,7 +472,7 @@ def parts_of(
     taken = {name for name, _ in behind}
     before = [(name, parameter) for name, parameter in own[""] if name not in taken]
     of_layers = [(names, [held for name in names for held in own[name]]) for names in layers]
-    parts = []
+    parts = [outside]
     for names, held in [([], behind), *of_layers, ([], before)]:
         shared = [(n, p) for n, p in held if p not in unshared]
         # Frozen ones are in no bucket: no other rank has them, and no step changes them.

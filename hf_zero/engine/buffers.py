@@ -23,6 +23,7 @@ from torch import nn
 
 from ..comm.ledger import Label
 from ..comm.transport import Transport
+from .models import named_models_in
 
 _LABEL = Label(kind="broadcast buffers", subject="the model")
 
@@ -32,7 +33,11 @@ def ignored_by_ddp(model: nn.Module) -> frozenset[str]:
 
     DDP reads `_ddp_params_and_buffers_to_ignore` of the module that it wraps.
     """
-    return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return frozenset(
+        f"{prefix}.{name.removeprefix('.')}" if prefix else name
+        for prefix, each in named_models_in(model)
+        for name in getattr(each, "_ddp_params_and_buffers_to_ignore", ())
+    )
 
 
 def ignored_parameters(model: nn.Module) -> frozenset[nn.Parameter]:

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from .backward import never_asked
 from .buffers import broadcast_buffers, ignored_parameters
 from .dcp_helpers import support_dcp_helpers
 from .gathered import IN_GATHERED, parameters_in, put_back
+from .models import is_outside, joined
 from .parameter_places import FreezesInForward, frozen
 from .report_tables import CommReport, MemoryReport
 from .reports import DtypeReport, report_dtypes, report_memory
@@ -40,10 +42,12 @@ class ZeroEngine:
     `optimizer.zero_grad()`. Building an engine is collective: every rank takes over rank 0's parameters and buffers.
 
     Args:
-        model: any module with trainable floating-point parameters; at stage 3 they may all be frozen.
-        optimizers: one or several torch optimizers over its parameters. They stay the same objects.
+        model: any module with trainable floating-point parameters; at stage 3 they may all be frozen. Several modules in a list
+            are trained together.
+        optimizers: one or several torch optimizers over their parameters. They stay the same objects. Parameters of no model (a
+            loss's head) are trained with averaged gradients, too, and stay whole on each rank.
         config: anything `ZeroConfig.of` takes.
-        entry: what the script calls in place of `model`, where that is another module (a compiled one).
+        entry: what the script calls in place of `model`, if that is another module (a compiled one). Of several models, a list.
         device: that it is trained on; by default where its parameters are. At stage 3 they may be elsewhere: each rank
             then moves its shard only.
         on_progress: called with the bytes of parameters that are in buckets, and those of the model.
@@ -56,7 +60,11 @@ class ZeroEngine:
         ValueError: a model or optimizer that cannot be trained so; ranks that differ. ConfigError for settings.
 
     Attributes:
-        entry: what the script calls.
+        model: the first of the models.
+        models: all of them.
+        module: the module that has all parameters of the engine: the model itself, or for several one that is never called.
+        entry: what the script calls in place of `model`.
+        entries: what the script calls → its model.
         evaluates: as it was asked for.
         compiled_layers: how many layers are compiled in place of the whole model.
         bad_steps: how many steps with NaN or infinite gradients were skipped, and whether the last one was.
@@ -67,11 +75,11 @@ class ZeroEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         config: ConfigLike = None,
         *,
-        entry: nn.Module | None = None,
+        entry: nn.Module | Sequence[nn.Module] | None = None,
         device: torch.device | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         find_unused_parameters: bool = False,
@@ -79,21 +87,26 @@ class ZeroEngine:
     ):
         ErrorHook.installed()
         optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-        _refuse_classes(model, optimizers)
+        # By the class, not by truth: a compiled module asks its model for a length.
+        models = list(model) if isinstance(model, list | tuple) else [model]
+        _refuse_classes(models, optimizers)
         agree_on_overflows()
         support_dcp_helpers()
-        self.model = model
+        self.models = cast(tuple[nn.Module, ...], tuple(models))
+        self.model = self.models[0]
+        self.module = joined(self.models, optimizers)
         self._find_unused_parameters = find_unused_parameters
         self._stop_asked = never_asked
-        # Not by truth: a compiled module asks its model for a length.
-        self.entry = model if entry is None else entry
+        entries = self.models if entry is None else entry if isinstance(entry, list | tuple) else [entry]
+        self.entries = dict(zip(cast(Sequence[nn.Module], entries), self.models, strict=True))
+        self.entry = next(iter(self.entries))
         self.evaluates = evaluates
         self._freezes = FreezesInForward()
         with self._as_it_is_used():
-            self._start(assemble(model, optimizers, ZeroConfig.of(config), device, on_progress), optimizers)
+            self._start(assemble(self.module, optimizers, ZeroConfig.of(config), device, on_progress), optimizers)
 
     def _as_it_is_used(self) -> AbstractContextManager[None]:
-        return frozen(self.model) if self.evaluates else nullcontext()
+        return frozen(self.module) if self.evaluates else nullcontext()
 
     def _start(self, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         mesh = parts.mesh
@@ -105,24 +118,25 @@ class ZeroEngine:
         self.scopes = parts.scopes
         self.tier, self.parameter_tier, self.activations = parts.tier, parts.parameter_tier, parts.activations
         self._step = TrainingStep(
-            self, self.model, parts, optimizers, find_unused_parameters=self._find_unused_parameters
+            self, self.module, parts, optimizers, find_unused_parameters=self._find_unused_parameters
         )
         # `resize_embeddings` comes here a second time: the new step must go on asking for signals.
         self.stop_when(self._stop_asked)
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
-        self._handles = self._step.install(self.entry)
+        self._handles = self._step.install(self.entries)
         if self.evaluates:
             self._handles += self._freezes.watch(self.entry)
         self.compiled_layers = 0
-        self.compile_layers(self.entry)
+        for entry in self.entries:
+            self.compile_layers(entry)
         if self.config.stage > 0 and self.groups.world_size > 1:
-            self._step.allocations = rank_allocations(self.model, list(parts.slot_of))
+            self._step.allocations = rank_allocations(self.module, list(parts.slot_of))
             self._handles += self._step.allocations
         # A sharded model keeps its engine alive: without the engine nobody could gather its parameters again. Parameters only
         # point to it: rows share their attributes, and Python's collector does not look into a tensor that autograd holds.
-        attach(self, (self.model, self.entry), keeps=not self.sharded.is_empty)
-        attach(self, self.model.parameters(), keeps=False)
+        attach(self, (*self.models, *self.entries), keeps=not self.sharded.is_empty)
+        attach(self, self.module.parameters(), keeps=False)
 
     def compile_layers(self, called: nn.Module) -> None:
         """At stage 3, has torch.compile compile layers where a script has compiled `called` as a whole."""
@@ -208,6 +222,10 @@ class ZeroEngine:
         """Whether a parameter lies in this engine's buckets."""
         return parameter in self._parts.slot_of
 
+    def has_outside(self, model: nn.Module) -> bool:
+        """Whether parameters of this model are trained as parameters outside of all models."""
+        return any(p in self._parts.slot_of and is_outside(self._parts.slot_of[p].name) for p in model.parameters())
+
     def finish_parameters(self, parameter: nn.Parameter | None = None) -> None:
         """Waits for the all-gathers of parameters behind the last step. Reads of parameters do so themselves.
 
@@ -239,7 +257,7 @@ class ZeroEngine:
         self._step.row_writes.renew_copies(self._parts.outer.finish())
         self.finish_parameters()
         # Buffers such as batch norm statistics belong to each group alone until here.
-        broadcast_buffers(self.model, self.transport, self.device)
+        broadcast_buffers(self.module, self.transport, self.device)
 
     # ---- looking in ----
 
@@ -254,7 +272,7 @@ class ZeroEngine:
         """Whole parameters to read or, with `writeback`, to edit. Collective, on every rank.
 
         Args:
-            target: a module of the model, a parameter or several; None is the whole model.
+            target: a module of the model, a parameter or several; None is all models.
             writeback: keep edits; what rank 0 wrote is what all ranks have afterwards. Parameters that a script has told DDP to
                 ignore keep each rank's edits.
             purpose: the call that asks, for errors about ranks that do not come.
@@ -270,14 +288,14 @@ class ZeroEngine:
         # Before the edit: a write to this rank's rows that other ranks have not seen would be overwritten by rank 0's values.
         if writeback:
             self.synchronise(purpose)
-        parameters = parameters_in(self.model if target is None else target)
+        parameters = parameters_in(self.module if target is None else target)
         with (
             self.sharded.gathered.gathered(parameters, writeback=writeback),
             parts.exact.fetched_master(purpose),
         ):
             yield
             if writeback:
-                ignored = ignored_parameters(self.model)
+                ignored = ignored_parameters(self.module)
                 slots = [parts.slot_of[p] for p in parameters if p in parts.slot_of and p not in self.sharded.unit_of]
                 of_units = [slot for unit in self.sharded.gathered.units_of(parameters) for slot in unit.slots]
                 put_back([*slots, *of_units], parts.mesh.world)
@@ -310,21 +328,29 @@ class ZeroEngine:
         return full_state(slot, mine, self._parts.holder, timeout_s)
 
     @contextmanager
-    def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """For savers: whole, exact parameters where `wanted`, in host memory at stage 3; see `ShardedModel.lent`. Collective."""
+    def lent(self, purpose: str, *, wanted: bool, model: nn.Module | None = None) -> Iterator[dict[str, torch.Tensor]]:
+        """For savers: whole, exact parameters where `wanted`, in host memory at stage 3; see `ShardedModel.lent`. Collective.
+
+        Args:
+            model: one of several models; None is the first.
+        """
         self.synchronise(purpose)
         with (
             self.transport.watch.saving(),
             self._parts.exact.fetched_master(purpose, IN_GATHERED),
-            self.sharded.lent(purpose, wanted=wanted) as state,
+            self.sharded.lent(self.model if model is None else model, purpose, wanted=wanted) as state,
         ):
             yield state
 
-    def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
-        """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time."""
+    def whole_state_dict(self, *, wanted: bool, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time.
+
+        Args:
+            model: one of several models; None is the first.
+        """
         split = self._parts.mesh.split
         if split.is_empty:
-            with self.lent("whole_state_dict", wanted=wanted) as state:
+            with self.lent("whole_state_dict", wanted=wanted, model=model) as state:
                 return state
         copy = self._parts.mesh.model_parallel
         with self.lent("whole_state_dict", wanted=any(copy.exchange(wanted))) as state:
@@ -348,7 +374,7 @@ class ZeroEngine:
     def memory_report(self) -> MemoryReport:
         """Counts bytes of state on this rank by kind, beside DDP's of the same kind."""
         held = self._step.store.held_bytes() | self._parts.wire.held_bytes()
-        return report_memory(self.model, self._parts, self.optimizers, held)
+        return report_memory(self.module, self._parts, self.optimizers, held)
 
     def dtype_report(self) -> DtypeReport:
         """Lists the dtypes of parameters, gradients, masters and moments."""
@@ -398,16 +424,22 @@ class ZeroEngine:
                 "hf_zero: the embeddings are split over ranks (tensor parallel) and cannot be resized in training. Resize the "
                 "model and save it before it is loaded with tp_size."
             )
+        if len(self.models) > 1:
+            raise ValueError(
+                f"hf_zero: the engine trains {len(self.models)} models, and resize_embeddings resizes a single one. Resize "
+                "before accelerator.prepare."
+            )
         if not hasattr(self.model, "resize_token_embeddings"):
             raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
         self.sharded.gathered.meet("ZeroEngine.resize_embeddings")
         # The whole state, before the close drops the shards.
+        resize = partial(cast(Any, self.model).resize_token_embeddings, num_tokens, **kwargs)
         states = {slot.name: on_host(self.full_state(slot.parameter)) for slot in self._parts.slot_of.values()}
         optimizers, device = [sharded.optimizer for sharded in self.optimizers], self.device
         self.close()
-        resize_whole(self.model, optimizers, states, num_tokens, **kwargs)
+        resize_whole(self.module, optimizers, states, resize)
         with self._as_it_is_used():
-            self._start(assemble(self.model, optimizers, self.config, device), optimizers)
+            self._start(assemble(self.module, optimizers, self.config, device), optimizers)
 
     def close(self, *, rank0_only: bool = False) -> None:
         """Hands back an ordinary model and optimizer: hooks off, parameters in memory of their own, groups whole.
@@ -434,15 +466,15 @@ class ZeroEngine:
         self.parameter_tier.close()
         for optimizer in self.optimizers:
             optimizer.release()
-        detach((self.model, self.entry, *self.model.parameters()))
+        detach((*self.models, *self.entries, *self.module.parameters()))
         # Last: the DTensors take the values that the plain parameters have now.
         self._parts.mesh.split.restore()
 
 
-def _refuse_classes(model: object, optimizers: object) -> None:
+def _refuse_classes(models: Sequence[object], optimizers: object) -> None:
     """Raises TypeError for a class in place of an object, or for something else in place of the optimizers."""
     held = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
-    for given, kind in [(model, nn.Module), *((each, torch.optim.Optimizer) for each in held)]:
+    for given, kind in [*((each, nn.Module) for each in models), *((each, torch.optim.Optimizer) for each in held)]:
         if isinstance(given, type):
             raise TypeError(
                 f"hf_zero: ZeroEngine got the class {given.__name__}. Pass an object: {given.__name__}(...)."

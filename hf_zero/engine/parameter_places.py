@@ -81,7 +81,6 @@ class ParameterPlaces:
     """
 
     def __init__(self, model: nn.Module, buckets: Iterable[Bucket]):
-        self._model = model
         slot_of = {slot.parameter: slot for bucket in buckets for slot in bucket.slots}
         self._places = [
             (module, name, slot_of[parameter])
@@ -110,10 +109,14 @@ class ParameterPlaces:
         self._children = [child for _, _, child, _ in self._links]
         self._in_forward = False
 
-    def watch(self, entry: nn.Module) -> list[RemovableHandle]:
-        """Looks before each forward of `entry`, and of the model inside an adapter's wrappers when that is called by itself."""
+    def watch(self, model: nn.Module, entry: nn.Module) -> list[RemovableHandle]:
+        """Looks before each forward of `entry`, and of the model inside an adapter's wrappers if a script calls that one.
+
+        Args:
+            model: that `entry` stands for.
+        """
         # Compiled, they would trace the hook.
-        parts = () if is_compiled(entry) else self._wrapped()
+        parts = () if is_compiled(entry) else self._wrapped(model)
         return [
             entry.register_forward_pre_hook(WeakHook(self, ParameterPlaces._begin), prepend=True),
             # Also after an exception: `_in_forward` would stay True, and a part called by itself would not be looked at.
@@ -204,9 +207,9 @@ class ParameterPlaces:
                 # autograd never counts -1: the master follows the values as it follows a script's edit.
                 slot.version = -1
 
-    def _wrapped(self) -> Iterator[nn.Module]:
+    def _wrapped(self, model: nn.Module) -> Iterator[nn.Module]:
         """The modules below the model that hold all of the parameters."""
-        inner = self._model
+        inner = model
         for _ in range(_DEPTH_OF_WRAPPERS):
             below = {id(child): child for children, _, child, _ in self._links if children is inner._modules}
             if len(below) != 1 or any(module is inner for module, _, _ in self._places):

@@ -553,17 +553,20 @@ class ShardedModel:
         return sum(bucket.memory.lasting_bytes for bucket in buckets if not bucket.trained)
 
     @contextmanager
-    def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
+    def lent(self, model: nn.Module, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
         """Where `wanted`, parameters are whole copies in host memory until the context is left. Collective on the way in.
 
         The state dicts of the model and of its parts have them, and so do forwards. Yields the model's, {} where not `wanted`.
+
+        Args:
+            model: one of the engine's models.
         """
-        with self.gathered.lend_copies(self._model, purpose, wanted=wanted) as copies:
+        with self.gathered.lend_copies(model, purpose, wanted=wanted) as copies:
             if not wanted:
                 yield {}
                 return
             lent = {copy.data_ptr() for copy in copies.values()}
-            state = self._model.state_dict(keep_vars=True)
+            state = model.state_dict(keep_vars=True)
             # One copy of a tied weight, so that savers see that it is one.
             # Lent copies lie in host memory and belong to nobody else: no second copy is made.
             own = {id(value): value.detach().to("cpu", copy=value.data_ptr() not in lent) for value in state.values()}

@@ -18,6 +18,7 @@ from ..optimizer.bucket_state import state_itemsizes
 from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer
 from ..optimizer.state_rows import fill_rows, state_rows, state_scalars
 from .assemble import Parts
+from .models import is_outside
 from .split_model import read_part
 
 # ---- This rank's part of the model's weights, for sharded checkpoints: each element is on exactly one rank ----
@@ -88,7 +89,7 @@ class EngineState:
         """This rank's masters and optimizer state, row by row."""
         parts = self._parts
         self._follow_state_edits()
-        yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.holder, self._replica)
+        yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.holder, self._replica, is_outside)
         if parts.outer is not None:
             yield from parts.outer.rows()
 
@@ -130,7 +131,7 @@ class EngineState:
         self._follow_state_edits()
         parts.wire.reduction.fill(parts.buckets, read, kinds_of)
         rows = list(parts.row_of.values())
-        fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.holder, self._replica)
+        fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.holder, self._replica, is_outside)
         if parts.outer is not None:
             parts.outer.fill(read, kinds_of)
         # The fill has written to rows: the next forward would refuse that as a script's unsent write.
@@ -259,6 +260,17 @@ class EngineState:
         self._share(parts.buckets)
         self._row_writes.follow(parts.buckets)
         parts.parameter_gather.finish_all()
+
+    def share_outside(self) -> None:
+        """Sends what a `fill` has loaded of parameters outside of all models to all ranks. Collective."""
+        loaded = [bucket for bucket in self._parts.buckets if is_outside(bucket.slots[0].name)]
+        for bucket in loaded:
+            with self._parts.holder.fetched_master(bucket):
+                bucket.write_back()
+        self._share(loaded)
+        self._row_writes.follow(loaded)
+        if loaded:
+            self._parts.parameter_gather.finish_all()
 
     def follow_edits(self) -> None:
         """Takes values that a script wrote into parameters into their masters."""

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from itertools import chain
@@ -25,8 +25,10 @@ from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer, identity_
 from ..optimizer.shared_settings import SharedSettings
 from .assemble import Parts, refuse_disagreement
 from .backward import Gradients, never_asked
+from .buffers import ModelBuffers
 from .compiled import compiled_frames, is_compiled
 from .gradient_store import GradientStore, Landing, choose_store
+from .models import models_in
 
 # ---- Edits of parameters that their masters would not follow, because autograd does not count them ----
 
@@ -218,7 +220,7 @@ class TrainingStep:
         # Stage 3: parameters come and go with the layers.
         self._gathers_layers = not parts.sharded.is_empty
         self._no_sync_depth = 0
-        self._entry = model
+        self._entries: dict[nn.Module, nn.Module] = {}
         self.has_rescue = False
         self.stop_due = 0
         self.last_norm: torch.Tensor | None = None
@@ -280,25 +282,34 @@ class TrainingStep:
         parts.holder.step_with(optimizer, mine, stepped=self._bucket_stepped, sends_early=lambda: self._sends_early)
         return sharded
 
-    def install(self, entry: nn.Module) -> list:
-        """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls."""
-        self._entry = entry
+    def install(self, entries: Mapping[nn.Module, nn.Module]) -> list:
+        """Hooks, with a `remove` each, on the models' parameters and on what the script calls.
+
+        Args:
+            entries: module that the script calls → the model that it calls by that.
+        """
+        self._entries = dict(entries)
         replicas = self._parts.replicas
         if replicas is not None:
             self._parts.parameter_gather.replicas = replicas
             for sharded, buckets in self._by_optimizer():
                 replicas.after_update(sharded.optimizer, buckets)
-        self._waits_at_the_root, self._compiled_frames = is_compiled(entry), compiled_frames()
+        self._waits_at_the_root, self._compiled_frames = any(map(is_compiled, entries)), compiled_frames()
         self._begins = WeakHook(self, TrainingStep._before_forward)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
             *self.gradients.install(),
+            *chain.from_iterable(self._watch(model, entry) for entry, model in entries.items()),
+            *self.row_writes.watch(models_in(self._model), optimizers, self._config),
+        ]
+
+    def _watch(self, model: nn.Module, entry: nn.Module) -> list:
+        return [
             entry.register_forward_pre_hook(self._begins),
             # Also after an exception: the hooks of `offload.activations` would stay, and the root would count as running.
             entry.register_forward_hook(WeakHook(self, TrainingStep._after_forward), always_call=True),
             *self._watch_batches(entry),
-            *self._parts.parameter_places.watch(entry),
-            *self.row_writes.watch(self._model, optimizers, self._config),
+            *self._parts.parameter_places.watch(model, entry),
         ]
 
     def _watch_batches(self, entry: nn.Module) -> list:
@@ -318,7 +329,8 @@ class TrainingStep:
     @property
     def is_accumulating(self) -> bool:
         """Whether the script is inside of `no_sync`, or has set `no_sync`'s flag of DDP on the model."""
-        return self._no_sync_depth > 0 or not self._entry.__dict__.get("require_backward_grad_sync", True)
+        flags = (entry.__dict__.get("require_backward_grad_sync", True) for entry in self._entries)
+        return self._no_sync_depth > 0 or not all(flags)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -406,8 +418,8 @@ class TrainingStep:
         """See `ZeroEngine.drop_failed`."""
         self.has_rescue = True
         # In the order of the other ranks' pass: buffers before their forward, reductions in their backward.
-        if self._parts.model_buffers is not None:
-            self._parts.model_buffers.after_pass(failed=failed)
+        for buffers in self._parts.model_buffers.values():
+            buffers.after_pass(failed=failed)
         if failed and self.gradients.ended == ended_before:
             self.gradients.take_part_in_the_rest()
         mine = torch.tensor([failed], dtype=torch.uint8)
@@ -422,7 +434,7 @@ class TrainingStep:
 
     # ---- forward ----
 
-    def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
+    def _before_forward(self, module: nn.Module, _args: tuple) -> None:
         parts = self._parts
         if is_in_backward() or parts.sharded.gathered.is_lent:
             # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
@@ -442,11 +454,15 @@ class TrainingStep:
             parts.sharded.before_forward()
         if self._is_compiled:
             parts.parameter_gather.finish_all()
-        if parts.model_buffers is not None:
-            parts.model_buffers.before_forward()
+        buffers = self._buffers_of(module)
+        if buffers is not None:
+            buffers.before_forward()
         if parts.activations is not None and torch.is_grad_enabled():
             flats = (bucket.flat for bucket in parts.all_buckets)
             parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.parameter_places.frozen, flats))
+
+    def _buffers_of(self, entry: nn.Module) -> ModelBuffers | None:
+        return self._parts.model_buffers.get(self._entries[entry])
 
     @property
     def _is_compiled(self) -> bool:
@@ -454,7 +470,7 @@ class TrainingStep:
         compiled = compiled_frames()
         if not self._waits_at_the_root and compiled != self._compiled_frames:
             self._compiled_frames = compiled
-            self._waits_at_the_root = self._begins.was_compiled or is_compiled(self._entry)
+            self._waits_at_the_root = self._begins.was_compiled or any(map(is_compiled, self._entries))
         return self._waits_at_the_root
 
     def _refuse_in_fork(self) -> None:
@@ -469,7 +485,7 @@ class TrainingStep:
                 "Accelerator, Trainer or ZeroEngine in the function that the launcher calls."
             )
 
-    def _after_forward(self, _module: nn.Module, _args: tuple, outputs: object) -> None:
+    def _after_forward(self, module: nn.Module, _args: tuple, outputs: object) -> None:
         parts = self._parts
         if parts.activations is not None:
             parts.activations.end()
@@ -484,8 +500,9 @@ class TrainingStep:
             # Checkpointing ends a repeated forward by an exception: counted again, its micro-batch would shift those behind.
             if outputs is not None:
                 parts.nonfinite.note_batch(outputs)
-            if parts.model_buffers is not None:
-                parts.model_buffers.after_forward(under_no_sync=self.is_accumulating)
+            buffers = self._buffers_of(module)
+            if buffers is not None:
+                buffers.after_forward(under_no_sync=self.is_accumulating)
 
     # ---- backward ----
 
@@ -588,8 +605,8 @@ class TrainingStep:
             self._hand_over(optimizer, buckets)
         if is_first:
             self._parts.nonfinite.end_step(is_taken=is_taken)
-        if self._parts.model_buffers is not None:
-            self._parts.model_buffers.after_step()
+        for buffers in self._parts.model_buffers.values():
+            buffers.after_step()
         self._log.step += is_first
         if is_first:
             self.stop_due = self._stop_of_all_ranks()

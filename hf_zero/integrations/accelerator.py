@@ -26,7 +26,7 @@ from ..engine.engine import ZeroEngine, keep_state, take_up_state
 from ..extras import extra, is_installed
 from ..hooks import EngineReference, WeakHook, engine_attached_to
 from ..optimizer.scope import refuse_wrapper
-from ..optimizer.sharded_optimizer import engine_stepped_by
+from ..optimizer.sharded_optimizer import engine_stepped_by, whole_parameters
 from .accelerator_parts import (
     RefuseTrainingAlone,
     add_no_sync,
@@ -67,7 +67,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     Attributes:
         zero_config: what engines are built with.
         zero_cast_owner: who casts, in words.
-        zero_engines: one a model, in the order built.
+        zero_engines: one for each model, or for models that share an optimizer, in the order built.
         zero_run: of a script that `hf_zero.run` runs.
         zero_goes_on: Trainer resumes a run, whose memory was forecast when it began.
         zero_stop: the signals at which the run saves and ends; None where they are not followed.
@@ -185,7 +185,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         is_frozen = self.zero_config.stage == 3 and _is_frozen(original)
         if engine is None and (is_frozen or is_evaluated):
             # Here, not in _build_engines: `prepare_model(teacher, evaluation_mode=True)` may be the only call for it.
-            self._build_engine(original, [], prepared, evaluates=is_evaluated)
+            self._build_engine([original], [], [prepared], evaluates=is_evaluated)
         if engine is None and not is_frozen and self.num_processes > 1:
             # Not refused here: the optimizer may come in a later call. The hook refuses the first training forward without an
             # engine that trains.
@@ -224,19 +224,21 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return prepared
 
     def _build_engines(self) -> None:
-        """An engine for each prepared model whose optimizers are prepared and not yet in one."""
+        """An engine for each set of prepared models whose optimizers are prepared and not yet in one."""
         bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
-        waiting = [o for o in map(_bare, self._optimizers) if id(o) not in bound]
-        # A model that is prepared for evaluation may be a part of the model that the optimizer trains.
-        bare = [self.unwrap_model(prepared, keep_torch_compile=False) for prepared in self._models]
-        by_use = sorted(zip(self._models, bare), key=lambda pair: bool(pair[1].__dict__.get(_EVALUATED)))
-        for prepared, model in by_use:
-            parameters = set(model.parameters())
-            mine = [o for o in waiting if any(p in parameters for group in o.param_groups for p in group["params"])]
-            if not mine:
-                continue
+        optimizers = list(map(_bare, self._optimizers))
+        called: dict[nn.Module, nn.Module] = {}
+        for prepared in self._models:
+            called.setdefault(self.unwrap_model(prepared, keep_torch_compile=False), prepared)
+        # Until now these models had parameters in an optimizer, and were not prepared.
+        late = [
+            model for model in called if any(model not in e.models and e.has_outside(model) for e in self.zero_engines)
+        ]
+        waiting = [o for o in optimizers if id(o) not in bound or any(_holds(o, model) for model in late)]
+        for models, mine in _sets_of(list(called), waiting, self.zero_engines):
             waiting = [o for o in waiting if o not in mine]
-            self._build_engine(model, [*self._going_on(model, mine), *mine], prepared)
+            going_on = self._going_on(models, mine)
+            self._build_engine(models, [*going_on, *mine], [called[model] for model in models])
             # An engine steps these now: their early hook would refuse each step.
             for optimizer in self._zero_early_optimizers.keys() & mine:
                 self._zero_early_optimizers.pop(optimizer).remove()
@@ -247,36 +249,33 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 hook = optimizer.register_step_pre_hook(refuse_step_without_engine)
                 self._zero_early_optimizers[optimizer] = hook
 
-    def _going_on(self, model: nn.Module, added: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        """The optimizers prepared earlier that train the model beside `added`: those of other parameters."""
-        former = engine_attached_to(model)
-        if former is None:
-            return []
-        taken = {p for optimizer in added for group in optimizer.param_groups for p in group["params"]}
+    def _going_on(self, models: list[nn.Module], added: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """The optimizers prepared earlier that train the models in addition to `added`: those of other parameters."""
+        taken = {p for optimizer in added for p in whole_parameters(optimizer)}
         prepared = [_bare(optimizer) for optimizer in self._optimizers]
         return [
             sharded.optimizer
+            for former in _engines_of(models)
             for sharded in former.optimizers
-            if sharded.optimizer in prepared and not any(p in taken for group in sharded.whole_groups for p in group)
+            if sharded.optimizer in prepared and taken.isdisjoint(whole_parameters(sharded.optimizer))
         ]
 
     def _build_engine(
         self,
-        model: nn.Module,
+        models: list[nn.Module],
         optimizers: list[torch.optim.Optimizer],
-        prepared: nn.Module,
+        prepared: list[nn.Module],
         *,
         evaluates: bool = False,
     ) -> None:
         refuse_earlier_accelerator(self)
-        parameters = set(model.parameters())
-        for engine in [each for each in self.zero_engines if each.evaluates and each.model is not model]:
-            # A part of this model that was evaluated before, or the reverse.
+        parameters = {p for model in models for p in model.parameters()}
+        for engine in [each for each in self.zero_engines if each.evaluates and each.model not in models]:
+            # A part of these models that was evaluated before, or the reverse.
             if not parameters.isdisjoint(engine.model.parameters()):
                 engine.close()
                 self.zero_engines.remove(engine)
-        former = engine_attached_to(model)
-        if former is not None:
+        for former in _engines_of(models):
             # Before the close: the former engine's shards are the only copy of the state.
             keep_state(former)
             # Two engines cannot own one parameter.
@@ -293,15 +292,15 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         # The planner is an extra: where its folder is missing, training begins without a forecast.
         is_forecast = bool(optimizers) and not self.zero_goes_on and is_installed("planner")
         # Before the engine is built: the forecast traces the model with the parameters that the script has given it.
-        at_start = extra("planner", "forecast_at_start")(self, model, optimizers, config) if is_forecast else None
+        at_start = extra("planner", "forecast_at_start")(self, models, optimizers, config) if is_forecast else None
         try:
             with progress_of("building", is_main=self.is_main_process) as show:
                 engine = ZeroEngine(
-                    model,
+                    models,
                     optimizers,
                     config,
                     # A compiled model: the script calls the wrapper, so the hooks of a forward belong there.
-                    entry=prepared if prepared is not model else None,
+                    entry=prepared,
                     # Below stage 3 accelerate has moved the whole model, and the engine takes it where it is.
                     device=self.device if self.zero_config.stage == 3 else None,
                     on_progress=show,
@@ -311,9 +310,10 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                     evaluates=evaluates,
                 )
             take_up_state(engine)
-            called = model.__dict__.get(_CALLED, EngineReference())()
-            if called is not None:
-                engine.compile_layers(called)
+            for model in models:
+                called = model.__dict__.get(_CALLED, EngineReference())()
+                if called is not None:
+                    engine.compile_layers(called)
         except Exception:
             self._forget(prepared, optimizers)
             raise
@@ -326,7 +326,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         self.zero_engines.append(engine)
         if self.zero_run is not None and optimizers:
             self.zero_run.engines += 1
-        add_no_sync(engine, model, prepared)
+        add_no_sync(engine, *models, *prepared)
         if engine.config.nonfinite == "skip":
             tell_of_skipped_steps(engine, self._optimizers)
         casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
@@ -336,14 +336,14 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         begin_in_loop(self, engine)
         follow_signals(self, engine)
 
-    def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:
+    def _forget(self, prepared: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
         """Removes unprepared objects from accelerate's lists, so that a notebook can try again."""
-        self._models = [m for m in self._models if m is not prepared]
+        self._models = [m for m in self._models if m not in prepared]
         self._optimizers = [o for o in self._optimizers if not any(_bare(o) is refused for refused in optimizers)]
 
     def _refuse_foreign(self, optimizer: torch.optim.Optimizer) -> None:
         if self._models:
-            self._forget(None, [optimizer])
+            self._forget([], [optimizer])
             raise ValueError(
                 f"hf_zero: {type(optimizer).__name__} holds none of the parameters of the prepared models, so it "
                 "would train nothing. Build it from the prepared model, after steps that replace parameters "
@@ -465,7 +465,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 # As with FSDP: whole tensors in host memory on the process that writes them, and none on the others.
                 each_node = self.project_configuration.save_on_each_node
                 wanted = self.is_local_main_process if each_node else self.is_main_process
-                state = engine.whole_state_dict(wanted=wanted)
+                bare = self.unwrap_model(model, keep_torch_compile=False)
+                state = engine.whole_state_dict(wanted=wanted, model=bare)
                 if wanted or not engine.holds_whole_model:
                     # accelerate's savers look for tied weights in an OrderedDict only.
                     return OrderedDict(state)
@@ -564,7 +565,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         """Whole parameters on every rank for hooks of `register_save_state_pre_hook`, which save on one rank or on all."""
         with ExitStack() as stack:
             for engine in self.zero_engines if self._save_model_state_pre_hook else ():
-                stack.enter_context(engine.lent("accelerator.save_state", wanted=True))
+                for model in engine.models:
+                    stack.enter_context(engine.lent("accelerator.save_state", wanted=True, model=model))
             yield
 
     @contextmanager
@@ -585,8 +587,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         found = [engine for engine in self.zero_engines if any(engine.trains(p) for p in parameters)]
         if len(found) > 1:
             raise ValueError(
-                "hf_zero: clip_grad_norm_ was given parameters of several models; clip each model's by itself, as each has a "
-                "gradient norm of its own."
+                "hf_zero: clip_grad_norm_ was given parameters of several models with separate optimizers, each of which has its "
+                "own gradient norm. Clip each model's separately, or give the models one optimizer."
             )
         if not found:
             self._refuse_rows(parameters)
@@ -645,6 +647,55 @@ def _mark_prepared(model: Any, is_prepared: bool) -> None:
     Under DDP it is the wrapper that has the mark. Here it would be the script's own model.
     """
     model._is_accelerate_prepared = is_prepared
+
+
+def _holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    return not set(model.parameters()).isdisjoint(whole_parameters(optimizer))
+
+
+def _engines_of(models: list[nn.Module]) -> list[ZeroEngine]:
+    """Returns the engines that have one of the models, or had its parameters in an optimizer before it was prepared."""
+    found: dict[ZeroEngine, None] = {}
+    for model in models:
+        own = engine_attached_to(model)
+        others = dict.fromkeys(map(engine_attached_to, model.parameters()))
+        found |= {
+            each: None for each in (own, *others) if each is not None and (each is own or each.has_outside(model))
+        }
+    return list(found)
+
+
+def _sets_of(
+    models: list[nn.Module], waiting: list[torch.optim.Optimizer], engines: list[ZeroEngine]
+) -> list[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
+    """Divides models and the optimizers that wait for them into sets that have no parameter in common.
+
+    Args:
+        models: the prepared ones, in their order.
+        engines: an engine's models stay together.
+    """
+    # A model that is prepared for evaluation may be a part of the model that an optimizer trains, as may any other.
+    by_use = sorted(models, key=lambda model: bool(model.__dict__.get(_EVALUATED)))
+    held = {model: set(model.parameters()) for model in by_use}
+    whole = [
+        model
+        for index, model in enumerate(by_use)
+        if not any(held[model] < held[other] for other in by_use)
+        and not any(held[model] == held[other] for other in by_use[:index])
+    ]
+    sets: list[tuple[list[nn.Module], list[torch.optim.Optimizer]]] = []
+    for optimizer in waiting:
+        mine = [model for model in whole if _holds(optimizer, model)]
+        mine += [
+            other for engine in engines if set(mine) & set(engine.models) for other in engine.models if other in whole
+        ]
+        if not mine:
+            continue
+        touching = [each for each in sets if set(mine) & set(each[0])]
+        members = set(mine).union(*(each[0] for each in touching))
+        sets = [each for each in sets if each not in touching]
+        sets.append(([m for m in whole if m in members], [*(o for each in touching for o in each[1]), optimizer]))
+    return sets
 
 
 def _is_frozen(model: nn.Module) -> bool:

@@ -231,8 +231,8 @@ def _all_buckets(engine: ZeroEngine) -> list[Bucket]:
 def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> int:
     """Counts bytes of frozen parameters, of scales beside packed ones and of buffers, each whole."""
     trained = {slot.parameter for bucket in engine.buckets for slot in bucket.slots}
-    frozen = [p for p in engine.model.parameters() if p not in trained and p not in without]
-    return sum(tensor.nbytes for tensor in (*frozen, *engine.model.buffers())) + bytes_beside(engine.model)
+    frozen = [p for p in engine.module.parameters() if p not in trained and p not in without]
+    return sum(tensor.nbytes for tensor in (*frozen, *engine.module.buffers())) + bytes_beside(engine.module)
 
 
 def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tuple[str, str, str]]:
@@ -421,7 +421,7 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     root, *layers = schedule.units
     if engine.sharded.is_empty:
         return []
-    classes = Counter(type(engine.model.get_submodule(name)).__name__ for layer in layers for name in layer.modules)
+    classes = Counter(type(engine.module.get_submodule(name)).__name__ for layer in layers for name in layer.modules)
     named = ", ".join(f"{count} {name}" for name, count in classes.items()) or "no layers"
     if classes.total() > len(layers):
         named += f" in {len(layers)} of `unit_bytes`"

@@ -135,7 +135,8 @@ def load_weights_into(engine: ZeroEngine, checkpoint: Path, *, rows: str = ZERO_
         def read(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
             return weights.read(name_of[id(tensor)], box_of[id(tensor)], interval)
 
-        engine.state.load_own_weights(read)
+        left_out = {p for p in engine.state.bucketed_parameters() if id(p) not in name_of}
+        engine.state.load_own_weights(read, left_out)
         for tensor in {id(each): each for each in tensors.values() if id(each) not in bucketed}.values():
             values = read(tensor, Interval(0, box_of[id(tensor)].numel))
             # What is in no bucket each rank reads by itself: `share_weights` sends buckets alone.

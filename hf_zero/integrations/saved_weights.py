@@ -27,6 +27,7 @@ from ..checkpoint.writer import dtype_name
 from ..comm.ledger import Label
 from ..engine.assemble import FILES_ATTRIBUTE
 from ..engine.engine import ZeroEngine
+from ..engine.models import is_of_first
 from ..engine.split_model import read_part
 from ..extras import extra
 from ..layout import Box, Interval
@@ -459,6 +460,8 @@ class MasterWeights(Weights):
         self._reader = CheckpointReader(checkpoint / ZERO_FOLDER, [other / ZERO_FOLDER for other in others])
         manifest = self._reader.manifest
         self._mastered = {name for name, kinds in manifest.kinds.items() if MASTER in kinds}
+        # A checkpoint also has masters of other models, and of parameters outside of all.
+        self._mastered = {name for name in self._mastered if is_of_first(name)}
         nameless = sorted(self._mastered - {tensor.name for tensor in weights.tensors})
         if nameless:
             raise CheckpointError(

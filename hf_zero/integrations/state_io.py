@@ -150,7 +150,9 @@ def weight_rows(engine: ZeroEngine) -> WeightsPlan:
     name_of = {id(tensor): name for name, tensor in _each_once(tensors).items()}
     bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
     rows: list[Row] = [
-        (WEIGHTS, name_of[id(own.parameter)], own.interval, own.values) for own in engine.state.own_weights()
+        (WEIGHTS, name_of[id(own.parameter)], own.interval, own.values)
+        for own in engine.state.own_weights()
+        if id(own.parameter) in name_of
     ]
     for name, tensor in _each_once(tensors).items():
         # Buffers are equal on all ranks, so the first rank writes them.
@@ -343,6 +345,8 @@ def load_state(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
         then=AFTER_A_FAILED_LOAD,
     )
     refuse_mixed_parts(path, [identity for _, identity in loaded])
+    # Only after the agreement of all ranks: a rank with a damaged file would leave the others in a gather.
+    engine.state.share_outside()
     return loaded[0][0]
 
 
@@ -508,7 +512,7 @@ def seal_state(
 
 def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
     """Estimates the disk space of a checkpoint of this engine: whole weights, and the state of this disk's ranks. Collective."""
-    weights = sum(parameter.nbytes for parameter in engine.model.parameters())
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
     states = engine.world.exchange(sum(row.tensor.nbytes for row in engine.state.rows_to_save()))
     return weights + sum(states[rank] for rank in disk.ranks)
 

@@ -269,7 +269,8 @@ def _own_values(
     for name, tensor in tensors.items():
         name_of.setdefault(id(tensor), name)
     for own in engine.state.own_weights():
-        name = name_of[id(own.parameter)]
+        # Parameters outside of the model have no name in its files.
+        name = name_of.get(id(own.parameter), "")
         if name in places:
             yield name, own.interval, own.values
     if engine.groups.rank == 0:

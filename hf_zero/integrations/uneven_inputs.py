@@ -96,7 +96,7 @@ class JoinedRanks:
         if place is None or self._follows:
             return
         wanted = set(parameters)
-        trained = list(engine.model.parameters())
+        trained = list(engine.module.parameters())
         subset = [i for i, p in enumerate(trained) if p in wanted]
         # By place, not by object: the other ranks have parameters of their own, in the same order.
         self._tell(Event(kind, place, {"values": values, "parameters": subset if len(subset) < len(trained) else None}))
@@ -294,6 +294,11 @@ def _make(accelerator: Accelerator, models: Sequence[object]) -> JoinedRanks:
             raise TypeError(
                 f"hf_zero: join_uneven_inputs takes models that were prepared with their optimizers, not {type(model).__name__}."
             )
+        if len(engine.models) > 1:
+            raise ConfigError(
+                "hf_zero: join_uneven_inputs does not join several models that share an optimizer. Make the batches even "
+                "(even_batches=True), or give each model its own optimizer."
+            )
         if any(getattr(m, "track_running_stats", False) for m in engine.model.modules()):
             raise ConfigError(
                 f"hf_zero: join_uneven_inputs does not join {type(engine.model).__name__}: it has batch norms, whose statistics "
@@ -345,7 +350,7 @@ def _accumulating(engine: ZeroEngine, details: dict[str, Any]) -> AbstractContex
 
 
 def _chosen(engine: ZeroEngine, places: list[int] | None) -> list[nn.Parameter] | None:
-    parameters = list(engine.model.parameters())
+    parameters = list(engine.module.parameters())
     return None if places is None else [parameters[place] for place in places]
 
 

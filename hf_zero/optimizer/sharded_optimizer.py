@@ -606,9 +606,9 @@ class RowWrites:
         self._send = send
 
     def watch(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
+        self, models: Iterable[nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
     ) -> list[TrainModes | RemovableHandle]:
-        """Makes `model.state_dict()` refuse unsent writes, and the optimizers' `train()` and `eval()` send theirs.
+        """Makes the models' `state_dict()` refuse unsent writes, and the optimizers' `train()` and `eval()` send theirs.
 
         Returns:
             objects whose `remove()` ends that.
@@ -620,7 +620,7 @@ class RowWrites:
         # Between steps, the optimizers' state is in memory and up to date.
         is_possible = not config.steps_by_bucket
         modes = [TrainModes(each, is_possible=is_possible, writing=self.writing) for each in optimizers]
-        return [model.register_state_dict_pre_hook(asked), *modes]
+        return [*(model.register_state_dict_pre_hook(asked) for model in models), *modes]
 
     def follow(self, buckets: Iterable[Bucket]) -> None:
         """Counts writes so far as sent, for these buckets."""

@@ -1,7 +1,7 @@
 """Optimizer state row by row: reads, writes, gathers whole, and resizes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,11 @@ from .sharded_optimizer import ShardedOptimizer
 
 
 def state_rows(
-    optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder, replica: int
+    optimizers: Sequence[ShardedOptimizer],
+    rows: Sequence[Row],
+    holder: StateHolder,
+    replica: int,
+    saves_values: Callable[[str], bool],
 ) -> Iterator[StateRow]:
     """Yields all state tensors with dimensions: masters with more digits than the parameters, and optimizer state.
 
@@ -25,12 +29,13 @@ def state_rows(
 
     Args:
         replica: index of the model under outer steps. Masters are equal in all, and only the first yields them.
+        saves_values: whether a parameter of a name has a master here in any case, since no file of weights has its values.
     """
     prefix = f"{REPLICA}{replica}." if replica else ""
     for row in rows:
         state = state_of(optimizers, row)
         tensors = {kind_of(n): holder.view(row, n, there) for n, there in elementwise_state(state, row).items()}
-        if row.slot.bucket.precision.rounds and not replica:
+        if (row.slot.bucket.precision.rounds or saves_values(row.slot.name)) and not replica:
             tensors = {MASTER: holder.master_view(row), **tensors}
         for kind, tensor in tensors.items():
             yield StateRow(
@@ -68,6 +73,7 @@ def fill_rows(
     scalars_of: Callable[[str], dict[str, Any]],
     holder: StateHolder,
     replica: int,
+    saves_values: Callable[[str], bool],
 ) -> None:
     """Replaces the state of `rows` by a checkpoint's.
 
@@ -77,6 +83,7 @@ def fill_rows(
         scalars_of: name → the parameter's scalars, and its state tensors of a shape of their own.
         holder: stores them.
         replica: index of the model; one that is not in the checkpoint gets the first's state.
+        saves_values: see `state_rows`.
 
     Raises:
         ValueError: a state tensor of a shape of its own for a parameter of which this rank has a part only.
@@ -92,7 +99,8 @@ def fill_rows(
             values = read(saved, name, interval)
             if kind == MASTER:
                 # Without a separate master, the optimizer updates the parameters, which are loaded before the state.
-                if row.slot.bucket.precision.has_master:
+                # Parameters that no file of weights has are loaded here.
+                if row.slot.bucket.precision.has_master or saves_values(name):
                     holder.put_master(row, values)
                 continue
             state[name_of(kind)] = values.view(row.tensor.shape).to(row.tensor.device)
@@ -171,18 +179,17 @@ def resize_whole(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     states: Mapping[str, Mapping[str, Any]],
-    num_tokens: int,
-    **kwargs: Any,
+    resize: Callable[[], object],
 ) -> None:
-    """Calls `model.resize_token_embeddings` of a model without an engine, and resizes its optimizers' state.
+    """Resizes parameters of a model without an engine, and its optimizers' state.
 
     Args:
         states: parameter name → its whole state, which the optimizers get.
-        kwargs: passed on to `resize_token_embeddings`.
+        resize: `resize_token_embeddings` of the model with its arguments.
     """
     before = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in before.items()}
-    cast(Any, model).resize_token_embeddings(num_tokens, **kwargs)
+    resize()
     _renew_resized(model, shapes)
     put_state_back(optimizers, states, shapes, before, dict(model.named_parameters()))
 

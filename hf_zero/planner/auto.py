@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..buckets.precision import resolve_casts
 from ..config import AUTO, ConfigError, ZeroConfig
 from ..device import ranks_on_this_host
+from ..engine.models import joined
 from ..forecast import CLOSE, FITS, RESERVE, Activations, AtStart, NothingFitsError, PlanError, Room, of, size
 from ..integrations.announce import micro_batches_of
 from ..integrations.environment import trainer_in_callers
@@ -184,7 +185,7 @@ def _answer(
     try:
         activations, unknown = traced
         job = Job(
-            model=model,
+            model=joined([model], optimizers),
             optimizers=list(optimizers) or [optimizer_like_trainers(model)],
             device=device,
             world_size=len(free),
@@ -447,16 +448,22 @@ def _micro_batch(accelerator: Accelerator, model: nn.Module, args: Sequence[Any]
 
 
 def forecast_at_start(
-    accelerator: Accelerator, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
+    accelerator: Accelerator,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
 ) -> AtStart | None:
     """Forecasts a rank's peak; None where no table is printed: on other ranks, and without warnings.
 
     Args:
-        model: before it has an engine.
+        models: before they have an engine.
     """
     if not accelerator.is_main_process or _is_quiet():
         return None
     try:
+        model = models[0]
+        if len(models) > 1:
+            raise PlanError(f"hf_zero: {len(models)} models are trained together")
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
             raise PlanError("hf_zero: the model is split over ranks")
         batch = _named(_first_batch(accelerator), model)
@@ -476,7 +483,7 @@ def forecast_at_start(
                 )
 
         job = Job(
-            model=model,
+            model=joined(models, optimizers),
             optimizers=optimizers,
             device=accelerator.device,
             world_size=accelerator.num_processes,

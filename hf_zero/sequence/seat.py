@@ -536,6 +536,11 @@ def _refuse_settings(engine: ZeroEngine, size: int) -> None:
     if ranks % size:
         beside = f" that tp_size {together} leaves" if together > 1 else ""
         raise ConfigError(f"hf_zero: sp_size is {size}, which does not divide the {ranks} ranks{beside} of this run.")
+    if engine.module is not engine.model:
+        raise ConfigError(
+            f"hf_zero: sp_size is {size}, and the optimizer also has parameters of no model, or of a second one, whose batches "
+            "are not cut. Give these their own optimizer, or leave sp_size at 1."
+        )
     if engine.entry is not engine.model:
         raise ConfigError(
             f"hf_zero: sp_size is {size} and the model is compiled. Attention exchanges heads between ranks, which a compiled "

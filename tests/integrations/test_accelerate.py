@@ -407,15 +407,8 @@ def test_what_cannot_work_is_refused_by_name(rank, world_size):
     # The refusal leaves nothing behind: the next prepare is tried by itself.
     with pytest.raises(ValueError, match=r"holds none of the parameters of the prepared models"):
         accelerator.prepare(gpt2(), torch.optim.SGD(gpt2().parameters(), lr=0.1))
-    strangers = [*model.parameters(), *gpt2().parameters()]
-    with pytest.raises(
-        ValueError, match=r"parameters that are not in the model.*Freeze an untrained module \(a loss's guide"
-    ):
-        accelerator.prepare(model, torch.optim.SGD(strangers, lr=0.1))
     replaced = [*list(model.parameters())[1:], nn.Parameter(torch.zeros(4))]
-    with pytest.raises(
-        ValueError, match=r"1 parameters that are not in the model.*from this model alone, after resize"
-    ):
+    with pytest.raises(ValueError, match=r"1 parameters that are not in the model.*Build the optimizer after resize"):
         accelerator.prepare(model, torch.optim.SGD(replaced, lr=0.1))
     accelerator.free_memory()
     with torch.device("meta"):
@@ -789,17 +782,13 @@ class SlowWeights(torch.optim.Optimizer):
         self.inner.step()
 
 
-def test_an_optimizer_around_another_and_one_of_two_models_are_refused(fresh_state):
+def test_an_optimizer_around_another_is_refused(fresh_state):
     accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(2))
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    first = nn.Linear(4, 4)
     with pytest.raises(
         ValueError, match=r"SlowWeights has another one in it, SGD, whose state.*Prepare the SGD by itself"
     ):
         accelerator.prepare(first, SlowWeights(torch.optim.SGD(first.parameters(), lr=0.1)))
-    accelerator.free_memory()
-    both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match=r"2 parameters that are not in the model.*make others part of the model"):
-        accelerator.prepare(first, second, both)
 
 
 def with_optimizers_apart(rank: int, world_size: int, door: str) -> list[float]:

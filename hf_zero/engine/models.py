@@ -1,0 +1,96 @@
+"""Several models, and parameters outside of all models, that one engine trains together."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+_OUTSIDE = "optimizer["
+
+
+class Models(nn.Module):
+    """Looks like one module that has all parameters of several models, and other parameters of their optimizers.
+
+    The parameters of the first model keep their names. Those of the next models have names below `model[1]`, `model[2]` and so
+    on, and each parameter outside of all models is named by its index in the optimizers: `optimizer[0].group[1].2`. No module
+    that is written in Python has attributes of these names. It is never called.
+
+    Args:
+        models: that the script calls.
+        outside: name of a group → the group's parameters that are in no model, by their index in the group.
+
+    Attributes:
+        models: the same.
+        named_models: (prefix of its names, model) of each.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], outside: dict[str, dict[int, nn.Parameter]]):
+        super().__init__()
+        self.models = tuple(models)
+        # Not registered: the modules below this one have names that `nn.Module` would not make.
+        self.named_models = [(f"model[{index}]" if index else "", model) for index, model in enumerate(models)]
+        self._named = list(self.named_models)
+        for name, parameters in outside.items():
+            holder = nn.Module()
+            for index, parameter in parameters.items():
+                holder.register_parameter(str(index), parameter)
+            self._named.append((name, holder))
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        for name, module in self._named:
+            path = f"{prefix}.{name}" if prefix and name else prefix or name
+            yield from module.named_modules(memo, path, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        for name, module in self._named[1:]:
+            if target == name or target.startswith(f"{name}."):
+                return module.get_submodule(target[len(name) + 1 :])
+        return self.models[0].get_submodule(target)
+
+
+def joined(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
+    """Returns the module with all parameters that an engine of these models and optimizers trains: mostly the model itself.
+
+    Raises:
+        ValueError: an optimizer has parameters of no model although no optimizer has some of the models'. Those have most
+            likely been replaced since the optimizer was built.
+    """
+    of_models = {parameter for model in models for parameter in model.parameters()}
+    outside: dict[str, dict[int, nn.Parameter]] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group_number, group in enumerate(optimizer.param_groups):
+            found = {index: p for index, p in enumerate(group["params"]) if p not in of_models}
+            if found:
+                outside[f"{_OUTSIDE}{number}].group[{group_number}]"] = found
+    trained = [p for parameters in outside.values() for p in parameters.values() if p.requires_grad]
+    held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if trained and not all(p in held for p in of_models if p.requires_grad):
+        kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ValueError(
+            f"hf_zero: {kinds} holds {len(trained)} parameters that are not in the model (first: shape {tuple(trained[0].shape)})"
+            " and lacks some of it. Build the optimizer after resize_token_embeddings and get_peft_model, and freeze the rest."
+        )
+    return Models(models, outside) if len(models) > 1 or outside else models[0]
+
+
+def models_in(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Returns the models that `joined` has made a module of."""
+    return module.models if isinstance(module, Models) else (module,)
+
+
+def named_models_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns (prefix of its names, model) of each of these models."""
+    return module.named_models if isinstance(module, Models) else [("", module)]
+
+
+def is_of_first(name: str) -> bool:
+    """Whether a parameter of this name is one of the first model."""
+    return not name.startswith(("model[", _OUTSIDE))
+
+
+def is_outside(name: str) -> bool:
+    """Whether a parameter of this name is in no model, so that no file of weights has its values."""
+    return name.startswith(_OUTSIDE)

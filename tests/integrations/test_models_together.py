@@ -1,0 +1,169 @@
+"""One optimizer over several prepared models, and over parameters of no prepared model, trains as under DDP."""
+
+import contextlib
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from accelerate_job import make_accelerator
+from cells import slow
+from shared_ranks import run_on_ranks
+from torch import nn
+from trainer_job import as_launched
+from training import LENGTH, VOCABULARY, bert
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class Denoiser(nn.Module):
+    def __init__(self, width: int = 24):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, noise: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            noise = noise + block(noise + text)
+        return self.out(self.norm(noise))
+
+
+class WithHead(nn.Module):
+    """What DDP averages the gradients of a loss's head by: the head is a part of the model."""
+
+    def __init__(self, denoiser: nn.Module, head: nn.Module):
+        super().__init__()
+        self.denoiser, self.head = denoiser, head
+
+    def forward(self, noise: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.head(self.denoiser(noise, text))
+
+
+def _headed(accelerator: Accelerator, denoiser: nn.Module, head: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+    with accelerator.autocast():
+        return head(denoiser(*args)).float()
+
+
+def trained(
+    rank: int,
+    world_size: int,
+    doors: list[str],
+    accumulation: int = 1,
+    clip: str = "norm",
+    resume_in: str | None = None,
+    steps: int = 3,
+    **passed: object,
+) -> list[tuple]:
+    """For each door (losses, norms, whole state dicts of both models and the head), on two resumed halves if asked for."""
+    as_launched(rank, world_size)
+    return [
+        _trained(rank, door, accumulation, clip, None if resume_in is None else f"{resume_in}/{place}", steps, passed)
+        for place, door in enumerate(doors)
+    ]
+
+
+def _trained(rank, door, accumulation, clip, resume_in, steps, passed) -> tuple:
+    losses, norms, guide_before = [], [], {}
+    for resumes in (False, True) if resume_in is not None else (False,):
+        handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+        accelerator = make_accelerator(
+            door, gradient_accumulation_steps=accumulation, cpu=True, kwargs_handlers=handlers, **passed
+        )
+        # The same on all ranks, as by a script's seed; on a run that resumes others, as a script does not save a head.
+        torch.manual_seed(7 if resumes else 0)
+        encoder, denoiser, head, guide = bert().bert, Denoiser(), nn.Linear(24, 3), nn.Linear(24, 3)
+        frozen = nn.Linear(2, 2).requires_grad_(False)
+        if resumes:
+            guide.load_state_dict(guide_before)
+        guide_before = {name: value.clone() for name, value in guide.state_dict().items()}
+        groups = [
+            {"params": [*denoiser.parameters(), *head.parameters()], "weight_decay": 0.1},
+            {"params": [*encoder.parameters(), *guide.parameters(), *frozen.parameters()], "lr": 3e-3},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+        if door == "ddp":
+            model = WithHead(denoiser, head)
+            model, encoder, optimizer, schedule = accelerator.prepare(model, encoder, optimizer, schedule)
+            models = [model, encoder]
+        else:
+            denoiser, encoder, optimizer, schedule = accelerator.prepare(denoiser, encoder, optimizer, schedule)
+            models = [denoiser, encoder]
+            model = partial(_headed, accelerator, denoiser, head)
+        if resumes:
+            accelerator.load_state(resume_in)
+        for step in range(steps):
+            for micro in range(accumulation):
+                generator = torch.Generator().manual_seed(1000 * resumes + 100 * step + 10 * micro + rank)
+                ids = torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator)
+                noise, labels = torch.randn(4, 24, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+                last = micro == accumulation - 1
+                with accelerator.accumulate(*models) if accumulation > 1 else contextlib.nullcontext():
+                    # In the second step, only one of the models is used.
+                    text = encoder(ids).last_hidden_state[:, 0] if step != 1 else torch.zeros(4, 24)
+                    loss = nn.functional.cross_entropy(model(noise, text), labels)
+                    accelerator.backward(loss)
+                    if last and clip == "norm":
+                        params = [p for each in models for p in each.parameters()]
+                        params += [] if door == "ddp" else list(head.parameters())
+                        norms.append(float(accelerator.clip_grad_norm_(params, 100.0)))
+                    elif last:
+                        params = [p for each in models for p in each.parameters()]
+                        params += [] if door == "ddp" else list(head.parameters())
+                        accelerator.clip_grad_value_(params, 0.01)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+        if resume_in is not None and not resumes:
+            accelerator.save_state(resume_in)
+        if door == "ddp":
+            whole = [each.state_dict() for each in (denoiser, accelerator.unwrap_model(encoder), head)]
+        else:
+            # On all ranks, collective at stage 3; only the first rank gets it there.
+            whole = [accelerator.get_state_dict(denoiser), accelerator.get_state_dict(encoder), head.state_dict()]
+        whole = [{name: value.detach().cpu().numpy().copy() for name, value in state.items()} for state in whole]
+        assert all(torch.equal(value, guide_before[name]) for name, value in guide.state_dict().items())
+        accelerator.free_memory()
+    return losses, norms, whole
+
+
+def assert_alike(runs: list[list[tuple]], tolerance: float = 0.0) -> None:
+    """That all doors have the first one's losses on each rank, its weights on rank 0, and one head on all ranks."""
+    for doors in runs:
+        losses, norms, whole = doors[0]
+        for other in doors[1:]:
+            assert other[0] == pytest.approx(losses, rel=tolerance, abs=tolerance)
+            assert other[1] == pytest.approx(norms, rel=1e-6)
+            for state, expected in zip(other[2], whole) if doors is runs[0] else ():
+                assert state.keys() == expected.keys()
+                near = {
+                    name: np.allclose(state[name], expected[name], rtol=tolerance, atol=tolerance) for name in state
+                }
+                assert all(near.values()), near
+    heads = [[whole[2] for _, _, whole in doors] for doors in runs]
+    for first, second in zip(heads[0], heads[-1]):
+        assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("doors", [["attach 1", "attach 2", "attach 3"], slow(["attach 0"])], ids=str)
+def test_an_encoder_and_a_denoiser_train_with_a_head_as_under_ddp(doors, tmp_path):
+    assert_alike(run_on_ranks(trained, doors=["ddp", *doors], resume_in=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("last", "settings"),
+    [(3, {"accumulation": 2, "clip": "value"}), slow(2, {"mixed_precision": "bf16", "steps": 2})],
+    ids=str,
+)
+def test_they_accumulate_and_clip_as_under_ddp(last, settings):
+    # Sharded accumulation adds up in another order.
+    assert_alike(run_on_ranks(trained, doors=["ddp", "attach 0", f"attach {last}"], **settings), tolerance=2e-6)
+
+
+@pytest.mark.slow
+def test_one_rank_trains_them_as_a_plain_loop(tmp_path):
+    assert_alike(run_on_ranks(trained, 1, doors=["ddp", "attach 2", "attach 3"], resume_in=str(tmp_path)))
