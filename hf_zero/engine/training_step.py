@@ -16,6 +16,7 @@ from .. import layout
 from ..buckets.bucket import BUCKET_OF, Bucket, Row, rows_with_gradient
 from ..buckets.memory import UnshardedMemory
 from ..buckets.sharded import ShardedGradient
+from ..comm.all_or_none import Exchange, raise_on_all
 from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
@@ -53,14 +54,24 @@ class UncountedEdits:
         exact = (bucket for bucket in buckets if bucket.keeps_master and bucket.precision.weights is None)
         self.watched = {bucket for bucket in exact if not bucket.flat.is_meta}
 
-    @torch.no_grad()
-    def refuse(self, buckets: Iterable[Bucket]) -> None:
-        """Called before a step of some buckets. Raises RuntimeError for an edit that is not counted.
+    def refuse(self, buckets: Iterable[Bucket], exchange: Exchange) -> None:
+        """Called before a step of some buckets. Collective if some are watched.
 
-        For the watched ones, the host waits once for each device that has masters.
+        Raises:
+            RuntimeError: on all ranks, for an edit on one that is not counted. A rank that raised alone would leave the others
+                in the step.
         """
+        watched = self.watched.intersection(buckets)
+        if watched:
+            raise_on_all(
+                exchange, self._find(watched), expected=(RuntimeError,), error=lambda _, told: RuntimeError(told)
+            )
+
+    @torch.no_grad()
+    def _find(self, watched: Iterable[Bucket]) -> RuntimeError | None:
+        """Returns the error for an edit on this rank. The host waits once for each device that has masters."""
         compared: dict[torch.device, list[tuple[Row, torch.Tensor]]] = {}
-        for bucket in self.watched.intersection(buckets):
+        for bucket in watched:
             self._steps[bucket] += 1
             if self._steps[bucket] == _STEPS:
                 self.watched.remove(bucket)
@@ -78,11 +89,12 @@ class UncountedEdits:
             alike = torch.stack([is_alike for _, is_alike in found]).tolist()
             edited = next((row for (row, _), is_alike in zip(found, alike) if not is_alike), None)
             if edited is not None:
-                raise RuntimeError(
+                return RuntimeError(
                     f"hf_zero: {edited.slot.name!r} was edited through `.data` or numpy, which leaves no trace, and "
                     "the optimizer's step would undo it from the master. Edit the parameter itself under "
                     "`torch.no_grad()` (`p.clamp_(...)` in place of `p.data.clamp_(...)`)."
                 )
+        return None
 
     @staticmethod
     def _waits(row: Row) -> bool:
@@ -562,7 +574,7 @@ class TrainingStep:
             return False
         self._refuse_without_rescue()
         if self._uncounted_edits.watched:
-            self._uncounted_edits.refuse(buckets)
+            self._uncounted_edits.refuse(buckets, self.gradients.transport.exchange)
         for bucket in buckets:
             bucket.begin_step()
         nonfinite.refuse_unscaled(optimizer, buckets)
@@ -609,6 +621,7 @@ class TrainingStep:
             buffers.after_step()
         self._log.step += is_first
         if is_first:
+            self.settings.steps += 1
             self.stop_due = self._stop_of_all_ranks()
         self._enter(TrainingState.BETWEEN)
         parts = self._parts

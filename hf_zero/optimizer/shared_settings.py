@@ -27,12 +27,13 @@ class SharedSettings:
     Attributes:
         clip: what the last clip was asked for.
         edits: how often a script has edited sharded parameters in place, outside of forwards and contexts.
+        steps: optimizer steps taken. A rank takes one less if its script catches the error of a step that only this rank refused.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
         self._read = [(optimizer, *_reader_of(optimizer)) for optimizer in optimizers]
         self.clip: tuple[float, float] | None = None
-        self.edits = 0
+        self.edits = self.steps = 0
         self._known: list[Any] = []
         self._digest = b""
 
@@ -45,12 +46,15 @@ class SharedSettings:
             number = zlib.crc32(_packed(values)).to_bytes(_DIGEST_BYTES, "big")
             # With the complement: whichever rank has the larger byte, the other one's complement is larger.
             self._digest = number + bytes(255 - byte for byte in number)
-        return self._digest
+        # Separately: the packed values are the same in most steps.
+        steps = self.steps & 255
+        return self._digest + bytes((steps, 255 - steps))
 
     def facts(self) -> dict[str, str]:
         """Returns the settings by name, as they were at the last `digest`."""
         *of_groups, clip, edits = self._known
-        values, found = iter(of_groups), dict[str, str]()
+        # First: a clip or a schedule may differ only because steps do.
+        values, found = iter(of_groups), {"optimizer steps taken": repr(self.steps)}
         for index, (optimizer, names, _) in enumerate(self._read):
             for number, _ in enumerate(optimizer.param_groups):
                 owner = f"of group {number} of optimizer {index} ({type(optimizer).__name__})"

@@ -268,6 +268,7 @@ IN_A_STEP = {
     "betas of group 0 of optimizer 0 (AdamW): (0.9, 0.999) on rank 0, (0.5, 0.9) on rank 1": ("betas", (0.5, 0.9)),
     "max_norm and norm_type of the last clip: (1.0, 2.0) on rank 0, (2.0, 2.0) on rank 1": ("clip", 2.0),
     "edits of sharded parameters: 0 on rank 0, 1 on rank 1": ("edit", 0.1),
+    "optimizer steps taken: 2 on rank 0, 3 on rank 1": ("step", None),
 }
 
 
@@ -310,7 +311,8 @@ def clipped_step(engine: ZeroEngine, max_norm: float) -> None:
 def test_settings_that_one_rank_changes_are_told_before_the_step(rank, world_size):
     for stage in range(4):
         for says, (name, value) in IN_A_STEP.items():
-            if (name == "edit") > (stage == 3):
+            # From stage 1 on, all ranks take part in a step.
+            if (name == "edit") > (stage == 3) or (name == "step") > (stage == 0):
                 continue
             model, optimizer = with_settings()
             engine = ZeroEngine(model, [optimizer], stage)
@@ -324,6 +326,8 @@ def test_settings_that_one_rank_changes_are_told_before_the_step(rank, world_siz
             elif rank == 1 and name == "edit":
                 with torch.no_grad():
                     model[0].weight.mul_(value)
+            elif rank == 1 and name == "step":
+                optimizer.step()
             elif rank == 1:
                 optimizer.param_groups[0][name] = value
             owned = [bucket.own.clone() for bucket in engine.buckets]
@@ -332,6 +336,20 @@ def test_settings_that_one_rank_changes_are_told_before_the_step(rank, world_siz
             assert says in str(error.value), (stage, says)
             assert all(map(torch.equal, owned, (bucket.own for bucket in engine.buckets)))
             engine.close()
+
+
+@on_ranks(2)
+def test_an_edit_that_leaves_no_trace_on_one_rank_is_refused_by_all(rank, world_size):
+    for stage in range(3):
+        model, optimizer = with_settings()
+        engine = ZeroEngine(model, [optimizer], {"stage": stage, "param_dtype": "bfloat16"})
+        # From stage 1 on, rank 0 has all rows of a model as small as this one.
+        for parameter in model.parameters() if rank == 0 else ():
+            parameter.data.add_(1.0)
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"was edited through `\.data` or numpy") as error:
+            optimizer.step()
+        assert len(set(engine.transport.exchange(str(error.value)))) == 1
 
 
 def seeded_apart(rank: int, world_size: int, stage: int) -> np.ndarray:
