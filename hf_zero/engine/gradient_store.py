@@ -609,8 +609,11 @@ class ShardedGradients(GradientStore):
         return bucket in self._accumulated
 
     def _buffer_for_whole(self, bucket: Bucket) -> torch.Tensor:
-        # The gradients themselves take as much memory as another buffer.
-        return self._open_buffer(bucket, beside=1)
+        if self._lasts(bucket):
+            return self._open_buffer(bucket)
+        # The gradients themselves take as much memory as another buffer. The join writes zeros where no gradient lies; to clear
+        # the gaps before it would be a launch each.
+        return self._borrow(bucket, beside=1)
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         self.finish(slot.bucket)
@@ -672,10 +675,14 @@ class ShardedGradients(GradientStore):
             self._lasting_bytes[bucket] = flat.nbytes
         return self._lasting[bucket]
 
-    def _open_buffer(self, bucket: Bucket, beside: int = 0) -> torch.Tensor:
+    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
         if self._lasts(bucket):
             self._spill(bucket)
             return self._lasting_buffer(bucket)
+        return clear_padding(self._borrow(bucket), bucket.layout)
+
+    def _borrow(self, bucket: Bucket, beside: int = 0) -> torch.Tensor:
+        """Takes a buffer from the pool, with undefined contents. `beside`: see `BufferPool.take`."""
         if self._pool.is_last_for(bucket, beside) and not self._in_flight:
             # It would take the last buffer, and one that is passed over wants a buffer, too.
             self.start_passed_over(bucket)
@@ -683,8 +690,8 @@ class ShardedGradients(GradientStore):
         while self._pool.exhausted_for(bucket, beside) and (self._in_flight or self.start_passed_over(bucket)):
             if self._in_flight:
                 self.finish(self._in_flight[0])
-        self._lent[bucket] = self._pool.take(bucket, beside)
-        return clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout)
+        lent = self._lent[bucket] = self._pool.take(bucket, beside)
+        return lent if lent.numel() == bucket.layout.numel else lent[: bucket.layout.numel]
 
     def _spill(self, bucket: Bucket) -> None:
         """Moves a shard reduced earlier out of the buffer that is about to be filled again."""

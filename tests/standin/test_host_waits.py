@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import standin_device
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_on_ranks
+from standin_calls import Asked, own, traced_step
 from standin_runs import FILES, HOST, MAX_NORM, own_device, prepared
 from torch import nn
 from training import fused_adamw, gpt2, gpt2_batch
@@ -39,6 +41,8 @@ class StepCounts:
         events: recorded to be timed.
         collectives: started.
         timed_from: that of the engine's report, if it was asked for one before this step; else None.
+        asked: by the engine's functions, of the device, if the step was traced.
+        buckets: of the engine.
         loss: of the step.
     """
 
@@ -46,6 +50,8 @@ class StepCounts:
     events: int
     collectives: int
     timed_from: int | None
+    asked: Counter[Asked] | None
+    buckets: int
     loss: float
 
 
@@ -71,7 +77,7 @@ def count_events(module: ModuleType) -> Counter[str]:
 def counted_steps(
     rank: int, world_size: int, library: Path, folder: str, settings: dict[str, dict], n_steps: int, n_asked: int
 ) -> dict[str, list[StepCounts]]:
-    """Under each settings, by name, the counts of each step of a clipped loop.
+    """Under each settings, by name, the counts of each step of a clipped loop; the last one before the asked ones is traced.
 
     Args:
         n_asked: how many steps at the end come behind a call of `comm_report`.
@@ -98,18 +104,24 @@ def _counted(
     ]
     found, losses = [], []
     timed_from = None
-    for step, batch in enumerate(batches):
-        if step >= n_steps - n_asked:
-            timed_from = engine.comm_report().timed_from
-        waited, recorded, started = len(compiled.waits()), events["recorded"], _collectives(engine)
+
+    def train(batch: dict) -> None:
         loss = model(**batch).loss
         loss.backward()
         engine.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+
+    for step, batch in enumerate(batches):
+        if step >= n_steps - n_asked:
+            timed_from = engine.comm_report().timed_from
+        waited, recorded, started = len(compiled.waits()), events["recorded"], _collectives(engine)
+        is_traced = step == n_steps - n_asked - 1
+        asked = traced_step(compiled, partial(train, batch)) if is_traced else train(batch)
         waits = Counter(what for _, what in compiled.waits()[waited:])
         counts = {"events": events["recorded"] - recorded, "collectives": _collectives(engine) - started}
+        counts |= {"asked": asked, "buckets": len(engine.buckets)}
         found.append({"waits": waits, "timed_from": timed_from, **counts})
     engine.finish_parameters()
     return [StepCounts(**counts, loss=loss.item()) for counts, loss in zip(found, losses, strict=True)]
@@ -122,6 +134,8 @@ def _collectives(engine: ZeroEngine) -> int:
 
 # Steps whose parameters are looked at for edits that nothing counts.
 FIRST_STEPS = 4
+PER_ROW = ("aten::linalg_vector_norm", "aten::mul")
+LOOPS = ("arithmetic.py sums_of_squares", "optimizer/holder.py scale_gradients")
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +172,30 @@ def test_no_event_is_timed_before_somebody_asks(name, counted):
         # A wait's begin and end, and the first start of those of a kind that are under way.
         assert 0 < asked.events < 2.5 * asked.collectives, found[name]
         assert {step.timed_from for step in steps} == {None} and asked.timed_from == len(steps)
+
+
+@standin_device.needs_compiler
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_asks_as_little_of_the_device_as_the_stage_needs(stage, counted):
+    for found in counted:
+        *_, traced, _asked = found[f"stage {stage}"]
+        asked, buckets = traced.asked, traced.buckets
+        collectives, kinds = own(asked, "collective"), Counter(each.kind for each in asked.elements())
+        # Stage 3 gathers layers for forward and again for backward, the last one once. The norm is a sum from stage 1 on.
+        assert collectives <= (buckets, 2 * buckets + 1, 2 * buckets + 1, 3 * buckets + 1)[stage]
+        # Each records its end, and the look for a bad norm its own.
+        assert kinds["event"] == collectives + 1
+        # The norm goes to the host, and its digits become others; the agreement's sum is a copy.
+        assert own(asked, "copy") <= 4
+        # Here torch's loops over tensors are a launch for each; on an accelerator they are few for all.
+        rows = {number for each, number in asked.items() if each.name in PER_ROW and each.where.startswith(LOOPS)}
+        assert len(rows) == 1
+        # Gradients are joined and divided, and zeros written between and after them; stage 3 hides what it lets go.
+        rest = own(asked, "launch") - 2 * sum(rows)
+        assert rest <= (6 if stage == 3 else 3) * buckets + 8
+        # A shard or a buffer for each bucket, three buffers of the pool, and those that stage 3 gathers into.
+        allocations = own(asked, "allocation") - sum(rows)
+        assert allocations <= (3 if stage == 3 else 1) * buckets + 16
 
 
 @standin_device.needs_compiler

@@ -1,0 +1,157 @@
+"""Counts what a training step asks of the device beyond the model: launches, copies, collectives, events, and allocations.
+
+    python scripts/bench/standin_calls.py                     # stages 0 to 3 on two ranks: a minute, and once one for a compiler
+    python scripts/bench/standin_calls.py --stages 2 --bucket-bytes 40000
+
+It needs no accelerator: the device is the tests' stand-in, which torch takes for one and which traces what it is asked for. It
+needs a C++ compiler and ninja. A small GPT-2 is clipped and stepped by torch's own optimizer, since Triton has no such device. Of
+an operator, the trace shows one launch, whatever kernels a GPU would run for it.
+
+Each entry is named by the innermost functions of the package that asked for it; what no function of the package asked for is the
+model's, the optimizer's or autograd's own, and is summed up in one line for comparison. Counts are exact on a busy machine.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from harness import ROOT, describe_run, keep, on_ranks, print_table, read_options
+
+import hf_zero
+
+if str(ROOT / "tests" / "support") not in sys.path:
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+WARMUP_STEPS = 6
+"""Steps after which each step is as the one before: edits are looked for in the first four, and buckets learned in two more."""
+FRAMES = 2
+"""The functions of the package by which an entry is named."""
+KINDS = {
+    "launch": "launches",
+    "copy": "copies",
+    "collective": "collectives",
+    "event": "events",
+    "allocation": "allocations",
+}
+"""The kinds, and their plurals."""
+SCRIPT = "(model, optimizer, autograd)"
+
+
+class Asked(NamedTuple):
+    """What is asked of a device: its kind, one of `KINDS`; the functions that ask, the innermost first; and torch's operator."""
+
+    kind: str
+    where: str
+    name: str
+
+
+def kind_of(entry: tuple[Any, ...]) -> str | None:
+    """Returns the kind of an entry of the trace; None for what costs the host no call of a driver, as memory that is freed."""
+    _thread, kind, actor, _id, _accesses, name, _where = entry
+    if kind == "do" and actor.startswith("stream"):
+        return "copy" if name == "copy" else "launch"
+    if kind == "do" and actor.startswith("communicator"):
+        return "collective"
+    return {"give": "event", "allocate": "allocation"}.get(kind) if actor.startswith("stream") else None
+
+
+def where_of(entry: tuple[Any, ...]) -> str:
+    """Names the innermost functions of the package, without their lines, so that edits elsewhere in a file change nothing."""
+    # As "engine/norm.py:81 _norm < engine/norm.py:60 measure".
+    frames = [frame.split() for frame in entry[6].split(" < ")] if entry[6] else []
+    return " < ".join(f"{place.partition(':')[0]} {function}" for place, function in frames[:FRAMES]) or SCRIPT
+
+
+def counted(entries: list[tuple[Any, ...]]) -> Counter[Asked]:
+    """Counts the entries of a trace."""
+    return Counter(Asked(kind, where_of(entry), entry[5]) for entry in entries if (kind := kind_of(entry)) is not None)
+
+
+def own(found: Counter[Asked], kind: str) -> int:
+    """Counts what functions of the package ask for."""
+    return sum(number for each, number in found.items() if each.kind == kind and each.where != SCRIPT)
+
+
+def traced_step(compiled: ModuleType, step: Any) -> Counter[Asked]:
+    """Counts what the device is asked for in one call of `step`."""
+    compiled.start_trace(f"{Path(hf_zero.__file__).parent}/")
+    try:
+        step()
+    finally:
+        entries = compiled.end_trace()
+    return counted(entries)
+
+
+def count(rank: int, world_size: int, *, library: Path, folder: str, stages: list[int], bucket_bytes: int) -> Any:
+    """Counts, by stage, a step of this rank; also returns how many buckets there are."""
+    import standin_device
+    from training import fused_adamw, gpt2, gpt2_batch
+
+    from hf_zero.engine.engine import ZeroEngine
+
+    compiled, found = standin_device.register(library), {}
+    with standin_device.process_group(rank, world_size, folder):
+        device = torch.device(standin_device.NAME, rank)
+        for stage in stages:
+            torch.manual_seed(0)
+            model = gpt2(layers=3).to(device)
+            optimizer = fused_adamw(model)
+            engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": bucket_bytes})
+            batch = gpt2_batch(torch.Generator().manual_seed(dist.get_rank()), 2)
+            batch = {name: values.to(device) for name, values in batch.items()}
+
+            def step(model: Any = model, optimizer: Any = optimizer, engine: Any = engine, batch: Any = batch) -> None:
+                model(**batch).loss.backward()
+                engine.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            for _ in range(WARMUP_STEPS):
+                step()
+            found[stage] = (len(engine.buckets), traced_step(compiled, step))
+            engine.finish_parameters()
+    return found
+
+
+def main() -> int:
+    options = read_options(
+        __doc__, stages=([0, 1, 2, 3], None), ranks=2, bucket_bytes=(20_480, "of parameters in a bucket")
+    )
+    import standin_device
+
+    with tempfile.TemporaryDirectory(prefix="standin-calls-") as folder:
+        job = {"library": standin_device.build(), "folder": folder}
+        job |= {"stages": options.stages, "bucket_bytes": options.bucket_bytes}
+        by_stage = on_ranks(count, options.ranks, limit_s=300, **job)[0]
+    kept = {}
+    for stage, (buckets, found) in by_stage.items():
+        rows = [
+            {"what": f"{each.where}: {each.name}" if each.name else each.where, "kind": each.kind, "number": number}
+            for each, number in sorted(found.items(), key=lambda one: (list(KINDS).index(one[0].kind), -one[1]))
+            if each.where != SCRIPT
+        ]
+        for kind in KINDS:
+            theirs = sum(number for each, number in found.items() if each.kind == kind and each.where == SCRIPT)
+            rows.append({"what": SCRIPT, "kind": kind, "number": theirs})
+        columns = [("asked for by", "what"), ("kind", "kind"), ("a step", "number")]
+        totals = ", ".join(f"{own(found, kind)} {plural}" for kind, plural in KINDS.items())
+        print_table(f"stage {stage}, {buckets} buckets: {totals}", columns, rows)
+        kept[f"stage {stage}"] = {
+            "buckets": buckets,
+            **{plural: own(found, kind) for kind, plural in KINDS.items()},
+            "rows": rows,
+        }
+    if options.json:
+        keep("standin_calls", describe_run(options), {"kind": "standin_calls", "stages": kept}, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
