@@ -6,14 +6,18 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from accelerate_job import make_accelerator
 from cells import slow
 from shared_ranks import run_on_ranks
 from torch import nn
-from trainer_job import as_launched
+from trainer_job import as_launched, history, make_trainer
 from training import LENGTH, VOCABULARY, bert
+from transformers import Trainer, TrainerCallback
+
+from hf_zero.integrations.accelerator import ZeroAcceleratorMixin
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -167,3 +171,81 @@ def test_they_accumulate_and_clip_as_under_ddp(last, settings):
 @pytest.mark.slow
 def test_one_rank_trains_them_as_a_plain_loop(tmp_path):
     assert_alike(run_on_ranks(trained, 1, doors=["ddp", "attach 2", "attach 3"], resume_in=str(tmp_path)))
+
+
+class ClearsTheHead(TrainerCallback):
+    """Trainer clears the model's gradients alone. sentence-transformers clears those of losses in this way."""
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        optimizer.zero_grad()
+
+
+class TrainerWithHead(Trainer):
+    """Its loss has a head that learns, and a guide that does not."""
+
+    def create_optimizer(self, model=None):
+        with torch.random.fork_rng():
+            torch.manual_seed(self.head_seed)
+            self.head, self.guide = nn.Linear(VOCABULARY, 2), nn.Linear(VOCABULARY, 2)
+        self.optimizer = torch.optim.AdamW(
+            [*self.model.parameters(), *self.head.parameters(), *self.guide.parameters()], lr=1e-3
+        )
+        if isinstance(self.accelerator, ZeroAcceleratorMixin) or self.args.world_size == 1:
+            return self.optimizer
+        self.optimizer.register_step_pre_hook(self._average)
+        return self.optimizer
+
+    def _average(self, *_args: object) -> None:
+        """DDP leaves a head outside of the model to each rank. Inside of the model, DDP would average its gradients so."""
+        for parameter in self.head.parameters():
+            dist.all_reduce(parameter.grad.div_(2))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(**inputs)
+        return output.loss + self.head(output.logits).square().mean()
+
+
+def trained_by_trainer(rank: int, world_size: int, door: str, folder: str) -> list[dict]:
+    """Histories and the heads of a run of four steps, and of one that goes on from its second step."""
+    as_launched(rank, world_size)
+    seen = []
+    for resume in (None, f"{folder}/checkpoint-2"):
+        if resume is not None and door == "ddp":
+            break
+        trainer = make_trainer(
+            door,
+            "gpt2",
+            folder,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+            dropout=0.0,
+            trainer_class=TrainerWithHead,
+            callbacks=[ClearsTheHead()],
+        )
+        # A run that goes on draws another head, and the checkpoint has the trained one.
+        trainer.head_seed = 0 if resume is None else 17
+        trainer.train(resume_from_checkpoint=resume)
+        seen.append(history(trainer) | {name: value.tolist() for name, value in trainer.head.state_dict().items()})
+        trainer.accelerator.free_memory()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["stage=3,checkpoint.layout=sharded", slow("stage=3"), slow("stage=2"), slow("stage=1,param_dtype=float32")],
+)
+def test_trainer_trains_the_head_of_a_loss_and_resumes_it(config, tmp_path):
+    ddp = run_on_ranks(trained_by_trainer, door="ddp", folder=str(tmp_path / "ddp"))
+    zero = run_on_ranks(trained_by_trainer, door=f"flag {config}", folder=str(tmp_path / "zero"))
+    for rank, (expected,) in enumerate(ddp):
+        for kind, values in expected.items():
+            seen = [run[kind] for run in zero[rank]]
+            # Norms are summed in another order.
+            assert seen == [pytest.approx(values, rel=1e-6) if kind == "norms" else values] * 2, kind
+
+
+@pytest.mark.parametrize("config", [slow("param_dtype=bfloat16"), slow("param_dtype=bfloat16,offload.optimizer=cpu")])
+def test_a_head_with_a_master_is_resumed(config, tmp_path):
+    for whole, resumed in run_on_ranks(trained_by_trainer, door=f"flag stage=2,{config}", folder=str(tmp_path)):
+        assert whole == resumed

@@ -9,7 +9,6 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 OPEN = {
     "flip_of_an_owner": "a flip that torch counts as a script's write to optimizer state is taken for an edit",
-    "guide_model_in_the_loss": "an optimizer over a second module that is not frozen is refused, with the way on",
     "scale_agreement": "each rank sends every other rank a message at the end of a backward",
     "scale_end": "each waiting rank asks the store about every other rank",
     "scale_groups": "each rank makes every group",
@@ -24,7 +23,7 @@ OPEN = {
     ("name", "arguments"), [(name, arguments) for name in SCRIPTS for arguments in STARTS.get(name, Start()).arguments]
 )
 def test_a_script_no_longer_shows_its_fault(name, arguments, request):
-    if name in OPEN and arguments != ("frozen",):
+    if name in OPEN:
         request.applymarker(pytest.mark.xfail(reason=OPEN[name], strict=True))
     outcome = run_script(FOLDER / f"{name}.py", arguments, STARTS.get(name, Start()))
     if outcome.verdict.startswith("needs "):
