@@ -4,7 +4,7 @@ import os
 import socket
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -15,8 +15,10 @@ from typing import cast
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..config import AUTO, CommConfig, ConfigError
+from ..hooks import replaced
 from .arrivals import CommunicationError, await_all_ranks, ended_ranks, in_words
 
 # ---- Process groups that only engines use ----
@@ -45,42 +47,50 @@ _MAKING_S, _MAKING_S_A_RANK = 30.0, 0.2
 
 
 def own_group(
-    ranks: Sequence[int], timeout: timedelta, backend: str | None = None, *, is_urgent: bool = False
+    groups: Sequence[tuple[int, ...]], timeout: timedelta, backend: str | None = None, *, is_urgent: bool = False
 ) -> dist.ProcessGroup | None:
-    """Makes a group of some ranks. Every rank makes every group, in the same order; ranks outside get None.
+    """Makes the one of some groups that this rank is in. Collective: every rank calls it with the same groups, in one order.
 
     Args:
+        groups: hold each rank once.
         backend: None for that of the default group.
         is_urgent: on an accelerator, its collectives go before kernels that wait for room.
+
+    Returns:
+        None for a group of one rank.
 
     Raises:
         CommunicationError: a rank did not come, or ended before it was connected.
     """
     made = _MADE.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
-    key = (tuple(ranks), timeout, backend, is_urgent)
+    key = (tuple(groups), timeout, backend, is_urgent)
     if key not in made:
         # `new_group` waits half an hour for a rank that has died. Here all ranks are known to be alive first.
         if dist.get_backend() != "fake":
             await_all_ranks(timeout.total_seconds(), len(made))
+        ranks = next(each for each in groups if dist.get_rank() in each)
         options = urgent_options(backend, timeout) if is_urgent else None
-        with _in_batch():
-            made[key] = _connected(list(ranks), timeout, backend, options)
+        with _in_batch(), _named(f"hf_zero_{len(made)}_of_{ranks[0]}"):
+            made[key] = _connected(list(ranks), timeout, backend, options) if len(ranks) > 1 else None
     return made[key]
 
 
-def _connected(
-    ranks: list[int], timeout: timedelta, backend: str | None, options: object | None
-) -> dist.ProcessGroup | None:
-    """Connects a new group. gloo's ranks connect inside, and have less time for that than for a collective."""
+def _named(name: str) -> AbstractContextManager[None]:
+    """Makes torch give the next group this name, which the group's ranks share and no other group has."""
+    # A rank makes its own groups only: with 4,096 ranks there may be a thousand others. torch then names a group by its ranks
+    # and by how many groups this process has, which may differ between ranks, so that they would wait for each other.
+    return replaced(distributed_c10d, "_process_group_name", lambda *_args, **_options: name)
+
+
+def _connected(ranks: list[int], timeout: timedelta, backend: str | None, options: object | None) -> dist.ProcessGroup:
+    """Connects a new group of this rank. gloo's ranks connect inside, and have less time for that than for a collective."""
     limit = timeout
     has_gloo = "gloo" in (backend or str(dist.get_backend_config()))
     if has_gloo:
         limit = min(timeout, timedelta(seconds=_MAKING_S + _MAKING_S_A_RANK * len(ranks)))
     with _reachable() if has_gloo else nullcontext(os.environ.get(_GLOO_INTERFACE)) as interface:
         try:
-            group = dist.new_group(ranks, limit, backend, options)
-            if group is dist.GroupMember.NON_GROUP_MEMBER:
-                return None
+            group = dist.new_group(ranks, limit, backend, options, use_local_synchronization=True)
             if has_gloo:
                 # All ranks go on together. A rank that ends at once, with an error that all ranks raise, would break the
                 # connections of ranks that still connect, and they would report that in place of the error.
@@ -374,7 +384,7 @@ class Groups:
         # An accelerator's groups take host tensors too, where the default group does.
         kind = "gloo" if backend == "gloo" else None
         # First, and of all ranks: the node names below are exchanged over it.
-        control = None if backend == "fake" else own_group(everyone, timeout, "gloo")
+        control = None if backend == "fake" else own_group([tuple(everyone)], timeout, "gloo")
         nodes = _nodes(comm, len(everyone), control)
         sets: Sequence[Sequence[int]] = [everyone] if apart is None else apart
         world_size = len(sets[0])
@@ -544,24 +554,21 @@ def _make(
     *,
     is_urgent: bool = False,
 ) -> RankGroup:
-    """Makes some groups that together hold all ranks, and returns this rank's. Every rank makes every group.
+    """Makes this rank's group, of some groups that hold each rank once. Collective.
 
     Args:
         backend: None for that of the default group.
         is_urgent: on an accelerator, its collectives go before kernels that wait for room.
     """
-    own = None
-    # Also the groups of others: `new_group` is collective over the whole default group.
-    for members in groups:
-        ranks = tuple(members)
-        handle = own_group(ranks, timeout, backend, is_urgent=is_urgent) if len(ranks) > 1 else None
-        if rank in ranks:
-            own = RankGroup(ranks=ranks, index=ranks.index(rank), handle=handle)
+    everyone = [tuple(each) for each in groups]
+    own = next((each for each in everyone if rank in each), None)
     if own is None:
         raise AssertionError(
             f"hf_zero: bug: rank {rank} is in none of the groups {groups}. Open an issue with this traceback."
         )
-    return own
+    is_alone = all(len(each) == 1 for each in everyone)
+    handle = None if is_alone else own_group(everyone, timeout, backend, is_urgent=is_urgent)
+    return RankGroup(ranks=own, index=own.index(rank), handle=handle)
 
 
 def _nodes(comm: CommConfig, world_size: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:

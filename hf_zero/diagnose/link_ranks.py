@@ -70,8 +70,7 @@ def measure(axis: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, 
     size = len(axis[0])
     if size == 1:
         return None
-    made = [own_group(ranks, timedelta(seconds=_TIMEOUT_S)) for ranks in axis]
-    group = next(each for each in made if each is not None)
+    group = own_group(axis, timedelta(seconds=_TIMEOUT_S))
     flat, part = (torch.ones(n, device=device) for n in (_NUMEL, _NUMEL // size))
     small = torch.ones(size, device=device)
     gathered = torch.empty(size * (_NUMEL // size), device=device)

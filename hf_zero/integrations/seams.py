@@ -239,6 +239,13 @@ SEAMS = (
         test="test_late_ranks.py::test_a_hang_in_what_the_script_gathers_by_itself_is_told_likewise",
     ),
     Seam(
+        owner="torch.distributed.distributed_c10d:",
+        names=("_process_group_name",),
+        where=("comm/groups",),
+        why="A rank makes only its own groups. `new_group` then names them by how many groups the rank has, which may differ.",
+        test="test_comm.py::test_an_accelerators_gathers_have_urgent_communicators_of_their_own_made_once",
+    ),
+    Seam(
         owner="torch.distributed:ProcessGroup",
         names=("_get_backend",),
         where=("comm/arrivals", "comm/groups"),

@@ -61,14 +61,14 @@ def test_no_rank_goes_on_before_all_are_connected(rank, world_size):
     """Processes of one host have one monotonic clock."""
     make, connected_s = dist.new_group, []
 
-    def new_group(*arguments):
-        group = make(*arguments)
+    def new_group(*arguments, **options):
+        group = make(*arguments, **options)
         time.sleep(0.3 * rank)
         connected_s.append(time.monotonic())
         return group
 
     with mock.patch.object(dist, "new_group", new_group):
-        own_groups.own_group([0, 1], timedelta(seconds=60))
+        own_groups.own_group([(0, 1)], timedelta(seconds=60))
     ended_s, last_s = time.monotonic(), torch.tensor(connected_s[-1], dtype=torch.float64)
     dist.all_reduce(last_s, dist.ReduceOp.MAX)
     assert ended_s >= last_s.item()

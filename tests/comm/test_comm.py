@@ -510,11 +510,11 @@ ASKED_FOR = [
     (GPUS, 0, {}, [WORLD, "default"]),
     (GPUS, 2, {}, [WORLD, "default", URGENT]),
     (GPUS, 3, {}, [WORLD, "default", URGENT]),
-    (GPUS, 3, {"secondary_shard": "node", "node_size": 2}, [WORLD, "default", *3 * [URGENT]]),
-    (GPUS, 2, {"shard_group_size": 2}, [WORLD, *5 * ["default"], *2 * [URGENT]]),
-    (GPUS, 3, {"sync_every": 4, "shard_group_size": 2}, [WORLD, *5 * ["default"], *2 * [URGENT], *2 * ["gloo"]]),
+    (GPUS, 3, {"secondary_shard": "node", "node_size": 2}, [WORLD, "default", *2 * [URGENT]]),
+    (GPUS, 2, {"shard_group_size": 2}, [WORLD, *3 * ["default"], URGENT]),
+    (GPUS, 3, {"sync_every": 4, "shard_group_size": 2}, [WORLD, *3 * ["default"], URGENT, "gloo"]),
 ]
-"""Backends, stage, `comm`, and the groups that torch is asked for, none of them the default one: backend, options."""
+"""Backends, stage, `comm`, and the groups that a rank asks torch for, its own and none of other ranks: backend, options."""
 
 
 @on_ranks(4)
@@ -522,10 +522,12 @@ def test_an_accelerators_gathers_have_urgent_communicators_of_their_own_made_onc
     """gloo is what is had of all of them, on a host without accelerators."""
     asked = []
     make = dist.new_group
+    # A script's own group: rank 0 now has one more than the others.
+    make([0])
 
-    def new_group(ranks=None, timeout=None, backend=None, pg_options=None):
+    def new_group(ranks=None, timeout=None, backend=None, pg_options=None, **options):
         asked.append(f"{backend or 'default'}{'' if pg_options is None else ', ' + pg_options}")
-        return make(ranks, timeout, "gloo")
+        return make(ranks, timeout, "gloo", **options)
 
     dist.new_group = new_group
     own_groups.urgent_options = lambda backend, timeout: "urgent" if backend == "nccl" else None
