@@ -42,7 +42,7 @@ from ..config.checks import SpeltError
 from ..integrations.run_facts import CardFacts, card_facts, is_hub_name
 from ..integrations.saved_weights import has_row_weights, is_checkpoint_of_ours
 from ..integrations.state_io import ZERO_FOLDER
-from ..integrations.weights import consolidate, folder_faults, is_of_the_run
+from ..integrations.weights import consolidate, folder_findings, is_of_the_run
 
 
 class HubError(SpeltError, RuntimeError):
@@ -466,9 +466,16 @@ def push_model(
 
 def refuse_faults(folder: Path, *, of: Path | None = None, on_progress: Progress = untold) -> None:
     """Raises `CheckpointError` unless the folder holds a good checkpoint or model. `of` names the folder's source."""
-    faults = folder_faults(folder, on_progress)
-    if faults:
-        raise CheckpointError(f"hf_zero: {of or folder} is not good, and nothing was pushed: {'; '.join(faults[:3])}.")
+    found = folder_findings(folder, on_progress)
+    if found.faults:
+        raise CheckpointError(
+            f"hf_zero: {of or folder} is not good, and nothing was pushed: {'; '.join(found.faults[:3])}."
+        )
+    if found.edits:
+        raise CheckpointError(
+            f"hf_zero: {of or folder} was edited after its save, and nothing was pushed: {'; '.join(found.edits[:3])}. If you made "
+            f"these edits, run `hf-zero verify --accept {of or folder}` and push again."
+        )
 
 
 def stage_model(source: Path, out: Path) -> None:

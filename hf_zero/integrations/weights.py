@@ -70,12 +70,6 @@ _OF_THE_RUN = (
 """Files that continue or describe a run and are no part of the model."""
 
 
-def folder_faults(folder: Path, on_progress: Progress = untold) -> list[str]:
-    """Lists faults and edits of `folder_findings`, which has the same arguments."""
-    found = folder_findings(folder, on_progress)
-    return [*found.faults, *found.edits]
-
-
 def folder_findings(folder: Path, on_progress: Progress = untold) -> Findings:
     """Checks a checkpoint or model folder: first by its manifest, then its weights against its config.
 

@@ -409,6 +409,11 @@ def test_what_is_no_good_model_is_refused_before_anything_is_sent(trained, plain
     ):
         [line] = refusals("push", folder, REPO)
         assert line.startswith(f"hf_zero: {folder} is not good, and nothing was pushed: ") and said in line
+    edited = Path(shutil.copytree(trained(3)[0], tmp_path / "edited"))
+    with (edited / "config.json").open("a") as opened:
+        opened.write("\n")
+    [line] = refusals("push", edited, REPO)
+    assert "config.json" in line and f"run `hf-zero verify --accept {edited}` and push again" in line
     assert server.requests == []
 
 
