@@ -473,8 +473,8 @@ def refuse_faults(folder: Path, *, of: Path | None = None, on_progress: Progress
         )
     if found.edits:
         raise CheckpointError(
-            f"hf_zero: {of or folder} was edited after its save, and nothing was pushed: {'; '.join(found.edits[:3])}. If you made "
-            f"these edits, run `hf-zero verify --accept {of or folder}` and push again."
+            f"hf_zero: {of or folder} was edited after its save, and nothing was pushed: {'; '.join(found.edits[:3])}. If the "
+            f"edits are yours, run `hf-zero verify --accept {of or folder}` and push again."
         )
 
 

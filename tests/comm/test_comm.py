@@ -112,6 +112,9 @@ def test_both_transports_give_the_same(rank, world_size, dtype):
             handle.finish()
             assert all((part == r + 1).all() for r, part in enumerate(gathered.chunk(world_size)))
         assert transport.exchange(rank) == list(range(world_size))
+        # Longer than one message of gloo, which ends a send only when its receiver asks for it.
+        assert transport.exchange("x" * 3000 * rank) == ["x" * 3000 * each for each in range(world_size)]
+        assert transport.exchange("x" * 3000) == ["x" * 3000] * world_size
         assert transport.agree_max(torch.tensor([rank, 3]), LABEL).tolist() == [world_size - 1, max(3, world_size - 1)]
 
 
