@@ -228,7 +228,7 @@ def test_values_that_a_class_adds_to_its_state_dict_are_saved_and_loaded(rank, w
 
 @pytest.mark.parametrize(
     ("there", "here"),
-    itertools.permutations([partial(transformers.Adafactor, relative_step=False), torch.optim.Adafactor]),
+    list(itertools.permutations([partial(transformers.Adafactor, relative_step=False), torch.optim.Adafactor])),
     ids=["transformers", "torch"],
 )
 def test_another_optimizer_of_the_same_name_is_refused(there, here, tmp_path):
