@@ -39,14 +39,14 @@ EXTRAS = {
     "early": Extra(
         what="Steps of offloaded state that are taken while backward goes on.",
         switch="`offload.speculate_bytes`",
-        factories=("steps:Early",),
+        factories=("early:Early",),
     ),
     "wire": Extra(
         what="Gradients and parameters in int8 or int4 blocks, and outer steps between groups of ranks.",
         switch="`comm.gradients`, `comm.weights` or `comm.sync_every`",
         factories=(
             "reductions:quantised_reduction",
-            "reductions:QuantisedGather",
+            "gathers:QuantisedGather",
             "quantise:block_format",
             "outer:SyncedEvery",
         ),

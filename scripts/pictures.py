@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 import torch
 from transformers import BertConfig, BertModel
 
-from hf_zero.layout import BucketLayout, ParameterSpec, plan_buckets, rows_of_shard
+from hf_zero.layout.buckets import BucketLayout, ParameterSpec, plan_buckets, rows_of_shard
 
 BLUE, ORANGE, GREEN, GREY, DARK, PALE = "#4878a8", "#e08a3c", "#5a9e6f", "#9aa0a6", "#202124", "#f1f3f4"
 _FONT = "font-family='Helvetica, Arial, sans-serif'"

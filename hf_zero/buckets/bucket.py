@@ -16,7 +16,8 @@ from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup
 from ..device import Arrival
 from ..hooks import WeakMethod, look_only, set_all
-from ..layout import BucketLayout, Interval, RowLayout, rows_of_shard
+from ..layout.buckets import BucketLayout, RowLayout, rows_of_shard
+from ..layout.intervals import Interval
 from ..offload.tiers import Region, Tier
 from .memory import ParameterMemory, clear_padding
 from .precision import Precision, forget_loaded, wanted_dtype

@@ -10,7 +10,8 @@ from torch import nn
 
 from ..device import alias, allocate, ask_for, reserve, side_queue
 from ..hooks import look_only, set_all
-from ..layout import BucketLayout, Interval
+from ..layout.buckets import BucketLayout
+from ..layout.intervals import Interval
 from ..offload.tiers import HostToDevice, ParameterShard, ParameterTier, Region
 from .sharded import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
 

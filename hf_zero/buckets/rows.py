@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..arithmetic import check_flat
-from ..layout import BLOCK_NUMEL, Interval, blocks
+from ..arithmetic.flat import check_flat
+from ..layout.blocks import BLOCK_NUMEL, blocks
+from ..layout.intervals import Interval
 from ..offload.tiers import Tier
 
 # ---- Optimizer moments in 8 bits: the dynamic data type, in blocks of 256 with one float32 scale each ----

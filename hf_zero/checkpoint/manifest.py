@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 
-from ..layout import Box, Interval
+from ..layout.boxes import Box
+from ..layout.intervals import Interval
 from .files import (
     HASH_DIGITS,
     CheckpointError,

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from ..device import ask_for
-from ..layout import Box, Interval, pieces_for
+from ..layout.boxes import Box
+from ..layout.intervals import Interval
+from ..layout.pieces import pieces_for
 from .files import CheckpointError, is_whole_safetensors, read_fault, refuse_links, save_in, spans_in
 from .manifest import Manifest, SavedRow, named_save, refuse_other_save
 from .writer import DTYPE_NAMES

@@ -12,7 +12,8 @@ from typing import Any, TypeGuard
 
 from ..comm.all_or_none import Exchange
 from ..extras import MissingExtraError, extra
-from ..layout import Box, Interval, doubly_covered, uncovered
+from ..layout.boxes import Box
+from ..layout.intervals import Interval, doubly_covered, uncovered
 from .commit import Disk
 from .files import (
     CHUNK_BYTES,

@@ -19,7 +19,9 @@ import xxhash
 
 from ..comm.all_or_none import Exchange
 from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
-from ..layout import Box, Interval, aligned
+from ..layout.boxes import Box
+from ..layout.dealing import aligned
+from ..layout.intervals import Interval
 from ..versions import __version__
 from .commit import on_all_ranks
 from .files import SAVE_KEY, CheckpointError, Written

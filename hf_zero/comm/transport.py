@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from ..arithmetic import sum_in_rank_order
+from ..arithmetic.sums import sum_in_rank_order
 from ..config import ConfigError
 from ..device import SideQueue, clock
 from .arrivals import CommunicationError

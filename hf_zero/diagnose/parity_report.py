@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..arithmetic import uses_kernels
+from ..arithmetic.flat import uses_kernels
 from ..config import ZeroConfig
 from ..config.checks import SpeltError
 

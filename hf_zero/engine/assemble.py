@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..arithmetic import give_up_triton, runs_triton, uses_kernels
+from ..arithmetic.flat import give_up_triton, runs_triton, uses_kernels
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
 from ..buckets.packed import add_scales, shapes_beside, take_out_scales

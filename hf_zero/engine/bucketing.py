@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..arithmetic import FLOAT_DTYPES
+from ..arithmetic.flat import FLOAT_DTYPES
 from ..buckets.bucket import Bucket, BucketKey
 from ..buckets.memory import ParameterMemory, UnshardedMemory, sharded_memory
 from ..buckets.packed import is_packed, refuse_inner_tensors, refuse_unpackable, start_alike
@@ -27,7 +27,8 @@ from ..buckets.precision import (
 from ..comm.groups import Groups
 from ..config import AUTO, ConfigError, ZeroConfig
 from ..hooks import engine_attached_to
-from ..layout import IN_BLOCKS, Alignment, BucketLayout, ParameterSpec, plan_buckets
+from ..layout.blocks import IN_BLOCKS
+from ..layout.buckets import Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ..offload.tiers import ParameterTier, Placement
 from ..optimizer.scope import find_scope, keeps_intact, refuse_wrapper
 from ..optimizer.trial import UpdateScope

@@ -23,7 +23,8 @@ from ..config import ZeroConfig
 from ..device import SideQueue, side_queue
 from ..extras import extra
 from ..hooks import LOOKS, Guard, Guarded, engine_attached_to, hidden_from_modes, set_all
-from ..layout import BLOCK_NUMEL, USUAL_ALIGNMENT, Alignment
+from ..layout.blocks import BLOCK_NUMEL
+from ..layout.buckets import USUAL_ALIGNMENT, Alignment
 from ..optimizer.replicas import ReplicaCheck
 
 # ---- Reductions of a bucket's gradients: reduce-scatter, all-reduce, or both over two groups ----

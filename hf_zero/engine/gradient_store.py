@@ -18,7 +18,7 @@ from ..comm.transport import Handle
 from ..config import ZeroConfig
 from ..device import Arrival, Reservation, reserve
 from ..hooks import look_only, set_all
-from ..layout import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
+from ..layout.gradient_buffers import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
 from ..offload.tiers import DeviceToHost, Tier
 from .collectives import Reduction
 

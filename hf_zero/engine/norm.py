@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..arithmetic import FLOAT_DTYPES, sums_of_squares, uses_kernels
+from ..arithmetic.flat import FLOAT_DTYPES, uses_kernels
+from ..arithmetic.sums import sums_of_squares
 from ..buckets.bucket import Bucket, Row
 from ..comm.ledger import Label
 from ..comm.transport import Agreement, Transport

@@ -10,7 +10,7 @@ from ..buckets.bucket import Bucket
 from ..buckets.packed import bytes_beside
 from ..config import ZeroConfig
 from ..device import peak_bytes
-from ..layout import is_in_blocks
+from ..layout.blocks import is_in_blocks
 from ..optimizer.bucket_state import state_kinds
 from ..optimizer.holder import StateHolder
 from ..optimizer.sharded_optimizer import ShardedOptimizer

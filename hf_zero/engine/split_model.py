@@ -26,7 +26,8 @@ from ..comm.transport import (
     choose_transport,
 )
 from ..config import CommConfig, ConfigError, ZeroConfig
-from ..layout import Box, Interval
+from ..layout.boxes import Box
+from ..layout.intervals import Interval
 from ..optimizer.replicas import ReplicasDivergedError, checksum
 
 if TYPE_CHECKING:

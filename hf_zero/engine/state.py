@@ -13,7 +13,8 @@ from torch import nn
 from ..buckets.bucket import Bucket
 from ..buckets.rows import KindsOf, Read, StateRow
 from ..comm.transport import DataParallelGroup
-from ..layout import Box, Interval
+from ..layout.boxes import Box
+from ..layout.intervals import Interval
 from ..optimizer.bucket_state import state_itemsizes
 from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer
 from ..optimizer.state_rows import fill_rows, state_rows, state_scalars

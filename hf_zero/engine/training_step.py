@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .. import layout
 from ..buckets.bucket import BUCKET_OF, Bucket, Row, rows_with_gradient
 from ..buckets.memory import UnshardedMemory
 from ..buckets.sharded import ShardedGradient
@@ -21,6 +20,7 @@ from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
 from ..hooks import WeakHook, WeakMethod, engine_attached_to, is_in_backward
+from ..layout import gradient_buffers
 from ..optimizer.holder import StateHolder
 from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer, identity_of
 from ..optimizer.shared_settings import SharedSettings
@@ -268,7 +268,7 @@ class TrainingStep:
     def _make_store(self) -> GradientStore:
         parts = self._parts
         # Early steps begin as reductions end: a wait for all reductions at the end of backward would leave no time for them.
-        most = layout.GRAD_BUFFERS if parts.holder.timing.steps_early else None
+        most = gradient_buffers.GRAD_BUFFERS if parts.holder.timing.steps_early else None
         landing = Landing(
             d2h=parts.tier.d2h,
             landed=self._landed,

@@ -19,7 +19,7 @@ from ..checkpoint.writer import plan_rows, write_pieces
 from ..engine.state import EngineState
 from ..integrations.config_model import CONFIG_NAME, expected_tensors, meta_model
 from ..integrations.state_io import ZERO_FOLDER, SavedOptimizers, plain_settings, refuse_other_state
-from ..layout import Interval
+from ..layout.intervals import Interval
 from .dcp import DcpCheckpoint
 from .deepspeed import DeepSpeedCheckpoint, step_folder_of
 from .states import MASTER, ForeignCheckpoint

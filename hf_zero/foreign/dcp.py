@@ -9,7 +9,8 @@ import torch
 
 from ..checkpoint.files import CheckpointError, is_inside
 from ..checkpoint.structure import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, weight_shards_of
-from ..layout import Box, Interval
+from ..layout.boxes import Box
+from ..layout.intervals import Interval
 from .pickles import Record, load_dcp_metadata, load_stream
 from .states import MASTER, Chunk, ChunkedFolder, ForeignCheckpoint, ForeignGroup, SavedEntry, WeightShards
 

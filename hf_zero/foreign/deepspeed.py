@@ -10,7 +10,8 @@ import torch
 
 from ..checkpoint.files import CheckpointError, is_inside, read_text
 from ..checkpoint.structure import OPTIMIZER_FILE
-from ..layout import Interval, pieces_for
+from ..layout.intervals import Interval
+from ..layout.pieces import pieces_for
 from .pickles import load_deepspeed_file
 from .states import MASTER, ForeignCheckpoint, ForeignGroup
 

@@ -10,7 +10,10 @@ import yaml
 
 from ..config.checks import ConfigError, cut, parse, read_yaml, shown
 from ..config.zero import ZeroConfig
-from .settings import OF_ACCELERATE, OF_FSDP, OF_JSON, Fate, Rule, Table, Translation, unneeded, unsupported
+from .accelerate_settings import OF_ACCELERATE
+from .deepspeed_settings import OF_JSON
+from .fsdp_settings import OF_FSDP
+from .translation import Fate, Rule, Table, Translation, unneeded, unsupported
 
 _MOST_BYTES = 64 * 2**10
 _MARKS_OF_ACCELERATE = {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "machine_rank"}

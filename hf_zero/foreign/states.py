@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from ..checkpoint.files import CheckpointError, read_fault
 from ..checkpoint.reader import SavedBlock, dtype_named, read_blocks
 from ..checkpoint.structure import weight_shards_of
-from ..layout import Box, Interval
+from ..layout.boxes import Box
+from ..layout.intervals import Interval
 
 # ---- Tensors of another engine's checkpoint that lie in boxes in several files, read box by box ----
 

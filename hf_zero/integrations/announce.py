@@ -29,7 +29,9 @@ from ..engine.assemble import anchor_numel
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import IN_FILES, render
 from ..extras import extra
-from ..forecast import FORECAST_ERROR, AtStart, BucketCost, DdpState, Forecast, StatePlan, plan_ddp, plan_states
+from ..forecast.fit import FORECAST_ERROR
+from ..forecast.peak import AtStart, Forecast
+from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
 from ..optimizer.bucket_state import is_of_torch, unsaved_state
 from ..optimizer.trial import UpdateScope
 from .environment import trainer_in_callers

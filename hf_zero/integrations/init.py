@@ -24,7 +24,8 @@ from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..extras import extra
 from ..hooks import replaced
-from ..layout import Box, Interval
+from ..layout.boxes import Box
+from ..layout.intervals import Interval
 from .saved_weights import (
     FileBlock,
     blocks_in_files,

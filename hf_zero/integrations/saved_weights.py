@@ -30,7 +30,8 @@ from ..engine.engine import ZeroEngine
 from ..engine.models import is_of_first
 from ..engine.split_model import read_part
 from ..extras import extra
-from ..layout import Box, Interval
+from ..layout.boxes import Box
+from ..layout.intervals import Interval
 from .config_model import expected_tensors, meta_model
 from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, progress_bar, refuse_mixed_parts, tensors_by_saved_name
 

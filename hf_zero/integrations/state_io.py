@@ -25,7 +25,8 @@ from ..comm.all_or_none import Exchange
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..engine.state import EngineState, SavedState
-from ..layout import Box, Interval
+from ..layout.boxes import Box
+from ..layout.intervals import Interval
 from ..optimizer.bucket_state import state_names
 from ..optimizer.sharded_optimizer import SHARD_MARK
 

@@ -26,7 +26,7 @@ from ..engine.report_tables import CommReport
 from ..engine.state import EngineState
 from ..extras import extra
 from ..hooks import engine_attached_to, replaced
-from ..layout import Interval
+from ..layout.intervals import Interval
 from .elastic import Batch, DataPosition, same_global_batch
 from .state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
 

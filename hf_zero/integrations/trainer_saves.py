@@ -35,7 +35,7 @@ from ..comm.transport import StoreExchange
 from ..device import free_bytes
 from ..engine.engine import ZeroEngine
 from ..hooks import WeakHook, replaced
-from ..layout import Interval
+from ..layout.intervals import Interval
 from .elastic import DataPosition
 from .model_parallel import as_if_whole
 from .resume import disks_apart, share_output_dir

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arithmetic import LANES, QUIET_NAN, REGION_NUMEL, ceil_div
+from ..arithmetic.flat import ceil_div
+from ..arithmetic.stochastic import LANES, QUIET_NAN, REGION_NUMEL
 from ..device import current
 
 if TYPE_CHECKING:

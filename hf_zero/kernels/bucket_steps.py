@@ -14,7 +14,8 @@ from torch.autograd.graph import increment_version
 from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, Run, runs_of
 from ..buckets.rows import Coded
 from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient, take_coefficients
-from ..layout import Interval, is_in_blocks
+from ..layout.blocks import is_in_blocks
+from ..layout.intervals import Interval
 from ..optimizer.bucket_state import BucketState, KernelReport, States
 from ..optimizer.holder import Assigned, BucketStep, LentStep, StepChoice
 from ..optimizer.places import StateInBlocks

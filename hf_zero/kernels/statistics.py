@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..arithmetic import FLOAT_DTYPES, PART_NUMEL, ceil_div, check_flat, runs_triton, sum_of_squares
+from ..arithmetic.flat import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
+from ..arithmetic.sums import PART_NUMEL, sum_of_squares
 from ..buckets.bucket import TENSOR_OF, Row, have_gradients, runs_of
 from ..engine.norm import NORM_LABEL, GradientNorm, Measured
 from .base import check_scalar, kernel

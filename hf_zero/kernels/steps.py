@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arithmetic import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
+from ..arithmetic.flat import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
 from ..buckets.rows import SIGNED, SMALLEST_NORMAL, UNSIGNED, dequantise_dynamic, quantise_dynamic, tables_of
-from ..layout import BLOCK_NUMEL, blocks
+from ..layout.blocks import BLOCK_NUMEL, blocks
 from .base import Kernel, check_scalar, is_interpreted, kernel, rounded
 
 if TYPE_CHECKING:

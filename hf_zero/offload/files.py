@@ -25,7 +25,7 @@ import xxhash
 from ..config import ConfigError
 from ..config.checks import spelt
 from ..device import allocate, enter_thread, in_units
-from ..layout import Interval
+from ..layout.intervals import Interval
 from .host_memory import HostCores
 
 # ---- The folder of one run's files, below a path that runs share ----

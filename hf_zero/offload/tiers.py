@@ -24,7 +24,7 @@ from ..device import (
     side_queue,
     unpin,
 )
-from ..layout import Interval
+from ..layout.intervals import Interval
 from .files import WINDOW, Kind, RunFolder, StoredShard, Window
 from .host_memory import HostCores, choose_host_cores
 

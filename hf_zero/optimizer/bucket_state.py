@@ -14,7 +14,7 @@ from torch import nn
 from ..buckets.bucket import Bucket, Row
 from ..buckets.precision import Precision
 from ..buckets.rows import PackedPart
-from ..layout import block_bytes, is_in_blocks
+from ..layout.blocks import block_bytes, is_in_blocks
 from ..offload.files import StoredShard
 from ..offload.tiers import Region
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from ..arithmetic import REGION_NUMEL, counters_for, round_stochastically
+from ..arithmetic.stochastic import REGION_NUMEL, counters_for, round_stochastically
 from ..buckets.bucket import Bucket, Row
 from ..buckets.rows import MASTER, SIGNED, UNSIGNED, DynamicCode, PackedPart, PackedState
 from ..config import ConfigError, ZeroConfig
 from ..device import allocate
-from ..layout import BLOCK_NUMEL, Interval, block_bytes, blocks, has_blocks, is_in_blocks
+from ..layout.blocks import BLOCK_NUMEL, block_bytes, blocks, has_blocks, is_in_blocks
+from ..layout.intervals import Interval
 from ..offload.files import Kind, StoredShard
 from ..offload.tiers import Region, StateFiles, Tier
 from .bucket_state import (

@@ -21,7 +21,7 @@ from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..config import ZeroConfig
 from ..hooks import WeakHook, caller_of_hook, engine_attached_to, look_only, set_all
-from ..layout import Interval
+from ..layout.intervals import Interval
 from .bucket_state import (
     NO_ARGUMENTS,
     double_of,

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..buckets.bucket import Row
 from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, PackedPart, Read, StateRow, kind_of, name_of
-from ..layout import Interval
+from ..layout.intervals import Interval
 from .bucket_state import is_elementwise, with_dimensions
 from .holder import StateHolder
 from .sharded_optimizer import ShardedOptimizer

@@ -21,7 +21,8 @@ from ..buckets.precision import resolve_casts
 from ..config import AUTO, ConfigError, ZeroConfig
 from ..device import ranks_on_this_host
 from ..engine.models import joined
-from ..forecast import CLOSE, FITS, RESERVE, Activations, AtStart, NothingFitsError, PlanError, Room, of, size
+from ..forecast.fit import CLOSE, FITS, RESERVE, NothingFitsError, PlanError, Room, of, size
+from ..forecast.peak import Activations, AtStart
 from ..integrations.announce import micro_batches_of
 from ..integrations.environment import trainer_in_callers
 from ..offload.files import free_disk_bytes

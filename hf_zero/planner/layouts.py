@@ -13,19 +13,10 @@ from ..buckets.precision import Precision
 from ..comm.groups import Groups, RankGroup
 from ..config import ZeroConfig
 from ..engine.bucketing import Division, Part, SplitKinds, owners, precision_of, shards_parameters
-from ..forecast import (
-    Activations,
-    BucketCost,
-    DdpState,
-    Forecast,
-    Passing,
-    StatePlan,
-    forecast,
-    forecast_ddp,
-    plan_ddp,
-    plan_states,
-)
-from ..layout import GRAD_BUFFERS, USUAL_ALIGNMENT, BucketLayout
+from ..forecast.peak import Activations, Forecast, Passing, forecast, forecast_ddp
+from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
+from ..layout.buckets import USUAL_ALIGNMENT, BucketLayout
+from ..layout.gradient_buffers import GRAD_BUFFERS
 from ..offload.files import WINDOW
 from ..optimizer.bucket_state import state_itemsizes
 from .search import Machine, Piece, StepTime, Work, simulate

@@ -17,7 +17,8 @@ from torch import nn
 from ..buckets.precision import resolve_casts
 from ..checkpoint.files import replace_file
 from ..config import AUTO, ConfigError
-from ..forecast import DDP, FITS, KINDS, Activations, PlanError, Room, gb, size
+from ..forecast.fit import FITS, PlanError, Room, gb, size
+from ..forecast.peak import DDP, KINDS, Activations
 from .layouts import Job, ddp_step_time, step_time
 from .request import (
     PlanRequest,

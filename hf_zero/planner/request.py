@@ -14,13 +14,13 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
-from ..arithmetic import ceil_div
+from ..arithmetic.flat import ceil_div
 from ..buckets.packed import is_packed
 from ..checkpoint.files import reason
 from ..config import ConfigError, ZeroConfig, parse_bytes
 from ..config.checks import one_of, refuse, whole_number
-from ..forecast import PlanError
-from ..layout import Box
+from ..forecast.fit import PlanError
+from ..layout.boxes import Box
 from ..versions import is_older
 from .search import Machine
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import ZeroConfig
-from ..forecast import CLOSE, FITS, TOO_LARGE, Forecast, PlanError, Room, size
-from ..layout import GRAD_BUFFERS
+from ..forecast.fit import CLOSE, FITS, TOO_LARGE, PlanError, Room, size
+from ..forecast.peak import Forecast
+from ..layout.gradient_buffers import GRAD_BUFFERS
 
 # ---- What accelerators, links and disks do in a second, for the forecast of a step's time ----
 

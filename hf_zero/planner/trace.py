@@ -25,7 +25,8 @@ from ..buckets.packed import is_packed
 from ..buckets.precision import uncast_parameters
 from ..config import AUTO
 from ..device import free_bytes
-from ..forecast import RESERVE, Activations, Live, PlanError
+from ..forecast.fit import RESERVE, PlanError
+from ..forecast.peak import Activations, Live
 from ..hooks import differentiable_tensors
 from .request import checkpoint, exchanged_bytes, inner_model, is_checkpointed, part_of
 

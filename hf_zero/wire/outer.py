@@ -18,7 +18,7 @@ from ..comm.groups import RankGroup
 from ..comm.transport import Transport
 from ..config import CommConfig, OuterConfig
 from ..device import allocate
-from ..layout import Interval
+from ..layout.intervals import Interval
 
 AtHand = Callable[[Bucket], AbstractContextManager[None]]
 _MOMENTUM = "momentum_buffer"

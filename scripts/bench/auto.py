@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.forecast import NothingFitsError
+from hf_zero.forecast.fit import NothingFitsError
 from hf_zero.planner.auto import assume, choose_config
 from hf_zero.planner.request import batch_of
 

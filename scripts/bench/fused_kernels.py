@@ -19,13 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from harness import describe_run, print_table, read_options, write_record
 
-from hf_zero.arithmetic import round_stochastically, runs_triton
+from hf_zero.arithmetic.flat import runs_triton
+from hf_zero.arithmetic.stochastic import round_stochastically
 from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded, quantise_dynamic
 from hf_zero.device import free_bytes
 from hf_zero.kernels.statistics import gradient_statistics
 from hf_zero.kernels.steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
-from hf_zero.layout import BLOCK_NUMEL, blocks
-from hf_zero.wire.quantise import INT8, BlockFormat, dequantise_sum, quantise
+from hf_zero.layout.blocks import BLOCK_NUMEL, blocks
+from hf_zero.wire.int8 import INT8
+from hf_zero.wire.quantise import BlockFormat, dequantise_sum, quantise
 
 WARMUP_ROUNDS = 3
 

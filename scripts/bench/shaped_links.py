@@ -41,7 +41,7 @@ from ranks import joined_process_group
 from tables import links
 
 from hf_zero.config import ZeroConfig
-from hf_zero.forecast import Activations
+from hf_zero.forecast.peak import Activations
 from hf_zero.planner.layouts import Job, step_time
 from hf_zero.planner.search import Machine
 

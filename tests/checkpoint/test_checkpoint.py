@@ -35,7 +35,7 @@ from hf_zero.checkpoint.structure import checkpoint_faults, own_chunks
 from hf_zero.checkpoint.writer import plan_rows, versions_of, write_pieces
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, plain_settings, restore_settings
-from hf_zero.layout import Interval
+from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(120)
 

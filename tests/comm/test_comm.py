@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
 
-from hf_zero.arithmetic import sum_in_rank_order, sum_of_squares
+from hf_zero.arithmetic.sums import sum_in_rank_order, sum_of_squares
 from hf_zero.comm import arrivals
 from hf_zero.comm import groups as own_groups
 from hf_zero.comm.all_or_none import all_or_none, all_results_or_none, raise_on_all

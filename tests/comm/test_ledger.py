@@ -19,7 +19,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from trainer_job import as_launched
 
-from hf_zero.arithmetic import PART_NUMEL, sum_of_squares, sums_of_squares
+from hf_zero.arithmetic.sums import PART_NUMEL, sum_of_squares, sums_of_squares
 from hf_zero.buckets.bucket import FlatViews
 from hf_zero.buckets.sharded import ShardedValues
 from hf_zero.comm.control import Control
@@ -29,7 +29,7 @@ from hf_zero.comm.transport import Handle
 from hf_zero.config import ZeroConfig
 from hf_zero.device import Moment, clock
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.layout import Interval
+from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(120)
 GATHER, REDUCE = (

@@ -18,19 +18,15 @@ from typer.testing import CliRunner
 
 import hf_zero
 from hf_zero.cli.app import app
-from hf_zero.diagnose import doctor
-from hf_zero.diagnose import findings as device_checks
-from hf_zero.diagnose.doctor import environment, limits, links, placement, shared_memory
-from hf_zero.diagnose.findings import (
-    Finding,
-    compiler,
-    devices,
-    disk,
-    driver,
-    peer_access,
-    tensor_parallelism,
-    versions,
-)
+from hf_zero.diagnose import gpus
+from hf_zero.diagnose import links as rank_links
+from hf_zero.diagnose.disk import disk
+from hf_zero.diagnose.environment import environment
+from hf_zero.diagnose.finding import Finding
+from hf_zero.diagnose.gpus import devices, peer_access, tensor_parallelism
+from hf_zero.diagnose.limits import limits, shared_memory
+from hf_zero.diagnose.links import links, placement
+from hf_zero.diagnose.software import compiler, driver, versions
 from hf_zero.integrations.launcher import launch_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -220,8 +216,8 @@ def test_memory_that_cannot_be_pinned_is_found(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(device_checks.torch, "empty", refuse)
-    finding = device_checks._pinned()
+    monkeypatch.setattr(gpus.torch, "empty", refuse)
+    finding = gpus._pinned()
     assert finding.status == "bad" and "ulimit -l" in finding.advice
 
 
@@ -316,13 +312,13 @@ def test_a_folder_that_cannot_be_written_and_a_full_disk_are_found(tmp_path, mon
 
 
 def test_ranks_that_cannot_start_are_a_fault_that_says_what_they_said(monkeypatch):
-    monkeypatch.setattr(doctor.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(rank_links.sys, "executable", shutil.which("false"))
     [finding] = links(2)
     assert finding.status == "bad" and "exit code 1" in finding.value
 
 
 def test_ranks_that_never_end_are_killed_and_named(monkeypatch):
-    monkeypatch.setattr(doctor, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(rank_links, "_PATIENCE_S", 0.5)
     [finding] = links(2)
     assert finding.status == "bad" and "ranks [0, 1] have not ended" in finding.value
 

@@ -18,13 +18,13 @@ from shared_ranks import run_on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero import layout
 from hf_zero.config import OffloadConfig, ZeroConfig
-from hf_zero.early import steps as early_steps
-from hf_zero.early.steps import Trust
+from hf_zero.early.double import Double
+from hf_zero.early.trust import Trust
 from hf_zero.engine import assemble
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
+from hf_zero.layout import gradient_buffers
 from hf_zero.offload import tiers
 from hf_zero.offload.files import ALIGNMENT, OffloadError, aligned
 from hf_zero.offload.host_memory import ShareOfCores
@@ -170,12 +170,12 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_bucket_is_stepped_while_backward_goes_on(stage, monkeypatch):
-    monkeypatch.setattr(layout, "GRAD_BUFFERS", 1)
+    monkeypatch.setattr(gradient_buffers, "GRAD_BUFFERS", 1)
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"], stage)
     one_step(model, optimizer)
     stepped, waited = threading.Event(), []
-    stock = early_steps.Double.step
-    monkeypatch.setattr(early_steps.Double, "step", lambda *args: (stock(*args), stepped.set())[0])
+    stock = Double.step
+    monkeypatch.setattr(Double, "step", lambda *args: (stock(*args), stepped.set())[0])
     model[0][0].weight.register_hook(lambda _: waited.append(stepped.wait(20)))
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.ones(4, WIDTH)).square().sum().backward()
@@ -190,7 +190,7 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
     def fail(*_):
         raise MemoryError("no room for copies")
 
-    monkeypatch.setattr(early_steps.Double, "step", fail)
+    monkeypatch.setattr(Double, "step", fail)
     before = {(row.kind, row.name): row.tensor.clone() for row in engine.state.rows()}
     model(torch.ones(4, WIDTH)).square().sum().backward()
     with pytest.raises(MemoryError, match="no room for copies"):
@@ -205,8 +205,8 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
 def test_early_steps_have_their_own_number_of_threads(monkeypatch):
     own = torch.get_num_threads()
     seen = set()
-    stock = early_steps.Double.step
-    monkeypatch.setattr(early_steps.Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
+    stock = Double.step
+    monkeypatch.setattr(Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
     monkeypatch.setattr(tiers, "choose_host_cores", lambda _: ShareOfCores(own + 2))
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"])
     for _ in range(3):
@@ -435,7 +435,7 @@ def test_ranks_forget_and_keep_together_bit_for_bit(world_size, count, in_files,
 
 
 def test_a_bucket_is_read_stepped_and_written_while_backward_goes_on_and_nothing_has_changed(monkeypatch, tmp_path):
-    monkeypatch.setattr(layout, "GRAD_BUFFERS", 1)
+    monkeypatch.setattr(gradient_buffers, "GRAD_BUFFERS", 1)
     model, optimizer, engine = built(early(tmp_path), OPTIMIZERS["adamw"])
     one_step(model, optimizer)
     weights, state = weights_of(model), state_of(engine)

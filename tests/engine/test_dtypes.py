@@ -27,7 +27,8 @@ from training import (
     train,
 )
 
-from hf_zero import GradScaler, arithmetic
+from hf_zero import GradScaler
+from hf_zero.arithmetic import stochastic
 from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
@@ -482,7 +483,7 @@ def test_one_gpu_neither_multiplies_gradients_nor_casts_them():
 
 def test_philox_gives_its_published_numbers():
     # The known answer of the Random123 library for counter and key 0.
-    assert [int(word) for word in arithmetic.philox(0, torch.tensor([0]))] == [
+    assert [int(word) for word in stochastic.philox(0, torch.tensor([0]))] == [
         0x6627E8D5,
         0xE169C58D,
         0xBC57AC4C,
@@ -495,8 +496,8 @@ def test_philox_gives_its_published_numbers():
 def test_stochastic_rounding_goes_to_one_of_the_two_beside(seed, numel, offset):
     source = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     out, again = torch.zeros(2, numel, dtype=torch.bfloat16).unbind()
-    arithmetic.round_stochastically(source, out, seed=seed, offset=offset)
-    arithmetic.round_stochastically(source, again, seed=seed, offset=offset)
+    stochastic.round_stochastically(source, out, seed=seed, offset=offset)
+    stochastic.round_stochastically(source, again, seed=seed, offset=offset)
     assert torch.equal(out, again)
     below = (source.view(torch.int32) & -(1 << 16)).view(torch.float32)
     above = (below.view(torch.int32) + (1 << 16)).view(torch.float32)
@@ -508,7 +509,7 @@ def test_stochastic_rounding_is_right_on_average(share):
     numel = 1 << 17
     source = torch.full((numel,), 1.0 + share * 2.0**-7)
     out = torch.zeros(numel, dtype=torch.bfloat16)
-    arithmetic.round_stochastically(source, out, seed=5)
+    stochastic.round_stochastically(source, out, seed=5)
     up = (out > 1).double().mean().item()
     # Five standard deviations of a share of 131,072 throws, and the share's own 16 bits.
     assert abs(up - share) <= 5 * math.sqrt(share * (1 - share) / numel) + 2.0**-16
@@ -517,12 +518,12 @@ def test_stochastic_rounding_is_right_on_average(share):
 def test_a_shard_gets_the_bits_of_its_place_in_the_whole():
     source = torch.randn(5000, generator=torch.Generator().manual_seed(3))
     whole, shard = torch.zeros(5000, dtype=torch.bfloat16), torch.zeros(5000 - 2048, dtype=torch.bfloat16)
-    arithmetic.round_stochastically(source, whole, seed=9, offset=64)
-    arithmetic.round_stochastically(source[2048:], shard, seed=9, offset=64 + 2048 // 8)
+    stochastic.round_stochastically(source, whole, seed=9, offset=64)
+    stochastic.round_stochastically(source[2048:], shard, seed=9, offset=64 + 2048 // 8)
     assert torch.equal(whole[2048:], shard)
-    assert arithmetic.counters_for(5000) == 640
+    assert stochastic.counters_for(5000) == 640
     other = torch.zeros_like(whole)
-    arithmetic.round_stochastically(source, other, seed=9, offset=64 + 640)
+    stochastic.round_stochastically(source, other, seed=9, offset=64 + 640)
     assert not torch.equal(whole, other)
 
 
@@ -531,8 +532,8 @@ def test_stochastic_rounding_keeps_what_bfloat16_holds():
     source = torch.cat([kept, torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)])
     out = torch.zeros(10, dtype=torch.bfloat16)
     for seed in range(50):
-        arithmetic.round_stochastically(source, out, seed=seed)
+        stochastic.round_stochastically(source, out, seed=seed)
         assert torch.equal(out[:5].float(), kept[:5]) and torch.equal(out[6:8].float(), kept[6:])
         assert bool(out[[5, 8, 9]].isnan().all())
     with pytest.raises(ValueError, match="seed is -1"):
-        arithmetic.round_stochastically(source, out, seed=-1)
+        stochastic.round_stochastically(source, out, seed=-1)

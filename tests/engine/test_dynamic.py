@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero.buckets.rows import SIGNED, UNSIGNED, DynamicCode, dequantise_dynamic, quantise_dynamic, tables_of
-from hf_zero.layout import BLOCK_NUMEL, blocks
+from hf_zero.layout.blocks import BLOCK_NUMEL, blocks
 
 CODES = pytest.mark.parametrize("code", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
 LARGEST, SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny

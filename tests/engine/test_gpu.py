@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from training import adamw_in_two_groups, fused_adamw, gpt2, gpt2_batch, save_engine
 
-from hf_zero.arithmetic import has_triton
+from hf_zero.arithmetic.flat import has_triton
 from hf_zero.buckets.rows import SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic
 from hf_zero.comm.ledger import Label, Ledger
 from hf_zero.comm.transport import Handle
@@ -22,7 +22,7 @@ from hf_zero.device import clock
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.norm import NonFiniteGradientError
 from hf_zero.integrations.state_io import load_engine
-from hf_zero.layout import blocks
+from hf_zero.layout.blocks import blocks
 from hf_zero.optimizer.loss_scale import GradScaler
 
 # cuBLAS reads the variable with its first call.

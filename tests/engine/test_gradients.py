@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
-from hf_zero import layout
 from hf_zero.buckets.sharded import ShardedGradientError
 from hf_zero.comm.ledger import ENDED, LABEL, STARTED
 from hf_zero.engine.collectives import ReplicatedReduction
@@ -27,6 +26,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.norm import NonFiniteGradientError
 from hf_zero.hooks import engine_attached_to
 from hf_zero.integrations.announce import state_plan
+from hf_zero.layout import gradient_buffers
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -734,7 +734,7 @@ def train_loop(rank: int, world_size: int, loop: Loop, *, saves: bool) -> list[t
     optimizer = torch.optim.AdamW(groups, eps=1e-2)
     settings = {"bucket_bytes": 300, **loop.settings}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "GRAD_BUFFERS", settings.pop("buffers", layout.GRAD_BUFFERS))
+        patch.setattr(gradient_buffers, "GRAD_BUFFERS", settings.pop("buffers", gradient_buffers.GRAD_BUFFERS))
         engine = ZeroEngine(model, [optimizer], settings)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):

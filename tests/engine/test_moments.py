@@ -20,7 +20,7 @@ from hf_zero.engine import assemble
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
 from hf_zero.integrations.state_io import load_engine
-from hf_zero.layout import SMALLEST_NUMEL, blocks, has_blocks, is_in_blocks
+from hf_zero.layout.blocks import SMALLEST_NUMEL, blocks, has_blocks, is_in_blocks
 from hf_zero.offload.files import aligned
 
 pytestmark = pytest.mark.timeout(180)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero import layout
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.layout import gradient_buffers
 
 BATCH = 3
 PARTS = ("norm", "scalar", "list", "empty", "twins", "buffer", "batch norm")
@@ -345,7 +345,7 @@ def train(case: Case, rank: int, world_size: int, stage: int | None) -> Outcome:
     if stage is not None:
         settings = settings_at(case, stage)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layout, "GRAD_BUFFERS", settings.pop("buffers"))
+            patch.setattr(gradient_buffers, "GRAD_BUFFERS", settings.pop("buffers"))
             engine = ZeroEngine(model, [optimizer], settings)
     entry = wrapped(case, model, world_size) if engine is None else model
     no_sync = entry.no_sync if engine is None else engine.no_sync

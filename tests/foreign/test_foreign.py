@@ -22,7 +22,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.foreign.convert import load_foreign_weights, open_foreign, open_saved_by_others
 from hf_zero.foreign.pickles import load_deepspeed_file
 from hf_zero.integrations.state_io import load_state
-from hf_zero.layout import Interval
+from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(180)
 

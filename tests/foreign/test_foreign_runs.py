@@ -44,7 +44,7 @@ from hf_zero.foreign.convert import load_foreign_weights, open_foreign, open_sav
 from hf_zero.foreign.pickles import load_dcp_metadata
 from hf_zero.integrations.state_io import load_state
 from hf_zero.integrations.trainer_parts import open_plain
-from hf_zero.layout import Interval
+from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -30,7 +30,8 @@ from hf_zero.cli.app import app
 from hf_zero.foreign.convert import open_foreign
 from hf_zero.foreign.dcp import DcpFolder
 from hf_zero.foreign.states import Chunk
-from hf_zero.layout import Box, Interval
+from hf_zero.layout.boxes import Box
+from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.usefixtures("splits_models")
 transformers_distributed = pytest.importorskip("transformers.distributed")

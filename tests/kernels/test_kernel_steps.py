@@ -39,8 +39,8 @@ from training import (
     train,
 )
 
-from hf_zero import ConfigError, arithmetic
-from hf_zero.arithmetic import uses_kernels
+from hf_zero import ConfigError
+from hf_zero.arithmetic.flat import has_triton, runs_triton, uses_kernels
 from hf_zero.buckets.bucket import runs_of
 from hf_zero.buckets.rows import MASTER
 from hf_zero.engine.engine import ZeroEngine
@@ -458,8 +458,8 @@ def test_norms_by_kernels_are_torchs():
 def test_auto_is_where_triton_runs(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [uses_kernels(wanted, cpu) for wanted in ("auto", "always", "never")] == [False, True, False]
-    runs = arithmetic.runs_triton(gpu)
-    assert runs is (arithmetic.has_triton() and torch.version.cuda is not None)
+    runs = runs_triton(gpu)
+    assert runs is (has_triton() and torch.version.cuda is not None)
     assert [uses_kernels(wanted, gpu) for wanted in ("auto", "always", "never")] == [runs, True, False]
 
 
@@ -478,14 +478,14 @@ def where_a_rank_has_no_compiler(rank: int, world_size: int) -> str:
     with contextlib.redirect_stderr(printed):
         model, optimizer, engine = small(kernels="auto")
     assert engine.config.kernels == "never" and engine.memory_report().kernels is None
-    assert not arithmetic.runs_triton(torch.device("cpu"))
+    assert not runs_triton(torch.device("cpu"))
     model().backward()
     engine.clip_grad_norm_(1.0)
     optimizer.step()
     return printed.getvalue()
 
 
-@pytest.mark.skipif(not arithmetic.has_triton(), reason="triton is not installed")
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 def test_auto_is_torch_on_all_ranks_where_one_cannot_launch_a_kernel():
     first, second = run_ranks(where_a_rank_has_no_compiler, world_size=2, time_limit_s=120)
     assert (
@@ -502,7 +502,7 @@ def interpreted() -> dict[str, dict[str, list[float]]]:
     return json.loads(ran.stdout)
 
 
-@pytest.mark.skipif(not arithmetic.has_triton(), reason="triton is not installed")
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 @pytest.mark.parametrize("case", engine_interpreted.CASES)
 def test_auto_takes_the_triton_forms_which_are_the_references_bit_for_bit(interpreted, case):
     found, expected = interpreted[case], engine_interpreted.trained(case, "always")

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from launching import SUPPORT, run_forked
 from optimizer_steps import MOMENTS, place_of
 
-from hf_zero import arithmetic
+from hf_zero.arithmetic.flat import has_triton, runs_triton
+from hf_zero.arithmetic.sums import sum_of_squares
 from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded
 from hf_zero.kernels import statistics
 from hf_zero.kernels.steps import SGD, AdamW, Lion, adamw, adamw_in_blocks, lion, sgd
@@ -26,7 +27,7 @@ from hf_zero.kernels.steps import SGD, AdamW, Lion, adamw, adamw_in_blocks, lion
 TIME_LIMIT_S = 240
 NEWEST = kernel_compile.ARCHITECTURES[-1]
 
-needs_triton = pytest.mark.skipif(not arithmetic.has_triton(), reason="triton is not installed")
+needs_triton = pytest.mark.skipif(not has_triton(), reason="triton is not installed")
 
 
 def in_a_new_process(*command: str) -> dict:
@@ -116,7 +117,7 @@ def test_files_with_kernels_do_not_import_triton(compiled):
 
 
 def test_the_host_runs_the_references():
-    assert not arithmetic.runs_triton(torch.device("cpu"))
+    assert not runs_triton(torch.device("cpu"))
 
 
 @given(
@@ -136,7 +137,7 @@ def test_statistics_are_float64s_to_the_sixth_digit(sizes, dtype, seed):
 @pytest.mark.parametrize("dtype", [*kernel_interpreted.DTYPES, torch.float64])
 def test_sum_of_squares_of_a_long_shard_keeps_the_sixth_digit(dtype):
     flat = kernel_interpreted.normal(1_000_003, 0, dtype)
-    assert arithmetic.sum_of_squares(flat).item() == pytest.approx(flat.double().square().sum().item(), rel=1e-6)
+    assert sum_of_squares(flat).item() == pytest.approx(flat.double().square().sum().item(), rel=1e-6)
 
 
 def test_statistics_tell_overflow_from_elements_that_are_not_finite():

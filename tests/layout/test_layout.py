@@ -13,22 +13,12 @@ from hf_zero.buckets.precision import choose_sizes, cost_of
 from hf_zero.comm.groups import Groups, RankGroup
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.gradient_store import BufferPool
-from hf_zero.layout import (
-    BLOCK_NUMEL,
-    IN_BLOCKS,
-    SHARD_ALIGN_NUMEL,
-    SLOT_ALIGN_NUMEL,
-    Box,
-    Interval,
-    ParameterSpec,
-    doubly_covered,
-    pieces_for,
-    plan_buckets,
-    pool_growth,
-    pool_numel,
-    rows_of_shard,
-    uncovered,
-)
+from hf_zero.layout.blocks import BLOCK_NUMEL, IN_BLOCKS
+from hf_zero.layout.boxes import Box
+from hf_zero.layout.buckets import SHARD_ALIGN_NUMEL, SLOT_ALIGN_NUMEL, ParameterSpec, plan_buckets, rows_of_shard
+from hf_zero.layout.gradient_buffers import pool_growth, pool_numel
+from hf_zero.layout.intervals import Interval, doubly_covered, uncovered
+from hf_zero.layout.pieces import pieces_for
 from hf_zero.offload.tiers import landing_in, widen_in_place
 
 parameters = st.lists(

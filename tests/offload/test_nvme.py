@@ -30,7 +30,7 @@ from hf_zero.device import allocate, ask_for
 from hf_zero.engine import assemble
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
-from hf_zero.layout import Interval
+from hf_zero.layout.intervals import Interval
 from hf_zero.offload import files
 from hf_zero.offload.files import ALIGNMENT, AlignedFile, Kind, OffloadError, RunFolder, StoredShard, Window, aligned
 from hf_zero.offload.host_memory import HostCores

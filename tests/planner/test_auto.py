@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from hf_zero import ConfigError, ZeroConfig, ZeroEngine, ZeroPlugin
 from hf_zero.buckets.precision import cost_of
-from hf_zero.forecast import NothingFitsError
+from hf_zero.forecast.fit import NothingFitsError
 from hf_zero.planner import auto
 from hf_zero.planner.auto import assume, choose_config
 from hf_zero.planner.search import Machine, Piece, Work, simulate

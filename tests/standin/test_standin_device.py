@@ -191,7 +191,7 @@ def test_the_stand_in_shows_what_would_go_wrong_on_a_gpu(library):
 @pytest.mark.extra("kernels")
 @on_ranks(1)
 def test_threads_pins_events_and_launches_go_by_the_engines_device(rank, world_size, library):
-    from hf_zero.early.steps import StepThread
+    from hf_zero.early.steps_beside import StepThread
     from hf_zero.kernels.base import Kernel
 
     compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)

@@ -24,11 +24,13 @@ from typing import Any
 
 import torch
 
-from hf_zero import arithmetic
+from hf_zero.arithmetic import stochastic, sums
 from hf_zero.kernels import base, statistics, steps
 from hf_zero.kernels.base import Kernel
 from hf_zero.wire import quantise
-from hf_zero.wire.quantise import INT4, INT8, BlockFormat, Code
+from hf_zero.wire.int4 import INT4
+from hf_zero.wire.int8 import INT8
+from hf_zero.wire.quantise import BlockFormat, Code
 
 ARCHITECTURES = (80, 90)
 RANKS = (8, 128, 256)
@@ -84,7 +86,7 @@ CASES = {
     f"sum_parts {dtype}": Case(
         kernel=statistics._sum_parts,
         types={"flat": f"*{dtype}", "squares": "*fp32", "counts": "*i32", "numel": "i64"},
-        constants={"PART": arithmetic.PART_NUMEL, "BLOCK": statistics.BLOCK_NUMEL},
+        constants={"PART": sums.PART_NUMEL, "BLOCK": statistics.BLOCK_NUMEL},
         num_warps=8,
         promise=Promise(registers=64, shared_bytes=32, loads={"128": loads}, stores={"32": 2}),
     )
@@ -234,9 +236,9 @@ CASES["stochastic rounding"] = Case(
     kernel=base._round,
     types={"source": "*fp32", "out": "*bf16", "numel": "i64", "seed": "i64", "offset": "i64"},
     constants={
-        "LANES": arithmetic.LANES,
+        "LANES": stochastic.LANES,
         "REGIONS": base._REGIONS_A_PROGRAM,
-        "QUIET_NAN": arithmetic.QUIET_NAN,
+        "QUIET_NAN": stochastic.QUIET_NAN,
     },
     # Random numbers are made one a thread and handed over to the threads that read four elements.
     promise=Promise(registers=64, shared_bytes=2048, loads={"128": 8}, stores={"64": 8}),

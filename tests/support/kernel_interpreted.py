@@ -18,11 +18,11 @@ import torch
 from optimizer_steps import MOMENTS, STEPPERS, Stepper, make_tensors, place_of, worst_error
 from triton_interpreter import interpret
 
-from hf_zero import arithmetic
+from hf_zero.arithmetic import stochastic
 from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
 from hf_zero.kernels import base, statistics
 from hf_zero.kernels.steps import AdamW, adamw_in_blocks_reference, adamw_in_blocks_triton
-from hf_zero.layout import blocks
+from hf_zero.layout.blocks import blocks
 from hf_zero.wire import quantise
 from hf_zero.wire.quantise import BlockFormat
 
@@ -350,7 +350,7 @@ def stochastic_rounding_is_the_references_bit_for_bit_at_every_block_size():
             expected = torch.zeros(numel, dtype=torch.bfloat16)
             base.stochastic_triton(source, out, seed, offset)
             base.stochastic_triton(source, wide, seed, offset, regions_a_program=16)
-            arithmetic.stochastic_reference(source, expected, seed, offset)
+            stochastic.stochastic_reference(source, expected, seed, offset)
             guard.check()
             assert same_bits(out, expected) and same_bits(wide, expected), (numel, seed, offset)
 

@@ -341,7 +341,7 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
     stock_submit, stock_result, stock_exception = ThreadPoolExecutor.submit, Future.result, Future.exception
     stock_start, stock_run, stock_join = Thread.start, Thread.run, Thread.join
     stock_secure, stock_take, stock_finalize = writer.LivePieces.secure, PinnedPool.take, weakref.finalize
-    early = [(import_module("hf_zero.early.steps"), "wait", wait_for)] if is_installed("early") else []
+    early = [(import_module("hf_zero.early.steps_beside"), "wait", wait_for)] if is_installed("early") else []
     for owner, name, instead in (
         (ThreadPoolExecutor, "submit", submit),
         (Future, "result", result),

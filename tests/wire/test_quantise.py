@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_interpreted import DTYPES, normal
 
-from hf_zero.wire.quantise import CODES, INT4, INT8, BlockFormat, Code, dequantise, dequantise_sum, quantise
+from hf_zero.wire.code import Code
+from hf_zero.wire.int4 import INT4
+from hf_zero.wire.int8 import INT8
+from hf_zero.wire.quantise import CODES, BlockFormat, dequantise, dequantise_sum, quantise
 
 EPSILON = torch.finfo(torch.float32).eps
 FORMATS = st.builds(

@@ -23,8 +23,10 @@ from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.norm import NonFiniteGradientError
 from hf_zero.integrations.announce import state_plan
-from hf_zero.wire.quantise import INT4, INT8, BlockFormat, round_to_blocks
-from hf_zero.wire.reductions import all_gather_blocks, reduce_scatter_blocks
+from hf_zero.wire.block_collectives import all_gather_blocks, reduce_scatter_blocks
+from hf_zero.wire.int4 import INT4
+from hf_zero.wire.int8 import INT8
+from hf_zero.wire.quantise import BlockFormat, round_to_blocks
 
 pytestmark = pytest.mark.timeout(180)
 

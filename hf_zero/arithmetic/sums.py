@@ -1,0 +1,62 @@
+"""Sums whose order is the same in every run.
+
+Of squares over parts of 65,536 elements in float32, and over the parts in float64: one float32 accumulator over millions of
+elements would lose the seventh digit that the clipping norm is compared in.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+PART_NUMEL = 1 << 16
+_SHORT_ROW_NUMEL = 1 << 9
+
+
+def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
+    """Sum of the squares of a flat tensor, as a float64 scalar on its device; NaN or inf where an element is."""
+    if flat.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=flat.device)
+    # torch adds 16-bit elements one by one, which loses the sixth digit over a part; short rows keep the seventh.
+    row_numel = PART_NUMEL if flat.dtype == torch.float32 else _SHORT_ROW_NUMEL
+    whole = flat.numel() // row_numel * row_numel
+    parts = [flat[:whole].view(-1, row_numel), flat[whole:].view(1, -1)]
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(p, dim=1, dtype=dtype) for p in parts if p.numel()]
+    return torch.cat(norms).double().square_().sum()
+
+
+def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`sum_of_squares` of each of some tensors on one device, contiguous and at least one, as a float64 vector."""
+    # Most parameters of a model are short, and are one part: their norms come from one call.
+    is_short = [t.dtype is torch.float32 and 0 < t.numel() < PART_NUMEL for t in tensors]
+    short = [t for t, one_part in zip(tensors, is_short) if one_part]
+    squares = torch.stack(torch._foreach_norm(short)).double().square_() if short else torch.empty(0)
+    if len(short) == len(tensors):
+        return squares
+    found = iter(squares)
+    return torch.stack(
+        [next(found) if one_part else sum_of_squares(t.reshape(-1)) for t, one_part in zip(tensors, is_short)]
+    )
+
+
+def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Computes `out = ((parts[0] + parts[1]) + parts[2]) + …`, so that the result does not depend on arrival.
+
+    Args:
+        parts: one flat tensor a rank, of equal numel and dtype; all but the last may be overwritten.
+        out: flat, same numel; may share memory with any part. With a wider dtype the sum is taken in that dtype.
+    """
+    if len(parts) == 1:
+        if out.data_ptr() != parts[0].data_ptr():
+            out.copy_(parts[0])
+        return
+    if out.dtype == parts[0].dtype:
+        total = parts[0]
+        for part in parts[1:-1]:
+            total.add_(part)
+        # Into `out` at the very end: `out` may be one of the parts that were still to be added.
+        torch.add(total, parts[-1], out=out)
+        return
+    out.copy_(parts[0])
+    for part in parts[1:]:
+        out.add_(part)

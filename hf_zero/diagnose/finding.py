@@ -1,0 +1,38 @@
+"""A finding of the doctor."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["good", "hint", "bad", "absent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A finding and its remedy.
+
+    Attributes:
+        status: "bad" keeps a run from working or makes it much slower than it has to be; "hint" is worth knowing; "absent" is
+            of a device or a library that is not there.
+        advice: what to do; empty where nothing is to be done.
+    """
+
+    subject: str
+    status: Status
+    value: str
+    advice: str = ""
+
+
+def good(subject: str, value: str) -> Finding:
+    return Finding(subject=subject, status="good", value=value)
+
+
+def hint(subject: str, value: str, advice: str) -> Finding:
+    return Finding(subject=subject, status="hint", value=value, advice=advice)
+
+
+def bad(subject: str, value: str, advice: str) -> Finding:
+    return Finding(subject=subject, status="bad", value=value, advice=advice)
+
+
+def absent(subject: str, value: str) -> Finding:
+    return Finding(subject=subject, status="absent", value=value)

@@ -1,0 +1,223 @@
+"""Bytes of state that a rank will hold, computed from the layout of its buckets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import ZeroConfig
+from ..layout.blocks import moment_bytes
+from ..layout.buckets import BucketLayout
+from ..layout.gradient_buffers import GRAD_BUFFERS, pool_growth, pool_numel
+
+_RESIDUAL_BYTES = 2
+"""An element, of what a rank has not sent of its gradient: bfloat16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCost:
+    """One bucket's layout with the bytes an element takes as parameter, travelling gradient and master.
+
+    `reduced_bytes`: in the dtype in which the sum over the ranks arrives. `gradient_bytes`: in that in which it waits for a step.
+
+    `state_itemsizes`: bytes an element of each kind of optimizer state; None where it is not known beforehand. `sharded`
+    parameters are kept as a shard (stage 3); not `trained` ones have neither gradient nor state. `apart`: masters and reduced
+    gradients are in other memory. `keeps_master`: the master is there between steps, too. `in_files`: bytes a shard's element
+    has in files, of its parameters, master and state together.
+    """
+
+    layout: BucketLayout
+    param_bytes: int
+    reduce_bytes: int
+    reduced_bytes: int
+    gradient_bytes: int
+    master_bytes: int
+    has_master: bool
+    keeps_master: bool
+    state_itemsizes: tuple[int, ...] | None
+    sharded: bool = False
+    trained: bool = True
+    apart: bool = False
+    in_files: int = 0
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters that a rank keeps all the time."""
+        return (self.layout.shard_numel if self.sharded else self.layout.numel) * self.param_bytes
+
+    @property
+    def own_numel(self) -> int:
+        """Elements of the parameters themselves, without padding."""
+        return self.layout.numel - sum(gap.numel for gap in self.layout.padding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePlan:
+    """Bytes a rank holds, padding included. Gradient buffers are in passing; the rest lasts through the step.
+
+    `residuals` are what error feedback keeps of the gradients that a rank sends.
+
+    `frozen` are the parameters that take no gradients, and buffers.
+
+    `beside` are copies of state, with gradients, on which steps are taken early. `in_files` is the part of all kinds that
+    is in files, and so in no memory.
+    """
+
+    parameters: int
+    frozen: int
+    masters: int
+    gradients: int
+    residuals: int
+    gradient_buffers: int
+    optimizer: int | None
+    beside: int
+    in_files: int
+
+    @property
+    def total(self) -> int:
+        """Counts all lasting memory, the host's and the device's, as far as it is known beforehand."""
+        lasts = (self.parameters, self.frozen, self.masters, self.gradients, self.residuals, self.beside)
+        return sum(lasts) + (self.optimizer or 0) - self.in_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpState:
+    """Bytes that each rank holds of the same model under DistributedDataParallel, whose gradient buckets last.
+
+    `optimizer` is None where its state is not known beforehand.
+    """
+
+    parameters: int
+    frozen: int
+    gradients: int
+    gradient_buckets: int
+    optimizer: int | None
+
+    @property
+    def total(self) -> int:
+        """Counts all memory, as far as it is known beforehand."""
+        return self.parameters + self.frozen + self.gradients + self.gradient_buckets + (self.optimizer or 0)
+
+
+def _residual_bytes(layout: BucketLayout, replicas: int) -> int:
+    """Counts a bucket's residual: the whole, and between several shard groups also a shard and a part of it."""
+    if layout.shards == 1:
+        return 0
+    between = layout.shard_numel + layout.shard_numel // replicas if replicas > 1 else 0
+    return _RESIDUAL_BYTES * (layout.numel + between)
+
+
+def plan_ddp(costs: Sequence[BucketCost], world_size: int, frozen: int = 0) -> DdpState:
+    """The bytes of state for these buckets' parameters where nothing is sharded.
+
+    Args:
+        frozen: bytes of parameters that take no gradients, and of buffers.
+    """
+    trained = [cost for cost in costs if cost.trained]
+    parameters = sum(cost.own_numel * cost.param_bytes for cost in trained)
+    return DdpState(
+        parameters=parameters,
+        frozen=frozen,
+        gradients=parameters,
+        # A rank by itself has nothing to reduce.
+        gradient_buckets=parameters if world_size > 1 else 0,
+        optimizer=_sum_if_known([_whole_state_bytes(cost) for cost in trained]),
+    )
+
+
+def plan_states(
+    costs: Sequence[BucketCost],
+    config: ZeroConfig,
+    replicas: int = 1,
+    beside: int = 0,
+    kept_whole: int = 0,
+    *,
+    accumulates: bool = False,
+) -> StatePlan:
+    """The bytes of state for these buckets under this stage.
+
+    Above stage 0 a rank keeps the shard of gradients, and whole buckets pass through a pool (layout.py). Where whole
+    gradients wait for the last micro-batch of a step, stage 1 reduces them where they are; stages 2 and 3 have them beside.
+
+    Args:
+        replicas: shard groups.
+        beside: bytes for steps out of their time.
+        kept_whole: bytes of frozen parameters and buffers that are in no bucket.
+        accumulates: a step has several micro-batches.
+    """
+    # Before `costs` loses the frozen ones: their shards may be in files, too.
+    in_files = sum(cost.layout.shard_numel * cost.in_files for cost in costs)
+    frozen = kept_whole + sum(cost.parameter_bytes for cost in costs if not cost.trained)
+    costs = [cost for cost in costs if cost.trained]
+    waits = accumulates and config.accumulates_locally
+    is_cut = any(cost.apart or (cost.layout.shards > 1 and cost.layout.numel) for cost in costs)
+    passes = config.stage >= 1 and is_cut
+    pooled = passes and not (waits and config.stage == 1)
+    gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
+    if pooled and waits:
+        gradients += sum(cost.own_numel * cost.param_bytes for cost in costs)
+    return StatePlan(
+        parameters=sum(cost.parameter_bytes for cost in costs),
+        frozen=frozen,
+        masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.keeps_master),
+        gradients=gradients,
+        residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs)
+        if config.comm.gradients != "none"
+        else 0,
+        gradient_buffers=_buffer_bytes(pool_numel([cost.layout for cost in costs], GRAD_BUFFERS), costs)
+        if pooled
+        else 0,
+        optimizer=_sum_if_known([_state_bytes(cost, config) for cost in costs]),
+        beside=beside,
+        in_files=in_files,
+    )
+
+
+def _sum_if_known(parts: Sequence[int | None]) -> int | None:
+    """Sums the parts; None if one is unknown."""
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _whole_state_bytes(cost: BucketCost) -> int | None:
+    return None if cost.state_itemsizes is None else sum(cost.state_itemsizes) * cost.own_numel
+
+
+def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int | None:
+    if cost.state_itemsizes is None:
+        return None
+    if config.quantises_moments:
+        return len(cost.state_itemsizes) * moment_bytes(cost.layout, cost.master_bytes)
+    return sum(cost.state_itemsizes) * cost.layout.shard_numel
+
+
+def _buffer_bytes(whole_numel: int, costs: Sequence[BucketCost]) -> int:
+    """Counts bytes of buffers of whole gradients, of so many elements, and of these buckets' sums in temporary memory."""
+    beside = [cost.layout.shard_numel * cost.reduced_bytes for cost in costs if cost.apart]
+    return whole_numel * max(cost.reduce_bytes for cost in costs) + sum(sorted(beside, reverse=True)[:GRAD_BUFFERS])
+
+
+def buffers_at(gradients: Sequence[str], costs: Sequence[BucketCost]) -> list[int]:
+    """Counts bytes of buffers of whole gradients after each gradient of a backward. A bucket's first gradient opens its buffer.
+
+    Args:
+        gradients: names of parameters, in the order in which their gradients come. Names of no bucket open no buffer.
+    """
+    bucket_of = {slot.name: number for number, cost in enumerate(costs) if cost.trained for slot in cost.layout.slots}
+    order = list(dict.fromkeys(bucket_of[name] for name in gradients if name in bucket_of))
+    opened = [costs[number] for number in order]
+    growth = pool_growth([cost.layout for cost in opened], GRAD_BUFFERS)
+    held = [0, *(_buffer_bytes(numel, opened[: at + 1]) for at, numel in enumerate(growth))]
+    found, seen = [], set()
+    for name in gradients:
+        if name in bucket_of:
+            seen.add(bucket_of[name])
+        found.append(held[len(seen)])
+    return found
+
+
+def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:
+    shard = cost.layout.shard_numel * cost.gradient_bytes
+    if pooled:
+        return shard
+    # Reduced in place where it can stay so, and else copied into a shard beside the whole gradient.
+    in_place = cost.reduce_bytes == cost.reduced_bytes == cost.gradient_bytes and not cost.apart
+    return cost.layout.numel * cost.reduce_bytes + (0 if in_place else shard)

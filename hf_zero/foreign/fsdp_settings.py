@@ -1,0 +1,78 @@
+"""Translates FSDP's settings: `fsdp_config` of accelerate (with `fsdp_` before each name) and of Trainer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .deepspeed_settings import said_by
+from .translation import Table, Translation, instead, mapped, never, one_of, switch, unneeded, unsupported
+
+_WRAPPING = "layers are found by the model's own list of them; `unit_modules` names others"
+_XLA = "hf_zero trains on CPUs and GPUs; leave it out"
+_GATHERED = {"stage": 3}
+_STRATEGIES: dict[Any, dict[str, Any]] = {
+    "FULL_SHARD": _GATHERED,
+    "SHARD_GRAD_OP": {"stage": 2},
+    "NO_SHARD": {"stage": 0},
+    1: _GATHERED,
+    2: {"stage": 2},
+    3: {"stage": 0},
+}
+_HYBRID = "set `comm.shard_group_size` to the number of ranks on a node: groups of so many share one copy of the state"
+
+
+def strategy(value: Any, section: Mapping[Any, Any]) -> Translation:
+    """`sharding_strategy`, by name or number."""
+    if value in ("HYBRID_SHARD", 4):
+        return mapped(_GATHERED, _HYBRID)
+    if value in ("HYBRID_SHARD_ZERO2", 5):
+        return mapped({"stage": 2}, _HYBRID)
+    return one_of(_STRATEGIES, "`stage` takes 0, 1, 2 or 3")(value, section)
+
+
+def resharding(value: Any, section: Mapping[Any, Any]) -> Translation:
+    """`reshard_after_forward`: a switch for FSDP2; FSDP1 has the names of strategies there, and accelerate writes text."""
+    if isinstance(value, str) and value.upper() in (*_STRATEGIES, "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
+        return strategy(value.upper(), section)
+    if value is None:
+        return unneeded("`reshard_after_forward` is left to its default")
+    if value is True or (isinstance(value, str) and value.lower() == "true"):
+        return mapped({"reshard_after_forward": True})
+    if value is False or (isinstance(value, str) and value.lower() == "false"):
+        return mapped({"reshard_after_forward": False})
+    return unsupported("`reshard_after_forward` takes true or false")
+
+
+def layers(value: Any, section: Mapping[Any, Any]) -> Translation:
+    """Class names, as a list or as text with commas."""
+    if value is None or value in ("", []):
+        return unneeded("left to `unit_modules: auto`, which finds the layers")
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    return mapped({"unit_modules": names})
+
+
+OF_FSDP: Table = {
+    "sharding_strategy": strategy,
+    "reshard_after_forward": resharding,
+    "transformer_layer_cls_to_wrap": layers,
+    "offload_params": switch({"offload.params": "cpu", "offload.optimizer": "cpu"}),
+    "cpu_offload": switch({"offload.params": "cpu", "offload.optimizer": "cpu"}),
+    "version": never("the engine is neither of FSDP's two"),
+    "auto_wrap_policy": never(_WRAPPING),
+    "min_num_params": never(_WRAPPING),
+    "use_orig_params": never("parameters keep their names and shapes"),
+    "backward_prefetch": never("`prefetch_units` is how many layers are gathered ahead, also in backward"),
+    "backward_prefetch_policy": never("`prefetch_units` is how many layers are gathered ahead, also in backward"),
+    "forward_prefetch": never("`prefetch_units` is how many layers are gathered ahead"),
+    "limit_all_gathers": never("`prefetch_units` bounds what is gathered at a time"),
+    "sync_module_states": never("all ranks begin with rank 0's parameters"),
+    "state_dict_type": never("`checkpoint.layout: hf` writes complete models, `sharded` one file a rank"),
+    "cpu_ram_efficient_loading": never("`with hf_zero.init(plugin):` around from_pretrained does the like"),
+    "activation_checkpointing": said_by("activation_checkpointing (gradient_checkpointing before transformers 5.23)"),
+    "ignored_modules": instead("freeze what is not to be trained"),
+    "mixed_precision_policy": instead("`param_dtype`, `reduce_dtype` and `gather_dtype` say dtypes"),
+    "xla": instead(_XLA),
+    "xla_fsdp_settings": instead(_XLA),
+    "xla_fsdp_v2": instead(_XLA),
+    "xla_fsdp_grad_ckpt": instead(_XLA),
+}
+"""Keys of an FSDP config, without `fsdp_`."""

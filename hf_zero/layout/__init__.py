@@ -1,0 +1,1 @@
+"""Integer arithmetic only: intervals, slots of parameters in buckets, shards, quantised blocks, and boxes of split tensors."""

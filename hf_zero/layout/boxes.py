@@ -1,0 +1,131 @@
+"""A rank's elements of a tensor that tensor or expert parallelism has split along its dimensions."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from .intervals import Interval
+
+
+@dataclass(frozen=True)
+class Box:
+    """Part of a whole tensor: along each dimension some ranges of indices, one behind the other.
+
+    Attributes:
+        shape: of the whole tensor.
+        ranges: along each dimension, in ascending order, none empty unless the part is.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[Interval, ...], ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """Covers all of a tensor."""
+        return cls(tuple(shape), tuple((Interval(0, size),) for size in shape))
+
+    def split(self, dim: int, parts: int, place: int, *, repeats: int = 1) -> "Box":
+        """Cuts this part along a dimension as `torch.chunk` does; returns the `place`-th of `parts`.
+
+        Args:
+            repeats: tensors that lie side by side along the dimension (gate and up projection); each is cut by itself.
+        """
+        held = self.ranges[dim]
+        numel = sum(each.numel for each in held)
+        size = -(-numel // (parts * repeats))
+        starts = [size * (place + parts * repeat) for repeat in range(repeats)]
+        wanted = [Interval(min(start, numel), min(start + size, numel)) for start in starts]
+        kept = tuple(piece for each in wanted for piece in _within(held, each))
+        return Box(self.shape, (*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
+
+    def narrow(self, dim: int, interval: Interval) -> "Box":
+        """Keeps the elements of this part whose index along a dimension is in an interval."""
+        kept = tuple(_within(self.ranges[dim], interval))
+        return Box(self.shape, (*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(sum(each.numel for each in ranges) for ranges in self.ranges)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.local_shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.local_shape == self.shape
+
+    def shares_with(self, other: "Box") -> bool:
+        """Whether an element of the whole tensor is in both parts."""
+        return all(
+            any(one.intersect(another) for one in mine for another in theirs)
+            for mine, theirs in zip(self.ranges, other.ranges)
+        )
+
+    def runs(self, interval: Interval) -> Iterator[tuple[Interval, int]]:
+        """Yields runs of the part's elements that lie beside each other in the whole tensor too.
+
+        Args:
+            interval: of the part, row-major.
+
+        Yields:
+            Intervals of the part, in order, each with the index in the whole tensor at which it starts.
+        """
+        cut = [dim for dim, size in enumerate(self.local_shape) if size != self.shape[dim]]
+        if not cut or not self.numel:
+            if interval.numel:
+                yield interval, interval.start
+            return
+        # Behind the last cut dimension all is contiguous: runs end only there, so one loop over its ranges finds them
+        # all.
+        last = cut[-1]
+        inner = prod(self.shape[last + 1 :])
+        strides = [prod(self.shape[dim + 1 :]) for dim in range(last)]
+        row_numel = self.local_shape[last] * inner
+        outer_sizes = self.local_shape[:last]
+        indices = [[i for each in ranges for i in range(each.start, each.stop)] for ranges in self.ranges[:last]]
+        first, behind = interval.start // row_numel, -(-interval.stop // row_numel)
+        for row in range(first, behind):
+            begin = sum(
+                indices[dim][at] * stride
+                for dim, (at, stride) in enumerate(zip(_unravel(row, outer_sizes), strides, strict=True))
+            )
+            place = row * row_numel
+            for each in self.ranges[last]:
+                run = Interval(place, place + each.numel * inner)
+                common = run.intersect(interval)
+                if common is not None:
+                    yield common, begin + each.start * inner + common.start - place
+                place = run.stop
+
+    def slices(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Yields the part's blocks as indices of tensors: (in the whole tensor, in the part)."""
+        placed = []
+        for ranges in self.ranges:
+            at, found = 0, []
+            for each in ranges:
+                found.append((slice(each.start, each.stop), slice(at, at + each.numel)))
+                at += each.numel
+            placed.append(found)
+        for block in product(*placed):
+            yield tuple(there for there, _ in block), tuple(here for _, here in block)
+
+
+def _within(held: Sequence[Interval], wanted: Interval) -> Iterator[Interval]:
+    """Yields the ranges of the `wanted` elements, counted through all ranges."""
+    at = 0
+    for each in held:
+        common = Interval(at, at + each.numel).intersect(wanted)
+        if common is not None:
+            yield common.shift(each.start - at)
+        at += each.numel
+
+
+def _unravel(place: int, sizes: Sequence[int]) -> list[int]:
+    found = []
+    for size in reversed(sizes):
+        place, index = divmod(place, size)
+        found.append(index)
+    return found[::-1]

@@ -1,0 +1,42 @@
+"""Finds the saved pieces that fill a wanted interval, so that any world size reads any other's files."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from .intervals import Interval, doubly_covered, uncovered
+
+Source = TypeVar("Source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece(Generic[Source]):
+    """Copy elements `in_source` of one saved piece to elements `in_target` of the wanted interval (both from 0)."""
+
+    source: Source
+    in_source: Interval
+    in_target: Interval
+
+
+def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> list[Piece[Source]]:
+    """Returns the copies that fill `wanted` from saved (interval, source) pairs, every element exactly once.
+
+    Raises:
+        ValueError: an element of `wanted` is in no saved interval, or in more than one.
+    """
+    pieces = []
+    # By the interval alone: sources need have no order among themselves.
+    for interval, source in sorted(saved, key=lambda pair: pair[0]):
+        common = interval.intersect(wanted)
+        if common is not None:
+            pieces.append(
+                Piece(source=source, in_source=common.shift(-interval.start), in_target=common.shift(-wanted.start))
+            )
+    targets = [piece.in_target for piece in pieces]
+    # A checkpoint with a gap or an overlap must not load: uninitialised memory would pass for weights.
+    missing, twice = uncovered(Interval(0, wanted.numel), targets), doubly_covered(targets)
+    if missing or twice:
+        fault, run = ("saved nowhere", missing[0]) if missing else ("saved more than once", twice[0])
+        run = run.shift(wanted.start)
+        raise ValueError(f"elements {run.start} to {run.stop} are {fault}")
+    return pieces

@@ -1,0 +1,91 @@
+"""Reduce-scatter and all-gather of quantised blocks.
+
+As in ZeRO++ (Wang et al. 2023, arXiv 2306.10209). Parts are summed in float32 in rank order, this rank's own part too: so
+the sum is the one that every other rank would have made. Codes and scales travel as two messages.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from ..comm.groups import RankGroup
+from ..comm.ledger import Label
+from ..comm.transport import Handle, Transport
+from .quantise import BlockFormat, dequantise, dequantise_sum, quantise
+
+_SCALES_CHANNEL = 0x8000
+"""Added to a bucket's channel, so that its scales are not taken for its codes."""
+
+
+def reduce_scatter_blocks(
+    transport: Transport,
+    format: BlockFormat,
+    flat: torch.Tensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    group: RankGroup,
+    label: Label,
+) -> Handle:
+    """Sums `flat` (ranks x n elements, float32 or 16 bits) over a group; this rank's n elements land in `out`.
+
+    Args:
+        transport: moves codes and scales.
+        format: parts must be whole blocks of it.
+        out: may be this rank's part of `flat`, whose contents are not needed once this has returned.
+        residual: like `flat`, float32 or bfloat16. Holds the rounding error of earlier calls, which is sent too, and takes the
+            one of this call. None drops the error.
+    """
+    numel, device = flat.numel(), flat.device
+    codes, received_codes = torch.empty((2, format.code_bytes(numel)), dtype=torch.uint8, device=device)
+    scales, received_scales = torch.empty((2, format.blocks(numel)), dtype=torch.float32, device=device)
+    quantise(flat, codes, scales, format, residual)
+    handles = [
+        transport.start_all_to_all(codes, received_codes, label, group),
+        transport.start_all_to_all(scales, received_scales, _of_scales(label), group),
+    ]
+
+    def complete() -> None:
+        for handle in handles:
+            handle.finish()
+        dequantise_sum(received_codes.view(group.size, -1), received_scales.view(group.size, -1), out, format)
+
+    return Handle(label, transport.ledger, complete)
+
+
+def all_gather_blocks(
+    transport: Transport,
+    format: BlockFormat,
+    flat: torch.Tensor,
+    own: torch.Tensor,
+    group: RankGroup,
+    label: Label,
+    residual: torch.Tensor | None = None,
+) -> Handle:
+    """Fills `flat` (ranks x n elements) with each rank's dequantised `own` n elements, in the group's order.
+
+    The owner of a part gets the dequantised values too, so that all ranks have the same bits.
+
+    Args:
+        transport, format, residual: as in `reduce_scatter_blocks`; `residual` is as `own`.
+        own: may be this rank's part of `flat`, and is then overwritten.
+    """
+    device = flat.device
+    codes = torch.empty(format.code_bytes(flat.numel()), dtype=torch.uint8, device=device)
+    scales = torch.empty(format.blocks(flat.numel()), dtype=torch.float32, device=device)
+    own_codes, own_scales = (part.view(group.size, -1)[group.index] for part in (codes, scales))
+    quantise(own, own_codes, own_scales, format, residual)
+    handles = [
+        transport.start_all_gather(codes, own_codes, label, group),
+        transport.start_all_gather(scales, own_scales, _of_scales(label), group),
+    ]
+
+    def complete() -> None:
+        for handle in handles:
+            handle.finish()
+        dequantise(codes, scales, flat, format)
+
+    return Handle(label, transport.ledger, complete)
+
+
+def _of_scales(label: Label) -> Label:
+    return replace(label, channel=label.channel + _SCALES_CHANNEL)

@@ -1,0 +1,27 @@
+"""All-gathers of parameters in blocks."""
+
+from ..buckets.bucket import Bucket
+from ..comm.transport import Handle
+from ..engine.collectives import GATHER, Gather
+from .block_collectives import all_gather_blocks
+from .quantise import BlockFormat
+
+
+class QuantisedGather(Gather):
+    """Gathers parameters as dequantised blocks, the same values on every rank, this rank's own part included.
+
+    Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
+    """
+
+    takes_edits = False
+
+    def __init__(self, format: BlockFormat):
+        super().__init__()
+        self._format = format
+
+    def start(self, bucket: Bucket) -> Handle:
+        group = bucket.group
+        if group.groups.shard_size == 1 or bucket.key.is_packed:
+            return super().start(bucket)
+        flat, own, label = bucket.flat, bucket.memory.source, bucket.label(GATHER)
+        return all_gather_blocks(group.transport, self._format, flat, own, group.groups.gather, label)
