@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -187,6 +187,35 @@ def _mark_of(dtype: torch.dtype) -> float:
     return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
+class _Known(NamedTuple):
+    """Parameters, in their order, as `GatheredMemory.set_all_data` has last hidden them.
+
+    Attributes:
+        kinds, hidden_kinds: their classes before and after.
+        owners, names: the parameters and their attributes, for `setattr`.
+        whole, hidden: the values of these attributes.
+    """
+
+    kinds: list[type]
+    hidden_kinds: list[type]
+    owners: list[nn.Parameter]
+    names: list[str]
+    whole: list[object]
+    hidden: list[object]
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Sequence[nn.Parameter],
+        kinds: list[type],
+        places: Sequence[torch.Tensor],
+        absences: Sequence[torch.Tensor],
+    ) -> "_Known":
+        hidden_kinds, count = list(map(type, parameters)), len(parameters)
+        owners, names = [*parameters, *parameters], ["data"] * count + ["__class__"] * count
+        return cls(kinds, hidden_kinds, owners, names, [*places, *kinds], [*absences, *hidden_kinds])
+
+
 class GatheredMemory(ParameterMemory):
     """Parameters that are unsharded from `gather` to `drop` (stage 3); the shard is on the training device.
 
@@ -236,13 +265,11 @@ class GatheredMemory(ParameterMemory):
         # Cut once: each gather needs this part, and torch makes no view of a storage without memory.
         self._own_of_flat = self.flat[shard.start : shard.stop]
         self._mark = _mark_of(dtype)
+        self._marks_by_nan, self._is_on_host = self._mark != self._mark, self.flat.device.type == "cpu"
         self._absent = torch.full((), self._mark, dtype=dtype, device=self.flat.device)
         self.is_readable = False
         self.read_as: torch.dtype | None = None
-        self._absences: list[torch.Tensor] = []
-        # The classes of the parameters, in their order, when `set_all_data` last hid them, before and after.
-        self._kinds: list[type] = []
-        self._hidden_kinds: list[type] = []
+        self._known = _Known.of((), [], (), ())
 
     @property
     def own(self) -> torch.Tensor:
@@ -333,11 +360,11 @@ class GatheredMemory(ParameterMemory):
 
     def was_written(self) -> bool:
         """Whether absent parameters were written to. Known on the host only: elsewhere it would stop the queue."""
-        if self._absent.device.type != "cpu" or self.is_readable:
+        if self.is_readable or not self._is_on_host:
             return False
         found = self._absent.item()
-        # A NaN is not its own equal.
-        return found == found if self._mark != self._mark else found != self._mark
+        # `x == x` is False for NaN, so this tests "no longer NaN".
+        return found == found if self._marks_by_nan else found != self._mark
 
     def clear_padding(self, layout: BucketLayout) -> None:
         clear_padding(self.own, layout, self._shard)
@@ -359,32 +386,29 @@ class GatheredMemory(ParameterMemory):
         """`set_data` for all of the bucket's, in its order. Each layer comes here four times a step."""
         is_whole = self.is_readable
         if self.read_as is None and self.shown is self.flat:
-            kinds = list(map(type, parameters))
-            if kinds == (self._hidden_kinds if is_whole else self._kinds):
-                # Nearly always: as below, with the classes of last time.
+            known, kinds = self._known, list(map(type, parameters))
+            if kinds == (known.hidden_kinds if is_whole else known.kinds):
+                # Nearly always: as below, in one loop in C. `setattr` returns None, so `any` goes on to the end.
                 # Without torch's question: a guarded parameter refuses new data, the engine's too.
                 with look_only():
-                    set_all(parameters, "data", places if is_whole else self._absences)
-                    set_all(parameters, "__class__", self._kinds if is_whole else self._hidden_kinds)
+                    any(map(setattr, known.owners, known.names, known.whole if is_whole else known.hidden))
                 return
         if self.read_as is not None:
             for parameter, place in zip(parameters, places):
                 self.set_data(parameter, place)
             return
-        if not self._absences:
-            # Made once: expanding costs the host a call a parameter.
-            self._absences = [self._absent.expand(place.shape) for place in places]
-        if self.is_shown_exactly:
-            places = list(map(self._shown_at, places))
         with look_only():
-            set_all(parameters, "data", places if is_whole else self._absences)
             if is_whole:
+                places = list(map(self._shown_at, places)) if self.is_shown_exactly else places
+                set_all(parameters, "data", places)
                 show_all(parameters)
-            elif not all_are_hidden(parameters):
-                show_all(parameters)
-                self._kinds = list(map(type, parameters))
-                hide_all(parameters)
-                self._hidden_kinds = list(map(type, parameters))
+                return
+            absences = [self._absent.expand(place.shape) for place in places]
+            set_all(parameters, "data", absences)
+            show_all(parameters)
+            kinds = list(map(type, parameters))
+            hide_all(parameters)
+            self._known = _Known.of(parameters, kinds, places, absences)
 
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         # First: a guarded parameter refuses new data, the engine's too.

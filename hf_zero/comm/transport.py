@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from ..arithmetic.sums import sum_in_rank_order
 from ..config import ConfigError
@@ -528,11 +529,33 @@ def _came_alone(purpose: str, what: str, alone: str, lines: str = "") -> Communi
 # ---- torch.distributed's own flat collectives, asynchronous: what NCCL and other device backends are best at ----
 
 # torch 2.13 has renamed them.
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""`(output, input, op, group, async_op)` on contiguous tensors."""
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""`(output, input, group, async_op)` on contiguous tensors."""
+# From torch 2.13 on, a process group has methods of these names. The functions check what is checked here once, when buckets are
+# built, and take the host longer than the start itself.
+_GROUPS_START = hasattr(dist.ProcessGroup, "all_gather_single")
+_SUM, _GATHER = ReduceScatterOptions(), AllgatherOptions()
+# A sum by default, too.
+_SUM.asyncOp = _GATHER.asyncOp = True
+
+
+def reduce_scatter_flat(
+    output: torch.Tensor, flat: torch.Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Sums contiguous tensors, as `reduce_scatter_tensor` of torch.distributed does."""
+    if async_op and group is not None and _GROUPS_START:
+        return group.reduce_scatter_single(output, flat, _SUM)
+    return _reduce_scatter(output, flat, group=group, async_op=async_op)
+
+
+def all_gather_flat(
+    flat: torch.Tensor, own: torch.Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Gathers contiguous tensors, as `all_gather_into_tensor` of torch.distributed does."""
+    if async_op and group is not None and _GROUPS_START:
+        return group.all_gather_single(flat, own, _GATHER)
+    return _all_gather(flat, own, group=group, async_op=async_op)
 
 
 class CollectiveTransport(Transport):
@@ -564,7 +587,7 @@ class CollectiveTransport(Transport):
         entry = self._count(label, group, flat.nbytes)
         target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
         with self._starting(label):
-            work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
+            work = reduce_scatter_flat(target, flat, group=group.handle, async_op=True)
         if target is out:
             return Handle(label, self.ledger, work.wait, entry=entry)
 

@@ -885,6 +885,28 @@ def test_a_gradient_penalty_trains_as_under_ddp():
     shared_ranks.run(same_as_ddp, script=penalised, variants=[KEPT, SHARDED, NOT_AHEAD], make=make, find_unused=True)
 
 
+class Recomputing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(5))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+        return hidden
+
+
+@on_shared_ranks
+def test_layers_whose_recomputation_stops_early_are_not_kept(rank, world_size):
+    model = Recomputing()
+    engine = ZeroEngine(model, [sgd(model)], SHARDED | {"unit_bytes": 0})
+    for _ in range(3):
+        model(torch.ones(1, WIDTH)).sum().backward()
+    layers = [unit.passing_bytes for unit in engine.sharded.schedule.units]
+    assert len(layers) == 6
+    assert engine.sharded.schedule.peak_bytes <= sum(sorted(layers)[-2:])
+
+
 # ---- modes: selective activation checkpoints, and scripts that look at each operation ----
 
 
@@ -1063,6 +1085,76 @@ def test_a_weight_that_the_parent_reads_trains_as_under_ddp(frozen):
     shared_ranks.run(same_as_ddp, script=three_steps, variants=variants, make=partial(Reader, frozen))
 
 
+# ---- scripts that change a layer's parameters in its forward, where they are whole ----
+
+
+class OfScript(nn.Parameter):
+    """A class of the script's."""
+
+
+class Changing(nn.Module):
+    """A layer whose forward may change its own parameters first."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.changes: list[Callable[[nn.Module], object]] = []
+
+    def forward(self, hidden):
+        while self.changes:
+            self.changes.pop(0)(self.inner)
+        return self.inner(hidden)
+
+
+def another_name(inner: nn.Module) -> None:
+    inner.scale = nn.Parameter(torch.ones(2))
+
+
+def one_name_for_another(inner: nn.Module) -> None:
+    del inner.scale
+    inner.shift = nn.Parameter(torch.ones(2))
+
+
+def a_name_less(inner: nn.Module) -> None:
+    del inner.shift
+
+
+def a_parameter_of_another_class(inner: nn.Module) -> None:
+    inner.bias.__class__ = OfScript
+
+
+def another_dict(inner: nn.Module) -> None:
+    inner.__dict__["_parameters"] = dict(reversed(inner._parameters.items()))
+
+
+CHANGES = [another_name, one_name_for_another, a_name_less, a_parameter_of_another_class, another_dict]
+
+
+def look_at(inner: nn.Module) -> list[tuple[str, bool]]:
+    """Names and classes of a module's parameters, in their order."""
+    return [(name, isinstance(parameter, OfScript)) for name, parameter in inner.__dict__["_parameters"].items()]
+
+
+@on_shared_ranks
+def test_what_a_forward_changes_of_its_layers_parameters_stays(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(Changing(), Changing())
+    reference = copy.deepcopy(model)
+    engine = ZeroEngine(model, [sgd(model)], SHARDED | {"unit_modules": ["Changing"]})
+    looks: dict[nn.Module, list] = {model: [], reference: []}
+    for change in [None, None, *CHANGES, None]:
+        for trained, seen in looks.items():
+            changing = trained[0]
+            # Once while the layer is whole, and once after its forward.
+            changing.changes = [*([change] if change else []), lambda inner, seen=seen: seen.append(look_at(inner))]
+            trained(torch.ones(1, WIDTH)).sum().backward()
+            seen.append(look_at(changing.inner))
+            trained.zero_grad()
+    assert no_unit_is_whole(engine)
+    assert looks[model] == looks[reference]
+    assert_equal(model.state_dict(), reference.state_dict())
+
+
 # ---- what only some ranks run ----
 
 
@@ -1096,9 +1188,14 @@ class Branches(nn.Module):
         if branches:
             hidden = hidden + self.branch(hidden).sum(-1, keepdim=True)
         for number, layer in enumerate(self.layers):
-            if branches and number == 3:
+            # The first layer on all ranks or none.
+            if branches and (number == 3 or (number == 0 and self.forwards % 2 == 0)):
                 silent: list = []
-                layer(hidden, silent)
+                try:
+                    raise LookupError
+                except LookupError:
+                    # While the script handles an error of its own, the layer's forward has ended without one.
+                    layer(hidden, silent)
                 hidden = silent[0]
             else:
                 hidden = layer(hidden)
