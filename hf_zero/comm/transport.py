@@ -532,8 +532,8 @@ def _came_alone(purpose: str, what: str, alone: str, lines: str = "") -> Communi
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# From torch 2.13 on, a process group has methods of these names. The functions check what is checked here once, when buckets are
-# built, and take the host longer than the start itself.
+# From torch 2.13 on, a process group has methods of these names. The functions check their arguments before they call these
+# methods, which takes the host longer than the start itself.
 _GROUPS_START = hasattr(dist.ProcessGroup, "all_gather_single")
 _SUM, _GATHER = ReduceScatterOptions(), AllgatherOptions()
 # A sum by default, too.
