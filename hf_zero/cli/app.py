@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 from ..checkpoint.files import replace_file, shown
 from ..config import ConfigError
@@ -70,6 +71,14 @@ def doctor(
         raise typer.Exit(1)
 
 
+class MixedPrecision(str, Enum):
+    """The values of mixed precision, as accelerate spells them."""
+
+    no = "no"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 # ---- Options of `hf-zero parity` and `hf-zero run`, which start ranks ----
 
 Script = Annotated[
@@ -78,7 +87,7 @@ Script = Annotated[
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")]
 Processes = Annotated[int | None, typer.Option(help="Number of ranks; default: one for each GPU, or two on a CPU.")]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Train on the CPU, even on a machine with GPUs.")]
-Precision = Annotated[str | None, typer.Option(help="Precision of autocast: no, fp16 or bf16.")]
+Precision = Annotated[MixedPrecision | None, typer.Option(help="Precision of autocast.")]
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Port on which the ranks meet.")]
 SequenceRanks = Annotated[int | None, typer.Option(help="Number of ranks that compute a sequence together (sp_size).")]
 
@@ -117,7 +126,7 @@ def parity(
                 seed=seed,
                 processes=num_processes,
                 cpu=cpu,
-                mixed_precision=mixed_precision,
+                mixed_precision=None if mixed_precision is None else mixed_precision.value,
                 port=port,
                 sp=sp,
             )
@@ -149,14 +158,6 @@ def _table(report: Any) -> Table:
 
 
 # ---- `hf-zero plan` ----
-
-
-class MixedPrecision(str, Enum):
-    """The values of mixed precision, as accelerate spells them."""
-
-    no = "no"
-    bf16 = "bf16"
-    fp16 = "fp16"
 
 
 def plan(
@@ -358,8 +359,8 @@ def report(
 
 # ---- `hf-zero run` ----
 
-# All that follows the script's name is the script's own.
-SCRIPT_WORDS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+# All that follows the script's name is the script's own. An unknown option before it is an error of `hf-zero run`.
+SCRIPT_WORDS = {"allow_interspersed_args": False}
 
 
 def run(
@@ -391,7 +392,7 @@ def run(
             words,
             processes=said.get("processes") if num_processes is None else num_processes,
             cpu=cpu,
-            mixed_precision=mixed_precision or said.get("mixed_precision"),
+            mixed_precision=said.get("mixed_precision") if mixed_precision is None else mixed_precision.value,
             port=port,
             sp=said.get("sp") if sp is None else sp,
         )
@@ -406,11 +407,49 @@ def run(
 
 # ---- The command `hf-zero`: the list of its commands ----
 
-app = typer.Typer(help="Training with hf_zero, and work on checkpoints.", no_args_is_help=True, add_completion=False)
-for command in (verify, inspect, consolidate, push, convert, migrate, plan, report, doctor, rendezvous):
-    app.command()(command)
-app.command(context_settings=SCRIPT_WORDS)(run)
-app.command(context_settings=SCRIPT_WORDS)(parity)
+
+def _flags_without_type(parameters: list[Any]) -> list[Any]:
+    """Leaves the type out of the help of flags: `--cpu`, not `--cpu <bool>`. A flag takes no value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_type(super().get_params(ctx))
+
+
+class _Commands(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_type(super().get_params(ctx))
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Training with hf_zero, and work on checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    # `--num_processes` is `--num-processes`, as accelerate has it.
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
+)
+for command, settings in (
+    # In the order of use: before a run, the run, after it, and from other engines.
+    (doctor, {}),
+    (plan, {}),
+    (run, SCRIPT_WORDS),
+    (parity, SCRIPT_WORDS),
+    (report, {}),
+    (inspect, {}),
+    (verify, {}),
+    (consolidate, {}),
+    (push, {}),
+    (migrate, {}),
+    (convert, {}),
+    (rendezvous, {}),
+):
+    app.command(cls=_Command, context_settings=settings)(command)
 
 
 @app.command("card", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -86,8 +86,8 @@ def _config(said: str | None) -> ZeroConfig:
 def _refuse_missing(script: str) -> None:
     if not Path(script).exists():
         raise ConfigError(
-            f"hf_zero: there is no script {shown(script)} in {Path.cwd()}. hf_zero.run takes the path of a Python file, or "
-            "`-m` and a module's name."
+            f"hf_zero: there is no script {shown(script)} in {Path.cwd()}. Give the path of a Python file, or `-m` and a "
+            "module's name."
         )
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import runpy
 import shutil
 import struct
 import subprocess
@@ -618,13 +619,57 @@ def document(*arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
-def test_every_command_has_json():
-    lacking = [
-        command.callback
-        for command in app.registered_commands
-        if not command.hidden and "--json" not in hf_zero(command_name(command), "--help").stdout
-    ]
-    assert not lacking
+def test_every_command_has_json_and_no_flag_shows_a_type():
+    helps = {command_name(each): hf_zero(command_name(each), "--help").stdout for each in shown_commands()}
+    assert not [name for name, said in helps.items() if "--json" not in said]
+    assert not [name for name, said in helps.items() if "bool" in said.lower()]
+    # Options that take a value show its type.
+    assert "--num-processes" in helps["run"] and "<int>" in helps["run"]
+
+
+def shown_commands() -> list:
+    return [command for command in app.registered_commands if not command.hidden]
+
+
+def test_the_help_lists_the_commands_in_the_order_of_use():
+    said = hf_zero("--help").stdout
+    names = [command_name(each) for each in shown_commands()]
+    assert re.findall(r"^│ (\w+)  +\S", said, flags=re.MULTILINE) == names
+    assert names[:5] == ["doctor", "plan", "run", "parity", "report"] and "bool" not in said
+
+
+@pytest.mark.parametrize("option", ["--num-processes", "--num_processes"])
+def test_an_option_has_both_spellings_of_accelerate(option, tmp_path):
+    script = tmp_path / "train_it.py"
+    script.touch()
+    words = ("--zero", 2, "--cpu", option, 3, "--json", script, "--of_the_script", "its_value")
+    command = json.loads(hf_zero("run", *words).stdout)["command"]
+    assert command[command.index("--num_processes") + 1] == "3"
+    # Words after the script's name stay as they are.
+    assert command[-3:] == [str(script), "--of_the_script", "its_value"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", "--num-x", 2, "train.py"), "No such option: --num-x"),
+        (("run", "--mixed-precision", "bf17", "train.py"), "'bf17' is not one of"),
+        (("parity", "--steps_x", 2, "train.py"), "No such option: --steps-x"),
+        (("plan", "--gpu", 2), "No such option: --gpu"),
+        (("run",), "Missing argument"),
+    ],
+)
+def test_a_wrong_word_shows_the_usage_of_the_command_that_was_called(words, said):
+    result = hf_zero(*words)
+    assert result.exit_code == 2 and said in result.stderr and "accelerate" not in result.output
+    assert f"{words[0]} [OPTIONS]" in result.stderr.splitlines()[0]
+
+
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hf_zero", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("hf_zero", run_name="__main__")
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("hf-zero ")
 
 
 def command_name(command) -> str:

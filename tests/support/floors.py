@@ -27,4 +27,5 @@ FLOOR = {
     "planner": 9,
     "run": 10,
     "cli": 10,
+    "__main__": 10,
 }

@@ -1,0 +1,6 @@
+"""`python -m hf_zero`: the command `hf-zero`."""
+
+from .cli.app import main
+
+if __name__ == "__main__":
+    main()
