@@ -314,8 +314,11 @@ number follows, and the optimizer's own name. Every other kind is such a name, o
 OWN = "own."
 """Prefix of state whose name in the optimizer is a word of the format; that name follows."""
 
+NESTED = "nested."
+"""Prefix of the entry that describes a list, tuple or dict of the optimizer's; its name follows."""
+
 _WORDS = (MASTER, "weights")
-_BEGINNINGS = (RESIDUAL, OUTER, REPLICA, OWN)
+_BEGINNINGS = (RESIDUAL, OUTER, REPLICA, OWN, NESTED)
 
 Read = Callable[[str, str, Interval], torch.Tensor]
 """(kind, name, interval) → 1-D host tensor of the interval's elements of a saved parameter's state."""

@@ -37,6 +37,9 @@ FORMAT_VERSION = 6
 WEIGHTS = "weights"
 """The kind of the rows that hold the model itself, in a checkpoint of layout `sharded`."""
 
+_NESTED = "nested."
+"""Begins the entry of `scalars` that describes a list, tuple or dict of the optimizer's."""
+
 _LARGEST_BYTES = 2**30
 """A checkpoint of 10 TB has a manifest of about 700 MB, nearly all of it checksums."""
 
@@ -494,7 +497,8 @@ def _refuse_mixed(scalars: Mapping[str, Mapping[str, Any]], what: str) -> None:
     form: dict[str, tuple[bool, str]] = {}
     for name, values in scalars.items():
         for key, value in values.items():
-            if value is None:
+            # A value in a list is its optimizer's own business: torch's keep none there.
+            if value is None or f"{_NESTED}{key.rpartition('.')[0]}" in values:
                 continue
             is_tensor = isinstance(value, dict)
             was_tensor, other = form.setdefault(key, (is_tensor, name))

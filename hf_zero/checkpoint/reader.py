@@ -143,6 +143,9 @@ class CheckpointReader:
                 f"hf_zero: {self._folder}: {kind} of {name!r}: {error}; the checkpoint is damaged, resume from an earlier one."
             ) from error
         parts = [self._slice(piece.source[0], piece.in_source.shift(piece.source[1])) for piece in pieces]
+        if not parts and (kind, name) in self._rows:
+            # Of a tensor without elements, whose dtype the row has.
+            return self._slice(self._rows[kind, name][0], Interval(0, 0))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _slice(self, row: SavedRow, interval: Interval) -> torch.Tensor:

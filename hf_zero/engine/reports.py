@@ -11,7 +11,7 @@ from ..buckets.packed import bytes_beside
 from ..config import ZeroConfig
 from ..device import peak_bytes
 from ..layout.blocks import is_in_blocks
-from ..optimizer.bucket_state import state_kinds
+from ..optimizer.bucket_state import flat_state, state_kinds
 from ..optimizer.holder import StateHolder
 from ..optimizer.sharded_optimizer import ShardedOptimizer
 from ..optimizer.state_rows import state_of
@@ -186,7 +186,7 @@ def _by_place(
 
 def _state_tensors(bucket: Bucket, optimizers: Sequence[ShardedOptimizer]) -> list[torch.Tensor]:
     """Returns a bucket's entries in `optimizer.state`, without scalars such as the step count."""
-    states = [state_of(optimizers, row).values() for row in bucket.rows]
+    states = [flat_state(state_of(optimizers, row)).values() for row in bucket.rows]
     return [value for state in states for value in state if torch.is_tensor(value) and value.dim() > 0]
 
 

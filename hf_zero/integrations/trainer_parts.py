@@ -12,13 +12,14 @@ from zipfile import is_zipfile
 import torch
 import xxhash
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import is_peft_available
 
 from ..buckets.packed import added_scales
 from ..checkpoint.files import CheckpointError, read_fault, shown
 from ..checkpoint.manifest import Manifest
-from ..config import ZeroConfig
+from ..config import ConfigError, ZeroConfig
 from ..config.zero import changed
 from ..device import peak_bytes
 from ..engine.engine import ZeroEngine
@@ -27,6 +28,7 @@ from ..engine.state import EngineState
 from ..extras import extra
 from ..hooks import engine_attached_to, replaced
 from ..layout.intervals import Interval
+from ..optimizer.bucket_state import is_of_torch, unsaved_state
 from .elastic import Batch, DataPosition, same_global_batch
 from .state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
 
@@ -214,6 +216,19 @@ def told_to_trackers(trainer: Any) -> Iterator[None]:
 _MIB = 2**20
 
 
+def _refuse_unsaved_state(args: TrainingArguments, engine: ZeroEngine) -> None:
+    """Raises ConfigError if the Trainer is to save state that no checkpoint can hold: the first save would end the run."""
+    if args.save_strategy == SaveStrategy.NO or args.save_only_model:
+        return
+    for optimizer, _ in engine.state.groups():
+        unsaved = None if is_of_torch(optimizer) else unsaved_state(optimizer)
+        if unsaved is not None:
+            raise ConfigError(
+                f"hf_zero: {unsaved}, so no checkpoint can hold it. Set `save_strategy='no'` or `save_only_model=True`, or use "
+                "another optimizer."
+            )
+
+
 class StepFigures(TrainerCallback):
     """A Trainer's figures, on the rank that logs. A callback, so that work before the first step is left out."""
 
@@ -225,6 +240,8 @@ class StepFigures(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         engine = None if model is None else engine_attached_to(model)
+        if engine is not None:
+            _refuse_unsaved_state(args, engine)
         self._before = None if engine is None else engine.comm_report()
         self._step = state.global_step
         self._rows_of_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size

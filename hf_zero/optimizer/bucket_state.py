@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..buckets.bucket import Bucket, Row
 from ..buckets.precision import Precision
-from ..buckets.rows import PackedPart
+from ..buckets.rows import NESTED, PackedPart, kind_of, name_of
 from ..layout.blocks import block_bytes, is_in_blocks
 from ..offload.files import StoredShard
 from ..offload.tiers import Region
@@ -27,6 +28,10 @@ LARGE_SHAPE = (128, 96)
 usual 4096 below which state is not in blocks."""
 _PLAIN = (torch.Tensor, int, float, str, type(None))
 """Kinds of state that can be copied, and seen to be as it was."""
+_CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "size", dict: "dict"}
+"""Classes whose values are saved one by one. Objects of a subclass would come back as another class."""
+_KEYS = (str, int, float, bool, type(None))
+"""Keys of dicts that JSON gives back as they were."""
 _OF_THE_DEVICE = ("capturable", "fused")
 """Settings that a step on the host may refuse, and that change nothing of what is kept."""
 DUE = "delayed "
@@ -119,7 +124,7 @@ class Trial:
     Attributes:
         kinds: (name, dtype) of each state tensor with one value an element.
         names: of all state of the parameter.
-        has_factors: some state tensors have other shapes than the parameter.
+        has_factors: some state tensors have other shapes than the parameter, or are in lists, tuples or dicts.
         hindrance: the reason against early steps on copies; None without one.
         unsaved: state that no checkpoint can hold, in words; None without any.
     """
@@ -164,16 +169,104 @@ def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draw
     state, name = optimizer.state[parameter], type(optimizer).__name__
     tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value)}
     strange = [kind for kind, value in state.items() if not isinstance(value, _PLAIN)]
-    unsaved = f"{name} keeps {strange[0]!r}, which is no tensor or number" if strange else None
+    hindrance = f"{name} keeps {strange[0]!r}, which is no tensor or number" if strange else None
+    lost = [name_of(kind) for kind, value in flat_state(state).items() if not isinstance(value, _PLAIN)]
+    unsaved = (
+        f"{name} keeps {lost[0]!r}, which is no tensor or number, and no list, tuple or dict of these" if lost else None
+    )
     loose = [key for key in optimizer.state if not torch.is_tensor(key)]
     if loose:
-        unsaved = f"{name} keeps state of no parameter ({loose[0]!r})"
+        hindrance = unsaved = f"{name} keeps state of no parameter ({loose[0]!r})"
     return Trial(
         kinds=tuple((kind, value.dtype) for kind, value in tensors.items() if value.shape == parameter.shape),
         names=frozenset(kind for kind, value in state.items() if value is not None),
-        has_factors=any(value.numel() > 1 and value.shape != parameter.shape for value in tensors.values()),
-        hindrance=f"{name} draws random numbers" if draws else unsaved,
+        has_factors=any(type(value) in _CONTAINERS for value in state.values())
+        or any(value.numel() > 1 and value.shape != parameter.shape for value in tensors.values()),
+        hindrance=f"{name} draws random numbers" if draws else hindrance,
         unsaved=unsaved,
+    )
+
+
+# ---- State in lists, tuples and dicts, as flat values under names of their own ----
+
+
+def _is_saved(value: Any) -> bool:
+    kind = type(value)
+    if kind is dict:
+        return all(type(key) in _KEYS for key in value) and all(map(_is_saved, value.values()))
+    return all(map(_is_saved, value)) if kind in _CONTAINERS else isinstance(value, _PLAIN)
+
+
+def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parameter's state by kind, with the values of lists, tuples and dicts one by one.
+
+    `GG = [a, [b]]` becomes `GG.0` = a and `GG.1.0` = b; `nested.GG` and `nested.GG.1` describe the lists. Containers of other
+    objects stay whole, and all do if two values would get one name.
+    """
+    flat: dict[str, Any] = {}
+    has_clash = False
+
+    def put(name: str, value: Any) -> None:
+        nonlocal has_clash
+        kind = NESTED + name if _is_container(value) else kind_of(name)
+        has_clash |= kind in flat
+        if not _is_container(value):
+            flat[kind] = value
+            return
+        keys = list(value) if type(value) is dict else len(value)
+        flat[kind] = json.dumps([_CONTAINERS[type(value)], keys])
+        for number, each in enumerate(value.values() if type(value) is dict else value):
+            put(f"{name}.{number}", each)
+
+    for name, value in state.items():
+        put(name, value)
+    return {kind_of(name): value for name, value in state.items()} if has_clash else flat
+
+
+def _is_container(value: Any) -> bool:
+    # Others stay as they are, and are refused when they are saved.
+    return type(value) in _CONTAINERS and _is_saved(value)
+
+
+def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes the state again of which `flat_state` has made `flat`.
+
+    Raises:
+        ValueError: a value of a list, tuple or dict is missing, or its description is none.
+    """
+    left = dict(flat)
+
+    def build(name: str) -> Any:
+        description = left.pop(NESTED + name, None)
+        if description is None:
+            return left.pop(kind_of(name))
+        container, keys = json.loads(description)
+        count = keys if isinstance(keys, int) else len(keys)
+        # One value after the other: a damaged count ends at the first that is missing.
+        values = [build(f"{name}.{number}") for number in range(count)]
+        if container == "dict":
+            return dict(zip(keys, values, strict=True))
+        return next(kind for kind, word in _CONTAINERS.items() if word == container)(values)
+
+    state = {}
+    try:
+        # Outer ones first: their names are shorter than those of the ones inside, which they consume.
+        for kind in sorted((kind for kind in flat if kind.startswith(NESTED)), key=len):
+            if kind in left:
+                name = kind.removeprefix(NESTED)
+                state[name] = build(name)
+    except (ValueError, TypeError, KeyError, StopIteration, RecursionError) as error:
+        raise ValueError(
+            f"hf_zero: the optimizer state in lists, tuples or dicts is damaged ({type(error).__name__}: {error}). Resume from "
+            "another checkpoint."
+        ) from error
+    return {name_of(kind): value for kind, value in left.items()} | state
+
+
+def with_each(state: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the state with each value changed, also those in lists, tuples and dicts."""
+    return nested_state(
+        {kind: value if kind.startswith(NESTED) else change(value) for kind, value in flat_state(state).items()}
     )
 
 

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import ParameterSlot
+from ..buckets.rows import name_of
 from ..buckets.sharded import widen
 from ..comm.ledger import Label
 from ..device import allocate
-from .bucket_state import is_elementwise
+from .bucket_state import flat_state, is_elementwise, nested_state
 from .holder import StateHolder
 
 
@@ -42,21 +43,20 @@ def full_state(
     """
     transport = slot.bucket.group.transport
     transport.barrier(call, timeout_s)
-    row = slot.row
+    row, flat = slot.row, flat_state(mine)
     # By name: whether it has one value an element. Only ranks with a row of the parameter know.
-    elementwise = {} if row is None else {name: is_elementwise(value, row) for name, value in mine.items()}
+    elementwise = {} if row is None else {kind: is_elementwise(value, row) for kind, value in flat.items()}
     # A rank without a row knows no names, and has to join each gather all the same.
     everyone = transport.exchange(elementwise)
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    kinds = dict.fromkeys(kind for theirs in everyone for kind in theirs)
     state: dict[str, Any] = {}
-    for name in names:
-        if any(theirs.get(name) for theirs in everyone):
-            state[name] = _gather(
-                slot, None if row is None or name not in mine else holder.values(row, name, mine[name])
-            )
+    for kind in kinds:
+        if any(theirs.get(kind) for theirs in everyone):
+            part = None if row is None or kind not in flat else holder.values(row, name_of(kind), flat[kind])
+            state[kind] = _gather(slot, part)
         else:
-            state[name] = next((v for v in transport.exchange(mine.get(name)) if v is not None), None)
-    return state
+            state[kind] = next((v for v in transport.exchange(flat.get(kind)) if v is not None), None)
+    return nested_state(state)
 
 
 def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:

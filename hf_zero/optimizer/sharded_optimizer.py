@@ -32,6 +32,7 @@ from .bucket_state import (
     own_step,
     settings_of,
     with_dimensions,
+    with_each,
 )
 from .full_state import full_state
 from .holder import StateHolder
@@ -349,9 +350,7 @@ class ShardedOptimizer:
 
     def _cut(self, whole: dict[str, Any], row: Row) -> dict[str, Any]:
         settings = self.optimizer.param_groups[row.slot.bucket.key.group]
-        return with_dimensions(
-            {name: cut_to(value, row) for name, value in whole.items()}, row, self.optimizer, settings
-        )
+        return with_dimensions(with_each(whole, functools.partial(cut_to, row=row)), row, self.optimizer, settings)
 
     def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> None:
         if self._is_inside_step():

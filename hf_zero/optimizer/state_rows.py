@@ -1,15 +1,16 @@
 """Optimizer state row by row: reads, writes, gathers whole, and resizes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..buckets.bucket import Row
-from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, PackedPart, Read, StateRow, kind_of, name_of
+from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, PackedPart, Read, StateRow, name_of
 from ..layout.intervals import Interval
-from .bucket_state import is_elementwise, with_dimensions
+from .bucket_state import flat_state, is_elementwise, nested_state, with_dimensions, with_each
 from .holder import StateHolder
 from .sharded_optimizer import ShardedOptimizer
 
@@ -33,8 +34,10 @@ def state_rows(
     """
     prefix = f"{REPLICA}{replica}." if replica else ""
     for row in rows:
-        state = state_of(optimizers, row)
-        tensors = {kind_of(n): holder.view(row, n, there) for n, there in elementwise_state(state, row).items()}
+        state = flat_state(state_of(optimizers, row))
+        tensors = {
+            kind: holder.view(row, name_of(kind), there) for kind, there in elementwise_state(state, row).items()
+        }
         if (row.slot.bucket.precision.rounds or saves_values(row.slot.name)) and not replica:
             tensors = {MASTER: holder.master_view(row), **tensors}
         for kind, tensor in tensors.items():
@@ -45,9 +48,9 @@ def state_rows(
                 own_shape=None,
                 tensor=tensor if isinstance(tensor, PackedPart) else tensor.reshape(-1),
             )
-        for name, tensor in own_shaped_state(state, row).items():
+        for kind, tensor in own_shaped_state(state, row).items():
             yield StateRow(
-                kind=prefix + kind_of(name),
+                kind=prefix + kind,
                 name=row.slot.name,
                 interval=Interval(0, tensor.numel()),
                 own_shape=tuple(tensor.shape),
@@ -59,9 +62,9 @@ def state_scalars(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row]) -
     """Returns parameter name → state with one value for all elements (`step`): numbers, or 0-d tensors as they are."""
     scalars: dict[str, dict[str, Any]] = {}
     for row in rows:
-        state = state_of(optimizers, row)
+        state = flat_state(state_of(optimizers, row))
         tensors = elementwise_state(state, row) | own_shaped_state(state, row)
-        scalars[row.slot.name] = {kind_of(name): value for name, value in state.items() if name not in tensors}
+        scalars[row.slot.name] = {kind: value for kind, value in state.items() if kind not in tensors}
     return scalars
 
 
@@ -91,10 +94,7 @@ def fill_rows(
     for row in rows:
         name, interval = row.slot.name, row.layout.in_parameter
         scalars = scalars_of(name)
-        state = {
-            name_of(kind): _placed(scalars[saved], kind, row)
-            for kind, saved in _kinds_for(replica, scalars.keys()).items()
-        }
+        flat = {kind: _placed(scalars[saved], kind, row) for kind, saved in _kinds_for(replica, scalars.keys()).items()}
         for kind, saved in _kinds_for(replica, kinds_of(name)).items():
             values = read(saved, name, interval)
             if kind == MASTER:
@@ -103,7 +103,8 @@ def fill_rows(
                 if row.slot.bucket.precision.has_master or saves_values(name):
                     holder.put_master(row, values)
                 continue
-            state[name_of(kind)] = values.view(row.tensor.shape).to(row.tensor.device)
+            flat[kind] = values.view(row.tensor.shape).to(row.tensor.device)
+        state = nested_state(flat)
         owner = _owner_of(optimizers, row)
         if owner is not None:
             optimizer, group = owner.optimizer, owner.optimizer.param_groups[row.slot.bucket.key.group]
@@ -172,7 +173,7 @@ def _placed(value: Any, kind: str, row: Row) -> Any:
 
 def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
     """Copies a parameter's state with its tensors in host memory."""
-    return {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items()}
+    return with_each(state, lambda value: value.cpu() if torch.is_tensor(value) else value)
 
 
 def resize_whole(
@@ -233,13 +234,12 @@ def put_state_back(
                     continue
                 old_shape = shapes[name]
                 if _can_be_fitted(states[name], old_shape, parameter.shape):
-                    optimizer.state[parameter] = {
-                        kind: _fitted(value, old_shape, parameter.shape) for kind, value in states[name].items()
-                    }
+                    fitted = partial(_fitted, old_shape=old_shape, new_shape=parameter.shape)
+                    optimizer.state[parameter] = with_each(states[name], fitted)
 
 
 def _can_be_fitted(state: Mapping[str, Any], old_shape: torch.Size, new_shape: torch.Size) -> bool:
-    tensors = [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
+    tensors = [value for value in flat_state(state).values() if torch.is_tensor(value) and value.dim() > 0]
     return old_shape == new_shape or all(value.shape == old_shape for value in tensors)
 
 

@@ -1,5 +1,6 @@
 """Rows written and read by themselves: any split reads any other, odd state to the bit, faults of one rank are every rank's."""
 
+import contextlib
 import importlib.metadata
 import itertools
 import json
@@ -36,6 +37,7 @@ from hf_zero.checkpoint.writer import plan_rows, versions_of, write_pieces
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, plain_settings, restore_settings
 from hf_zero.layout.intervals import Interval
+from hf_zero.optimizer.bucket_state import flat_state, nested_state
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -582,6 +584,104 @@ def test_an_optimizer_may_call_its_state_by_words_of_the_format(tmp_path, dtype)
     ]
     assert bool(masters[0]) == (dtype is not None)
     torch.testing.assert_close(*masters, rtol=0, atol=0)
+
+
+class InLists(torch.optim.Optimizer):
+    """Keeps factors of each parameter as SOAP and Shampoo do, and values in containers of every kind."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state, shape = self.state[parameter], parameter.shape
+                if not state:
+                    # An empty list stands for a dimension that is too large to have a factor.
+                    factors = [[] if size > 4 else torch.zeros(size, size, dtype=parameter.dtype) for size in shape]
+                    named = {"steps": torch.tensor(0.0), 3: None, "last": [1.5, "as it was", (True,)]}
+                    state |= {"GG": factors, "shape": (shape, torch.zeros(0)), "named": named, "master": [], "GG.x": 1}
+                for dimension, factor in enumerate(state["GG"]):
+                    if torch.is_tensor(factor):
+                        along = parameter.grad.movedim(dimension, 0).flatten(1)
+                        factor.add_(along @ along.T)
+                        parameter.sub_(factor.norm() * parameter.grad, alpha=group["lr"])
+                state["named"]["steps"].add_(1)
+                assert state["shape"][0] == shape and type(state["shape"][0]) is torch.Size
+
+
+def in_lists(rank: int, world_size: int, folder: str, saves: bool) -> None:
+    """Compares state and weights after three steps, of which two are before the save, with those that the saving ranks had."""
+    torch.manual_seed(0 if saves else 1)
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(3, 6, bias=False))
+    engine = ZeroEngine(model, [optimizer := InLists(model.parameters())], {"stage": 2 if saves else 3})
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if saves:
+        train(2)
+        save_engine(engine, folder)
+        if rank == 0:
+            torch.save(model.state_dict(), f"{folder}/weights.pt")
+        assert checkpoint_faults(Path(folder), ZERO_FOLDER) == []
+    else:
+        with engine.gathered(writeback=True):
+            model.load_state_dict(torch.load(f"{folder}/weights.pt"))
+        load_engine(engine, Path(folder) / ZERO_FOLDER)
+    train(1)
+    states = {name: engine.full_state(parameter) for name, parameter in model.named_parameters()}
+    with engine.gathered():
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+    if saves:
+        assert states["2.weight"]["GG"][0] == [] and states["0.weight"]["named"]["last"] == [1.5, "as it was", (True,)]
+        if rank == 0:
+            torch.save((states, weights), f"{folder}/expected.pt")
+        return
+    expected, its_weights = torch.load(f"{folder}/expected.pt", weights_only=False)
+    torch.testing.assert_close(weights, its_weights, rtol=1e-6, atol=0)
+    for name, state in expected.items():
+        assert states[name].keys() == state.keys()
+        torch.testing.assert_close(states[name]["GG"], state["GG"], rtol=1e-5, atol=1e-7)
+        assert states[name]["named"] == state["named"] and states[name]["shape"][0] == state["shape"][0]
+
+
+def test_state_in_lists_tuples_and_dicts_goes_on_at_another_world_size_and_stage(tmp_path):
+    run_on_ranks(in_lists, folder=str(tmp_path), saves=True)
+    kinds = Manifest.read(tmp_path / ZERO_FOLDER).kinds
+    assert {"GG.0", "GG.1"} <= set(kinds["0.weight"]) and "GG.0" not in kinds["2.weight"]
+    run_on_ranks(in_lists, world_size=3, folder=str(tmp_path), saves=False)
+
+
+@given(
+    st.dictionaries(
+        st.text("ab.0", max_size=3),
+        st.recursive(
+            st.none() | st.integers() | st.text() | st.just(torch.ones(2)),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.lists(inner, max_size=3).map(tuple)
+                | st.dictionaries(st.text("ab.0", max_size=2) | st.integers(0, 3), inner, max_size=3)
+            ),
+        ),
+        max_size=3,
+    )
+)
+def test_nested_state_comes_back_from_its_flat_values(state):
+    flat = flat_state(state)
+    assert nested_state(flat) == state
+    # Unless two values would have one name.
+    is_flat = not any(isinstance(value, list | tuple | dict) for value in flat.values())
+    assert is_flat or any("." in name for name in state)
+    for kind in flat:
+        if kind.startswith("nested."):
+            for damaged in ("", "[", "3", '["list", 99]', '["other", 0]', '["dict", [[]]]', "[" * 100_000):
+                with contextlib.suppress(ValueError):
+                    nested_state(flat | {kind: damaged})
 
 
 def test_the_word_for_masters_is_refused_in_files(tmp_path):

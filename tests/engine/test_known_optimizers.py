@@ -1,13 +1,17 @@
 """The table of known optimizers, held to the classes that are installed by runs of whole, cut and separate parameters."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from shared_ranks import on_ranks
 from torch import nn
+from trainer_job import as_launched, make_trainer
 
+from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
 from hf_zero.optimizer.known import KNOWN, known_scope, refuse_unsuited
@@ -320,8 +324,8 @@ def test_a_trial_finds_late_dependence_on_other_parameters_and_leaves_attributes
     assert optimizer.count == 0 and not optimizer.seen
 
 
-class InLists(torch.optim.Optimizer):
-    """Keeps factors of a parameter in a list, as SOAP and Shampoo do."""
+class InQueues(torch.optim.Optimizer):
+    """Keeps factors of a parameter in an object that no checkpoint holds."""
 
     def __init__(self, params, lr: float = 1e-2):
         super().__init__(params, {"lr": lr})
@@ -331,17 +335,31 @@ class InLists(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    factors = self.state[p].setdefault("factors", [torch.zeros(size) for size in p.shape])
-                    factors[0] += p.grad.square().sum(1).to(factors[0])
-                    p.sub_(p.grad / (1 + factors[0].to(p).unsqueeze(1)), alpha=group["lr"])
+                    factors = self.state[p].setdefault("factors", deque(torch.zeros(size) for size in p.shape))
+                    factors[0] += p.grad.square().view(len(p), -1).sum(1).to(factors[0])
+                    p.sub_(
+                        (p.grad.view(len(p), -1) / (1 + factors[0].to(p).unsqueeze(1))).view_as(p), alpha=group["lr"]
+                    )
 
 
-def test_the_plan_says_at_the_start_that_state_in_lists_cannot_be_saved(capsys):
+def test_the_plan_says_at_the_start_that_state_in_other_objects_cannot_be_saved(capsys):
     model = nn.Linear(4, 3, bias=False)
-    announce(ZeroEngine(model, [InLists(model.parameters())], 2), "nobody")
-    plan = " ".join(capsys.readouterr().err.split())
-    assert "none can be saved: InLists keeps 'factors', which is no tensor or number" in plan
-    assert "InLists: whole parameters, each on one rank (a trial" in plan
+    announce(ZeroEngine(model, [InQueues(model.parameters())], 2), "nobody")
+    plan = " ".join(capsys.readouterr().err.replace("┃", " ").replace("│", " ").split())
+    assert (
+        "none can be saved: InQueues keeps 'factors', which is no tensor or number, and no list, tuple or dict" in plan
+    )
+    assert "InQueues: whole parameters, each on one rank (a trial" in plan
+
+
+@on_ranks(2)
+def test_a_trainer_that_would_save_such_state_is_refused_before_the_first_step(rank, world_size, tmp_path):
+    as_launched(rank, world_size)
+    trainer = make_trainer("flag 2", "gpt2", tmp_path, save_strategy="steps", max_steps=1)
+    trainer.optimizer = InQueues(trainer.model.parameters())
+    with pytest.raises(ConfigError, match=r"InQueues keeps 'factors'.*Set `save_strategy='no'`"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_subclasses_are_known_as_long_as_they_change_no_part_of_a_step():

@@ -151,6 +151,7 @@ ROWS = {
 """Words of a message → words of the page; the first that fit."""
 
 NO_REFUSALS = {
+    "in lists, tuples or dicts is damaged": "a damaged checkpoint",
     "sp_size is {}; allowed": "the value of a setting",
     "in the script's ParallelismConfig": "arguments of a call",
     "takes input_ids or inputs_embeds": "arguments of a call",
