@@ -77,8 +77,13 @@ def _break(backend: Any, group: dist.ProcessGroup) -> None:
 # [Note: ranks that are started again] torchrun restarts ranks with the store that their predecessors had, and what those
 # have told of themselves is still in it. All ranks tell it once their process group is there, so what was told before this
 # process began is of a predecessor.
+#
+# [Note: the end of a run] Ranks that have finished wait for the others, and with thousands of ranks none of them can ask about
+# each other rank. The store counts the processes that have left or ended. A process adds itself when it leaves. One that has
+# ended without a word is added by the ranks of its host, which are listed in the store. The name of rank 0's process is part of
+# the counter's name, because a restarted run may have its predecessor's store.
 
-_PAUSE_S = 0.02
+_PAUSE_S, _LONG_PAUSE_S = 0.02, 0.2
 
 
 def _pid_namespace() -> str:
@@ -157,14 +162,22 @@ class RankProcesses:
     def __init__(self, store: Keys):
         self._store = store.below("hf_zero/processes")
         self._known: dict[int, RankProcess] = {}
+        self._here: dict[int, int] = {}
+        self._counted: set[str] = set()
 
     def register(self) -> None:
-        """Publishes this process, also after `leave`: a script may make its groups anew."""
-        rank = dist.get_rank()
-        self._store.set(f"process {rank}", json.dumps(asdict(RankProcess())))
+        """Publishes this process, also after `leave`: a script may make its groups again."""
+        rank, process = dist.get_rank(), RankProcess()
+        self._store.set(f"process {rank}", json.dumps(asdict(process)))
+        if self._store.add(f"listed {process.name}", 1) == 1:
+            number = self._store.add(f"here {process.namespace}", 1)
+            self._store.set(f"here {process.namespace} {number}", str(rank))
         # Left over from groups that the script has destroyed: others would take this rank for gone.
         if self._store.check(f"left {rank}"):
             self._store.delete(f"left {rank}")
+            if (counter := self._counter()) is not None and self._store.check(f"counted {process.name}"):
+                self._store.delete(f"counted {process.name}")
+                self._store.add(counter, -1)
 
     def known(self, rank: int) -> RankProcess | None:
         """Returns the process of a rank; None before the rank has registered."""
@@ -197,7 +210,36 @@ class RankProcesses:
         Args:
             rank: of this process, which need not be in a process group any more.
         """
-        self._store.set(f"left {dist.get_rank() if rank is None else rank}", RankProcess().name)
+        name = RankProcess().name
+        self._store.set(f"left {dist.get_rank() if rank is None else rank}", name)
+        self._count(name)
+
+    def all_have_gone(self, world_size: int) -> bool:
+        """Whether all ranks have left or ended. Asks as much for any number of ranks; see [Note: the end of a run]."""
+        namespace = _pid_namespace()
+        for number in range(len(self._here) + 1, self._store.add(f"here {namespace}", 0) + 1):
+            if not self._store.check(f"here {namespace} {number}"):
+                break
+            self._here[number] = int(self._store.get(f"here {namespace} {number}"))
+        for rank in self._here.values():
+            process = self.known(rank)
+            if process is not None and process.name not in self._counted and process.has_ended():
+                self._count(process.name)
+        counter = self._counter()
+        return counter is not None and self._store.add(counter, 0) >= world_size
+
+    def _count(self, name: str) -> None:
+        """Counts a process that has left or ended, unless it is counted already."""
+        counter = self._counter()
+        if counter is not None:
+            self._counted.add(name)
+            if self._store.add(f"counted {name}", 1) == 1:
+                self._store.add(counter, 1)
+
+    def _counter(self) -> str | None:
+        """Names the counter of processes that have gone; None before rank 0 has registered."""
+        first = self.known(0)
+        return None if first is None else f"gone with {first.name}"
 
 
 def register_process() -> None:
@@ -220,10 +262,12 @@ def leave_together(patience_s: float) -> list[int]:
         with opened_store(CALL_S) as store:
             processes = RankProcesses(store)
             processes.announce_end()
-            while at_work := [rank for rank in range(dist.get_world_size()) if not processes.has_gone(rank)]:
+            pause_s, ranks = _PAUSE_S, range(dist.get_world_size())
+            while not processes.all_have_gone(len(ranks)):
                 if time.monotonic() >= deadline_s:
-                    return at_work
-                time.sleep(_PAUSE_S)
+                    return [rank for rank in ranks if not processes.has_gone(rank)]
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONG_PAUSE_S)
     except (StoreSilentError, dist.DistNetworkError):
         # The store is kept for as long as anyone works: whoever keeps it has left.
         return []

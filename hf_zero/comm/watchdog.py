@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -221,7 +222,7 @@ class Watchdog(Watch):
             self._thread.ask(self.announce_end, _STORE_S)
             at_work = self._await_the_others(time.monotonic() + patience_s)
             if at_work:
-                self._keep_store_for(at_work)
+                self._keep_store()
             return at_work
         except (StoreSilentError, dist.DistNetworkError):
             # The store is kept for as long as anyone works: whoever keeps it has left.
@@ -241,7 +242,7 @@ class Watchdog(Watch):
             return
         try:
             self._thread.ask(self.announce_end, _STORE_S)
-            self._keep_store_for(self._others)
+            self._keep_store()
         except (StoreSilentError, dist.DistNetworkError):
             # Nobody is there to hear it.
             return
@@ -249,20 +250,20 @@ class Watchdog(Watch):
     def _await_the_others(self, deadline_s: float) -> list[int]:
         """Returns the ranks still at work when this one must not or need not wait any more."""
         look_s = time.monotonic()
-        seen: set[tuple] = set()
-        while at_work := self._thread.ask(self._at_work, _STORE_S + _ANSWER_S):
+        seen: dict[tuple, int] = {}
+        while not self._thread.ask(self._all_have_gone, _STORE_S + _ANSWER_S):
             if time.monotonic() >= deadline_s:
-                return at_work
+                return self._thread.ask(self._at_work, _STORE_S + _ANSWER_S)
             if time.monotonic() >= look_s:
-                misses, waiting = self._thread.ask(self._missed_by, _STORE_S + _ANSWER_S)
+                misses, waiting, turn = self._thread.ask(self._missed_by, _STORE_S + _ANSWER_S)
                 # In a collective of the script's own, which ends soon where all have been in it, it has to be seen twice.
-                if misses or waiting & seen:
-                    return at_work
-                look_s, seen = time.monotonic() + _LOOK_S, waiting
+                if misses or any(seen.get(each, turn) != turn for each in waiting):
+                    return self._thread.ask(self._at_work, _STORE_S + _ANSWER_S)
+                look_s, seen = time.monotonic() + _LOOK_S, dict.fromkeys(waiting, turn)
             time.sleep(_GLANCE_S)
         return []
 
-    def _keep_store_for(self, ranks: Sequence[int]) -> None:
+    def _keep_store(self) -> None:
         """Keeps a store that would end with this process until the others have looked this rank up."""
         if self._rank != 0 or not self._thread.is_of_rank_0:
             return
@@ -270,22 +271,34 @@ class Watchdog(Watch):
             # What waits for this rank fails now, and not with this process.
             break_all_groups()
         deadline_s = time.monotonic() + _FAREWELL_S
-        while time.monotonic() < deadline_s:
-            gone = self._thread.ask(lambda store: self.gone(store, ranks), _STORE_S)
-            if len(gone) == len(ranks):
-                return
+        while time.monotonic() < deadline_s and not self._thread.ask(self._all_have_gone, _STORE_S):
             time.sleep(_GLANCE_S)
+
+    def _all_have_gone(self, store: Keys) -> bool:
+        return self._seen_by(store).all_have_gone(len(self._others) + 1)
 
     def _at_work(self, store: Keys) -> list[int]:
         gone = self.gone(store, self._others)
         return [rank for rank in self._others if rank not in gone]
 
-    def _missed_by(self, store: Keys) -> tuple[bool, set[tuple]]:
-        """Whether a rank waits in a collective that this one has not begun; and the waits in calls of the script."""
-        found = self._survey(store)
-        where = {rank: each.where for rank, each in found.items() if each.where is not None}
-        waiting = {(rank, each.torch_call, each.line) for rank, each in where.items() if each.torch_call is not None}
-        return any(each.waits_for(self.begun) for each in found.values()), waiting
+    def _missed_by(self, store: Keys) -> tuple[bool, list[tuple], int]:
+        """Whether a rank waits in a collective that this one has not begun; the waits in calls of the script; and which look."""
+        mine, turn = self._in(store), int(time.time() / _LOOK_S)
+        # One of the ranks that have finished asks the others, and all read what it has found.
+        if mine.add(f"look {turn}", 1) == 1:
+            begun: Counter[str] = Counter()
+            calls = []
+            for rank, each in self._survey(store).items():
+                if each.where is not None and each.where.torch_call is not None:
+                    calls.append([rank, each.where.torch_call, each.where.line])
+                if each.where is not None and each.where.kind is not None and each.is_waiting:
+                    begun[each.where.kind] = max(begun[each.where.kind], each.where.begun.get(each.where.kind, 0))
+            mine.set("look", json.dumps([begun, calls, turn]))
+        if not mine.check("look"):
+            return False, [], turn
+        begun, calls, turn = json.loads(mine.get("look"))
+        misses = any(count > self.begun.get(kind, 0) for kind, count in begun.items())
+        return misses, [tuple(each) for each in calls], turn
 
     # ---- questions and answers, all in the thread of the store ----
 

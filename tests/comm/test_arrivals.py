@@ -1,5 +1,6 @@
 """Ranks that make process groups: one that ends, or does not come, is named by the others at once."""
 
+import functools
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from hf_zero.comm import groups as own_groups
 from hf_zero.comm.arrivals import CommunicationError, RankProcess, RankProcesses, await_all_ranks, register_process
 from hf_zero.comm.groups import Groups, with_time_limits
 from hf_zero.comm.store import CALL_S, opened_store
+from hf_zero.comm.watchdog import Watchdog
 from hf_zero.config import CommConfig
 
 pytestmark = pytest.mark.timeout(120)
@@ -123,6 +126,99 @@ def test_ranks_that_are_started_again_take_nothing_of_their_predecessors_in_the_
             time.sleep(1)
         await_all_ranks(20, number)
         dist.barrier()
+
+
+class CountingStore:
+    """Stands in for the ranks' store, and counts requests."""
+
+    def __init__(self):
+        self._values: dict[str, str] = {}
+        self.requests = 0
+
+    def below(self, prefix: str) -> "CountingStore":
+        return self
+
+    def check(self, key: str) -> bool:
+        self.requests += 1
+        return key in self._values
+
+    def get(self, key: str) -> bytes:
+        self.requests += 1
+        return self._values[key].encode()
+
+    def set(self, key: str, value: str) -> None:
+        self.requests += 1
+        self._values[key] = value
+
+    def add(self, key: str, amount: int) -> int:
+        self.set(key, str(int(self._values.get(key, "0")) + amount))
+        return int(self._values[key])
+
+    def delete(self, key: str) -> None:
+        self.requests += 1
+        del self._values[key]
+
+
+def test_ranks_that_have_finished_ask_the_store_as_much_with_many_ranks():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    requests = []
+
+    @contextmanager
+    def rank_of(start: int, rank: int):
+        """This process as a rank of a host with eight ranks, in one of several starts of the run."""
+        host, pid = f"host {rank // 8}", ended.pid if rank == 3 else os.getpid()
+        process = functools.partial(RankProcess, namespace=host, pid=pid, began_s=rank + start / 10)
+        with (
+            mock.patch.multiple(arrivals, RankProcess=process, _pid_namespace=lambda: host),
+            mock.patch.object(dist, "get_rank", lambda: rank),
+        ):
+            yield
+
+    for size in (8, 64):
+        store = CountingStore()
+        for start in range(2):
+            # The second start has the store of the first.
+            for rank in range(size):
+                with rank_of(start, rank):
+                    RankProcesses(store).register()
+            with rank_of(start, 1):
+                first = RankProcesses(store)
+                first.announce_end()
+                before = store.requests
+                assert not first.all_have_gone(size) and not first.all_have_gone(size)
+                requests.append(store.requests - before)
+            # Rank 3 has ended without a word. Rank 1 announces its end again, as with two engines.
+            for rank in (*range(2), *range(4, size), 2):
+                with rank_of(start, rank):
+                    assert not RankProcesses(store).all_have_gone(size)
+                    RankProcesses(store).announce_end()
+            for rank in (0, size - 1):
+                with rank_of(start, rank):
+                    assert RankProcesses(store).all_have_gone(size)
+        with rank_of(1, 2):
+            again = RankProcesses(store)
+            again.register()
+            assert not again.all_have_gone(size)
+            again.announce_end()
+            assert again.all_have_gone(size)
+    assert requests[:2] == requests[2:] and requests[0] < 50, requests
+
+
+def test_of_the_ranks_that_have_finished_one_asks_who_still_waits_and_the_others_read_its_answer():
+    surveys, store = [], CountingStore()
+    where = SimpleNamespace(torch_call="barrier", line="a line", kind="a gather", begun={"a gather": 3})
+
+    def survey(_store: CountingStore) -> dict[int, SimpleNamespace]:
+        surveys.append(1)
+        return {5: SimpleNamespace(where=where, is_waiting=True), 6: SimpleNamespace(where=None, is_waiting=False)}
+
+    for now_s in (10.0, 11.0):
+        for begun in (2, 3):
+            rank = SimpleNamespace(_in=lambda store: store, _survey=survey, begun={"a gather": begun})
+            with mock.patch.object(time, "time", lambda now_s=now_s: now_s):
+                assert Watchdog._missed_by(rank, store) == (begun == 2, [(5, "barrier", "a line")], now_s)
+    assert len(surveys) == 2
 
 
 def is_slow_in_training(rank: int, world_size: int) -> float:

@@ -641,6 +641,10 @@ class QuietStore:
     def set(self, key: str, value: str | bytes) -> None:
         self._values[key] = value if isinstance(value, bytes) else value.encode()
 
+    def add(self, key: str, amount: int) -> int:
+        self._values[key] = str(int(self._values.get(key, b"0")) + amount).encode()
+        return int(self._values[key])
+
     def delete_key(self, key: str) -> None:
         self._values.pop(key, None)
 
