@@ -112,7 +112,7 @@ class Counts(NamedTuple):
         bytecodes: of Python, in all code.
         python, builtin: calls of functions written in Python and in C.
         package: calls of this package's functions.
-        operations: of torch, nested ones included.
+        operations: of torch, nested ones included; without those of process groups.
         launches: of kernels.
         functions: bytecodes by function of this package, "file:line name".
         phase_us: thread CPU time by phase; empty if none was measured.
@@ -235,7 +235,8 @@ def _count(loop: Loop, batches: list[Batch], launches: Counter[str], times: list
         python=kinds["call"] / STEPS,
         builtin=kinds["c_call"] / STEPS,
         package=kinds["package"] / STEPS,
-        operations=sum(event.name.startswith("aten::") for event in profile.events()) / STEPS,
+        operations=sum(each.name.startswith("aten::") and not _is_of_a_group(each) for each in profile.events())
+        / STEPS,
         launches=launched / STEPS,
         functions={
             f"{code.co_filename.rpartition(PACKAGE)[2]}:{code.co_firstlineno} {code.co_name}": number / STEPS
@@ -244,6 +245,13 @@ def _count(loop: Loop, batches: list[Batch], launches: Counter[str], times: list
         phase_us={phase: median(each[i] for each in times) / 1e3 for i, phase in enumerate(PHASES) if times},
         rounds_us=[min(steps_us[i : i + a_round]) for i in range(0, len(steps_us), a_round)],
     )
+
+
+def _is_of_a_group(event: Any) -> bool:
+    """Whether a process group ran an operation inside a collective: torch's fake group copies once for each rank."""
+    while event is not None and not event.name.startswith("c10d::"):
+        event = event.cpu_parent
+    return event is not None
 
 
 def _bytecodes(work: Callable[[], object]) -> Counter[Any]:
