@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from ..comm.ledger import CommRow
 from ..device import in_units
 from ..optimizer.bucket_state import EarlyReport, KernelReport
@@ -145,6 +142,10 @@ def mib(nbytes: int) -> str:
 
 def render(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A plain-text table; numbers to the right."""
+    # Here: most ranks print no table, and rich is a fifth of what hf_zero's import takes.
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)

@@ -289,8 +289,10 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         # accelerate makes no DDP here that would read these settings, so that the engine has to follow them.
         if ddp is not None and not ddp.broadcast_buffers:
             config = replace(config, broadcast_buffers=False)
-        # The planner is an extra: where its folder is missing, training begins without a forecast.
-        is_forecast = bool(optimizers) and not self.zero_goes_on and is_installed("planner")
+        # The planner is an extra: where its folder is missing, training begins without a forecast. Other ranks print none, and
+        # do not import it.
+        is_told = self.is_main_process and bool(optimizers) and not self.zero_goes_on
+        is_forecast = is_told and is_installed("planner")
         # Before the engine is built: the forecast traces the model with the parameters that the script has given it.
         at_start = extra("planner", "forecast_at_start")(self, models, optimizers, config) if is_forecast else None
         try:

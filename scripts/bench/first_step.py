@@ -5,11 +5,14 @@
 
 Counted is what a script waits for behind its own imports of torch and transformers: the import of hf_zero, the Trainer, the
 engine with its table of what is planned, and one step of 16 tokens. Seconds are those by the clock until the slowest rank is
-there, and the CPU time of the rank that has used most.
+there, and the CPU time of the rank that has used most. Parts are the CPU time of rank 0 in the imports, the forecast of the
+peak, the trials of optimizers, the engine (with the trials), and the exchanges of values between ranks.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import random
 import tempfile
@@ -28,24 +31,67 @@ ALLOWED_S = 1.0
 """By which a stage's first step may come later than DDP's."""
 
 
+ALLOWED_CPU = 1.10
+"""Largest CPU time of a stage's first step in proportion to DDP's."""
+
+PARTS = ("imports", "forecast", "trials", "engine", "agreement")
+
+
 def first_step(rank: int, world_size: int, **arguments: Any) -> dict[str, float]:
-    clocks = Clocks()
+    # The ranks' server has kept what it imported out of Python's collections, in which a script's imports are.
+    gc.unfreeze()
+    clocks, parts = Clocks(), dict.fromkeys(PARTS, 0.0)
+    if arguments["stage"] is not None:
+        _time_parts(parts)
     make_trainer(rank, world_size, **arguments).train()
     spent = clocks.spent()
     dist.barrier()
-    return {"seconds": spent.wall_s, "cpu_seconds": spent.cpu_s}
+    return {"seconds": spent.wall_s, "cpu_seconds": spent.cpu_s, **parts}
+
+
+def _time_parts(parts: dict[str, float]) -> None:
+    """Imports what a run at a stage does, and adds the CPU time of the parts up from now on."""
+    clocks = Clocks()
+    from hf_zero import ZeroCallback  # noqa: F401
+    from hf_zero.comm.control import Control
+    from hf_zero.engine import bucketing
+    from hf_zero.engine.engine import ZeroEngine
+    from hf_zero.integrations import accelerator
+
+    parts["imports"] = clocks.spent().cpu_s
+    owners = {
+        "trials": (bucketing, "find_scope"),
+        "engine": (ZeroEngine, "__init__"),
+        "agreement": (Control, "exchange"),
+    }
+    # With the import of the planner, which most ranks do without.
+    owners["forecast"] = (accelerator, "extra")
+    for part, (owner, name) in owners.items():
+        setattr(owner, name, _timed(parts, part, getattr(owner, name)))
+
+
+def _timed(parts: dict[str, float], part: str, function: Any) -> Any:
+    @functools.wraps(function)
+    def timed(*arguments: Any, **named: Any) -> Any:
+        clocks = Clocks()
+        made = function(*arguments, **named)
+        parts[part] += clocks.spent().cpu_s
+        return _timed(parts, part, made) if part == "forecast" and callable(made) else made
+
+    return timed
 
 
 def measure(model: str, ranks: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Engine → figure → its value in each round."""
-    rows: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu_seconds": []} for name in ENGINES}
+    """Engine → figure → its value in each round; of parts, rank 0's."""
+    figures = ("seconds", "cpu_seconds", *PARTS)
+    rows: dict[str, dict[str, list[float]]] = {name: {figure: [] for figure in figures} for name in ENGINES}
     with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
         for number in range(rounds):
             # In another order each time: what a process leaves of free memory, in small or in huge pages, is the next one's.
             for name in random.Random(number).sample(list(ENGINES), len(ENGINES)):
                 by_rank = on_ranks(first_step, ranks, limit_s=300, model=model, stage=ENGINES[name], folder=folder)
                 for what, values in rows[name].items():
-                    values.append(max(figures[what] for figures in by_rank))
+                    values.append(by_rank[0][what] if what in PARTS else max(figures[what] for figures in by_rank))
     return rows
 
 
@@ -56,7 +102,11 @@ def summarise(rows: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
         {
             "name": name,
             **{what: median(values) for what, values in row.items()},
-            **{f"{what}_later": median(own - its for own, its in zip(row[what], plain[what])) for what in row},
+            **{
+                f"{what}_later": median(own - its for own, its in zip(row[what], plain[what]))
+                for what in ("seconds", "cpu_seconds")
+            },
+            "cpu_to_ddp": median(own / its for own, its in zip(row["cpu_seconds"], plain["cpu_seconds"])),
         }
         for name, row in rows.items()
     ]
@@ -72,6 +122,10 @@ def main() -> int:
     rounds = measure(options.model, options.ranks, options.rounds)
     figures = {"kind": "first_step", "model": options.model, "engines": summarise(rounds), "rounds": rounds}
     show_and_keep("first_step", options, figures)
+    for row in figures["engines"]:
+        parts = ", ".join(f"{part} {row[part]:.2f} s" for part in PARTS)
+        over = "" if row["cpu_to_ddp"] <= ALLOWED_CPU else f" > {ALLOWED_CPU}"
+        print(f"{row['name']}: CPU time {row['cpu_to_ddp']:.2f} of DDP's{over}; {parts}")
     late = [row["name"] for row in figures["engines"] if row["seconds_later"] > ALLOWED_S]
     if late and not options.quick:
         print(f"more than {ALLOWED_S:g} s later than DDP: {', '.join(late)}")
