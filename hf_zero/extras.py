@@ -33,7 +33,7 @@ EXTRAS = {
             "bucket_steps:KernelSteps",
             "statistics:NormByKernels",
             "statistics:launch_fault",
-            "base:stochastic_triton",
+            "stochastic:stochastic_triton",
         ),
     ),
     "early": Extra(

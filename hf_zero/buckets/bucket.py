@@ -15,7 +15,9 @@ from torch.autograd.graph import increment_version
 from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup
 from ..device import Arrival
-from ..hooks import WeakMethod, look_only, set_all
+from ..hooks.guards import look_only
+from ..hooks.tensors import set_all
+from ..hooks.weak import WeakMethod
 from ..layout.buckets import BucketLayout, RowLayout, rows_of_shard
 from ..layout.intervals import Interval
 from ..offload.tiers import Region, Tier

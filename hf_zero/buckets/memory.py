@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..device import alias, allocate, ask_for, reserve, side_queue
-from ..hooks import look_only, set_all
+from ..hooks.guards import look_only
+from ..hooks.tensors import set_all
 from ..layout.buckets import BucketLayout
 from ..layout.intervals import Interval
 from ..offload.tiers import HostToDevice, ParameterShard, ParameterTier, Region

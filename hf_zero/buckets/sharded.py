@@ -17,7 +17,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
-from ..hooks import ALIASING, EDITS, LOOKS, Guard, Guarded, WeakMethod, engine_attached_to, look_only, set_all
+from ..hooks.guards import ALIASING, EDITS, LOOKS, Guard, Guarded, look_only
+from ..hooks.tensors import set_all
+from ..hooks.weak import WeakMethod, engine_attached_to
 
 # ---- Tensors inside the nested arguments of a torch function ----
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..config import AUTO, CommConfig, ConfigError
-from ..hooks import replaced
+from ..hooks.replaced import replaced
 from .arrivals import CommunicationError, await_all_ranks, ended_ranks, in_words
 
 # ---- Process groups that only engines use ----

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..hooks import replaced
+from ..hooks.replaced import replaced
 from ..integrations.accelerator import ZeroAcceleratorMixin
 from ..integrations.launcher import CONFIG_VARIABLE, launch_of, ranks_of, script_call
 from ..integrations.unmodified import run_as_main, run_script

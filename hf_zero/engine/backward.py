@@ -17,15 +17,10 @@ from ..buckets.sharded import ShardedGradient
 from ..comm.arrivals import in_words
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..hooks import (
-    WeakMethod,
-    differentiable_tensors,
-    dispatch_modes,
-    hidden_from_modes,
-    is_in_backward,
-    look_only,
-    without_modes,
-)
+from ..hooks.guards import look_only
+from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
+from ..hooks.tensors import differentiable_tensors, is_in_backward
+from ..hooks.weak import WeakMethod
 from ..optimizer.shared_settings import SharedSettings
 from .gradient_store import GradientStore
 

@@ -26,7 +26,7 @@ from ..buckets.precision import (
 )
 from ..comm.groups import Groups
 from ..config import AUTO, ConfigError, ZeroConfig
-from ..hooks import engine_attached_to
+from ..hooks.weak import engine_attached_to
 from ..layout.blocks import IN_BLOCKS
 from ..layout.buckets import Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ..offload.tiers import ParameterTier, Placement

@@ -22,7 +22,10 @@ from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
 from ..config import ZeroConfig
 from ..device import SideQueue, side_queue
 from ..extras import extra
-from ..hooks import LOOKS, Guard, Guarded, engine_attached_to, hidden_from_modes, set_all
+from ..hooks.guards import LOOKS, Guard, Guarded
+from ..hooks.modes import hidden_from_modes
+from ..hooks.tensors import set_all
+from ..hooks.weak import engine_attached_to
 from ..layout.blocks import BLOCK_NUMEL
 from ..layout.buckets import USUAL_ALIGNMENT, Alignment
 from ..optimizer.replicas import ReplicaCheck

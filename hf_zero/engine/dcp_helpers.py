@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..hooks import AfterImport
+from ..hooks.replaced import AfterImport
 from ..optimizer.sharded_optimizer import sharded_of
 
 _HELPERS = "torch.distributed.checkpoint.state_dict"

@@ -13,7 +13,7 @@ from ..buckets.bucket import rows_with_gradient
 from ..buckets.sharded import widen
 from ..comm.ledger import ErrorHook, Label
 from ..config import ConfigLike, ZeroConfig
-from ..hooks import attach, detach
+from ..hooks.weak import attach, detach
 from ..layout.intervals import Interval
 from ..optimizer.full_state import full_gradient, full_state, slot_of
 from ..optimizer.loss_scale import agree_on_overflows

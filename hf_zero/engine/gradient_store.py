@@ -17,7 +17,8 @@ from ..buckets.sharded import GradientState, ShardedGradient, widen
 from ..comm.transport import Handle
 from ..config import ZeroConfig
 from ..device import Arrival, Reservation, reserve
-from ..hooks import look_only, set_all
+from ..hooks.guards import look_only
+from ..hooks.tensors import set_all
 from ..layout.gradient_buffers import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
 from ..offload.tiers import DeviceToHost, Tier
 from .collectives import Reduction

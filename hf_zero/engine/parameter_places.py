@@ -11,7 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import show_values
 from ..comm.transport import Transport
-from ..hooks import WeakHook, is_in_backward, look_only
+from ..hooks.guards import look_only
+from ..hooks.tensors import is_in_backward
+from ..hooks.weak import WeakHook
 from ..optimizer.holder import StateHolder
 from .buffers import ignored_parameters
 from .collectives import Gather

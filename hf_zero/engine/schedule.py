@@ -20,14 +20,9 @@ import torch
 from ..buckets.bucket import Bucket
 from ..comm.ledger import Label
 from ..comm.transport import Transport
-from ..hooks import (
-    WeakMethod,
-    dispatch_modes,
-    hidden_from_modes,
-    is_in_backward,
-    tensors_in,
-    without_modes,
-)
+from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
+from ..hooks.tensors import is_in_backward, tensors_in
+from ..hooks.weak import WeakMethod
 from .collectives import Gather, Wire
 from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 

@@ -19,7 +19,8 @@ from ..buckets.packed import CodesInPlace, PackedPlaces, beside_packed, take_out
 from ..buckets.sharded import ShardedParametersError, are_hidden, show_values
 from ..comm.transport import Transport
 from ..config import ZeroConfig
-from ..hooks import WeakHook, caller_of_hook, engine_attached_to, look_only
+from ..hooks.guards import look_only
+from ..hooks.weak import WeakHook, caller_of_hook, engine_attached_to
 from ..optimizer.holder import StateHolder
 from .buffers import place_buffers
 from .collectives import PARAMETERS_IN, put_parameters

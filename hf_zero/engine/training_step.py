@@ -19,7 +19,8 @@ from ..comm.all_or_none import Exchange, raise_on_all
 from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
-from ..hooks import WeakHook, WeakMethod, engine_attached_to, is_in_backward
+from ..hooks.tensors import is_in_backward
+from ..hooks.weak import WeakHook, WeakMethod, engine_attached_to
 from ..layout import gradient_buffers
 from ..optimizer.holder import StateHolder
 from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer, identity_of

@@ -13,7 +13,7 @@ from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.memory import GatheredMemory
 from ..buckets.sharded import all_are_hidden
 from ..comm.transport import Handle
-from ..hooks import look_only
+from ..hooks.guards import look_only
 from ..optimizer.replicas import checksum
 from .collectives import Gather
 

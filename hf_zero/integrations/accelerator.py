@@ -24,7 +24,7 @@ from ..engine.bucketing import refuse_other_engines
 from ..engine.compiled import is_compiled
 from ..engine.engine import ZeroEngine, keep_state, take_up_state
 from ..extras import extra, is_installed
-from ..hooks import EngineReference, WeakHook, engine_attached_to
+from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
 from ..optimizer.scope import refuse_wrapper
 from ..optimizer.sharded_optimizer import engine_stepped_by, whole_parameters
 from .accelerator_parts import (

@@ -29,7 +29,8 @@ from ..config import AUTO, ConfigError
 from ..engine.assemble import refuse_disagreement
 from ..engine.engine import ZeroEngine
 from ..extras import extra
-from ..hooks import engine_attached_to, mix_in
+from ..hooks.guards import mix_in
+from ..hooks.weak import engine_attached_to
 from ..optimizer.loss_scale import GradScaler, scale_over_shards
 from ..optimizer.sharded_optimizer import engine_stepped_by
 from .environment import find_in_callers

@@ -7,7 +7,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from ..engine.engine import ZeroEngine
-from ..hooks import engine_attached_to
+from ..hooks.weak import engine_attached_to
 
 # ---- From whatever a script has in hand to its engine ----
 

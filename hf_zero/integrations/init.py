@@ -23,7 +23,7 @@ from ..engine.assemble import FILES_ATTRIBUTE
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import read_part
 from ..extras import extra
-from ..hooks import replaced
+from ..hooks.replaced import replaced
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from .saved_weights import (

@@ -19,7 +19,7 @@ from ..config.checks import read_yaml, shown
 from ..config.zero import changed
 from ..device import accelerators
 from ..extras import extra
-from ..hooks import replaced
+from ..hooks.replaced import replaced
 
 # ---- The words behind `-m hf_zero.run`: which config, which script, and the script's own arguments ----
 

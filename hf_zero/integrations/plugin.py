@@ -15,7 +15,7 @@ from ..comm.ledger import ErrorHook
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
 from ..config.zero import changed
-from ..hooks import mix_in
+from ..hooks.guards import mix_in
 from .accelerator import ZeroAcceleratorMixin
 from .accelerator_parts import mesh_of_batches
 from .announce import end_cleanly

@@ -29,7 +29,7 @@ from ..checkpoint.structure import (
 )
 from ..checkpoint.writer import row_file
 from ..comm.all_or_none import exchange_between_ranks
-from ..hooks import replaced
+from ..hooks.replaced import replaced
 from .elastic import trap_of_agents_store
 from .state_io import ZERO_FOLDER, progress_of
 

@@ -27,7 +27,7 @@ from ..checkpoint.structure import (
 )
 from ..checkpoint.writer import versions_of
 from ..config.zero import changed
-from ..hooks import engine_attached_to
+from ..hooks.weak import engine_attached_to
 from ..integrations.saved_weights import is_checkpoint_of_ours, saved_tensors
 from ..integrations.state_io import ZERO_FOLDER
 

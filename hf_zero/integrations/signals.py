@@ -21,7 +21,8 @@ from ..checkpoint.files import CheckpointError
 from ..comm.ledger import Label
 from ..config import AUTO, ConfigError
 from ..engine.engine import ZeroEngine
-from ..hooks import WeakHook, mix_in
+from ..hooks.guards import mix_in
+from ..hooks.weak import WeakHook
 from .accelerator_parts import numbered_states
 from .environment import trainer_in_callers
 

@@ -29,7 +29,9 @@ from ..engine.engine import ZeroEngine
 from ..engine.sharded_model import computing_in
 from ..engine.split_model import is_dtensor
 from ..extras import extra
-from ..hooks import engine_attached_to, mix_in, replaced
+from ..hooks.guards import mix_in
+from ..hooks.replaced import replaced
+from ..hooks.weak import engine_attached_to
 from .accelerator_parts import refuse_other_arguments
 from .gathered import gathered
 from .init import init, load_weights_into

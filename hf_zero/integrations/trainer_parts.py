@@ -26,7 +26,8 @@ from ..engine.engine import ZeroEngine
 from ..engine.report_tables import CommReport
 from ..engine.state import EngineState
 from ..extras import extra
-from ..hooks import engine_attached_to, replaced
+from ..hooks.replaced import replaced
+from ..hooks.weak import engine_attached_to
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import is_of_torch, unsaved_state
 from .elastic import Batch, DataPosition, same_global_batch

@@ -34,7 +34,8 @@ from ..comm.arrivals import CommunicationError
 from ..comm.transport import StoreExchange
 from ..device import free_bytes
 from ..engine.engine import ZeroEngine
-from ..hooks import WeakHook, replaced
+from ..hooks.replaced import replaced
+from ..hooks.weak import WeakHook
 from ..layout.intervals import Interval
 from .elastic import DataPosition
 from .model_parallel import as_if_whole

@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config import ConfigError
 from ..engine.engine import ZeroEngine
-from ..hooks import differentiable_tensors, engine_attached_to, is_in_backward
+from ..hooks.tensors import differentiable_tensors, is_in_backward
+from ..hooks.weak import engine_attached_to
 
 _PURPOSE = "batches that may be uneven"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm.ledger import write_error_file
 from ..config import ConfigError, ZeroConfig
-from ..hooks import AfterImport, replaced
+from ..hooks.replaced import AfterImport, replaced
 from .environment import RunRecord
 from .launcher import ScriptCall, script_call
 

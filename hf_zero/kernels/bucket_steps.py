@@ -19,7 +19,11 @@ from ..layout.intervals import Interval
 from ..optimizer.bucket_state import BucketState, KernelReport, States
 from ..optimizer.holder import Assigned, BucketStep, LentStep, StepChoice
 from ..optimizer.places import StateInBlocks
-from .steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
+from .adamw import AdamW, adamw
+from .adamw_in_blocks import adamw_in_blocks
+from .flat_steps import Place
+from .lion import Lion, lion
+from .sgd import SGD, sgd
 
 # ---- What kernels know of optimizers: which settings they have a form for, and which state is whose ----
 

@@ -17,7 +17,8 @@ from ..buckets.sharded import widen
 from ..comm.ledger import Label
 from ..comm.transport import LocalTransport, Transport
 from ..device import Arrival
-from ..hooks import WeakHook, set_all
+from ..hooks.tensors import set_all
+from ..hooks.weak import WeakHook
 from ..offload.files import OffloadError, StoredShard, Window
 from ..offload.tiers import StateFiles
 from .bucket_state import DUE, BucketState, EarlyReport, KernelReport, StatePlace, group_with, own_step

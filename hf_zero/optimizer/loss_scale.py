@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 
 from ..buckets.sharded import widen
-from ..hooks import mix_in
+from ..hooks.guards import mix_in
 from .sharded_optimizer import engine_stepped_by, sharded_of
 
 if TYPE_CHECKING:

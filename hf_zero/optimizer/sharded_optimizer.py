@@ -20,7 +20,9 @@ from ..comm.groups import Groups
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..config import ZeroConfig
-from ..hooks import WeakHook, caller_of_hook, engine_attached_to, look_only, set_all
+from ..hooks.guards import look_only
+from ..hooks.tensors import set_all
+from ..hooks.weak import WeakHook, caller_of_hook, engine_attached_to
 from ..layout.intervals import Interval
 from .bucket_state import (
     NO_ARGUMENTS,

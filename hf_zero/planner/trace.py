@@ -27,7 +27,7 @@ from ..config import AUTO
 from ..device import free_bytes
 from ..forecast.fit import RESERVE, PlanError
 from ..forecast.peak import Activations, Live
-from ..hooks import differentiable_tensors
+from ..hooks.tensors import differentiable_tensors
 from .request import checkpoint, exchanged_bytes, inner_model, is_checkpointed, part_of
 
 # ---- The memory of a micro-batch: a forward and a backward on tensors without memory, counted while they live ----

@@ -17,7 +17,7 @@ from ..config import ZeroConfig
 from ..device import HostValue, Moment, peak_bytes
 from ..engine.engine import ZeroEngine
 from ..engine.report_tables import CommReport
-from ..hooks import WeakHook
+from ..hooks.weak import WeakHook
 from .run_files import LogFile, read_lines
 
 # ---- Steps, rows, tokens and seconds of a run, counted by the host's clock as its hooks are called ----

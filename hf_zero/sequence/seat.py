@@ -29,7 +29,7 @@ from transformers.utils import ModelOutput
 from ..config import ConfigError
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import DifferentBatchesError, differing
-from ..hooks import EngineReference, WeakHook, engine_attached_to
+from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
 from .exchange import SequenceRanks
 
 _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..kernels.base import kernel, nearest_integer, rounded
+from .block_kernels import in_scales, load_with_residual, magnitudes, scale_of, store_residual
+from .code import Code
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-from .block_kernels import in_scales, load_with_residual, magnitudes, scale_of, store_residual
-from .code import Code
 
 _OFFSET = 8
 """Added to a code, which lies between -7 and 7, so that it is not negative."""

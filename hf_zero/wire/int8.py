@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..kernels.base import kernel, nearest_integer
+from .block_kernels import in_scales, load_blocks, store_residual, sum_of_bytes
+from .code import Code
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-from .block_kernels import in_scales, load_blocks, store_residual, sum_of_bytes
-from .code import Code
 
 
 @kernel

@@ -23,8 +23,12 @@ from hf_zero.arithmetic.flat import runs_triton
 from hf_zero.arithmetic.stochastic import round_stochastically
 from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded, quantise_dynamic
 from hf_zero.device import free_bytes
+from hf_zero.kernels.adamw import AdamW, adamw
+from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
+from hf_zero.kernels.flat_steps import Place
+from hf_zero.kernels.lion import Lion, lion
+from hf_zero.kernels.sgd import SGD, sgd
 from hf_zero.kernels.statistics import gradient_statistics
-from hf_zero.kernels.steps import SGD, AdamW, Lion, Place, adamw, adamw_in_blocks, lion, sgd
 from hf_zero.layout.blocks import BLOCK_NUMEL, blocks
 from hf_zero.wire.int8 import INT8
 from hf_zero.wire.quantise import BlockFormat, dequantise_sum, quantise

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import save_engine
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.hooks import engine_attached_to
+from hf_zero.hooks.weak import engine_attached_to
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")]

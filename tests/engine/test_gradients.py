@@ -24,7 +24,7 @@ from hf_zero.comm.ledger import ENDED, LABEL, STARTED
 from hf_zero.engine.collectives import ReplicatedReduction
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.norm import NonFiniteGradientError
-from hf_zero.hooks import engine_attached_to
+from hf_zero.hooks.weak import engine_attached_to
 from hf_zero.integrations.announce import state_plan
 from hf_zero.layout import gradient_buffers
 

@@ -16,7 +16,7 @@ from training import gpt2_batch
 import hf_zero
 from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.hooks import engine_attached_to
+from hf_zero.hooks.weak import engine_attached_to
 from hf_zero.integrations.announce import state_plan
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes, of the extra `dev`, is not installed")

@@ -19,7 +19,7 @@ from training import bert, bert_batch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.hooks import engine_attached_to
+from hf_zero.hooks.weak import engine_attached_to
 
 STAGES = [0, 1, 2, 3]
 

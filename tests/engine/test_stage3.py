@@ -46,7 +46,8 @@ import hf_zero
 from hf_zero.buckets import memory
 from hf_zero.device import Reservation, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.hooks import engine_attached_to, mix_in
+from hf_zero.hooks.guards import mix_in
+from hf_zero.hooks.weak import engine_attached_to
 
 pytestmark = pytest.mark.timeout(120)
 # In the short run, `test_no_setting_changes_a_digit` has the others alone.

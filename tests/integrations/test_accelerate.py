@@ -40,7 +40,7 @@ from hf_zero import ConfigError, ZeroPlugin, engine_of
 from hf_zero.comm.groups import _LAUNCHED_RANKS
 from hf_zero.comm.ledger import ERROR_FILE_VARIABLE
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.hooks import mix_in
+from hf_zero.hooks.guards import mix_in
 from hf_zero.integrations.environment import _processes_on
 
 pytestmark = pytest.mark.timeout(180)

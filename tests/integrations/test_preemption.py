@@ -32,7 +32,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_zero import ConfigError, ZeroEngine, ZeroPlugin, last_good_state
 from hf_zero.checkpoint.files import CheckpointError
-from hf_zero.hooks import WeakHook
+from hf_zero.hooks.weak import WeakHook
 from hf_zero.integrations.signals import FollowedLoader, StopSignals, follow_loader
 
 pytestmark = pytest.mark.timeout(170)

@@ -22,7 +22,10 @@ from hf_zero.arithmetic.flat import has_triton, runs_triton
 from hf_zero.arithmetic.sums import sum_of_squares
 from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded
 from hf_zero.kernels import statistics
-from hf_zero.kernels.steps import SGD, AdamW, Lion, adamw, adamw_in_blocks, lion, sgd
+from hf_zero.kernels.adamw import AdamW, adamw
+from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
+from hf_zero.kernels.lion import Lion, lion
+from hf_zero.kernels.sgd import SGD, sgd
 
 TIME_LIMIT_S = 240
 NEWEST = kernel_compile.ARCHITECTURES[-1]

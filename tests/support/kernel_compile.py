@@ -25,12 +25,14 @@ from typing import Any
 import torch
 
 from hf_zero.arithmetic import stochastic, sums
-from hf_zero.kernels import base, statistics, steps
+from hf_zero.kernels import adamw, adamw_in_blocks, flat_steps, lion, sgd, statistics
+from hf_zero.kernels import stochastic as stochastic_kernels
 from hf_zero.kernels.base import Kernel
 from hf_zero.wire import quantise
+from hf_zero.wire.code import Code
 from hf_zero.wire.int4 import INT4
 from hf_zero.wire.int8 import INT8
-from hf_zero.wire.quantise import BlockFormat, Code
+from hf_zero.wire.quantise import BlockFormat
 
 ARCHITECTURES = (80, 90)
 RANKS = (8, 128, 256)
@@ -119,8 +121,8 @@ def step_case(
     return Case(
         kernel=kernel,
         types={k: f"*{v}" for k, v in dtypes.items()} | scalars | {"numel": "i64"} | dict.fromkeys(numbers, "fp32"),
-        constants={"BLOCK": steps.STEP_BLOCK_NUMEL, "INTERPRETED": False, **constants},
-        num_warps=steps.NUM_WARPS,
+        constants={"BLOCK": flat_steps.STEP_BLOCK_NUMEL, "INTERPRETED": False, **constants},
+        num_warps=flat_steps.NUM_WARPS,
         promise=Promise(
             registers=registers,
             loads=loads,
@@ -138,10 +140,10 @@ PLAIN = {"weights": "fp32", "gradient": "fp32"}
 for title, dtypes in (("bf16 copy", MASTER), ("fp32", PLAIN), ("bf16", {"weights": "bf16", "gradient": "bf16"})):
     none = {} if "copy" in dtypes else {"copy": None}
     moments = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
-    CASES[f"adamw {title}"] = step_case(steps._adamw, dtypes | moments, ADAMW_NUMBERS, none, registers=40)
-    CASES[f"lion {title}"] = step_case(steps._lion, dtypes | {"exp_avg": "fp32"}, LION_NUMBERS, none, registers=32)
+    CASES[f"adamw {title}"] = step_case(adamw._adamw, dtypes | moments, ADAMW_NUMBERS, none, registers=40)
+    CASES[f"lion {title}"] = step_case(lion._lion, dtypes | {"exp_avg": "fp32"}, LION_NUMBERS, none, registers=32)
     CASES[f"sgd {title}"] = step_case(
-        steps._sgd, dtypes | {"momentum_buffer": "fp32"}, SGD_NUMBERS, {"NESTEROV": True, **none}, registers=32
+        sgd._sgd, dtypes | {"momentum_buffer": "fp32"}, SGD_NUMBERS, {"NESTEROV": True, **none}, registers=32
     )
 
 
@@ -156,18 +158,18 @@ MOMENTS_IN_BLOCKS = {
 }
 CASES |= {
     f"adamw in blocks {title}": Case(
-        kernel=steps._adamw_in_blocks,
+        kernel=adamw_in_blocks._adamw_in_blocks,
         types={name: f"*{dtype}" for name, dtype in dtypes.items()}
         | MOMENTS_IN_BLOCKS
         | {"multiplier": "*fp32", "found_inf": "*fp32", "numel": "i64"}
         | dict.fromkeys(ADAMW_NUMBERS, "fp32"),
         constants={
-            "SMALLEST": steps.SMALLEST_NORMAL,
-            "BLOCK": steps.BLOCK_NUMEL,
+            "SMALLEST": adamw_in_blocks.SMALLEST_NORMAL,
+            "BLOCK": adamw_in_blocks.BLOCK_NUMEL,
             "INTERPRETED": False,
             **({} if "copy" in dtypes else {"copy": None}),
         },
-        num_warps=steps._WARPS_IN_BLOCKS,
+        num_warps=adamw_in_blocks._WARPS_IN_BLOCKS,
         # Eight elements a thread. A look-up is a narrow load: of both moments' elements, a first code (8 bits), a value and a
         # threshold; then two scales, multiplier and found_inf.
         promise=Promise(
@@ -233,11 +235,11 @@ CASES |= {
 
 
 CASES["stochastic rounding"] = Case(
-    kernel=base._round,
+    kernel=stochastic_kernels._round,
     types={"source": "*fp32", "out": "*bf16", "numel": "i64", "seed": "i64", "offset": "i64"},
     constants={
         "LANES": stochastic.LANES,
-        "REGIONS": base._REGIONS_A_PROGRAM,
+        "REGIONS": stochastic_kernels._REGIONS_A_PROGRAM,
         "QUIET_NAN": stochastic.QUIET_NAN,
     },
     # Random numbers are made one a thread and handed over to the threads that read four elements.
@@ -383,7 +385,7 @@ def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
 def main() -> None:
     """Compiles for the architecture named by the first word; for the newest, a launch's other forms too."""
     architecture = int(sys.argv[1])
-    for path in Path(steps.__file__).parent.glob("*.py"):
+    for path in Path(statistics.__file__).parent.glob("*.py"):
         import_module(f"hf_zero.kernels.{path.stem}")
     triton_is_imported = "triton" in sys.modules
     cases = {name: case for name, case in CASES.items() if architecture in case.architectures}

@@ -20,8 +20,10 @@ from triton_interpreter import interpret
 
 from hf_zero.arithmetic import stochastic
 from hf_zero.buckets.rows import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
-from hf_zero.kernels import base, statistics
-from hf_zero.kernels.steps import AdamW, adamw_in_blocks_reference, adamw_in_blocks_triton
+from hf_zero.kernels import statistics
+from hf_zero.kernels import stochastic as stochastic_kernels
+from hf_zero.kernels.adamw import AdamW
+from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks_reference, adamw_in_blocks_triton
 from hf_zero.layout.blocks import blocks
 from hf_zero.wire import quantise
 from hf_zero.wire.quantise import BlockFormat
@@ -348,8 +350,8 @@ def stochastic_rounding_is_the_references_bit_for_bit_at_every_block_size():
             source = guard.of(with_strangers(normal(numel, 6)))
             out, wide = (guard.of(torch.zeros(numel, dtype=torch.bfloat16)) for _ in range(2))
             expected = torch.zeros(numel, dtype=torch.bfloat16)
-            base.stochastic_triton(source, out, seed, offset)
-            base.stochastic_triton(source, wide, seed, offset, regions_a_program=16)
+            stochastic_kernels.stochastic_triton(source, out, seed, offset)
+            stochastic_kernels.stochastic_triton(source, wide, seed, offset, regions_a_program=16)
             stochastic.stochastic_reference(source, expected, seed, offset)
             guard.check()
             assert same_bits(out, expected) and same_bits(wide, expected), (numel, seed, offset)

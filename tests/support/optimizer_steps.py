@@ -8,18 +8,10 @@ from typing import Any
 
 import torch
 
-from hf_zero.kernels.steps import (
-    SGD,
-    AdamW,
-    Lion,
-    Place,
-    adamw_reference,
-    adamw_triton,
-    lion_reference,
-    lion_triton,
-    sgd_reference,
-    sgd_triton,
-)
+from hf_zero.kernels.adamw import AdamW, adamw_reference, adamw_triton
+from hf_zero.kernels.flat_steps import Place
+from hf_zero.kernels.lion import Lion, lion_reference, lion_triton
+from hf_zero.kernels.sgd import SGD, sgd_reference, sgd_triton
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -1,0 +1,120 @@
+"""Module hooks, and references to an engine, that are not copied or pickled with the model."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as _compiler
+
+from .modes import dispatch_modes, function_modes, without_modes
+
+# ---- Module hooks that are not copied or pickled with the model ----
+
+
+class WeakMethod:
+    """Calls `function(owner, *args)` while `owner` lives, and does nothing in a copied or unpickled object."""
+
+    def __init__(self, owner: object | None, function: Callable[..., Any] | None):
+        self._owner = weakref.ref(owner) if owner is not None else lambda: None
+        self._function = function
+
+    def __call__(self, *args, **kwargs):
+        owner, function = self._owner(), self._function
+        return None if owner is None or function is None else function(owner, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> "WeakMethod":
+        return type(self)(None, None)
+
+    def __reduce__(self):
+        return type(self), (None, None)
+
+
+class WeakHook(WeakMethod):
+    """A hook of a module or an optimizer that modes do not see, and that torch.compile calls without tracing the hook.
+
+    A module's hooks are part of the module: with a plain bound method there, `copy.deepcopy(model)` would copy the engine
+    with its buffers, and `torch.save(model)` would pickle it.
+
+    Attributes:
+        was_compiled: a compiled function has called the hook.
+    """
+
+    was_compiled = False
+
+    def __call__(self, *args, **kwargs):
+        if _compiler() is None and not (dispatch_modes() or function_modes()):
+            owner, function = self._owner(), self._function
+            return None if owner is None or function is None else function(owner, *args, **kwargs)
+        return self._call_apart(args, kwargs)
+
+    def _call_apart(self, args: tuple, kwargs: dict) -> Any:
+        compiler = set_eval_frame(None)
+        try:
+            self.was_compiled |= compiler is not None
+            with without_modes():
+                return super().__call__(*args, **kwargs)
+        finally:
+            set_eval_frame(compiler)
+
+
+def caller_of_hook() -> FrameType | None:
+    """The frame that has called the hook whose function asks, past the frames of this file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != __file__:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
+
+
+# Two ways into the compiler: a hook may be called by a function that is traced, or its frame may be the first of a trace.
+vars(WeakHook.__call__)["_torchdynamo_disable"] = True
+for _method in (WeakHook.__call__, WeakHook._call_apart):
+    set_code_exec_strategy(_method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+
+
+# ---- Finds the engine that trains a model or a parameter ----
+
+_ATTRIBUTE = "_hf_zero_engine"
+
+
+class EngineReference:
+    """Points to an engine. Copies and pickles of the holder get an empty reference.
+
+    Args:
+        keeps: the engine lives as long as its model, which is of no use without it. Else the pointer is weak.
+    """
+
+    def __init__(self, engine: object | None = None, *, keeps: bool = False):
+        self._engine = (lambda: engine) if keeps or engine is None else weakref.ref(engine)
+
+    def __call__(self) -> Any:
+        return self._engine()
+
+    def __deepcopy__(self, memo: dict) -> "EngineReference":
+        return EngineReference()
+
+    def __reduce__(self):
+        return EngineReference, ()
+
+
+def attach(engine: object, holders: Iterable[nn.Module | nn.Parameter], *, keeps: bool) -> None:
+    """Tells modules and parameters their engine."""
+    reference = EngineReference(engine, keeps=keeps)
+    for holder in holders:
+        holder.__dict__[_ATTRIBUTE] = reference
+
+
+def detach(holders: Iterable[nn.Module | nn.Parameter]) -> None:
+    for holder in holders:
+        holder.__dict__.pop(_ATTRIBUTE, None)
+
+
+def engine_attached_to(holder: nn.Module | nn.Parameter) -> Any:
+    """Returns the live ZeroEngine of a module that was handed to `ZeroEngine`, or of its parameter; or None."""
+    reference = holder.__dict__.get(_ATTRIBUTE)
+    return reference() if isinstance(reference, EngineReference) else None

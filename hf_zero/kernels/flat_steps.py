@@ -1,0 +1,112 @@
+"""The common part of the optimizers' kernels: tensors, launches, and the frame around the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..arithmetic.flat import FLOAT_DTYPES, ceil_div, check_flat
+from .base import Kernel, check_scalar, is_interpreted, kernel, rounded
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+STEP_BLOCK_NUMEL = 512
+NUM_WARPS = 4
+"""Four elements a thread: 16-byte accesses to float32 in at most 40 registers. With eight, 16-bit and 32-bit tensors want
+different layouts and the compiler converts between them through shared memory."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Place:
+    """Flat tensors of equal length on one device, which a kernel steps together.
+
+    Attributes:
+        weights: the float32 master, or the parameters themselves in float32, bfloat16 or float16.
+        gradient: float32, bfloat16 or float16. Only read.
+        states: the optimizer's, by name: float32, or `Coded` for a kernel that steps moments in 8-bit blocks.
+        copy: gets the new weights, to the nearest, in any of the three dtypes. None for no copy.
+        multiplier: one float32 element, `step_scalars`' MULTIPLIER, by which the gradient is multiplied. None for 1.
+        found_inf: one float32 element. Where it is not 0 nothing is written. None to step always.
+        is_checked: weights, states and copy fit each other, as an earlier `check` has found.
+    """
+
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    states: Mapping[str, Any]
+    copy: torch.Tensor | None = None
+    multiplier: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    is_checked: bool = False
+
+    def check(self) -> None:
+        """Raises `ValueError` unless the tensors are as said; of the states, only those in float32 are looked at."""
+        numel, device = self.weights.numel(), self.weights.device
+        check_flat("gradient", self.gradient, numel=numel, device=device, dtypes=FLOAT_DTYPES)
+        if not self.is_checked:
+            check_flat("weights", self.weights, numel=numel, device=device, dtypes=FLOAT_DTYPES)
+            for name, state in self.states.items():
+                if isinstance(state, torch.Tensor):
+                    check_flat(name, state, numel=numel, device=device, dtypes=[torch.float32])
+            if self.copy is not None:
+                check_flat("copy", self.copy, numel=numel, device=device, dtypes=FLOAT_DTYPES)
+        for name, scalar in (("multiplier", self.multiplier), ("found_inf", self.found_inf)):
+            if scalar is not None:
+                check_scalar(name, scalar, device)
+
+    @property
+    def unscaled_gradient(self) -> torch.Tensor:
+        """Returns the gradient in float32, times `multiplier`; a new tensor if either changes anything."""
+        return self.gradient.float() if self.multiplier is None else self.gradient.float() * self.multiplier
+
+    def write(self, weights: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
+        """Copies float32 results to their places, unless `found_inf` is not 0; never asks the host."""
+        results = [(self.weights, weights), *((self.states[name], value) for name, value in states.items())]
+        for place, result in [*results, *([] if self.copy is None else [(self.copy, weights)])]:
+            stopped = self.found_inf
+            place.copy_(result if stopped is None else torch.where(stopped == 0, result.to(place.dtype), place))
+
+
+def launch(step: Kernel, place: Place, states: Sequence[str], scalars: Sequence[float], **constants: object) -> None:
+    """Runs an optimizer's kernel over all elements of a place; nothing where there are none.
+
+    Args:
+        states: names, in the kernel's order; it gets None for one that is not there.
+    """
+    numel = place.weights.numel()
+    if numel:
+        grid = (ceil_div(numel, STEP_BLOCK_NUMEL),)
+        constants |= {"BLOCK": STEP_BLOCK_NUMEL, "INTERPRETED": is_interpreted(), "num_warps": NUM_WARPS}
+        tensors = [place.weights, place.gradient, *(place.states.get(name) for name in states)]
+        step[grid](*tensors, place.copy, place.multiplier, place.found_inf, numel, *scalars, **constants)
+
+
+@kernel
+def own_elements(numel, found_inf, BLOCK: tl.constexpr):
+    """This program's offsets, and which of them are stepped: none where `found_inf` is not 0."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    if found_inf is not None:
+        mask = tl.where(tl.load(found_inf) == 0.0, mask, False)
+    return offsets, mask
+
+
+@kernel
+def load_gradient(gradient, multiplier, offsets, mask):
+    """The gradient in float32, unscaled and clipped."""
+    g = tl.load(gradient + offsets, mask=mask).to(tl.float32)
+    if multiplier is not None:
+        g = g * tl.load(multiplier)
+    return g
+
+
+@kernel
+def store_weights(weights, copy, w, offsets, mask, INTERPRETED: tl.constexpr):
+    """The new weights to their place and, in its dtype, to the copy."""
+    tl.store(weights + offsets, rounded(w, weights.dtype.element_ty, INTERPRETED), mask=mask)
+    if copy is not None:
+        tl.store(copy + offsets, rounded(w, copy.dtype.element_ty, INTERPRETED), mask=mask)
