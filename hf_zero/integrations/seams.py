@@ -30,7 +30,7 @@ class Seam:
 
 
 REPLACED_CLASSES: Mapping[str, str] = {
-    "hooks/guards": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for saving, "
+    "hooks/guards": "Trainer and Accelerator, which call a plugin or a callback when they are made and offer no hook for saving, "
     "resuming and preparing. accelerate's optimizers, which schedulers ask whether a step was skipped. "
     "GradScalers that a script or accelerate holds already. Parameters whose values are not there, or on "
     "their way: reads raise or wait, and no operation can pass. Gradients in an optimizer's groups, whose norm a script may "
