@@ -1,7 +1,6 @@
 """Pushes models and checkpoints to the Hub with a model card, also while training goes on."""
 
 import fnmatch
-import io
 import json
 import os
 import re
@@ -39,6 +38,7 @@ from ..checkpoint.files import CheckpointError, Progress, no_folder, refuse_link
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import weight_shards_of
 from ..config.checks import SpeltError
+from ..integrations.drawing import INK, add_legend, new_axes, write_png
 from ..integrations.run_facts import CardFacts, card_facts, is_hub_name
 from ..integrations.saved_weights import has_row_weights, is_checkpoint_of_ours
 from ..integrations.state_io import ZERO_FOLDER
@@ -196,8 +196,7 @@ def _thinned(losses: tuple[tuple[int, float], ...]) -> list[tuple[int, str]]:
 def _draw(facts: CardFacts, path: Path) -> bool:
     """Returns whether a picture was written."""
     try:
-        # Without pyplot, which keeps figures and a backend for the whole process.
-        from matplotlib.figure import Figure
+        figure, axes = new_axes(7, 4)
     except ValueError as error:
         why = str(error).partition(";")[0]
         # A notebook's MPLBACKEND reaches commands in other environments, where that backend is missing.
@@ -205,18 +204,15 @@ def _draw(facts: CardFacts, path: Path) -> bool:
             f"hf_zero: the card has no picture, since matplotlib refuses MPLBACKEND ({why}). Unset MPLBACKEND."
         )
         return False
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(*zip(*facts.losses), label="training")
+    # A line through one point is invisible, so each point of a short curve gets a dot.
+    axes.plot(*zip(*facts.losses), marker="o" if len(facts.losses) < _LOSSES_SHOWN else None, label="training")
     if facts.eval_losses:
         axes.plot(*zip(*facts.eval_losses), marker="o", label="evaluation")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=100, metadata={"Software": None})
-    replace_file(path, picture.getvalue())
+    axes.grid(alpha=0.3, color=INK)
+    add_legend(axes)
+    write_png(figure, path, dpi=100)
     return True
 
 

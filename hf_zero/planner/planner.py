@@ -1,6 +1,5 @@
 """`make_plan`: tries settings, and shows them as tables and a chart."""
 
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,10 +14,10 @@ from rich.table import Table
 from torch import nn
 
 from ..buckets.precision import resolve_casts
-from ..checkpoint.files import replace_file
 from ..config import AUTO, ConfigError
 from ..forecast.fit import FITS, PlanError, Room, gb, size
 from ..forecast.peak import DDP, KINDS, Activations
+from ..integrations.drawing import INK, add_legend, new_axes, write_png
 from .layouts import Job, ddp_step_time, step_time
 from .request import (
     PlanRequest,
@@ -561,36 +560,29 @@ def draw(plan: Plan, path: Path) -> None:
     """Writes the picture as a PNG. Raises `PlanError`: there is no matplotlib."""
     if find_spec("matplotlib") is None:
         raise PlanError("hf_zero: a picture needs matplotlib: pip install matplotlib.")
+    rows = list(plan.candidates)[::-1]
     try:
-        # Without pyplot, which keeps figures and a backend for the whole process.
-        from matplotlib.figure import Figure
+        figure, axes = new_axes(10, 1.6 + 0.42 * len(rows))
     except ValueError as error:
         why = str(error).partition(";")[0]
         raise PlanError(
             f"hf_zero: no picture, since matplotlib refuses MPLBACKEND ({why}). Unset MPLBACKEND."
         ) from error
-
-    rows = list(plan.candidates)[::-1]
-    figure = Figure(figsize=(10, 1.6 + 0.42 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
     left = [0.0] * len(rows)
     for kind in KINDS:
         held = [each.forecast.device.get(kind, 0) / 1e9 for each in rows]
         if any(held):
             axes.barh(range(len(rows)), held, left=left, color=_COLOURS[kind], label=kind, height=0.7)
             left = [before + more for before, more in zip(left, held)]
-    axes.axvline(plan.room.device / 1e9, color="black", linestyle="--", linewidth=1, label="a rank's memory")
+    axes.axvline(plan.room.device / 1e9, color=INK, linestyle="--", linewidth=1, label="a rank's memory")
     chosen = plan.choice.candidate
     axes.set_yticks(range(len(rows)), [f"{'> ' if each is chosen else ''}{each.name}" for each in rows])
     for label, each in zip(axes.get_yticklabels(), rows):
         label.set_fontweight("bold" if each is chosen else "normal")
     for place, total in enumerate(left):
-        axes.text(total, place, f" {total:.3g}", va="center", fontsize=8)
+        axes.text(total, place, f" {total:.3g}", va="center", fontsize=8, color=INK)
     axes.set_xlabel("GB a rank, at most")
-    axes.set_title(f"{plan.model}, {plan.request.world_size} ranks", loc="left")
+    axes.set_title(f"{plan.model}, {plan.request.world_size} ranks", loc="left", color=INK)
     axes.set_xlim(0, 1.08 * max([*left, plan.room.device / 1e9]))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=130, format="png", metadata={"Software": None})
-    replace_file(path, picture.getvalue())
+    add_legend(axes)
+    write_png(figure, path, dpi=130)

@@ -105,12 +105,12 @@ def ticks_between(low: float, high: float, *, least: int = 3, whole: bool = Fals
 
 
 def _line(series: Series, across, down) -> Markup:
-    points = thinned(series.points)
+    points, kind = thinned(series.points), series.role
     if len(points) == 1:
-        # A line of no length with round ends is a dot.
-        points = [points[0], points[0]]
+        # A line of no length with round ends is a dot, as wide as its stroke.
+        points, kind = [points[0], points[0]], f"{kind} dot"
     path = "M" + "L".join(f"{across(step):.2f} {down(value):.2f}" for step, value in points)
-    return Markup('<path class="line {}" d="{}"/>').format(series.role, path)
+    return Markup('<path class="line {}" d="{}"/>').format(kind, path)
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:

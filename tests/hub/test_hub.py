@@ -11,7 +11,9 @@ import time
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -649,6 +651,23 @@ def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):
     assert hf_zero("push", plain, REPO).exit_code == 0
     assert server.files(REPO)["README.md"] == b"# by hand\n"
     assert not (plain / "README.md").exists()
+
+
+def test_a_picture_is_readable_on_light_and_dark_pages_and_shows_a_single_point(tmp_path):
+    from matplotlib.image import imread
+
+    assert hub._draw(SimpleNamespace(losses=((1, 2.0),), eval_losses=()), tmp_path / "loss.png")
+    pixels = imread(tmp_path / "loss.png")
+    opaque = pixels[..., 3] > 0.9
+    assert not pixels[0, 0, 3] and opaque.any()
+    # What is drawn differs from a white page and from a dark one.
+    grays = pixels[..., :3].mean(axis=-1)[opaque]
+    assert grays.min() > 0.2 and grays.max() < 0.8
+    # The dot is the only thing in color, left of the legend.
+    in_color = opaque & (np.ptp(pixels[..., :3], axis=-1) > 0.3)
+    columns = np.flatnonzero(in_color.any(axis=0))
+    dot, legend = np.split(columns, np.flatnonzero(np.diff(columns) > 50)[:1] + 1)
+    assert len(dot) >= 5 and len(legend)
 
 
 def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp_path, monkeypatch):

@@ -12,8 +12,9 @@ import pytest
 from command_runs import hf_zero, refusals
 
 from hf_zero.checkpoint.structure import LOG_NAME, PAGE_NAME
-from hf_zero.report.curves import shown, shown_bytes, shown_seconds, shown_tick
-from hf_zero.report.page import render_page, thinned, ticks_between
+from hf_zero.report import page
+from hf_zero.report.curves import Plot, Series, shown, shown_bytes, shown_seconds, shown_tick
+from hf_zero.report.page import draw, render_page, thinned, ticks_between
 from hf_zero.report.run_files import ReportError
 from hf_zero.report.sections import make_report
 
@@ -280,6 +281,15 @@ def test_no_number_however_large_or_small_breaks_a_report(values, tmp_path):
         page = render_page(report)
         assert not re.search(r'="[^"]*\b(?:nan|inf)\b', page), (kind, place)
         json.dumps(report.as_json(), allow_nan=False)
+
+
+def test_a_single_value_is_a_visible_dot():
+    one, two = (
+        draw(Plot(series=(Series(name="loss", points=points),))) for points in (((3, 1.0),), ((3, 1.0), (4, 2.0)))
+    )
+    assert 'class="line main dot"' in one and 'class="line main"' in two
+    template = (Path(page.__file__).with_name("page.html")).read_text()
+    assert float(re.search(r"\.line\.dot { stroke-width: (\d+)px", template)[1]) >= 6
 
 
 def test_the_command_writes_a_page_or_one_json_document(folder, tmp_path):
