@@ -276,8 +276,9 @@ SEAMS = (
     Seam(
         owner="torch.utils._python_dispatch:",
         names=("TorchDispatchMode",),
-        where=("planner/trace", "optimizer/trial"),
-        why="Sees each operation: to count what it saves, and to have copies of an optimizer draw the same random numbers.",
+        where=("planner/trace", "optimizer/trial", "optimizer/bucket_state"),
+        why="Sees each operation: to count what it saves, to have copies of an optimizer draw the same random numbers, and to "
+        "notice collectives in a trial step.",
         test="test_forecast.py::test_a_trace_counts_what_autograd_saves",
     ),
     Seam(

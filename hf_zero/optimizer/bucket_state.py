@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..buckets.bucket import Bucket, Row
 from ..buckets.precision import Precision
@@ -117,6 +118,29 @@ def group_with(group: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool])
     return {**group, **{name: [group[name][place] for place in chosen] for name in parallel}}
 
 
+class CollectivesRefused(TorchDispatchMode):
+    """Raises RuntimeError at each collective of torch.distributed, in a trial: other ranks might not make it, and wait.
+
+    Attributes:
+        called: name of the last collective; None without any.
+    """
+
+    called: str | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        library, name, *_ = str(func).split(".")
+        if library in ("c10d", "_c10d_functional"):
+            self.called = name.rstrip("_")
+            raise RuntimeError(f"{self.called} in a trial step")
+        return func(*args, **(kwargs or {}))
+
+
+def without_collectives() -> AbstractContextManager[CollectivesRefused | None]:
+    """Opens a context in which no collective is made. None without a process group: then there are none, and steps are faster."""
+    is_possible = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return CollectivesRefused() if is_possible else nullcontext()
+
+
 @dataclass(frozen=True)
 class Trial:
     """The findings of one step of an optimizer.
@@ -156,7 +180,8 @@ def try_step(
         with torch.random.fork_rng(devices=[]):
             enter_training(trial)
             before = torch.get_rng_state()
-            own_step(trial)
+            with without_collectives():
+                own_step(trial)
             draws = not torch.equal(torch.get_rng_state(), before)
     except Exception:
         # A class that cannot step outside its own construction tells nothing beforehand; the caller decides what that means.

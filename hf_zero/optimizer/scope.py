@@ -65,7 +65,9 @@ def find_scope(optimizer: torch.optim.Optimizer) -> Finding:
     # Muon's step, GaLore's projection and LAMB's trust ratio are in use in some groups only: each kind of group is tried. A plan
     # for `stage: auto` asks for each candidate, so the finding stays with the optimizer as long as its groups are the same.
     unlike = _unlike_groups(optimizer)
-    asked = repr([(settings, {(p.dim(), p.dtype) for p in parameters}) for settings, parameters in unlike])
+    # Without a process group, a step that calls collectives may make none.
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    asked = repr([(settings, {(p.dim(), p.dtype) for p in parameters}, has_ranks) for settings, parameters in unlike])
     noted = optimizer.__dict__.get(_FOUND)
     if noted is None or noted[0] != asked:
         tried = [try_optimizer(optimizer, *group) for group in unlike]

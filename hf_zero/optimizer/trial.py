@@ -13,7 +13,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .bucket_state import double_of, enter_training, own_step, settings_of
+from .bucket_state import (
+    CollectivesRefused,
+    double_of,
+    enter_training,
+    own_step,
+    settings_of,
+    without_collectives,
+)
 
 
 class UpdateScope(Enum):
@@ -148,6 +155,8 @@ class _Trial:
         starts = [_start(shape, number, generator).to(dtype) for number, shape in enumerate(shapes)]
         scripts = [_Gradients(start, number) for number, start in enumerate(starts)]
         jumps = {steps.stop + _STEPS_LATER * number: count for number, count in enumerate(later)}
+        # Around the whole side alone, which steps first: it makes each operation slower.
+        guard = without_collectives()
         with _undisturbed(self._optimizer), self._drawing():
             undrawn = torch.get_rng_state()
 
@@ -163,7 +172,11 @@ class _Trial:
                         if side is not None:
                             side.count_from(jumps[step])
                     gradients = [script.of_step(step, p.detach()) for script, p in zip(scripts, whole.parameters)]
-                    whole.step(gradients)
+                    with guard as seen:
+                        whole.step(gradients)
+                    if seen is not None and seen.called is not None:
+                        # The step has caught the error.
+                        return _calls(seen.called)
                     for first, half in enumerate(halves):
                         half.step(gradients[first::2])
                     moves = whole.moves()
@@ -184,12 +197,19 @@ class _Trial:
                     if not _same(list(map(torch.flatten, moves)), _joined(pieces.moves(), starts), starts):
                         return differs(UpdateScope.PARAMETER, "a trial found dependence between elements")
             except Exception as error:
+                if isinstance(guard, CollectivesRefused) and guard.called is not None:
+                    return _calls(guard.called)
                 # A class that cannot step outside its own construction tells nothing about its arithmetic.
                 return Finding(UpdateScope.UNKNOWN, f"a trial step failed with {type(error).__name__}")
         return Finding(UpdateScope.ELEMENT, "")
 
     def _side(self, starts: Sequence[torch.Tensor]) -> "_Side":
         return _Side(self._optimizer, self._settings, starts)
+
+
+def _calls(collective: str) -> Finding:
+    # Ranks step different parameters, so that neither their numbers nor their shapes fit each other.
+    return Finding(UpdateScope.MODEL, f"its step calls the collective {collective}")
 
 
 class _Side:

@@ -2,11 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from shared_ranks import on_ranks
 from torch import nn
 from trainer_job import as_launched, make_trainer
@@ -297,6 +299,38 @@ def test_a_trial_finds_dependence_that_begins_late_or_at_a_limit(change, shape, 
     found = find_scope(Sgd([parameter], change))
     assert found.scope is scope and reason in found.reason, found
     assert torch.equal(torch.get_rng_state(), before) and torch.equal(parameter, torch.ones(shape, dtype=dtype))
+
+
+class Averaging(torch.optim.SGD):
+    """Averages gradients over ranks itself in every tenth step."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if self.steps % 10 == 0:
+                dist.all_reduce(p.grad)
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_calls_collectives_in_its_step_is_refused_above_stage_0(rank, world_size):
+    model = nn.Linear(4, 3)
+    for stage in (2, 0):
+        optimizer = Averaging(model.parameters())
+        expected = pytest.raises(ValueError, match=r"Averaging updates .*its step calls the collective allreduce")
+        with expected if stage else nullcontext():
+            engine = ZeroEngine(model, [optimizer], stage)
+    for _ in range(11):
+        model(torch.full((2, 4), rank + 1.0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.steps == 11
+    with engine.gathered():
+        assert len(set(engine.world.exchange(model.weight.sum().item()))) == 1
 
 
 class InOrder(torch.optim.Optimizer):
