@@ -103,7 +103,8 @@ def refuse_deprecated_calls() -> None:
     """Raises in ranks for the warnings that pytest's own process raises for (`filterwarnings` of pyproject.toml)."""
     for category in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("error", category)
-    warnings.filterwarnings("ignore", "", DeprecationWarning, "torch")
+    for library in ("torch", "httpx"):
+        warnings.filterwarnings("ignore", "", DeprecationWarning, library)
     warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
 
 
