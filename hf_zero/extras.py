@@ -1,7 +1,7 @@
-"""The extras: rooms beside the core, each switched on by a setting or a command. The core imports none of them but by this table.
+"""The extras: packages that the core works without. Each is switched on by a setting or a command.
 
-Where the core asks for an extra, `extra` imports the room's file and gives the function or class of that name. A run that asks
-for none imports none, and the core trains where their folders are missing.
+If the core needs an extra, `extra` imports the module and returns the function or class. A run that uses no extra imports none,
+and the core trains if their folders are missing.
 """
 
 import importlib
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """A room of hf_zero that the core does without.
+    """A package of hf_zero that the core works without.
 
     Attributes:
-        what: in a sentence.
-        switch: the setting, function or command that asks for it.
-        factories: all that others take from it, as `file:name`.
+        what: one sentence that describes the package.
+        switch: the setting, function or command that uses the package.
+        factories: all names that other packages use, as `file:name`.
     """
 
     what: str
@@ -111,18 +111,18 @@ EXTRAS = {
         ),
     ),
 }
-"""By the name of the room's folder."""
+"""Maps the name of the folder to the extra."""
 
 
 class MissingExtraError(ImportError):
-    """A setting or command asks for an extra whose folder is missing."""
+    """Raised if a setting or command uses an extra whose folder is missing."""
 
 
 def extra(room: str, name: str) -> Any:
-    """The function or class `name` of an extra.
+    """Imports and returns the function or class `name` of an extra.
 
     Raises:
-        MissingExtraError: the room's folder is missing.
+        MissingExtraError: the folder of the extra is missing.
     """
     if not is_installed(room):
         installed = ", ".join(filter(is_installed, EXTRAS)) or "none"
@@ -130,12 +130,11 @@ def extra(room: str, name: str) -> Any:
             f"hf_zero: {EXTRAS[room].switch} needs the extra `{room}`, whose folder is missing. Installed extras: {installed}. "
             "Install hf-zero anew, or do without."
         )
-    # By the table alone: a name that the table lacks fails here, and the table stays the whole list of what the core asks of an
-    # extra.
+    # Look the name up in the table only. A name that is missing from the table raises an error here, so the table stays complete.
     [file] = [file for file, _, found in (each.partition(":") for each in EXTRAS[room].factories) if found == name]
     return getattr(importlib.import_module(f".{room}.{file}", __package__), name)
 
 
 def is_installed(room: str) -> bool:
-    """Whether an extra's folder is there; found without importing it."""
+    """Whether the folder of an extra exists. Nothing is imported."""
     return Path(__file__).with_name(room).joinpath("__init__.py").is_file()

@@ -36,17 +36,17 @@ def check_flat(
 
 
 _GIVEN_UP: set[str] = set()
-"""Types of devices on which no kernel is launched any more."""
+"""Device types on which this process launches no more kernels."""
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether triton and the room of kernels are installed; found without importing them."""
+    """Whether triton and the package `kernels` are installed. Neither is imported."""
     return is_installed("kernels") and importlib.util.find_spec("triton") is not None
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether kernels on tensors of `device` run in Triton; on the host, only under TRITON_INTERPRET=1."""
+    """Whether kernels on tensors of `device` run in Triton. On the CPU, they do so only under TRITON_INTERPRET=1."""
     if device.type in _GIVEN_UP:
         return False
     if device.type == "cpu":
@@ -55,14 +55,14 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def give_up_triton(device: torch.device) -> None:
-    """From now on, kernels on this kind of device run as their torch references in this process."""
+    """Makes this process run the torch references instead of Triton kernels on this type of device from now on."""
     _GIVEN_UP.add(device.type)
 
 
 def uses_kernels(wanted: str, device: torch.device) -> bool:
-    """Whether an engine on `device` measures gradients and steps by kernels.
+    """Whether an engine on `device` computes norms and steps with kernels.
 
     Args:
-        wanted: the config's `kernels`. `auto` is where they run in their Triton form.
+        wanted: the setting `kernels`. `auto` uses kernels if they run in Triton.
     """
     return runs_triton(device) if wanted == AUTO else wanted == "always"

@@ -1,5 +1,5 @@
-"""Steps of offloaded state while backward goes on: a bucket is stepped on copies as soon as its gradient is in host memory.
+"""Early steps of offloaded state: a bucket is stepped on copies during backward, as soon as its gradient is in host memory.
 
-`optimizer.step()` takes over what still holds, and steps the other buckets itself: the bits are those of steps in their time.
-The setting is `offload.speculate_bytes`, which says how much the copies may take. Its tests are in `tests/early/`.
+`optimizer.step()` uses the early steps that are still valid and steps the other buckets itself. The result has the same bits as
+without early steps. The setting is `offload.speculate_bytes`, which limits the memory of the copies. Tests are in `tests/early/`.
 """

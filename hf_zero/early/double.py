@@ -11,20 +11,21 @@ from ..optimizer.bucket_state import (
 from .seen import Seen, seen_now, step_on
 
 Stepped = dict[Row, dict[str, Any]]
-"""Of each stepped row, the new entries for `optimizer.state`."""
+"""Maps each stepped row to its new entries for `optimizer.state`."""
 
 
 class Double:
     """Copies of a bucket's master and state for its next step, while training still reads the old ones.
 
     [Note: two copies of the state]
-    An optimizer's step writes in place. An early step writes to copies, so that a look at the state, a save and a late clip find
-    the old values. If the script's step would read the same inputs (`Seen.equals`), the copies become the state and the old
-    tensors the next copies. Else the copies are dropped, and the step is taken again. Both ways give the same bits.
+    An optimizer's step writes in place. An early step writes to copies, so reads of the state, saves and late clipping still find
+    the old values. If the script's step would read the same inputs (`Seen.equals`), the copies become the state, and the old
+    tensors become the next copies. Otherwise the copies are dropped, and the step is computed again. Both paths result in the
+    same bits.
 
-    State in a file is copied to the file's other side; see [Note: two sides of a file].
+    State in a file is copied to the other side of the file; see [Note: two sides of a file].
 
-    Edits that torch does not count (through `.data` or numpy, of rows or their gradients) are not noticed.
+    Edits of rows or gradients that do not change torch's version counters (through `.data` or numpy) are not noticed.
     """
 
     def __init__(self, state: BucketState, optimizer: torch.optim.Optimizer):
@@ -35,21 +36,21 @@ class Double:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the stored master is the one that a step at its time would read."""
-        # A parameter that a script has edited has another master than the file.
+        """Whether the stored master is the one that a step in `optimizer.step()` would read."""
+        # If the script has edited a parameter, its master differs from the file.
         return self.state.shard is None or not self.state.bucket.edited_rows
 
     def seen(self) -> Seen:
-        """Collects the present inputs of a step."""
+        """Collects the current inputs of a step."""
         return seen_now(self.state.bucket, self.optimizer).with_marks(*self._marks())
 
     @torch.no_grad()
     def step(self, seen: Seen, scratch: torch.Tensor, buffer: torch.Tensor | None) -> Stepped:
-        """Takes the step that `seen` describes on copies. Runs in a thread of its own; calls follow each other.
+        """Computes the step that `seen` describes on copies. Runs in the step thread, one call after the other.
 
         Args:
-            scratch: (at least shard_numel,) of the master dtype: some optimizers write into their gradients.
-            buffer: with the contents of the bucket's file; afterwards those of its other side.
+            scratch: (at least shard_numel,) of the master dtype, because some optimizers write to gradients.
+            buffer: the contents of the bucket's file; afterwards the contents of the file's other side.
         """
         regions = self.state.regions_in(buffer)
         master = self.state.master.begin_aside(regions)
@@ -72,7 +73,7 @@ class Double:
 
     @property
     def nbytes(self) -> int:
-        """Counts bytes of the copies in memory, while they wait for the next step."""
+        """Bytes of the copies in memory while they wait for the next step."""
         return self.state.master.aside_bytes + self.state.state.aside_bytes
 
     def _marks(self) -> tuple[tuple[Any, Any], ...]:

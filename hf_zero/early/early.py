@@ -19,14 +19,14 @@ from .trust import EarlySteps
 
 
 class Early(StepTiming):
-    """Steps a bucket on copies as soon as its gradient has landed; `optimizer.step()` uses the steps that still hold.
+    """Steps a bucket on copies as soon as its gradient has arrived; `optimizer.step()` uses the steps that are still valid.
 
     Args:
         tier, files, placeholders: see `StepsBeside`.
-        most_bytes: that copies may take. Buckets beyond it, in the order in which gradients arrive, wait for the step.
+        most_bytes: limit for copies. Buckets beyond the limit, in the order in which gradients arrive, are not stepped early.
 
     Attributes:
-        steps: which have been begun.
+        steps: the early steps that have been started.
     """
 
     steps_early = True
@@ -56,7 +56,7 @@ class Early(StepTiming):
 
     def landed(self, bucket: Bucket, arrival: Arrival, *, all_used: bool) -> None:
         double = self._beside.doubles.get(bucket)
-        # A parameter that this rank did not use keeps its gradient, or gets none, when all ranks have been heard.
+        # If this rank did not use a parameter, only all ranks together can tell whether its gradient is kept or dropped.
         self.steps.landed(bucket, arrival, may_begin=all_used and double is not None and double.may_begin)
 
     def commit(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:

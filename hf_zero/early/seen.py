@@ -24,11 +24,11 @@ class Seen:
     """The inputs of a bucket's step at one moment.
 
     Attributes:
-        rows: those with a gradient, in their group's order, each with its gradient and its state.
-        settings: of the group.
-        arguments: of the script to the step.
-        marks: (object, version) of every tensor and dict that the step reads. The objects are kept, so that none of their
-            addresses is given to another.
+        rows: rows with a gradient, in the order of their group, each with its gradient and its state.
+        settings: settings of the group.
+        arguments: arguments that the script passes to the step.
+        marks: (object, version) of every tensor and dict that the step reads. The objects are kept alive, so that no new object
+            gets the address of one of them.
     """
 
     rows: tuple[tuple[Row, torch.Tensor, dict[str, Any]], ...]
@@ -37,7 +37,7 @@ class Seen:
     marks: tuple[tuple[Any, Any], ...]
 
     def equals(self, other: "Seen") -> bool:
-        """Whether a step would read the same: the same objects, none of them written to since, and equal settings."""
+        """Whether a step would read the same inputs: the same objects, not modified since, and equal settings."""
         return (
             len(self.marks) == len(other.marks)
             and all(a is b and old == new for (a, old), (b, new) in zip(self.marks, other.marks))
@@ -51,12 +51,12 @@ class Seen:
 
 
 def seen_now(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
-    """Collects the present inputs of the bucket's step. Reads no tensor's values, but those of tensors in the settings."""
+    """Collects the current inputs of the bucket's step. Reads values only of tensors in the settings."""
     group = optimizer.param_groups[bucket.key.group]
     has = {id(row.tensor): (row, gradient) for row in bucket.rows if (gradient := row.tensor.grad) is not None}
     group = group_with(group, lambda tensor: id(tensor) in has)
     rows = [has[id(tensor)] for tensor in group["params"]]
-    # By `get`: `optimizer.state` makes an entry when asked, and an empty one would look like a step taken.
+    # Use `get`, because indexing `optimizer.state` creates an empty entry, which would look like a step.
     found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient in rows)
     return Seen(found, settings_of(group), arguments_of(optimizer), _marks(bucket, optimizer, found))
 
@@ -66,7 +66,7 @@ def _marks(
     optimizer: torch.optim.Optimizer,
     rows: tuple[tuple[Row, torch.Tensor, dict[str, Any]], ...],
 ) -> tuple[tuple[Any, Any], ...]:
-    # A gradient scaler hands these to a fused step at the last moment.
+    # A gradient scaler sets these attributes just before a fused step.
     of_scaler = ((getattr(optimizer, name, None), name) for name in ("grad_scale", "found_inf"))
     return ((bucket.master, bucket.master._version), *of_scaler, *_marks_of(rows))
 
@@ -97,10 +97,11 @@ def step_on(
     states: Mapping[Row, dict[str, Any]],
     scratch: torch.Tensor,
 ) -> dict[Row, dict[str, Any]]:
-    """Takes the step that `seen` describes on `master`, (shard_numel,), and on `states`, both the caller's; returns the rows'
-    state after it.
+    """Computes the step that `seen` describes on the caller's `master` and `states`; returns the state of the rows after the
+    step.
 
     Args:
+        master: (shard_numel,), modified in place.
         scratch: (shard_numel,) of the master dtype, for the gradients.
     """
     doubles: dict[Row, nn.Parameter] = {}
@@ -110,7 +111,7 @@ def step_on(
         # A step may read attributes of parameters.
         double.__dict__ = row.tensor.__dict__
     group = settings_of(seen.settings) | {"params": list(doubles.values())}
-    # An empty entry would look like a step taken.
+    # Leave empty entries out, because they would look like a step.
     register: dict[torch.Tensor, dict[str, Any]] = {doubles[row]: state for row, state in states.items() if state}
     twin = double_of(optimizer, group, register)
     note_arguments(twin, seen.arguments)

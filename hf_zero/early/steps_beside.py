@@ -24,18 +24,18 @@ from ..optimizer.bucket_state import (
 from .double import Double, Stepped
 from .seen import Seen
 
-# ---- The thread on which steps run beside training ----
+# ---- The thread that computes early steps during training ----
 
 _HOST = torch.device("cpu")
 _Result = TypeVar("_Result")
 
 
 class StepThread:
-    """A thread in which steps follow each other, with its own number of CPU threads for torch's operations.
+    """A thread that computes one step after the other, with its own number of CPU threads for torch's operations.
 
     Args:
-        cores: for those operations.
-        device: of the gradients.
+        cores: cores for torch's operations.
+        device: device of the gradients.
     """
 
     def __init__(self, cores: HostCores, device: torch.device):
@@ -44,14 +44,14 @@ class StepThread:
         self._scratch: torch.Tensor | None = None
         before = torch.get_num_threads()
         self._thread.submit(cores.enter).result()
-        # torch gives the last number that any thread has set to threads that start later.
+        # Threads that start later use the last number that any thread has set, so restore the previous one.
         torch.set_num_threads(before)
 
     def submit(self, call: Callable[..., _Result], *arguments) -> Future[_Result]:
         return self._thread.submit(call, *arguments)
 
     def scratch(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 for the call that runs: some optimizers write into their gradients."""
+        """(nbytes,) uint8 for the current call, because some optimizers write to gradients."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = allocate(nbytes, torch.uint8, _HOST)
         return self._scratch[:nbytes]
@@ -64,20 +64,21 @@ class StepThread:
         self._thread.shutdown()
 
 
-# ---- Steps on copies of the state, taken beside training ----
+# ---- Early steps on copies of the state ----
 
 
 class StepsBeside:
-    """The doubles of buckets, and the threads that step them.
+    """The copies of buckets, and the threads that step them.
 
-    One thread computes, so that steps follow each other. The threads and buffers of the usual walk over files read and write.
+    A single thread computes, so steps run one after the other. Reads and writes of files use the threads and buffers of the usual
+    walk over files.
 
     Args:
-        tier: whose cores a step runs on.
-        files: of state; None without files.
+        tier: its cores run the steps.
+        files: files of state; None without files.
 
     Attributes:
-        doubles: of the buckets that are stepped early.
+        doubles: the copies of buckets that are stepped early.
     """
 
     def __init__(self, tier: Tier, files: StateFiles | None, placeholders: Placeholders):
@@ -90,16 +91,16 @@ class StepsBeside:
         self._most_copy_bytes = 0
 
     def add(self, optimizer: torch.optim.Optimizer, state: BucketState, memory_bytes: int) -> None:
-        """Registers a bucket for early steps, whose copies take up to `memory_bytes` in memory."""
+        """Registers a bucket for early steps; its copies need up to `memory_bytes` in memory."""
         self.doubles[state.bucket] = Double(state, optimizer)
         self._most_copy_bytes += memory_bytes
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Bucket]:
-        """Returns the optimizer's buckets that are stepped here."""
+        """Returns the optimizer's buckets that are stepped early."""
         return [bucket for bucket, double in self.doubles.items() if double.optimizer is optimizer]
 
     def start(self, bucket: Bucket, seen: Seen, arrival: Arrival) -> Future[Stepped]:
-        """Begins the step that `seen` describes, once the gradient has arrived."""
+        """Starts the step that `seen` describes; it waits for the gradient to arrive."""
         double = self.doubles[bucket]
         if self._files is None or double.state.shard is None:
             self._running[bucket] = self._thread.submit(self._step_in_memory, double, seen, arrival)
@@ -109,19 +110,19 @@ class StepsBeside:
         return self._running[bucket]
 
     def end(self) -> None:
-        """Waits for all running steps. A failure is raised to the taker of its result."""
+        """Waits for all running steps. Errors are raised when the result of a step is read."""
         wait(self._running.values())
         self._running.clear()
 
     def forget_buffers(self) -> None:
-        """Forgets the buffers, which running steps still use."""
+        """Replaces the buffers, which running steps may still use."""
         self._buffers = self._no_buffers()
 
     def commit(self, stepped: dict[Bucket, Stepped]) -> None:
-        """Makes these steps the buckets' state, and has parameters follow masters in files.
+        """Makes these steps the state of their buckets, and updates parameters from masters in files.
 
         Raises:
-            OffloadError: a file failed.
+            OffloadError: reading or writing a file failed.
         """
         for bucket, states in stepped.items():
             self.doubles[bucket].commit(states)
@@ -147,12 +148,12 @@ class StepsBeside:
 
     @property
     def scratch_bytes(self) -> int:
-        """Counts bytes of the gradients of the running step."""
+        """Bytes of the gradients of the running step."""
         return self._thread.scratch_bytes
 
     @property
     def most_bytes(self) -> int:
-        """Counts bytes of all copies and `scratch_bytes` at most."""
+        """Maximum of the bytes of all copies and `scratch_bytes`."""
         return self._most_copy_bytes + max((bucket.gradient_bytes for bucket in self.doubles), default=0)
 
     def close(self) -> None:
@@ -164,8 +165,8 @@ class StepsBeside:
         return self._step(double, seen, None)
 
     def _step_by_file(self, double: Double, seen: Seen, arrival: Arrival, before: Iterable[Future[Stepped]]) -> Stepped:
-        """Takes a step into the other side of the bucket's file. `before`: a dropped step of the same bucket."""
-        # The dropped step may still write to the file's other side.
+        """Computes a step into the other side of the bucket's file. `before`: a dropped step of the same bucket."""
+        # The dropped step may still write to the other side of the file.
         wait(before)
         buffers, shard = self._buffers, double.state.shard
         buffer = buffers.get()
@@ -177,7 +178,7 @@ class StepsBeside:
             buffer = self._files.window.make_buffer(self._largest)
         try:
             shard.read(buffer)
-            # Behind the read, which needs no gradient: the disk works while the gradient is copied.
+            # Wait after the read, which needs no gradient, so that the disk works while the gradient is copied.
             arrival.wait()
             stepped = self._thread.submit(self._step, double, seen, buffer).result()
             shard.write_aside(buffer)
@@ -196,7 +197,7 @@ class StepsBeside:
         return max(shard.nbytes for shard in shards if shard is not None)
 
     def _no_buffers(self) -> SimpleQueue[torch.Tensor | None]:
-        """Makes a queue with one entry for each buffer, each allocated at its first use."""
+        """Makes a queue with one entry for each buffer. A buffer is allocated when it is first used."""
         buffers: SimpleQueue[torch.Tensor | None] = SimpleQueue()
         for _ in range(0 if self._files is None else self._files.window.size + 1):
             buffers.put(None)
@@ -204,26 +205,26 @@ class StepsBeside:
 
 
 def try_aside(optimizer: torch.optim.Optimizer, state: BucketState) -> tuple[Trial | None, str | None]:
-    """Returns the findings of a trial step of the bucket's group, and the reason against early steps.
+    """Tries a step of the bucket's group. Returns (the results of the trial, the reason against early steps).
 
-    Without a reason there are findings.
+    If the reason is None, the results are not None.
     """
     bucket, name = state.bucket, type(optimizer).__name__
     trial = try_step(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
     if trial is not None and trial.hindrance is not None:
         return trial, trial.hindrance
     if bucket.layout.intact:
-        # It may look at more than one of them, too: LAMB in some forms takes a norm over all.
+        # It may even read several parameters: some versions of LAMB compute a norm over all of them.
         return trial, f"{name} looks at whole parameters"
     if trial is None:
         return None, f"{name} cannot be tried beforehand"
     if state.shard is not None and not state.master.is_away:
-        # A layer that backward has yet to gather comes from there.
+        # Backward may still gather layers from these parameters.
         return trial, "masters are the parameters themselves, in host memory"
     return trial, None
 
 
 def memory_bytes(state: BucketState, trial: Trial) -> int:
-    """Counts bytes of a bucket's copies in memory."""
+    """Bytes of a bucket's copies in memory."""
     of_state = state.state.most_aside_bytes(state.bucket, [dtype for _, dtype in trial.kinds])
     return state.master.most_aside_bytes + of_state

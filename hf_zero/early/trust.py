@@ -1,7 +1,4 @@
-"""Which early steps are started, and which of them are still valid in `optimizer.step()`.
-
-Which next steps have been begun while backward goes on, and which of them hold when the script asks for the step.
-"""
+"""Which early steps are started during backward, and which of them are still valid in `optimizer.step()`."""
 
 from collections import deque
 from collections.abc import Callable
@@ -17,17 +14,17 @@ _MOST_IN_VAIN = 1
 
 
 class EarlySteps:
-    """Begins a bucket's step as soon as its gradient has landed, on copies that `optimizer.step()` uses or drops.
+    """Starts a bucket's step as soon as its gradient has arrived, on copies that `optimizer.step()` uses or drops.
 
-    Hooks, clipping and the script come between, as ever.
+    Hooks, clipping and the script run between the two as usual.
 
     Args:
-        seen: what a bucket's step would depend on now.
-        start: begins such a step, once the gradient has arrived.
+        seen: returns the current inputs of a bucket's step.
+        start: starts such a step, which waits for the gradient to arrive.
 
     Attributes:
-        trust: whether steps are begun at present.
-        kept, forgotten: begun steps so far that were taken over, and that were not.
+        trust: whether steps are started at present.
+        kept, forgotten: numbers of steps so far that were used and dropped.
     """
 
     def __init__(self, seen: Callable[[Bucket], Seen], start: Callable[[Bucket, Seen, Arrival], Future[Stepped]]):
@@ -39,9 +36,9 @@ class EarlySteps:
         self.trust = Trust()
 
     def landed(self, bucket: Bucket, arrival: Arrival, *, may_begin: bool) -> None:
-        """Takes note of a bucket's gradient. `may_begin`: the bucket may be stepped early."""
+        """Records that the gradient of a bucket has arrived. `may_begin`: the bucket may be stepped early."""
         if bucket in self._begun:
-            # Another backward adds to it, or has come in place of a step.
+            # Another backward adds to the gradient, or replaces a gradient that was not stepped.
             del self._begun[bucket]
             self._is_in_vain = True
         if not may_begin:
@@ -50,10 +47,10 @@ class EarlySteps:
         self._begun[bucket] = (seen, self._start(bucket, seen, arrival) if self.trust.holds else None)
 
     def take(self, is_due: Callable[[Bucket], bool]) -> dict[Bucket, Stepped]:
-        """Ends the begun steps of the buckets that are due; returns those that hold. The others are forgotten."""
+        """Waits for the started steps of buckets that are due, and returns the valid ones. The others are dropped."""
         mine = [bucket for bucket in self._begun if is_due(bucket)]
         begun = {bucket: self._begun.pop(bucket) for bucket in mine}
-        # All of them, and first: a step that failed in its thread ends this one before anything has changed.
+        # Get all results first, so that an error in a step's thread is raised before anything has changed.
         stepped = {bucket: future.result() for bucket, (_, future) in begun.items() if future is not None}
         current = {bucket for bucket, (seen, _) in begun.items() if seen.equals(self._seen(bucket))}
         held = {bucket: step for bucket, step in stepped.items() if bucket in current}
@@ -65,14 +62,14 @@ class EarlySteps:
         return held
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Drops all started steps."""
         self._begun.clear()
 
 
 class Trust:
-    """Whether early steps have paid lately: at most one of the last 20 would have been, or was, begun in vain.
+    """Whether early steps have been useful lately: of the last 20 steps, at most one was in vain or would have been.
 
-    One step is watched first. Steps are recorded whether or not anything was begun, so that trust comes back when a run stops
+    The first step is only observed. Steps are recorded even if none was started, so that early steps resume when a run stops
     clipping.
     """
 

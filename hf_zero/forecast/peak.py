@@ -13,14 +13,14 @@ DDP = "DDP"
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """Bytes that are live when a gradient comes, or at most from then until the next gradient comes.
+    """Bytes that are live when a gradient arrives, or the maximum from then until the next gradient.
 
     Attributes:
-        gradient: name of the parameter whose gradient came last; "" before the first.
-        come: bytes of gradients that have come before and are not counted as live.
-        most: live at most.
-        logits: of these, logits and what the loss makes of their shape.
-        beside_logits: live at most without logits, maybe at another time.
+        gradient: name of the parameter whose gradient arrived last; "" before the first.
+        come: bytes of gradients that have arrived before and are not counted as live.
+        most: maximum of live bytes.
+        logits: the part of `most` in logits, and in tensors of their shape that the loss makes.
+        beside_logits: maximum of live bytes without logits, possibly at a different time.
     """
 
     gradient: str = ""
@@ -31,12 +31,12 @@ class Live:
 
 
 class Peak(NamedTuple):
-    """Bytes beside the state at the moment of a backward when there are most.
+    """Bytes in addition to the state, at the moment of a backward with the most bytes.
 
     Attributes:
-        live: activations, and gradients that have come.
-        logits: of these, logits and what the loss makes of their shape.
-        buffers: of whole gradients.
+        live: activations, and gradients that have arrived.
+        logits: the part of `live` in logits, and in tensors of their shape that the loss makes.
+        buffers: buffers of whole gradients.
     """
 
     live: int
@@ -49,15 +49,15 @@ class Activations:
     """The traced memory of one micro-batch during forward and backward.
 
     Attributes:
-        curve: in the order of backward. The first entry is of the forward and the start of backward.
-        saved_bytes: live when the forward has ended: what it has saved for the backward.
-        saved_logits: of these, logits and what has their shape.
-        tile_bytes: of logits that a loss in chunks has at a time.
-        pinned_bytes: that the forward itself moves to pinned host memory.
-        flops: of the forward and the backward, recomputation included; `forward_flops` of the forward alone.
-        exchanged_bytes: that a rank sends in both to the other ranks of its sequence (`sp_size`).
-        tokens: elements of the micro-batch that the model reads.
-        shape: rows and length of the micro-batch, in words.
+        curve: in the order of backward. The first entry is for the forward and the start of backward.
+        saved_bytes: bytes that are live at the end of the forward, saved for backward.
+        saved_logits: the part of `saved_bytes` in logits and in tensors of their shape.
+        tile_bytes: bytes of logits that a chunked loss holds at one time.
+        pinned_bytes: bytes that the forward itself moves to pinned host memory.
+        flops: of forward and backward, recomputation included; `forward_flops` of the forward only.
+        exchanged_bytes: bytes that a rank sends in both to the other ranks of its sequence (`sp_size`).
+        tokens: number of elements of the micro-batch that the model reads.
+        shape: batch size and length of the micro-batch, as text.
     """
 
     curve: tuple[Live, ...]
@@ -73,19 +73,19 @@ class Activations:
 
     @property
     def peak_bytes(self) -> int:
-        """Counts live bytes at most, if each gradient is freed as soon as it is computed."""
+        """Maximum of live bytes, if each gradient is freed as soon as it is computed."""
         return self.peak_beside(0).live
 
     @property
     def has_logits(self) -> bool:
-        """Whether logits are whole at any time."""
+        """Whether the whole logits exist at any time."""
         return any(live.logits for live in self.curve)
 
     def peak_beside(self, gradient_bytes: int, buffers: Sequence[int] = ()) -> Peak:
-        """Finds the peak, with gradients that gather while backward goes on, until they take `gradient_bytes`.
+        """Finds the peak, if gradients accumulate during backward up to `gradient_bytes`.
 
         Args:
-            buffers: bytes of buffers of whole gradients at each entry of the curve. An empty one: there are no buffers.
+            buffers: bytes of whole-gradient buffers at each entry of the curve. An empty sequence means no buffers.
         """
         all_bytes = max((live.come for live in self.curve), default=0)
         share = gradient_bytes / all_bytes if all_bytes else 0.0
@@ -96,7 +96,7 @@ class Activations:
         return max(moments, key=lambda peak: (peak.live + peak.buffers, peak.logits), default=Peak(0, 0))
 
     def in_chunks(self) -> "Activations":
-        """The same where the loss is computed in chunks: of the logits a tile is live at a time."""
+        """The same activations with a chunked loss, which holds one tile of the logits at a time."""
         tile = self.tile_bytes
         return replace(
             self,
@@ -110,15 +110,15 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """Bytes that a rank holds for a while beside its state.
+    """Bytes that a rank holds temporarily, in addition to its state.
 
     Attributes:
-        gathered: parameters of stage 3 that are whole at a time, beyond the shards.
-        received: parts of gradients that peers have sent and that are not added up when backward ends.
-        step: temporaries of the optimizer's step.
-        window: state that passes through host memory on its way from and to files.
-        runtime: what libraries take when training begins: a context on an accelerator, thread pools and message buffers.
-        largest_parameter: of the model, as it is saved.
+        gathered: stage 3's parameters that are whole at one time, in addition to the shards.
+        received: parts of gradients that other ranks have sent and that are not yet added when backward ends.
+        step: temporary tensors of the optimizer's step.
+        window: state that passes through host memory between files and the step.
+        runtime: memory that libraries allocate when training starts: an accelerator's context, thread pools, message buffers.
+        largest_parameter: the model's largest parameter, as it is saved.
         model: all parameters and buffers, as they are loaded.
     """
 
@@ -136,16 +136,16 @@ class Forecast:
     """Bytes that a rank needs with one set-up.
 
     Attributes:
-        name: of the set-up, for tables.
-        settings: of `ZeroConfig`, which make it; {} for DDP.
-        device: kind → bytes on the training device when most is there. Gradients count in full, and activations count less what
-            gradients lack at that moment.
-        host: kind → bytes in host memory beside an accelerator; {} where the training device is the host.
-        pinned_bytes: of host memory that is page-locked.
-        disk_bytes: in files.
-        save_bytes, load_bytes: host memory at most while a checkpoint is written, and while the model is loaded.
-        buffer_bytes: of gradient buffers at most; `device` has those at the peak.
-        unknown: kinds whose bytes are not known beforehand, in words.
+        name: name of the set-up in tables.
+        settings: settings of `ZeroConfig` that produce the set-up; {} for DDP.
+        device: kind → bytes on the training device at the peak. Gradients count in full, and activations are reduced by the
+            gradient bytes that have not arrived at that moment.
+        host: kind → bytes in host memory next to an accelerator; {} if the training device is the host.
+        pinned_bytes: page-locked part of host memory.
+        disk_bytes: bytes in files.
+        save_bytes, load_bytes: maximum of host memory while a checkpoint is written, and while the model is loaded.
+        buffer_bytes: maximum of gradient buffers; `device` has their bytes at the peak.
+        unknown: names of the kinds whose bytes cannot be known in advance.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Forecast:
 
     @property
     def state_bytes(self) -> int:
-        """Counts bytes of parameters, gradients, their buffers, masters and optimizer state, in memory and in files."""
+        """Bytes of parameters, gradients, their buffers, masters and optimizer state, in memory and in files."""
         kept = sum(self.device.get(kind, 0) + self.host.get(kind, 0) for kind in STATE_KINDS)
         return kept + self.buffer_bytes + self.disk_bytes
 
@@ -194,8 +194,8 @@ class AtStart:
     """The forecast of a rank's peak memory at the start of a run.
 
     Attributes:
-        batch: the shape of the micro-batch that it is for, in words; or why it is not known.
-        ours, ddp: with this engine and under DDP; None where it is not known.
+        batch: the shape of the forecast's micro-batch as text, or the reason why the shape is unknown.
+        ours, ddp: forecasts with this engine and under DDP; None if unknown.
     """
 
     batch: str
@@ -222,14 +222,14 @@ def forecast(
 ) -> Forecast:
     """Forecasts a rank's memory under a config.
 
-    Backward and step are not at the same time: the larger of what both take beside the state counts. A bucket's gradient
-    buffer is there from the bucket's first gradient on. So no buffer is there beside logits, before the first gradient.
+    Backward and step run at different times, so the larger of the two counts in addition to the state. The gradient buffer of a
+    bucket is allocated with the bucket's first gradient, so no buffer exists while the logits exist, before the first gradient.
 
     Args:
-        plan, costs: of its state (`plan_states`).
-        activations: None where they are not known.
+        plan, costs: the state of the rank (`plan_states`).
+        activations: None if unknown.
         on_host: the training device is the host.
-        accumulates: a step has several micro-batches, so that gradients are there when the last one's forward begins.
+        accumulates: a step has several micro-batches, so gradients exist when the forward of the last one starts.
     """
     offload = config.offload
     moved = _moved(plan, costs, config)
@@ -244,7 +244,7 @@ def forecast(
     }
     in_files = {kind: min(nbytes, state[kind]) for kind, nbytes in moved["files"].items()}
     in_host = {kind: min(nbytes, state[kind] - in_files.get(kind, 0)) for kind, nbytes in moved["host"].items()}
-    # The host is the training device then: these bytes count as the device's.
+    # Then the host is the training device, and these bytes count as the device's.
     if on_host:
         in_host = {}
     device = {kind: nbytes - in_files.get(kind, 0) - in_host.get(kind, 0) for kind, nbytes in state.items()}
@@ -252,12 +252,12 @@ def forecast(
     saved_in_checkpoint = sum(device[kind] + in_host.get(kind, 0) for kind in kept)
     moves = activations is not None and offload.activations == "cpu" and not on_host
     saved = activations.saved_bytes if activations and moves else 0
-    # Gradients that come during backward, and have gone before the next forward.
+    # Gradients that arrive during backward and are freed before the next forward.
     coming = device["gradients"] if not accumulates else 0
     peak = _peak(plan, costs, coming + passing.received, activations, moves=moves)
     logits = max(0, peak.logits - activations.saved_logits) if activations and moves else peak.logits
     in_step = coming + (passing.step if on_host or not offload.moves_state else 0) + (passing.window if on_host else 0)
-    # At least the gradients that come: all of them are there when the backward ends, wherever its peak was.
+    # All gradients exist at the end of backward, wherever its peak was.
     in_backward = max(coming, peak.live - saved + peak.buffers)
     buffers = min(peak.buffers, in_backward - coming)
     passes = in_backward - coming - buffers
@@ -266,7 +266,7 @@ def forecast(
         "gathered": passing.gathered,
         "activations": max(0, passes - logits),
         "logits": min(passes, logits),
-        # Only what the step takes beyond a backward: the two do not happen at the same time.
+        # Only the excess over backward, because step and backward do not run at the same time.
         "step": max(0, in_step - passing.gathered - in_backward),
         "runtime": passing.runtime,
     }
@@ -292,13 +292,13 @@ def _peak(
     """Finds the peak of a backward.
 
     Args:
-        gathers: bytes of a step's gradients, which gather during backward.
+        gathers: bytes of a step's gradients, which accumulate during backward.
         moves: activations move to the host.
     """
     if activations is None:
         return Peak(gathers, 0, plan.gradient_buffers)
     if moves or not plan.gradient_buffers:
-        # The curve does not say when activations leave the device, and so not which buffers are there at the peak.
+        # The curve does not record when activations leave the device, so the buffers at the peak are unknown.
         return activations.peak_beside(gathers)._replace(buffers=plan.gradient_buffers)
     return activations.peak_beside(gathers, buffers_at([live.gradient for live in activations.curve], costs))
 
@@ -306,7 +306,7 @@ def _peak(
 def forecast_ddp(
     state: DdpState, passing: Passing, activations: Activations | None, *, accumulates: bool = False
 ) -> Forecast:
-    """Forecasts a rank's memory under DistributedDataParallel. `accumulates`: as `forecast`'s."""
+    """Forecasts a rank's memory under DistributedDataParallel. `accumulates`: see `forecast`."""
     there = state.gradients if accumulates else 0
     peak = activations.peak_beside(state.gradients - there) if activations else Peak(0, 0)
     logits = peak.logits
@@ -334,7 +334,7 @@ def forecast_ddp(
 
 
 def _moved(plan: StatePlan, costs: Sequence[BucketCost], config: ZeroConfig) -> dict[str, dict[str, int]]:
-    """Kind → bytes that are in host memory and in files, beside an accelerator or not."""
+    """Kind → bytes in host memory and in files, with or without an accelerator."""
     offload = config.offload
     found: dict[str, dict[str, int]] = {"host": {}, "files": {}}
     if offload.moves_state:
@@ -342,7 +342,7 @@ def _moved(plan: StatePlan, costs: Sequence[BucketCost], config: ZeroConfig) -> 
         where = found["files" if offload.optimizer == "nvme" else "host"]
         where["optimizer state"] = int((plan.optimizer or 0) * share)
         where["masters"] = int(plan.masters * share)
-        # Reduced gradients are in host memory, wherever the state is.
+        # Reduced gradients are in host memory for both tiers of state.
         reduced = sum(c.layout.shard_numel * c.gradient_bytes for c in costs if c.trained and c.apart)
         found["host"]["gradients"] = reduced
         found["host"]["copies"] = plan.beside

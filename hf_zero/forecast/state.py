@@ -9,19 +9,23 @@ from ..layout.buckets import BucketLayout
 from ..layout.gradient_buffers import GRAD_BUFFERS, pool_growth, pool_numel
 
 _RESIDUAL_BYTES = 2
-"""An element, of what a rank has not sent of its gradient: bfloat16."""
+"""Bytes of an element of a residual (unsent part of a gradient): bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCost:
-    """One bucket's layout with the bytes an element takes as parameter, travelling gradient and master.
+    """The layout of a bucket, and the bytes of an element in its different roles.
 
-    `reduced_bytes`: in the dtype in which the sum over the ranks arrives. `gradient_bytes`: in that in which it waits for a step.
-
-    `state_itemsizes`: bytes an element of each kind of optimizer state; None where it is not known beforehand. `sharded`
-    parameters are kept as a shard (stage 3); not `trained` ones have neither gradient nor state. `apart`: masters and reduced
-    gradients are in other memory. `keeps_master`: the master is there between steps, too. `in_files`: bytes a shard's element
-    has in files, of its parameters, master and state together.
+    Attributes:
+        param_bytes, reduce_bytes, master_bytes: an element as a parameter, as a gradient in transit, and in the master.
+        reduced_bytes: an element in the dtype of the sum over the ranks.
+        gradient_bytes: an element in the dtype in which a gradient is kept for the step.
+        keeps_master: the master is also kept between steps.
+        state_itemsizes: bytes of an element for each kind of optimizer state; None if not known in advance.
+        sharded: parameters are kept as a shard (stage 3).
+        trained: False for parameters with neither gradient nor state.
+        apart: masters and reduced gradients are offloaded.
+        in_files: bytes of a shard's element in files, for its parameters, master and state together.
     """
 
     layout: BucketLayout
@@ -45,20 +49,19 @@ class BucketCost:
 
     @property
     def own_numel(self) -> int:
-        """Elements of the parameters themselves, without padding."""
+        """Number of elements of the parameters, without padding."""
         return self.layout.numel - sum(gap.numel for gap in self.layout.padding)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
-    """Bytes a rank holds, padding included. Gradient buffers are in passing; the rest lasts through the step.
+    """Bytes that a rank holds, padding included. Gradient buffers are temporary; all other kinds exist throughout the step.
 
-    `residuals` are what error feedback keeps of the gradients that a rank sends.
-
-    `frozen` are the parameters that take no gradients, and buffers.
-
-    `beside` are copies of state, with gradients, on which steps are taken early. `in_files` is the part of all kinds that
-    is in files, and so in no memory.
+    Attributes:
+        frozen: parameters without gradients, and buffers.
+        residuals: unsent parts of gradients, kept by error feedback.
+        beside: copies of state, with gradients, for early steps.
+        in_files: the part of all kinds that is in files instead of memory.
     """
 
     parameters: int
@@ -73,16 +76,17 @@ class StatePlan:
 
     @property
     def total(self) -> int:
-        """Counts all lasting memory, the host's and the device's, as far as it is known beforehand."""
+        """Total of lasting bytes in host and device memory, as far as known in advance."""
         lasts = (self.parameters, self.frozen, self.masters, self.gradients, self.residuals, self.beside)
         return sum(lasts) + (self.optimizer or 0) - self.in_files
 
 
 @dataclass(frozen=True, kw_only=True)
 class DdpState:
-    """Bytes that each rank holds of the same model under DistributedDataParallel, whose gradient buckets last.
+    """Bytes that each rank holds of the same model under DistributedDataParallel, which keeps its gradient buckets.
 
-    `optimizer` is None where its state is not known beforehand.
+    Attributes:
+        optimizer: None if its state is not known in advance.
     """
 
     parameters: int
@@ -93,12 +97,12 @@ class DdpState:
 
     @property
     def total(self) -> int:
-        """Counts all memory, as far as it is known beforehand."""
+        """Total of all bytes, as far as known in advance."""
         return self.parameters + self.frozen + self.gradients + self.gradient_buckets + (self.optimizer or 0)
 
 
 def _residual_bytes(layout: BucketLayout, replicas: int) -> int:
-    """Counts a bucket's residual: the whole, and between several shard groups also a shard and a part of it."""
+    """Bytes of a bucket's residual: of the whole bucket, and with several shard groups also of a shard and a part of a shard."""
     if layout.shards == 1:
         return 0
     between = layout.shard_numel + layout.shard_numel // replicas if replicas > 1 else 0
@@ -106,10 +110,10 @@ def _residual_bytes(layout: BucketLayout, replicas: int) -> int:
 
 
 def plan_ddp(costs: Sequence[BucketCost], world_size: int, frozen: int = 0) -> DdpState:
-    """The bytes of state for these buckets' parameters where nothing is sharded.
+    """Bytes of state for the parameters of these buckets if nothing is sharded.
 
     Args:
-        frozen: bytes of parameters that take no gradients, and of buffers.
+        frozen: bytes of parameters without gradients, and of buffers.
     """
     trained = [cost for cost in costs if cost.trained]
     parameters = sum(cost.own_numel * cost.param_bytes for cost in trained)
@@ -117,7 +121,7 @@ def plan_ddp(costs: Sequence[BucketCost], world_size: int, frozen: int = 0) -> D
         parameters=parameters,
         frozen=frozen,
         gradients=parameters,
-        # A rank by itself has nothing to reduce.
+        # With one rank, nothing is reduced.
         gradient_buckets=parameters if world_size > 1 else 0,
         optimizer=_sum_if_known([_whole_state_bytes(cost) for cost in trained]),
     )
@@ -132,18 +136,19 @@ def plan_states(
     *,
     accumulates: bool = False,
 ) -> StatePlan:
-    """The bytes of state for these buckets under this stage.
+    """Bytes of state for these buckets under the stage of `config`.
 
-    Above stage 0 a rank keeps the shard of gradients, and whole buckets pass through a pool (layout.py). Where whole
-    gradients wait for the last micro-batch of a step, stage 1 reduces them where they are; stages 2 and 3 have them beside.
+    Above stage 0 a rank keeps its shard of the gradients, and whole buckets pass through a pool (layout/gradient_buffers.py). If
+    whole gradients are kept until the last micro-batch of a step, stage 1 reduces them in place; stages 2 and 3 keep them in
+    addition to the pool.
 
     Args:
-        replicas: shard groups.
-        beside: bytes for steps out of their time.
+        replicas: number of shard groups.
+        beside: bytes for early steps.
         kept_whole: bytes of frozen parameters and buffers that are in no bucket.
         accumulates: a step has several micro-batches.
     """
-    # Before `costs` loses the frozen ones: their shards may be in files, too.
+    # Count before frozen buckets are dropped from `costs`, because their shards may also be in files.
     in_files = sum(cost.layout.shard_numel * cost.in_files for cost in costs)
     frozen = kept_whole + sum(cost.parameter_bytes for cost in costs if not cost.trained)
     costs = [cost for cost in costs if cost.trained]
@@ -190,16 +195,16 @@ def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int | None:
 
 
 def _buffer_bytes(whole_numel: int, costs: Sequence[BucketCost]) -> int:
-    """Counts bytes of buffers of whole gradients, of so many elements, and of these buckets' sums in temporary memory."""
+    """Bytes of whole-gradient buffers with `whole_numel` elements, and of temporary memory for the sums of these buckets."""
     beside = [cost.layout.shard_numel * cost.reduced_bytes for cost in costs if cost.apart]
     return whole_numel * max(cost.reduce_bytes for cost in costs) + sum(sorted(beside, reverse=True)[:GRAD_BUFFERS])
 
 
 def buffers_at(gradients: Sequence[str], costs: Sequence[BucketCost]) -> list[int]:
-    """Counts bytes of buffers of whole gradients after each gradient of a backward. A bucket's first gradient opens its buffer.
+    """Bytes of whole-gradient buffers after each gradient of a backward. A bucket gets its buffer with its first gradient.
 
     Args:
-        gradients: names of parameters, in the order in which their gradients come. Names of no bucket open no buffer.
+        gradients: names of parameters in the order in which their gradients arrive. A name that is in no bucket opens no buffer.
     """
     bucket_of = {slot.name: number for number, cost in enumerate(costs) if cost.trained for slot in cost.layout.slots}
     order = list(dict.fromkeys(bucket_of[name] for name in gradients if name in bucket_of))
@@ -218,6 +223,6 @@ def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:
     shard = cost.layout.shard_numel * cost.gradient_bytes
     if pooled:
         return shard
-    # Reduced in place where it can stay so, and else copied into a shard beside the whole gradient.
+    # Reduced in place if the dtype allows it, otherwise copied into a shard next to the whole gradient.
     in_place = cost.reduce_bytes == cost.reduced_bytes == cost.gradient_bytes and not cost.apart
     return cost.layout.numel * cost.reduce_bytes + (0 if in_place else shard)

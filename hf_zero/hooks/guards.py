@@ -1,7 +1,7 @@
 """Guards: mixins for classes of other packages, and parameters whose values must not be read for a while.
 
-torch asks a class with `__torch_function__` before any operation, and Parameter is no such class. So while a parameter's values
-must not be read, its class is a subclass of its own class and of a mixin that answers torch.
+Before any operation on a tensor, torch calls `__torch_function__` if its class defines one; Parameter does not. So while the
+values of a parameter must not be read, its class is a subclass of its own class and of a mixin with `__torch_function__`.
 """
 
 from abc import ABCMeta
@@ -15,13 +15,13 @@ import torch
 from .tensors import set_all
 
 if TYPE_CHECKING:
-    # Mixed into classes of tensors: a type checker takes their attributes for inherited.
+    # The mixins are only used with tensor classes, so let type checkers assume the attributes of tensors.
     from torch import Tensor as _TensorBase
 else:
     _TensorBase = object
 
 look_only = torch._C.DisableTorchFunctionSubclass
-"""A context without these questions, for the engine's own loops over many parameters that read no values."""
+"""A context without `__torch_function__` calls, for the engine's own loops over many parameters that read no values."""
 
 _ATTRIBUTES = """
     shape dtype device layout ndim itemsize nbytes names name output_nr grad_fn grad_dtype is_leaf requires_grad retains_grad
@@ -53,10 +53,10 @@ def _existing(holder: object, names: str) -> list[Any]:
 
 
 def _looks() -> frozenset[Any]:
-    """Lists all operations that need no values. torch spells the reading of an attribute as its descriptor's `__get__`."""
+    """Lists all operations that need no values. torch reports reading an attribute as its descriptor's `__get__`."""
     found = [*_existing(torch.Tensor, _METHODS), *_existing(torch, _FUNCTIONS)]
     for attribute in _existing(torch.Tensor, _ATTRIBUTES):
-        # With the setters: `grad` or `requires_grad` of a guarded parameter may be set as well as read.
+        # Include setters, because `grad` and `requires_grad` of a guarded parameter may be set as well as read.
         found += _existing(attribute, "__get__ __set__ __delete__")
     return frozenset(found)
 
@@ -65,17 +65,17 @@ LOOKS = _looks()
 """The operations that need no values."""
 
 EDITS = frozenset([*_existing(torch.Tensor, _EDITS), *_existing(torch, _EDITS)])
-"""The operations that edit each element by itself, if their other operands are numbers."""
+"""Operations that edit each element separately if their other operands are numbers."""
 
 ALIASING = frozenset([*_existing(torch.Tensor.data, "__get__"), torch.Tensor.detach, torch.detach])
-"""Operations that return the same values under another name; the caller may only want the dtype."""
+"""Operations that return an alias of the same values; the caller may only want the dtype."""
 
 
 _MARK = "_is_made_by_hf_zero"
 
 
 class _Unannounced:
-    """Comes before a script's class in a class made by `named_as`, and leaves out its `__init_subclass__` for that class."""
+    """Precedes a script's class in the bases of a class made by `named_as`, and skips the script's `__init_subclass__` for it."""
 
     __slots__ = ()
 
@@ -85,13 +85,13 @@ class _Unannounced:
 
 
 def named_as(mixin: type, kind: type, *, keeps_layout: bool = False, **members: Any) -> type:
-    """Makes a subclass of `kind` with `mixin` before it, and with the name and module of `kind`.
+    """Makes a subclass of `kind` with `mixin` first in its bases, and with the name and module of `kind`.
 
-    The script did not ask for this class. So neither the `__init_subclass__` of `kind` nor its metaclass's `__new__` and
-    `__init__` are called: these may require arguments, register each class, or forbid subclasses.
+    The script did not create this class. So the `__init_subclass__` of `kind`, and `__new__` and `__init__` of its metaclass, are
+    not called: these may require arguments, register each class, or forbid subclasses.
 
     Args:
-        keeps_layout: extends `kind` alone, and adds `mixin` to the order of resolution only. Objects then have the layout of
+        keeps_layout: extends only `kind`, and adds `mixin` to the method resolution order only. Objects then keep the layout of
             `kind`, but Python caches no attributes of the class.
     """
     shown: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -101,11 +101,11 @@ def named_as(mixin: type, kind: type, *, keeps_layout: bool = False, **members: 
     if keeps_layout:
         metaclass, bases = _resolving_first(mixin, metaclass), (kind,)
         shown["__slots__"] = ()
-    # ABCMeta keeps a store of known subclasses in each class. Without its `__new__`, this class would share that of `kind`.
+    # ABCMeta stores known subclasses in each class. Without ABCMeta's `__new__`, this class would share the store of `kind`.
     make: Any = ABCMeta if issubclass(metaclass, ABCMeta) else type
     made = make.__new__(metaclass, kind.__name__, bases, shown | members)
     if issubclass(metaclass, type(torch.Tensor)):
-        # torch frees tensors of this class by a function that its metaclass sets here.
+        # This sets the function with which torch frees tensors of the class.
         type(torch.Tensor).__init__(made, kind.__name__, bases, {})
     return made
 
@@ -123,17 +123,17 @@ def _resolving_first(mixin: type, metaclass: Any) -> Any:
     return type(metaclass.__name__, (metaclass,), shown | {"mro": mro})
 
 
-# Cached: else two objects of one class would get different classes, and each call would leave a class behind.
+# Cached, because otherwise two objects of one class would get different classes, and each call would leave a class in memory.
 @cache
 def _mixed(mixin: type, kind: type, *, keeps_layout: bool) -> type:
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # pickle finds a class by its name, and this one has the name of another.
+        # pickle finds a class by its name, and this class has the name of `kind`.
         make, arguments, *rest = super(made, self).__reduce_ex__(protocol)
         own = (kind if each is made else each for each in (make, *arguments))
         return _remade, (mixin, *own), *rest
 
     def __copy__(self: Any) -> Any:
-        # By default a shallow copy would leave out what a pickle does.
+        # Python's default shallow copy would use `__reduce_ex__` and omit what a pickle omits.
         again = made.__new__(made)
         again.__dict__.update(self.__dict__)
         return again
@@ -150,24 +150,24 @@ def _remade(mixin: type, make: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def mix_in(instance: Any, mixin: type) -> None:
-    """Replaces the class of an object by one with `mixin` before it. A second call changes nothing.
+    """Replaces the class of an object by a subclass with `mixin` first. A second call changes nothing.
 
-    `repr`, the class's name and its module stay. Copies and pickles get the mixin, too.
+    `repr` and the name and module of the class do not change. Copies and pickles have the mixin as well.
     """
     if isinstance(instance, mixin):
         return
     kind: Any = type(instance)
-    # By object's own attribute: accelerate's data loaders have another of that name, which cannot be set.
+    # Use object's own attribute, because accelerate's data loaders define a `__class__` that cannot be set.
     replace = vars(object)["__class__"].__set__
     try:
         replace(instance, _mixed(mixin, kind, keeps_layout=False))
     except TypeError:
-        # A first base without `__dict__`, such as ABC or Generic, gives `kind` a layout that `mixin` before it would change.
+        # If the first base has no `__dict__` (ABC, Generic), a mixin before it would change the layout of `kind`.
         replace(instance, _mixed(mixin, kind, keeps_layout=True))
 
 
 class Guarded(_TensorBase):
-    """The base of the mixins of guards."""
+    """Base class of the mixins of guards."""
 
     __slots__ = ()
 
@@ -175,13 +175,13 @@ class Guarded(_TensorBase):
 
 
 class Guard:
-    """Puts a mixin into the class of parameters or other tensors, and takes it out again.
+    """Adds a mixin to the class of parameters or other tensors, and removes it again.
 
     Args:
-        mixin: answers torch in `__torch_function__`.
+        mixin: implements `__torch_function__`.
 
     Attributes:
-        classes: of guarded parameters.
+        classes: the classes of guarded parameters.
     """
 
     def __init__(self, mixin: type[Guarded]):
@@ -190,21 +190,21 @@ class Guard:
         self.classes: set[type] = set()
 
     def guard(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Guards these parameters. Each layer of stage 3 comes here twice in a step."""
+        """Guards these parameters. Stage 3 calls this twice for each layer in a step."""
         kinds = set(map(type, parameters))
         if len(kinds) == 1 and kinds.isdisjoint(self.classes):
-            # Nearly always: in a loop in C.
+            # The usual case is one class: set it in a loop in C.
             (only,) = kinds
             set_all(parameters, "__class__", repeat(self._made.get(only) or self._make(only)))
             return
         for parameter in parameters:
             kind: Any = type(parameter)
-            # A guarded class is left alone: guarded once more, a parameter would stay guarded after one `unguard`.
+            # Skip guarded classes: a parameter that is guarded twice would stay guarded after one `unguard`.
             if kind not in self.classes:
                 parameter.__class__ = self._made.get(kind) or self._make(kind)
 
     def unguard(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Gives these parameters their own classes again."""
+        """Restores the own classes of these parameters."""
         kinds: set[Any] = set(map(type, parameters))
         if len(kinds) == 1 and kinds <= self.classes:
             set_all(parameters, "__class__", repeat(kinds.pop()._own_class))

@@ -1,7 +1,7 @@
 """Hides the engine's operations from the modes of a script (TorchDispatchMode, TorchFunctionMode).
 
-Selective checkpointing counts a layer's operations in forward, and expects as many of each in the recomputation, where the
-engine gathers other layers. Modes that log or count operations would count the engine's as the model's.
+Selective checkpointing counts the operations of a layer in forward, and expects the same number in the recomputation, during
+which the engine gathers other layers. Modes that log or count operations would attribute the engine's operations to the model.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
-"""How many modes see dispatched operations. In a backward no other modes are on: torch's `backward` takes them off."""
+"""Number of modes that see dispatched operations. It is 0 in a backward, because torch's `backward` disables all modes."""
 
 function_modes = torch._C._len_torch_function_stack
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Takes all modes off for operations of the engine."""
+    """Disables all modes for operations of the engine."""
     modes = [torch._C._pop_torch_function_stack() for _ in range(function_modes())]
     try:
         with _disable_current_modes():
@@ -34,7 +34,7 @@ def without_modes() -> Iterator[None]:
 
 
 def hidden_from_modes(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Decorates a function of the engine whose operations no mode sees. Without modes it costs little."""
+    """Decorates a function of the engine to run without modes. If no mode is active, the overhead is small."""
 
     @wraps(function)
     def without(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:

@@ -13,10 +13,10 @@ from typing import Any
 
 
 class AfterImport(MetaPathFinder):
-    """Runs each package's call once, right after its import, or at once if it is imported already. A context manager.
+    """A context manager that runs a call for each package once, right after its import, or at once if it is already imported.
 
     Args:
-        calls: package's name → what to call with its module.
+        calls: maps the name of a package to a function that is called with its module.
     """
 
     def __init__(self, calls: Mapping[str, Callable[[ModuleType], None]]):
@@ -24,11 +24,11 @@ class AfterImport(MetaPathFinder):
         self._waiting = dict(calls)
 
     def knows(self, name: str) -> bool:
-        """Whether it has, or had, a call for this package."""
+        """Whether there is, or was, a call for this package."""
         return name in self._names
 
     def __enter__(self) -> "AfterImport":
-        # In front: Python asks no further finder once one has found the package.
+        # Insert at the front: Python asks no further finder once one has found the package.
         sys.meta_path.insert(0, self)
         for name in self._waiting.keys() & sys.modules.keys():
             self._waiting.pop(name)(sys.modules[name])
@@ -41,10 +41,10 @@ class AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the other finders' spec, with a loader that runs the call after loading."""
+        """Returns the spec of another finder, with a loader that runs the call after loading."""
         if fullname not in self._waiting:
             return None
-        # Not `importlib.util.find_spec`, which would ask this finder again.
+        # `importlib.util.find_spec` would call this finder again.
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
@@ -56,7 +56,7 @@ class AfterImport(MetaPathFinder):
         seen: Any = loader
 
         def exec_module(module: ModuleType) -> None:
-            # The loader is the module's own from here on, as if nobody had looked.
+            # Restore the loader's own method before the module runs.
             del seen.exec_module
             execute(module)
             call = self._waiting.pop(name, None)
@@ -71,14 +71,14 @@ class AfterImport(MetaPathFinder):
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces a name of a class, module or object of another package by `value` inside."""
-    # `getattr` would take the function out of a static method, and restore a plain one that gets `self`.
+    """Replaces a name of a class, module or object of another package by `value` inside the context."""
+    # getattr unwraps a staticmethod; setting that back would turn it into an instance method.
     before, is_own = getattr_static(owner, name), name in vars(owner)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        # Another package, or the script, may have given an object a function of the object's own.
+        # The attribute may have been set on an object by another package or by the script. Otherwise it came from the class.
         if is_own:
             setattr(owner, name, before)
         else:

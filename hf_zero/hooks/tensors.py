@@ -15,15 +15,15 @@ _IS_TENSOR: Callable[[object], bool] = torch.Tensor.__instancecheck__
 
 
 def differentiable_tensors(value: object) -> list[torch.Tensor]:
-    """The tensors that take gradients in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
+    """Returns the tensors that require gradients in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in the same places."""
+    """Returns all tensors in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
-    # Plain nests are looked through here: torch's walk takes several times as long, and each layer is looked at.
+    # Walk plain containers here: torch's walk is several times slower, and this runs for each layer.
     kind = type(value)
     if kind in _LEAVES:
         return []
@@ -31,7 +31,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if kind is tuple or kind is list or kind is dict:
         items = value.values() if kind is dict else value
         if _PLAIN.issuperset(map(type, items)):
-            # Nearly always: in a loop in C.
+            # The usual case is a container without containers: filter it in a loop in C.
             return list(filter(_IS_TENSOR, items))
         for item in items:
             if isinstance(item, torch.Tensor):
@@ -42,8 +42,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
-        # torch's walk takes a dataclass for a leaf, and would miss the tensors that a model returns in one. Python takes the
-        # class itself for a dataclass, too, which has no values.
+        # torch's walk treats a dataclass as a leaf, so a model's tensors in one would be missed. `is_dataclass` is also true for
+        # the class itself, which has no values.
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors_in(list(vars(leaf).values()))
     return found
@@ -55,6 +55,6 @@ def is_in_backward() -> bool:
 
 
 def set_all(owners: Iterable[Any], name: str, values: Iterable[Any]) -> None:
-    """Sets an attribute of many objects in a loop in C, which takes a tenth of a loop in Python."""
-    # `setattr` returns None, so `any` goes on to the end.
+    """Sets an attribute of many objects in a loop in C, which needs a tenth of the time of a Python loop."""
+    # `setattr` returns None, so `any` runs to the end.
     any(map(setattr, owners, repeat(name), values))

@@ -16,7 +16,7 @@ from .modes import dispatch_modes, function_modes, without_modes
 
 
 class WeakMethod:
-    """Calls `function(owner, *args)` while `owner` lives, and does nothing in a copied or unpickled object."""
+    """Calls `function(owner, *args)` while `owner` is alive, and does nothing in a copied or unpickled object."""
 
     def __init__(self, owner: object | None, function: Callable[..., Any] | None):
         self._owner = weakref.ref(owner) if owner is not None else lambda: None
@@ -34,13 +34,13 @@ class WeakMethod:
 
 
 class WeakHook(WeakMethod):
-    """A hook of a module or an optimizer that modes do not see, and that torch.compile calls without tracing the hook.
+    """A hook of a module or an optimizer. Modes do not see its operations, and torch.compile calls it without tracing.
 
-    A module's hooks are part of the module: with a plain bound method there, `copy.deepcopy(model)` would copy the engine
-    with its buffers, and `torch.save(model)` would pickle it.
+    Hooks are part of their module. If a plain bound method were registered, `copy.deepcopy(model)` would copy the engine with its
+    buffers, and `torch.save(model)` would pickle it.
 
     Attributes:
-        was_compiled: a compiled function has called the hook.
+        was_compiled: whether a compiled function has called the hook.
     """
 
     was_compiled = False
@@ -62,7 +62,7 @@ class WeakHook(WeakMethod):
 
 
 def caller_of_hook() -> FrameType | None:
-    """The frame that has called the hook whose function asks, past the frames of this file."""
+    """Returns the frame that called the hook, skipping the frames of this file."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != __file__:
         frame = frame.f_back
@@ -71,7 +71,7 @@ def caller_of_hook() -> FrameType | None:
     return frame
 
 
-# Two ways into the compiler: a hook may be called by a function that is traced, or its frame may be the first of a trace.
+# Two settings, because a traced function may call a hook, and a hook's own frame may be the first one that is compiled.
 vars(WeakHook.__call__)["_torchdynamo_disable"] = True
 for _method in (WeakHook.__call__, WeakHook._call_apart):
     set_code_exec_strategy(_method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
@@ -83,10 +83,10 @@ _ATTRIBUTE = "_hf_zero_engine"
 
 
 class EngineReference:
-    """Points to an engine. Copies and pickles of the holder get an empty reference.
+    """Points to an engine. Copies and pickles of the object that holds the reference get an empty one.
 
     Args:
-        keeps: the engine lives as long as its model, which is of no use without it. Else the pointer is weak.
+        keeps: a strong reference, so the engine lives as long as its model, which cannot be used without it. Otherwise weak.
     """
 
     def __init__(self, engine: object | None = None, *, keeps: bool = False):
@@ -103,7 +103,7 @@ class EngineReference:
 
 
 def attach(engine: object, holders: Iterable[nn.Module | nn.Parameter], *, keeps: bool) -> None:
-    """Tells modules and parameters their engine."""
+    """Sets the engine of modules and parameters."""
     reference = EngineReference(engine, keeps=keeps)
     for holder in holders:
         holder.__dict__[_ATTRIBUTE] = reference
@@ -115,6 +115,6 @@ def detach(holders: Iterable[nn.Module | nn.Parameter]) -> None:
 
 
 def engine_attached_to(holder: nn.Module | nn.Parameter) -> Any:
-    """Returns the live ZeroEngine of a module that was handed to `ZeroEngine`, or of its parameter; or None."""
+    """Returns the live ZeroEngine of a module that was passed to `ZeroEngine`, or of one of its parameters; otherwise None."""
     reference = holder.__dict__.get(_ATTRIBUTE)
     return reference() if isinstance(reference, EngineReference) else None

@@ -1,5 +1,5 @@
-"""Triton kernels in place of torch's operations: the norm of the gradients, and the steps of AdamW, Adam, SGD and Lion.
+"""Triton kernels that replace torch operations: the norm of the gradients, and the steps of AdamW, Adam, SGD and Lion.
 
-The setting is `kernels`: `auto` takes them where triton is installed and the device is a CUDA one, `always` and `never` say so.
-Each kernel has a reference in torch, with which it agrees bit for bit. Its tests are in `tests/kernels/`, and need no GPU.
+The setting is `kernels`: with `auto`, kernels are used if triton is installed and the device is a CUDA device. Each kernel has a
+reference in torch that computes the same bits. Tests are in `tests/kernels/` and need no GPU.
 """

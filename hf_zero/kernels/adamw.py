@@ -1,6 +1,6 @@
 """AdamW over a flat shard: unscaling, clipping, the update and the cast to the parameters' dtype in one pass.
 
-Written as torch ops these read and write 46 bytes a parameter; in one pass it is 28 (bfloat16 gradient and copy).
+As separate torch operations, these read and write 46 bytes for each parameter; in one pass, 28 (bfloat16 gradient and copy).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """The settings of one step; `step` counts from 1, and a step that found_inf stops must not be counted."""
+    """The settings of one step. `step` counts from 1; a step that `found_inf` stops must not be counted."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -36,9 +36,9 @@ class AdamW:
 
     @functools.cached_property
     def scalars(self) -> tuple[float, ...]:
-        """decay, 1 - beta1, beta2, 1 - beta2, step size, 1 / sqrt(bias correction 2), eps.
+        """Returns decay, 1 - beta1, beta2, 1 - beta2, step size, 1 / sqrt(bias correction 2), eps.
 
-        In double: 1 - 0.999 taken in float32 is off by 5e-5 of itself.
+        They are computed in double precision: in float32, 1 - 0.999 has a relative error of 5e-5.
         """
         beta1, beta2 = self.betas
         step_size = self.lr / (1 - beta1**self.step)
@@ -58,25 +58,25 @@ def adamw(place: Place, settings: AdamW) -> None:
         v <- beta2 * v + (1 - beta2) * g * g
         w <- w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-    Arithmetic is float32, each operation rounded by itself; torch's own forms fuse some of them, so last digits differ.
+    Arithmetic is float32, and each operation is rounded. torch's own versions fuse some operations, so last digits differ.
 
     Args:
-        place: with the states `exp_avg` and `exp_avg_sq`, float32.
+            place: the states are `exp_avg` and `exp_avg_sq`, float32.
 
     Raises:
-        ValueError: a tensor does not fit.
+            ValueError: a tensor has the wrong shape, dtype or device.
     """
     place.check()
     (adamw_triton if runs_triton(place.weights.device) else adamw_reference)(place, settings)
 
 
 def adamw_reference(place: Place, settings: AdamW) -> None:
-    """`adamw` in torch, bit for bit the kernel's arithmetic."""
+    """Computes `adamw` in torch, with the same bits as the kernel."""
     decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias2_sqrt, eps = settings.scalars
     g, exp_avg = place.unscaled_gradient, place.states["exp_avg"]
     m = exp_avg + (g - exp_avg) * one_minus_beta1
     v = place.states["exp_avg_sq"] * beta2 + g * one_minus_beta2 * g
-    # On the host torch's float32 square root may be the next number beside the nearest one; in double it is not.
+    # On the host, torch's float32 square root may be off by one unit in the last place; via double it is correctly rounded.
     root = v.double().sqrt_().float()
     w = place.weights.float() * decay - m * step_size / (root * inverse_bias2_sqrt + eps)
     place.write(w, {"exp_avg": m, "exp_avg_sq": v})
@@ -88,13 +88,13 @@ def adamw_triton(place: Place, settings: AdamW) -> None:
 
 @kernel
 def next_moments(m, v, g, one_minus_beta1, beta2, one_minus_beta2):
-    """Both moments with a gradient taken in, as `adamw` has them; all float32."""
+    """Returns both moments after a gradient, by the formula in `adamw`; all float32."""
     return m + (g - m) * one_minus_beta1, v * beta2 + g * one_minus_beta2 * g
 
 
 @kernel
 def next_weights(w, m, v, decay, step_size, inverse_bias2_sqrt, eps):
-    """Weights a step further along the new moments, as `adamw` has them; all float32."""
+    """Returns the weights after a step with the new moments, by the formula in `adamw`; all float32."""
     return w * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * inverse_bias2_sqrt + eps)
 
 

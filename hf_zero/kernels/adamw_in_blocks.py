@@ -1,7 +1,7 @@
 """AdamW over a flat shard with moments in 8-bit blocks; float32 moments exist in registers only.
 
-In parts a step unpacks both moments into memory, steps there and packs them again, 48 bytes a parameter with a bfloat16
-gradient and copy. In one pass it is 16.
+As separate operations, a step unpacks both moments into memory, computes there and packs them again, which moves 48 bytes for
+each parameter with a bfloat16 gradient and copy. One pass moves 16.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _WARPS_IN_BLOCKS = 1
-"""A program and a warp to a block, eight elements a thread: the largest of them is found without shared memory or barriers."""
+"""One program with one warp for each block, eight elements for each thread: the maximum needs no shared memory or barriers."""
 
 _CHUNK_NUMEL = 1 << 17
-"""Elements whose moments the reference has in float32 at a time; a whole number of blocks."""
+"""Number of elements whose moments the reference holds in float32 at a time; a whole number of blocks."""
 
 
 def adamw_in_blocks(place: Place, settings: AdamW) -> None:
-    """Steps in place: `dequantise_dynamic`, `adamw` and `quantise_dynamic` in one, to the same bits.
+    """Steps in place; computes the same bits as `dequantise_dynamic`, `adamw` and `quantise_dynamic`.
 
     Args:
-        place: with the states `exp_avg` and `exp_avg_sq`, each `Coded`: codes and scales of as many elements as there are
-            weights, by SIGNED and by UNSIGNED. Behind the last element, its block counts as zeros.
+        place: the states are `exp_avg` and `exp_avg_sq`, each a `Coded` with codes and scales for as many elements as there are
+            weights, by SIGNED and UNSIGNED. After the last element, a block is padded with zeros.
 
     Raises:
-        ValueError: a tensor does not fit.
+        ValueError: a tensor has the wrong shape, dtype or device.
     """
     place.check()
     for name in ("exp_avg", "exp_avg_sq"):
@@ -46,9 +46,9 @@ def adamw_in_blocks(place: Place, settings: AdamW) -> None:
 
 
 def adamw_in_blocks_reference(place: Place, settings: AdamW) -> None:
-    """`adamw_in_blocks` in torch, bit for bit the kernel's.
+    """Computes `adamw_in_blocks` in torch, with the same bits as the kernel.
 
-    Where `found_inf` stops it, moments go back to the codes that they came from: [Note: nothing drifts].
+    If `found_inf` stops the step, moments get the codes that they had before: [Note: nothing drifts].
     """
     numel, copy = place.weights.numel(), place.copy
     moments = place.weights.new_empty((2, min(_CHUNK_NUMEL, numel)), dtype=torch.float32)
@@ -99,7 +99,7 @@ def adamw_in_blocks_triton(place: Place, settings: AdamW) -> None:
 
 @functools.cache
 def _tables_of_both(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, first codes and thresholds, those of the first moment before those of the second."""
+    """Returns values, first codes and thresholds; those of the first moment come before those of the second."""
     signed, unsigned = tables_of(SIGNED, device), tables_of(UNSIGNED, device)
     return (
         torch.cat([signed.values, unsigned.values]),
@@ -110,13 +110,13 @@ def _tables_of_both(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, t
 
 @kernel
 def _unpacked(codes, scale, values, offsets, mask):
-    """Elements in float32; anything where there are none."""
+    """Returns elements in float32; undefined outside of `mask`."""
     return tl.load(values + tl.load(codes + offsets, mask=mask, other=0).to(tl.int32)) * scale
 
 
 @kernel
 def _scale_of(x, SMALLEST: tl.constexpr, IS_SIGNED: tl.constexpr):
-    """Returns a block's largest magnitude; 0 for a subnormal one, NaN for one that is not finite."""
+    """Returns a block's largest magnitude: 0 if it is subnormal, NaN if it is not finite."""
     magnitude = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), axis=0)
     scale = magnitude
     if IS_SIGNED:
@@ -127,7 +127,7 @@ def _scale_of(x, SMALLEST: tl.constexpr, IS_SIGNED: tl.constexpr):
 
 @kernel
 def _nearest(x, scale, first, thresholds):
-    """Codes of one block's elements; see [Note: the nearest value]."""
+    """Returns the codes of one block's elements; see [Note: the nearest value]."""
     y = tl.div_rn(x, tl.broadcast_to(tl.where(scale == 0, float("inf"), scale), x.shape))
     code = tl.load(first + ((y.to(tl.int32, bitcast=True) >> 16) + 32768)).to(tl.int32)
     return (code + tl.where(y > tl.load(thresholds + code), 1, 0)).to(tl.uint8)
@@ -172,7 +172,7 @@ def _adamw_in_blocks(
     m_scale, v_scale = _scale_of(m, SMALLEST, True), _scale_of(v, SMALLEST, False)
     tl.store(exp_avg + offsets, _nearest(m, m_scale, first, thresholds), mask=mask)
     tl.store(exp_avg_sq + offsets, _nearest(v, v_scale, first + 65536, thresholds + 256), mask=mask)
-    # A block has a first element, whatever it lacks behind.
+    # A block may be padded at its end, but it always has a first element.
     is_stepped = tl.max(mask.to(tl.int32), axis=0) > 0
     tl.store(exp_avg_scales + block, m_scale, mask=is_stepped)
     tl.store(exp_avg_sq_scales + block, v_scale, mask=is_stepped)

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 # ---- Triton kernels whose triton is imported at their first launch ----
 #
-# Importing triton takes a quarter of a second, most machines that import this package have none of its devices, and many
-# have no triton at all. So a file of this room writes its kernel as a plain function under `@kernel`, names `tl` under
-# `TYPE_CHECKING` only, and can be imported anywhere for its torch reference.
+# Importing triton needs a quarter of a second, and most machines that import this package have no device for it, or no triton.
+# So each file of this package defines its kernel as a plain function under `@kernel`, imports `tl` only under `TYPE_CHECKING`,
+# and can be imported anywhere for its torch reference.
 
 
 class Kernel:
-    """A function in Triton's language, compiled (or, under TRITON_INTERPRET=1, interpreted) at its launch.
+    """A function in Triton's language, compiled (or interpreted, under TRITON_INTERPRET=1) at its first launch.
 
-    The function may name `tl` (triton.language) and other kernels that its file knows.
+    The function may use `tl` (triton.language) and other kernels of its module.
 
     Raises:
-        ImportError: at the first launch, where triton is not installed.
+        ImportError: at the first launch, if triton is not installed.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -37,12 +37,12 @@ class Kernel:
         self._function = function
 
     if TYPE_CHECKING:
-        # Kernels call each other inside of kernels only, in Triton's language.
+        # Only other kernels call a kernel directly, in Triton's language.
         def __call__(self, *arguments: Any, **constants: Any) -> Any: ...
 
     @functools.cached_property
     def jit(self) -> Any:
-        """Returns `triton.jit` of the function, in a scope where its names mean Triton's objects."""
+        """Returns `triton.jit` of the function, in a scope where kernels and `tl` are Triton's objects."""
         import triton
         import triton.language as tl
 
@@ -52,7 +52,7 @@ class Kernel:
             if isinstance(scope.get(name), Kernel):
                 scope[name] = scope[name].jit
         bound = types.FunctionType(written.__code__, scope, written.__name__, written.__defaults__)
-        # Triton's interpreter knows a constexpr by the annotation itself, not by its text.
+        # Triton's interpreter recognizes a constexpr by the annotation object, not by its text.
         bound.__annotations__ = inspect.get_annotations(written, globals=scope, eval_str=True)
         return triton.jit(bound)
 
@@ -60,9 +60,9 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        # Triton launches on the current device, whose memory the tensors' may not be.
+        # Triton launches on the current device, which may not be the device of the tensors.
         with current(next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))):
-            # Without fused multiply-adds a kernel rounds as its reference does. Releases differ in the default.
+            # Disable fused multiply-adds, so that a kernel rounds like its reference. Releases have different defaults.
             self.jit[grid](*arguments, enable_fp_fusion=False, **constants)
 
 
@@ -70,13 +70,13 @@ kernel = Kernel
 
 
 def is_interpreted() -> bool:
-    """Whether launches of this process are interpreted. Read by kernels that must round by hand there."""
+    """Whether this process interprets launches. Kernels that must round manually in that case read this."""
     import triton
 
     return triton.knobs.runtime.interpret
 
 
-# ---- Checks of scalars: a kernel would write outside of a shorter tensor ----
+# ---- Checks of scalars, because a kernel would access memory outside of a shorter tensor ----
 
 
 def check_scalar(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -93,9 +93,9 @@ def check_scalar(name: str, tensor: torch.Tensor, device: torch.device) -> None:
 
 @kernel
 def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`x` (float32) in `dtype`, to the nearest, ties to even, as torch rounds.
+    """Converts `x` (float32) to `dtype`, rounding to the nearest, ties to even, as torch does.
 
-    Triton's interpreter drops the low bits of a float32 on its way to bfloat16, so there it is done on the integer.
+    Triton's interpreter truncates when converting float32 to bfloat16, so the rounding is done on the integer there.
     """
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -111,6 +111,6 @@ def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 def nearest_integer(x):
     """Rounds `x` (float32, below 2^22), ties to even. Triton's interpreter lacks the instruction.
 
-    1.5 x 2^23, added and taken away again, leaves no digits behind the point.
+    Adding and subtracting 1.5 x 2^23 removes the digits after the point.
     """
     return (x + 12582912.0) - 12582912.0

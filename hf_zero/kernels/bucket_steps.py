@@ -1,4 +1,4 @@
-"""Steps of buckets by kernels, for the optimizers whose arithmetic the kernels have."""
+"""Steps buckets with kernels, for the optimizers that have a kernel."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -25,22 +25,22 @@ from .flat_steps import Place
 from .lion import Lion, lion
 from .sgd import SGD, sgd
 
-# ---- What kernels know of optimizers: which settings they have a form for, and which state is whose ----
+# ---- The optimizers that have a kernel: their supported settings, and their state ----
 
 Group = Mapping[str, Any]
 
 MakeReady = Callable[[str, States], set[Row]]
-"""Moves the rows' state of one name to where a kernel reads and writes; returns the rows that had none, now zeros."""
+"""Moves one kind of state of the rows to the kernel's memory; returns the rows that had none, whose state is now zero."""
 
 
 class KernelForm(ABC):
-    """One optimizer as a kernel does it: the same state under the same names.
+    """One optimizer as a kernel computes it: the same state under the same names.
 
     Args:
-        optimizer: for settings that its groups do not have.
+        optimizer: for settings that are not in its groups.
 
     Attributes:
-        usual: settings for which the kernel has one form only, with the value that this form has.
+        usual: maps settings to the only value that the kernel supports.
         numbers: settings that must be numbers on the host.
     """
 
@@ -51,7 +51,7 @@ class KernelForm(ABC):
         self._optimizer = optimizer
 
     def hindrance(self, group: Group) -> str | None:
-        """Why the kernel cannot step this group, in words; None if it can."""
+        """Returns the reason why the kernel cannot step this group, as text; None if it can."""
         for name, value in self.usual.items():
             if group.get(name, value) != value:
                 return f"`{name}` is {group[name]}"
@@ -60,27 +60,27 @@ class KernelForm(ABC):
 
     @abstractmethod
     def state_names(self, group: Group) -> Sequence[str]:
-        """Kinds of state with one value an element."""
+        """Returns the kinds of state with one value for each element."""
 
     @abstractmethod
     def begin(self, group: Group, states: States, make_ready: MakeReady) -> Mapping[Row, int]:
-        """Makes the rows' state ready for their next step.
+        """Prepares the rows' state for their next step.
 
         Returns:
-            of each row, what `step` has to know beside the group: rows that differ in it are stepped apart.
+            For each row a phase, which `step` needs in addition to the group. Rows with different phases are stepped separately.
         """
 
     @abstractmethod
     def settings(self, group: Group, phase: int) -> Any:
-        """Reads what `step` takes from a group and a phase."""
+        """Returns what `step` needs of a group and a phase."""
 
     @abstractmethod
     def step(self, place: Place, settings: Any) -> None:
-        """Takes the step."""
+        """Computes the step."""
 
 
 class AdamWForm(KernelForm):
-    """`torch.optim.AdamW`, and `torch.optim.Adam` without decay. The phase is the number of the step, from 1."""
+    """Steps like `torch.optim.AdamW`, or `torch.optim.Adam` without decay. The phase is the number of the step, from 1."""
 
     usual: ClassVar[Mapping[str, Any]] = {
         "amsgrad": False,
@@ -92,7 +92,7 @@ class AdamWForm(KernelForm):
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         super().__init__(optimizer)
-        # `step`, its version and its value when it was last written here.
+        # Row → the tensor `step`, its version, and its value when it was last written here.
         self._counts: dict[Row, tuple[torch.Tensor, int, int]] = {}
 
     def hindrance(self, group: Group) -> str | None:
@@ -117,14 +117,14 @@ class AdamWForm(KernelForm):
         numbers = {}
         for row, state in states.items():
             if "step" not in state:
-                # Where torch's own step has it, so that either may take the next one.
+                # On the device on which torch's own step keeps it, so that either may compute the next step.
                 home = row.tensor.device if group["fused"] else torch.device("cpu")
                 state["step"] = torch.zeros((), dtype=torch.float32, device=home)
                 counts[row] = (state["step"], state["step"]._version, 0)
             step = state["step"]
             known, version, taken = counts.get(row, (step, -1, 0))
             if known is not step or version != step._version:
-                # Asked of the device only where somebody else has written it: that stops its queue.
+                # Read from the device only if something else has written it, because reading stops the device's queue.
                 taken = int(step.item())
             numbers[row] = taken + 1
         steps = [state["step"] for state in states.values()]
@@ -134,7 +134,7 @@ class AdamWForm(KernelForm):
         return numbers
 
     def _shared_number(self, states: States) -> int | None:
-        """Returns the number of the next step if all rows have it and nobody else wrote their counts; in loops in C."""
+        """Returns the number of the next step if all rows share it and nothing else wrote their counts. Runs in C loops."""
         known: list[Any] = list(map(self._counts.get, states))
         if not all(known):
             return None
@@ -157,12 +157,12 @@ class AdamWForm(KernelForm):
         adamw(place, settings)
 
     def step_in_blocks(self, place: Place, settings: AdamW) -> None:
-        """Takes the step of moments that are in 8-bit blocks and stay so."""
+        """Computes the step on moments that are, and stay, in 8-bit blocks."""
         adamw_in_blocks(place, settings)
 
 
 class SGDForm(KernelForm):
-    """`torch.optim.SGD`. The phase is 1 where the step starts the momentum buffer, else 0."""
+    """Steps like `torch.optim.SGD`. The phase is 1 if the step creates the momentum buffer, else 0."""
 
     usual: ClassVar[Mapping[str, Any]] = {"maximize": False, "differentiable": False}
     numbers = ("lr", "momentum", "dampening", "weight_decay")
@@ -189,7 +189,7 @@ class SGDForm(KernelForm):
 
 
 class LionForm(KernelForm):
-    """`lion_pytorch.Lion` (the package lion-pytorch), which keeps no count of its steps. The phase is always 0."""
+    """Steps like `lion_pytorch.Lion` (the package lion-pytorch), which does not count its steps. The phase is always 0."""
 
     usual: ClassVar[Mapping[str, Any]] = {}
     numbers = ("lr", "betas", "weight_decay")
@@ -212,8 +212,8 @@ class LionForm(KernelForm):
         lion(place, settings)
 
     def _weight_decay(self, group: Group) -> float:
-        """With `decoupled_weight_decay`, so much of a weight goes each step as the group says when lr is what it began as."""
-        # Releases before 0.2.3 have no such option.
+        """Weight decay; with `decoupled_weight_decay`, divided by the initial lr, so that the group's value holds at that lr."""
+        # Releases before 0.2.3 lack this option.
         is_decoupled = getattr(self._optimizer, "decoupled_wd", False)
         return float(group["weight_decay"]) / (cast(Any, self._optimizer)._init_lr if is_decoupled else 1.0)
 
@@ -227,18 +227,18 @@ _FORMS_BY_NAME: dict[str, type[KernelForm]] = {
     "lion_pytorch.foreach.Lion": LionForm,
     "lion_pytorch.lion_pytorch.Lion": LionForm,
 }
-"""Of packages that need not be installed."""
+"""Optimizers of packages that need not be installed."""
 
 
 def form_of(optimizer: torch.optim.Optimizer) -> KernelForm | None:
-    """The kernel's form of an optimizer; None where no kernel does what it does, as for a class made from one of these."""
+    """Returns the kernel's form of an optimizer; None if no kernel computes its step, for example for a subclass."""
     kind = type(optimizer)
     made = _FORMS.get(kind) or _FORMS_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
     return None if made is None else made(optimizer)
 
 
 def form_in_blocks_of(optimizer: torch.optim.Optimizer) -> AdamWForm | None:
-    """The form that steps an optimizer's moments in their 8-bit blocks; None where there is none."""
+    """Returns the form that steps an optimizer's moments in 8-bit blocks; None if there is none."""
     form = form_of(optimizer)
     return form if isinstance(form, AdamWForm) else None
 
@@ -247,7 +247,7 @@ def _has_tensor(value: Any) -> bool:
     return any(torch.is_tensor(part) for part in (value if isinstance(value, list | tuple) else (value,)))
 
 
-# ---- Steps of optimizers taken by flat kernels: a launch for each run of rows in place of many passes over each ----
+# ---- Steps of optimizers by flat kernels: one launch for each run of rows instead of many passes over each row ----
 
 _log = logging.getLogger(__name__)
 
@@ -257,15 +257,15 @@ _Phase = TypeVar("_Phase", bound=Hashable)
 
 
 FoundInf = Callable[[], torch.Tensor | None]
-"""One float32 element on the training device, above 0 where gradients are not finite. None where they are known to be, or the
-step is to be taken whatever they are."""
+"""One float32 element on the training device, above 0 if gradients are not finite. None if they are known to be finite, or if the
+step must be computed in any case."""
 
 
 class FlatState:
-    """For each bucket and kind of state one tensor, laid out as the rank's shard.
+    """A tensor for each bucket and kind of state, with the layout of the rank's shard.
 
-    The optimizer's register stays the only place where a row's state is looked for: what it has there, from a checkpoint or
-    from the optimizer's own step, is moved here when the row is next stepped, and what it has not starts at 0.
+    The optimizer's register remains the only source of a row's state. Values in the register, from a checkpoint or the
+    optimizer's own step, are moved here when the row is next stepped; missing values start at 0.
     """
 
     def __init__(self):
@@ -273,7 +273,7 @@ class FlatState:
         self._views: dict[Bucket, dict[str, dict[Row, torch.Tensor]]] = {}
 
     def of(self, bucket: Bucket, name: str) -> torch.Tensor:
-        """(shard_numel,) of the master dtype. Undefined where no row has been made ready."""
+        """Returns (shard_numel,) of the master dtype. Undefined for rows that have not been made ready."""
         flats = self._flats.setdefault(bucket, {})
         if name not in flats:
             flats[name] = bucket.tier.empty(bucket.layout.shard_numel, bucket.precision.master)
@@ -287,7 +287,7 @@ class FlatState:
             return set()
         for row, state in states.items():
             value = state.get(name)
-            # First: in all steps but the first, each row's is one.
+            # Check this first, because it is true for all rows in all steps except the first.
             if row in views and value is views[row]:
                 continue
             if row not in views:
@@ -308,17 +308,17 @@ class FlatState:
         return self.of(bucket, name)[interval.start : interval.stop]
 
     def forget(self, bucket: Bucket) -> None:
-        """Leaves the memory to the views that are still in the register."""
+        """Drops the tensors; views in the register keep their memory alive."""
         self._flats.pop(bucket, None)
         self._views.pop(bucket, None)
 
 
 class SmallState(FlatState):
-    """The same for the parameters too small for 8-bit blocks: in float32, one behind the other, with nothing between them."""
+    """State of parameters that are too small for 8-bit blocks: float32, contiguous, without gaps."""
 
     def __init__(self):
         super().__init__()
-        # Start in the shard → start here; the number of elements.
+        # (Start in the shard → start in the tensor, number of elements).
         self._layouts: dict[Bucket, tuple[dict[int, int], int]] = {}
 
     def of(self, bucket: Bucket, name: str) -> torch.Tensor:
@@ -346,21 +346,22 @@ class SmallState(FlatState):
 
 
 class _GroupRead:
-    """What a kernel's form has read of a group. Each bucket of the group needs it in each step.
+    """The values that a kernel's form has read of a group. Each bucket of the group needs them in each step.
 
     Args:
-        index: of the group in the optimizer's.
+        form: the kernel's form of the optimizer.
+        group: group of the optimizer.
 
     Attributes:
         hindrance: see `KernelForm.hindrance`.
-        names: see `KernelForm.state_names`; of a group without a hindrance.
+        names: see `KernelForm.state_names`; set if there is no hindrance.
     """
 
     def __init__(self, form: KernelForm, group: Group):
         self._form = form
         self.group = group
         self._values = tuple(group.values())
-        # A script may write into a list, which stays the same object then.
+        # A script may modify a list in place, and then the object is the same.
         self._may_change = any(isinstance(value, list) for name, value in group.items() if name != "params")
         self.hindrance = form.hindrance(group)
         self.names = form.state_names(group) if self.hindrance is None else ()
@@ -368,19 +369,19 @@ class _GroupRead:
         self._settings: Any = None
 
     def is_of(self, group: Group) -> bool:
-        """Whether the group still has the very values that were read; in a loop in C."""
+        """Whether the group still has the same objects that were read. Runs in a C loop."""
         values = self._values
         return not self._may_change and len(group) == len(values) and all(map(is_, group.values(), values))
 
     def settings(self, phase: int) -> Any:
-        """Returns `KernelForm.settings` of the group; buckets of one phase share the object."""
+        """Returns `KernelForm.settings` of the group; buckets with the same phase share the object."""
         if phase != self._phase:
             self._settings, self._phase = self._form.settings(self.group, phase), phase
         return self._settings
 
 
 class _Cut(NamedTuple):
-    """Slices of a bucket's tensors that a kernel steps together; they fit each other.
+    """Slices of a bucket's tensors that a kernel steps together, already checked.
 
     Attributes:
         master, copied: the whole tensors, which the bucket may replace.
@@ -395,24 +396,24 @@ class _Cut(NamedTuple):
 
 
 class KernelStep(BucketStep):
-    """One optimizer's buckets, stepped by the kernel that does what the optimizer would.
+    """Steps one optimizer's buckets with the kernel that computes the optimizer's step.
 
     [Note: steps by kernels]
-    The kernel reads and writes a bucket's flat tensors: master, reduced gradient and state, of which the optimizer's register
-    has views under its own names, and in the same pass the parameters' 16-bit copy. So the register is what its own step
-    would have made, to the last digits, and either may take the next step: a checkpoint, a changed setting that the kernel
-    has no form for, and the end of the engine need nothing more.
+    The kernel reads and writes a bucket's flat tensors: master, reduced gradient and state, and in the same pass the parameters'
+    16-bit copy. The optimizer's register has views of the state under the optimizer's own names. So the register equals, except
+    for last digits, the result of the optimizer's own step, and either may compute the next step: saving a checkpoint, changing
+    to a setting that the kernel does not support, and removing the engine need no conversion.
 
-    It also multiplies by the clip coefficient, where nobody has read the gradients since the clip (`ClippedGradient`).
+    The kernel also multiplies by the clip coefficient, if nothing has read the gradients since the clip (`ClippedGradient`).
 
-    Where nobody but the device knows yet whether the gradients are finite (`FoundInf`), the kernel reads it there and
-    writes nothing if they are not; the count of steps, which the host keeps, goes on.
+    If only the device knows whether the gradients are finite (`FoundInf`), the kernel reads that value on the device and writes
+    nothing if they are not. The step count, which the host keeps, is increased in any case.
 
     Args:
-        optimizer: of a class that `form_of` knows.
-        found_inf: asked in each step.
-        otherwise: steps a bucket whose group has a setting that the kernel has no form for.
-        lasts: masters last from step to step, so that slices of them may.
+        optimizer: of a class that `form_of` supports.
+        found_inf: called in each step.
+        otherwise: steps a bucket whose group has a setting that the kernel does not support.
+        lasts: masters are kept from step to step, so slices of them may be kept.
     """
 
     def __init__(
@@ -436,7 +437,7 @@ class KernelStep(BucketStep):
         self._with_copy: set[Bucket] = set()
 
     def hindrance(self, bucket: Bucket) -> str | None:
-        """Why the bucket cannot be stepped by the kernel as its group is now, in words; None if it can."""
+        """Returns the reason why the kernel cannot step the bucket with its group's current settings; None if it can."""
         if bucket.precision.master != torch.float32:
             return f"{bucket.precision.master} parameters"
         return self._group(bucket).hindrance
@@ -456,7 +457,7 @@ class KernelStep(BucketStep):
             self._otherwise.step(bucket, rows)
             return
         self._launch(self._groups[bucket.key.group], bucket, rows)
-        # A kernel writes behind torch's back; who asks whether a row has changed asks for its version.
+        # torch does not see a kernel's writes, so increase the versions for readers that check whether a row has changed.
         increment_version(list(map(TENSOR_OF, rows)))
         if bucket.copy_to_write is not None and len(rows) == len(bucket.rows):
             self._with_copy.add(bucket)
@@ -470,8 +471,8 @@ class KernelStep(BucketStep):
     def _runs(
         self, rows: Sequence[Row], phase_of: Mapping[Row, _Phase]
     ) -> Iterator[tuple[Run, _Phase, Coefficient | None]]:
-        """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
-        # Only a clipped gradient is worth a call: each parameter comes here in each step.
+        """Returns rows to be stepped together: a run, their phase, and the multiplier of their gradients."""
+        # Only clipped gradients are worth a call, because this runs for each parameter in each step.
         clips: list[Coefficient | None] = [None] * len(rows)
         gradients: list[Any] = list(map(GRADIENT_OF, map(TENSOR_OF, rows)))
         kinds = set(map(type, gradients))
@@ -485,7 +486,7 @@ class KernelStep(BucketStep):
             yield run, phase, clip
 
     def _place(self, bucket: Bucket, run: Run, names: Sequence[str], clip: Coefficient | None) -> Place:
-        """Cuts a bucket's tensors for a run. The slices are kept: to make and check them costs more than to launch."""
+        """Slices a bucket's tensors for a run. The slices are kept: making and checking them costs more than a launch."""
         cuts, interval = self._cuts.setdefault(bucket, {}), run.interval
         cut, master, copied = cuts.get(interval), bucket.master, bucket.copy_to_write
         is_checked = cut is not None and cut.master is master and cut.copied is copied
@@ -493,7 +494,7 @@ class KernelStep(BucketStep):
             part = slice(interval.start, interval.stop)
             states = {name: self._flat.of_run(bucket, name, interval) for name in names}
             cut = _Cut(master, copied, master[part], states, None if copied is None else copied[part])
-            # Bounded: where other rows have gradients in each step, so do the intervals change.
+            # The cache is bounded, because if different rows have gradients in each step, the intervals change as well.
             if self._lasts and len(cuts) < len(bucket.rows):
                 cuts[interval] = cut
         return self._place_of(run, cut.weights, cut.states, cut.copy, clip, is_checked=is_checked)
@@ -523,7 +524,7 @@ class KernelStep(BucketStep):
         self._cuts.pop(bucket, None)
 
     def take_written(self) -> set[Bucket]:
-        """The buckets whose parameters the steps since the last call have written beside the master."""
+        """Returns the buckets whose parameters were written, next to the master, by steps since the last call."""
         written, self._with_copy = self._with_copy, set()
         return written
 
@@ -534,9 +535,9 @@ class KernelStep(BucketStep):
 
 
 class KernelStepInBlocks(KernelStep):
-    """The same for buckets whose moments are in 8-bit blocks, which they do not leave.
+    """A `KernelStep` for buckets whose moments are in 8-bit blocks and stay there.
 
-    Parameters too small for blocks are stepped on their float32 moments, neighbours together.
+    Parameters too small for blocks are stepped with float32 moments, neighbours together.
 
     Args:
         blocks: each bucket's moments.
@@ -583,16 +584,16 @@ class KernelStepInBlocks(KernelStep):
 
 
 def kernel_of(optimizer: torch.optim.Optimizer, found_inf: FoundInf, *, lasts: bool = True) -> KernelStep | None:
-    """The kernel's step on state in float32; None where none does what the optimizer does. `lasts`: see `KernelStep`."""
+    """Returns the kernel's step on float32 state; None if no kernel computes the optimizer's step. `lasts`: see `KernelStep`."""
     form = form_of(optimizer)
     return None if form is None else KernelStep(optimizer, form, found_inf, BucketStep(optimizer), lasts=lasts)
 
 
-# Which buckets kernels step: those whose state is in the training device's memory, as far as kernels know the optimizer.
+# Kernels step buckets with state in the training device's memory, for the optimizers that have a kernel.
 
 
 class KernelShare:
-    """Which buckets kernels step, and why they leave the others to the optimizers' own steps."""
+    """Records which buckets kernels step, and why the optimizers' own steps handle the others."""
 
     def __init__(self):
         self._kernels: list[KernelStep] = []
@@ -603,12 +604,12 @@ class KernelShare:
     def take(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], kernel: KernelStep | None, *, else_why: str
     ) -> list[Bucket]:
-        """Those of the optimizer's buckets that `kernel` steps from now on.
+        """Returns the optimizer's buckets that `kernel` steps from now on.
 
-        State in another tier is stepped there, by the optimizer, and does not count.
+        Offloaded state is stepped on its tier by the optimizer, and does not count.
 
         Args:
-            kernel: None where none does what the optimizer does; `else_why` says so.
+            kernel: None if no kernel computes the optimizer's step; `else_why` is the reason.
         """
         here = [bucket for bucket in buckets if not bucket.tier.is_apart]
         self._bucket_count += len(here)
@@ -627,18 +628,18 @@ class KernelShare:
         return mine
 
     def unwritten(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """Those of the buckets whose parameters no kernel has written beside the master since the last call."""
+        """Returns those buckets whose parameters no kernel has written, next to the master, since the last call."""
         written = {bucket for kernel in self._kernels for bucket in kernel.take_written()}
         return [bucket for bucket in buckets if bucket not in written]
 
     def clip_later(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> list[Row]:
-        """Leaves it to the kernels to multiply the gradients that they are to read; the rows of the others.
+        """Defers the multiplication of gradients that kernels read to the kernels; returns the rows of all other gradients.
 
         See `ClippedGradient`.
         """
         if coefficient is None:
             return []
-        # A row that is a parameter has no clipped gradient; see `ClippedGradient`.
+        # Rows that are parameters have no clipped gradient; see `ClippedGradient`.
         mine = {bucket for bucket in self._mine if not bucket.rows_are_parameters}
         if not mine:
             return list(rows)
@@ -659,9 +660,9 @@ class KernelShare:
 
 
 class KernelSteps(StepChoice):
-    """Buckets whose optimizer a kernel can stand for are stepped by it; the others are left to the optimizer's own step.
+    """Uses kernels for the buckets of optimizers that have a kernel, and the optimizers' own steps for the others.
 
-    Moments in 8-bit blocks that a kernel can step there never leave them. See [Note: steps by kernels].
+    Moments in 8-bit blocks stay in blocks if a kernel can step them there. See [Note: steps by kernels].
 
     Args:
         found_inf: whether gradients are not finite; see `FoundInf`.
@@ -695,13 +696,13 @@ class KernelSteps(StepChoice):
         return self._assigned(optimizer, list(blocks), kernel, why)
 
     def _at_hand(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> Assigned:
-        """Masters and moments in memory, in all their digits."""
+        """Assigns buckets whose masters and moments are in memory in full precision."""
         why = f"no kernel does what {type(optimizer).__name__} does"
         buckets = [bucket for bucket, state in states.items() if not state.is_away]
         return self._assigned(optimizer, buckets, kernel_of(optimizer, self._found_inf), why)
 
     def _rounded(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> Assigned:
-        """Masters that are rounded away, which a kernel steps while they are there."""
+        """Assigns buckets whose masters exist only during the step, because they are rounded."""
         kernel = kernel_of(optimizer, self._found_inf, lasts=False)
         if kernel is None:
             return Assigned(BucketStep(optimizer), {})

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 STEP_BLOCK_NUMEL = 512
 NUM_WARPS = 4
-"""Four elements a thread: 16-byte accesses to float32 in at most 40 registers. With eight, 16-bit and 32-bit tensors want
-different layouts and the compiler converts between them through shared memory."""
+"""Four elements for each thread: 16-byte accesses to float32, with at most 40 registers. With eight elements, 16-bit and 32-bit
+tensors need different layouts, and the compiler converts between them through shared memory."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -27,12 +27,12 @@ class Place:
 
     Attributes:
         weights: the float32 master, or the parameters themselves in float32, bfloat16 or float16.
-        gradient: float32, bfloat16 or float16. Only read.
-        states: the optimizer's, by name: float32, or `Coded` for a kernel that steps moments in 8-bit blocks.
-        copy: gets the new weights, to the nearest, in any of the three dtypes. None for no copy.
-        multiplier: one float32 element, `step_scalars`' MULTIPLIER, by which the gradient is multiplied. None for 1.
-        found_inf: one float32 element. Where it is not 0 nothing is written. None to step always.
-        is_checked: weights, states and copy fit each other, as an earlier `check` has found.
+        gradient: float32, bfloat16 or float16. Not modified.
+        states: the optimizer's state by name: float32, or `Coded` for a kernel that steps moments in 8-bit blocks.
+        copy: receives the new weights, rounded to the nearest, in one of the three dtypes. None for no copy.
+        multiplier: one float32 element by which the gradient is multiplied (MULTIPLIER of `step_scalars`). None for 1.
+        found_inf: one float32 element. If it is not 0, nothing is written. None to step always.
+        is_checked: an earlier `check` has found that weights, states and copy are valid together.
     """
 
     weights: torch.Tensor
@@ -44,7 +44,7 @@ class Place:
     is_checked: bool = False
 
     def check(self) -> None:
-        """Raises `ValueError` unless the tensors are as said; of the states, only those in float32 are looked at."""
+        """Raises `ValueError` unless the tensors are as described above. States in 8-bit blocks are not checked."""
         numel, device = self.weights.numel(), self.weights.device
         check_flat("gradient", self.gradient, numel=numel, device=device, dtypes=FLOAT_DTYPES)
         if not self.is_checked:
@@ -60,11 +60,11 @@ class Place:
 
     @property
     def unscaled_gradient(self) -> torch.Tensor:
-        """Returns the gradient in float32, times `multiplier`; a new tensor if either changes anything."""
+        """The gradient in float32 times `multiplier`; the same tensor if that changes nothing."""
         return self.gradient.float() if self.multiplier is None else self.gradient.float() * self.multiplier
 
     def write(self, weights: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
-        """Copies float32 results to their places, unless `found_inf` is not 0; never asks the host."""
+        """Copies float32 results to weights, states and copy, unless `found_inf` is not 0. The host does not wait."""
         results = [(self.weights, weights), *((self.states[name], value) for name, value in states.items())]
         for place, result in [*results, *([] if self.copy is None else [(self.copy, weights)])]:
             stopped = self.found_inf
@@ -72,10 +72,10 @@ class Place:
 
 
 def launch(step: Kernel, place: Place, states: Sequence[str], scalars: Sequence[float], **constants: object) -> None:
-    """Runs an optimizer's kernel over all elements of a place; nothing where there are none.
+    """Runs an optimizer's kernel over all elements of `place`; does nothing if there are none.
 
     Args:
-        states: names, in the kernel's order; it gets None for one that is not there.
+        states: names of states in the order of the kernel's arguments. The kernel gets None for a missing one.
     """
     numel = place.weights.numel()
     if numel:
@@ -87,7 +87,7 @@ def launch(step: Kernel, place: Place, states: Sequence[str], scalars: Sequence[
 
 @kernel
 def own_elements(numel, found_inf, BLOCK: tl.constexpr):
-    """This program's offsets, and which of them are stepped: none where `found_inf` is not 0."""
+    """Returns this program's offsets and the mask of stepped elements, which is all False if `found_inf` is not 0."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     if found_inf is not None:
@@ -97,7 +97,7 @@ def own_elements(numel, found_inf, BLOCK: tl.constexpr):
 
 @kernel
 def load_gradient(gradient, multiplier, offsets, mask):
-    """The gradient in float32, unscaled and clipped."""
+    """Returns the gradient in float32, unscaled and clipped."""
     g = tl.load(gradient + offsets, mask=mask).to(tl.float32)
     if multiplier is not None:
         g = g * tl.load(multiplier)
@@ -106,7 +106,7 @@ def load_gradient(gradient, multiplier, offsets, mask):
 
 @kernel
 def store_weights(weights, copy, w, offsets, mask, INTERPRETED: tl.constexpr):
-    """The new weights to their place and, in its dtype, to the copy."""
+    """Stores the new weights, and their copy in its dtype."""
     tl.store(weights + offsets, rounded(w, weights.dtype.element_ty, INTERPRETED), mask=mask)
     if copy is not None:
         tl.store(copy + offsets, rounded(w, copy.dtype.element_ty, INTERPRETED), mask=mask)

@@ -26,7 +26,7 @@ class Lion:
 
     @functools.cached_property
     def scalars(self) -> tuple[float, ...]:
-        """decay, beta1, 1 - beta1, beta2, 1 - beta2, lr; the differences taken in double."""
+        """Returns decay, beta1, 1 - beta1, beta2, 1 - beta2, lr. Differences are computed in double precision."""
         beta1, beta2 = self.betas
         return 1 - self.lr * self.weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, self.lr
 
@@ -39,20 +39,20 @@ def lion(place: Place, settings: Lion) -> None:
         w <- w * (1 - lr * d) - lr * sign(beta1 * m + (1 - beta1) * g)
         m <- beta2 * m + (1 - beta2) * g
 
-    Arithmetic is float32, each operation rounded by itself. sign(0) and sign(NaN) are 0.
+    Arithmetic is float32, and each operation is rounded. sign(0) and sign(NaN) are 0.
 
     Args:
-        place: with the state `exp_avg`, float32.
+            place: the state is `exp_avg`, float32.
 
     Raises:
-        ValueError: a tensor does not fit.
+            ValueError: a tensor has the wrong shape, dtype or device.
     """
     place.check()
     (lion_triton if runs_triton(place.weights.device) else lion_reference)(place, settings)
 
 
 def lion_reference(place: Place, settings: Lion) -> None:
-    """`lion` in torch, bit for bit the kernel's arithmetic."""
+    """Computes `lion` in torch, with the same bits as the kernel."""
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = settings.scalars
     g, exp_avg = place.unscaled_gradient, place.states["exp_avg"]
     w = place.weights.float() * decay - torch.sign(exp_avg * beta1 + g * one_minus_beta1) * lr

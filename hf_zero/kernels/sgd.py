@@ -34,7 +34,7 @@ class SGD:
 
     @functools.cached_property
     def scalars(self) -> tuple[float, ...]:
-        """weight decay, share of the old buffer, share of the gradient, momentum, lr."""
+        """Returns weight decay, factor of the old buffer, factor of the gradient, momentum, lr."""
         kept, added = (0.0, 1.0) if self.first_step else (self.momentum, 1 - self.dampening)
         return self.weight_decay, kept, added, self.momentum, self.lr
 
@@ -48,13 +48,14 @@ def sgd(place: Place, settings: SGD) -> None:
         b <- mu * b + (1 - dampening) * g
         w <- w - lr * (g + mu * b if nesterov else b)
 
-    Arithmetic is float32, each operation rounded by itself; torch's own forms fuse some of them, so last digits differ.
+    Arithmetic is float32, and each operation is rounded. torch's own versions fuse some operations, so last digits differ.
 
     Args:
-        place: with the state `momentum_buffer`, float32 and finite before its first step, exactly where momentum is not 0.
+            place: the state is `momentum_buffer`, float32 and finite before its first step; present if and only if momentum is
+                not 0.
 
     Raises:
-        ValueError: a tensor does not fit.
+            ValueError: a tensor has the wrong shape, dtype or device.
     """
     has_buffer = "momentum_buffer" in place.states
     if has_buffer != (settings.momentum != 0):
@@ -67,7 +68,7 @@ def sgd(place: Place, settings: SGD) -> None:
 
 
 def sgd_reference(place: Place, settings: SGD) -> None:
-    """`sgd` in torch, bit for bit the kernel's arithmetic."""
+    """Computes `sgd` in torch, with the same bits as the kernel."""
     weight_decay, kept, added, momentum, lr = settings.scalars
     w = place.weights.float()
     g = place.unscaled_gradient + w * weight_decay

@@ -20,37 +20,36 @@ if TYPE_CHECKING:
 
 # ---- Statistics of all gradients of a step: the sum of squares, and the number of non-finite ones ----
 #
-# Clipping takes four launches' worth of memory traffic from nothing but small arithmetic when it is written in torch, and a
-# `.item()` stops the device's queue. Here one launch a shard and one for the rest leave their results on the device, where
-# the optimizer's kernel reads them.
+# Written in torch, clipping needs four passes over memory for very little arithmetic, and an `.item()` stops the device's queue.
+# Here one launch for each shard, and one more for their parts, leave the results on the device, where the optimizer's kernel
+# reads them.
 #
-# The sums are taken over parts of 65,536 elements in float32 and over the parts in float64: one float32 accumulator over
-# millions of elements would lose the seventh digit that the clipping norm is compared in. The parts depend on nothing but
-# the number of elements and nothing is added atomically, so the same gradients give the same bits on every run.
-
+# Squares are summed in float32 over parts of 65,536 elements, and in float64 over the parts: a single float32 accumulator over
+# millions of elements would lose the seventh digit, to which clipping norms are compared. The parts depend only on the number of
+# elements, and there are no atomic additions, so equal gradients result in equal bits in every run.
 BLOCK_NUMEL = 4096
-"""Elements that a program of the first stage reads at a time."""
+"""Number of elements that a program of the first stage reads at a time."""
 
 
 PARTS_A_STEP = 1024
-"""Parts that the program of the second stage reads at a time."""
+"""Number of parts that the program of the second stage reads at a time."""
 
 NORM, COEFFICIENT, MULTIPLIER, FOUND_INF = range(4)
-"""Places in what `step_scalars` gives."""
+"""Indices of the result of `step_scalars`."""
 
 
 def gradient_statistics(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum of squares and count of elements that are NaN or infinite, over all shards.
+    """Computes the sum of squares, and the number of elements that are NaN or infinite, over all shards.
 
     Args:
         shards: flat, contiguous, float32, bfloat16 or float16, all on one device; at least one.
 
     Returns:
-        (2,) float64 on their device: the sum of squares (NaN or inf where an element is) and the count. Float64 is what
-        the ranks' sum travels in.
+        (2,) float64 on their device: the sum of squares (NaN or inf if an element is) and the number. The ranks' sum is computed
+        in float64.
 
     Raises:
-        ValueError: a shard is of another kind.
+        ValueError: a shard has the wrong shape, dtype or device.
     """
     for index, shard in enumerate(shards):
         check_flat(f"shard {index}", shard, numel=shard.numel(), device=shards[0].device, dtypes=FLOAT_DTYPES)
@@ -59,7 +58,7 @@ def gradient_statistics(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def statistics_reference(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     squares = torch.stack([sum_of_squares(shard) for shard in shards]).sum()
-    # A finite sum has finite terms; asking so on the host saves a second pass over all gradients.
+    # A finite sum has only finite terms. Checking this on the host saves a second pass over all gradients.
     if squares.device.type == "cpu" and squares.isfinite():
         return torch.stack([squares, torch.zeros_like(squares)])
     counts = [torch.isfinite(shard).logical_not_().sum() for shard in shards]
@@ -67,7 +66,7 @@ def statistics_reference(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def statistics_triton(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`gradient_statistics` by one launch a shard and one over their parts."""
+    """Computes `gradient_statistics` with one launch for each shard, and one over their parts."""
     device = shards[0].device
     part_counts = [ceil_div(shard.numel(), PART_NUMEL) for shard in shards]
     parts = sum(part_counts)
@@ -81,7 +80,7 @@ def statistics_triton(shards: Sequence[torch.Tensor]) -> torch.Tensor:
             )
         first += part_count
     out = torch.empty(2, dtype=torch.float64, device=device)
-    # A power of two, so that shards of many sizes share few compiled forms.
+    # Round up to a power of two, so that shards of many sizes share a few compiled kernels.
     steps = 1 << (ceil_div(parts, PARTS_A_STEP) - 1).bit_length() if parts else 0
     _sum_of_parts[(1,)](squares, counts, out, parts, STEPS=steps, BLOCK=PARTS_A_STEP)
     return out
@@ -94,14 +93,14 @@ def step_scalars(statistics: torch.Tensor, max_norm: float, inverse_scale: torch
     torch.nn.utils.clip_grads_with_norm_ computes it in float32.
 
     Args:
-        statistics: (2,) float64, `gradient_statistics` summed over the ranks.
-        max_norm: inf for no clipping.
-        inverse_scale: one float32 element, 1 / loss scale; None for gradients that are not scaled.
+            statistics: (2,) float64, `gradient_statistics` summed over the ranks.
+            max_norm: inf for no clipping.
+            inverse_scale: one float32 element, 1 / loss scale; None if gradients are not scaled.
 
     Returns:
-        (4,) float32 on the device: norm of the unscaled gradients; clip coefficient, which a NaN norm makes NaN;
-        multiplier = inverse_scale * coefficient, for the scaled gradients; found_inf, 1 where a gradient or the norm is
-        NaN or infinite, else 0.
+            (4,) float32 on the device: the norm of the unscaled gradients; the clip coefficient (NaN if the norm is); multiplier
+            = inverse_scale * coefficient, for the scaled gradients; found_inf, 1 if a gradient or the norm is NaN or infinite,
+            else 0.
     """
     check_flat("statistics", statistics, numel=2, device=statistics.device, dtypes=[torch.float64])
     if inverse_scale is not None:
@@ -172,28 +171,28 @@ def _scalars(statistics, inverse_scale, out, max_norm):
     tl.store(out + 3, tl.where(is_bad, 1.0, 0.0))
 
 
-# ---- A launch of the smallest kernel, before training depends on one ----
+# ---- A test launch of the smallest kernel, before training depends on one ----
 #
-# That triton can be imported says little: it compiles at the first launch, for which it needs a C compiler, Python's
-# headers, a folder that it can write to and a driver that it knows.
+# Importing triton proves little. It compiles at the first launch, which needs a C compiler, Python's headers, a writable folder
+# and a supported driver.
 
 
 def launch_fault(device: torch.device) -> str | None:
-    """Why kernels do not run in their Triton form on `device`, in one line; None where they do."""
+    """Returns the reason why Triton kernels do not run on `device`, in one line; None if they run."""
     try:
         step_scalars(torch.ones(2, dtype=torch.float64, device=device), max_norm=1.0).tolist()
     except Exception as error:
-        # Of any kind: triton raises those of its compiler, of the C compiler's process and of the driver.
+        # Errors have many classes: triton raises those of its compiler, of the C compiler's process and of the driver.
         first_line = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {first_line}"
     return None
 
 
-# ---- The norm of a step by these kernels ----
+# ---- The norm of a step, computed by these kernels ----
 
 
 class NormByKernels(GradientNorm):
-    """The 2-norm by a launch for each run of rows and two for the rest. On an accelerator the host only queues them."""
+    """Computes the 2-norm with one launch for each run of rows and two more. On an accelerator the host only queues them."""
 
     def _measure(self, rows: Sequence[Row], norm_type: float, max_norm: float) -> Measured:
         if norm_type != 2:
@@ -202,7 +201,7 @@ class NormByKernels(GradientNorm):
             rows = [row for row in rows if row.tensor.grad is not None]
         flats = [run.gradient for run in runs_of(rows)]
         mine = torch.zeros(2, dtype=torch.float64, device=self.device)
-        # Gradients in host memory are measured there.
+        # Gradients in host memory are measured on the host.
         for memory in {flat.device for flat in flats}:
             mine += gradient_statistics([flat for flat in flats if flat.device == memory]).to(self.device)
         scalars = step_scalars(self.among.agree_sum(mine, NORM_LABEL), max_norm)

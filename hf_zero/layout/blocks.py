@@ -1,8 +1,8 @@
 """8-bit blocks of optimizer moments in a bucket, and their bytes.
 
-[Note: blocks of parameters] A block is 256 neighbours of one parameter, counted from its first element. Slots then start,
-and shards end, at multiples of 256, so that a parameter's blocks are the same on every world size, stage and bucket size,
-and no shard cuts one: another run loads the blocks of a checkpoint without requantising them.
+[Note: blocks of parameters] A block is 256 consecutive elements of one parameter, counted from its first element. Slots start
+and shards end at multiples of 256. Therefore the blocks of a parameter are the same for every world size, stage and bucket size,
+no shard cuts a block, and another run can load the blocks of a checkpoint without quantising them again.
 """
 
 from .buckets import SHARD_ALIGN_NUMEL, SLOT_ALIGN_NUMEL, Alignment, BucketLayout
@@ -11,13 +11,13 @@ BLOCK_NUMEL = 256
 """Elements that share a scale."""
 
 SMALLEST_NUMEL = 4096
-"""Parameters of fewer elements keep their moments as they are, as in Dettmers et al. 2021: biases and norms take little."""
+"""Moments of smaller parameters are not quantised, as in Dettmers et al. 2021: biases and norms need little memory."""
 
 IN_BLOCKS = Alignment(
     slot_numel=max(SLOT_ALIGN_NUMEL, BLOCK_NUMEL),
     shard_numel=max(SHARD_ALIGN_NUMEL, BLOCK_NUMEL),
 )
-"""Of buckets whose moments are in blocks."""
+"""Alignment of buckets whose moments are in blocks."""
 
 _SCALE_BYTES = 4
 
@@ -28,12 +28,12 @@ def is_in_blocks(numel: int) -> bool:
 
 
 def blocks(numel: int) -> int:
-    """Counts the blocks, and so scales, of `numel` elements."""
+    """Number of blocks, and so of scales, of `numel` elements."""
     return -(-numel // BLOCK_NUMEL)
 
 
 def block_bytes(numel: int) -> int:
-    """Counts bytes of `numel` elements in blocks: one each, and the scales."""
+    """Bytes of `numel` elements in blocks: one byte for each element, and the scales."""
     return numel + _SCALE_BYTES * blocks(numel)
 
 
@@ -43,12 +43,13 @@ def has_blocks(bucket: BucketLayout) -> bool:
 
 
 def moment_bytes(bucket: BucketLayout, itemsize: int) -> int:
-    """Counts bytes of one moment in a rank's shard of a bucket. Small parameters take `itemsize` an element.
+    """Bytes of one moment in a rank's shard of a bucket, with `itemsize` bytes for each element of a small parameter.
 
-    Which rank has the small ones is left open: they count as if they were spread over the shards.
+    Which rank owns a small parameter is not considered: small parameters count as if they were spread evenly over the shards.
     """
     if not has_blocks(bucket):
         return bucket.shard_numel * itemsize
-    # Small parameters count twice: the codes and scales of a bucket cover its whole shard, small parameters and padding too.
+    # The codes and scales of a bucket cover its whole shard, padding and small parameters included. So small parameters count
+    # twice.
     small = sum(slot.interval.numel for slot in bucket.slots if not is_in_blocks(slot.interval.numel))
     return block_bytes(bucket.shard_numel) + -(-small // bucket.shards) * itemsize

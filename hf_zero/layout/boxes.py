@@ -11,11 +11,11 @@ from .intervals import Interval
 
 @dataclass(frozen=True)
 class Box:
-    """Part of a whole tensor: along each dimension some ranges of indices, one behind the other.
+    """Part of a whole tensor: the product of some index ranges along each dimension.
 
     Attributes:
-        shape: of the whole tensor.
-        ranges: along each dimension, in ascending order, none empty unless the part is.
+        shape: shape of the whole tensor.
+        ranges: for each dimension, index ranges in ascending order; none is empty unless the part is empty.
     """
 
     shape: tuple[int, ...]
@@ -23,14 +23,14 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """Covers all of a tensor."""
+        """Returns the box that covers the whole tensor."""
         return cls(tuple(shape), tuple((Interval(0, size),) for size in shape))
 
     def split(self, dim: int, parts: int, place: int, *, repeats: int = 1) -> "Box":
-        """Cuts this part along a dimension as `torch.chunk` does; returns the `place`-th of `parts`.
+        """Cuts this part along a dimension as `torch.chunk` does, and returns number `place` of `parts`.
 
         Args:
-            repeats: tensors that lie side by side along the dimension (gate and up projection); each is cut by itself.
+            repeats: number of tensors that are concatenated along the dimension (gate and up projection); each is cut separately.
         """
         held = self.ranges[dim]
         numel = sum(each.numel for each in held)
@@ -41,7 +41,7 @@ class Box:
         return Box(self.shape, (*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
 
     def narrow(self, dim: int, interval: Interval) -> "Box":
-        """Keeps the elements of this part whose index along a dimension is in an interval."""
+        """Keeps the elements of this part whose index along `dim` is in `interval`."""
         kept = tuple(_within(self.ranges[dim], interval))
         return Box(self.shape, (*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
 
@@ -58,28 +58,27 @@ class Box:
         return self.local_shape == self.shape
 
     def shares_with(self, other: "Box") -> bool:
-        """Whether an element of the whole tensor is in both parts."""
+        """Whether both parts contain a common element of the whole tensor."""
         return all(
             any(one.intersect(another) for one in mine for another in theirs)
             for mine, theirs in zip(self.ranges, other.ranges)
         )
 
     def runs(self, interval: Interval) -> Iterator[tuple[Interval, int]]:
-        """Yields runs of the part's elements that lie beside each other in the whole tensor too.
+        """Yields runs of the part's elements that are also contiguous in the whole tensor.
 
         Args:
-            interval: of the part, row-major.
+            interval: elements of the part, in row-major order.
 
         Yields:
-            Intervals of the part, in order, each with the index in the whole tensor at which it starts.
+            Intervals of the part, in order, each with the index in the whole tensor where it starts.
         """
         cut = [dim for dim, size in enumerate(self.local_shape) if size != self.shape[dim]]
         if not cut or not self.numel:
             if interval.numel:
                 yield interval, interval.start
             return
-        # Behind the last cut dimension all is contiguous: runs end only there, so one loop over its ranges finds them
-        # all.
+        # Dimensions after the last cut one are contiguous, so runs end only at ranges of the last cut dimension.
         last = cut[-1]
         inner = prod(self.shape[last + 1 :])
         strides = [prod(self.shape[dim + 1 :]) for dim in range(last)]
@@ -101,7 +100,7 @@ class Box:
                 place = run.stop
 
     def slices(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """Yields the part's blocks as indices of tensors: (in the whole tensor, in the part)."""
+        """Yields the contiguous blocks of the part as pairs of indices: (in the whole tensor, in the part)."""
         placed = []
         for ranges in self.ranges:
             at, found = 0, []
@@ -114,7 +113,7 @@ class Box:
 
 
 def _within(held: Sequence[Interval], wanted: Interval) -> Iterator[Interval]:
-    """Yields the ranges of the `wanted` elements, counted through all ranges."""
+    """Yields the ranges of the `wanted` elements, whose numbers count through all ranges of `held`."""
     at = 0
     for each in held:
         common = Interval(at, at + each.numel).intersect(wanted)

@@ -11,22 +11,22 @@ from .intervals import Interval, uncovered
 # ---- Slots of parameters in buckets ----
 
 SLOT_ALIGN_NUMEL = 16
-"""Slots start at multiples of this: torch's fused CPU AdamW gives other last digits in the tail of n % 16 elements, so an
-interval must cut a parameter where the whole parameter's vector loop would."""
+"""Slots start at multiples of this. torch's fused CPU AdamW computes other last digits in the tail of n % 16 elements, so a
+parameter may only be cut where the vector loop over the whole parameter would cut it."""
 
 SHARD_ALIGN_NUMEL = 128
-"""Shards are multiples of this: a GPU kernel falls back to scalar loads on anything less aligned."""
+"""Shards are multiples of this. With a smaller alignment, GPU kernels fall back to scalar loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """Units in elements: of the start of a slot, and of the size of a shard."""
+    """Alignment in elements of the start of a slot, and of the size of a shard."""
 
     slot_numel: int = SLOT_ALIGN_NUMEL
     shard_numel: int = SHARD_ALIGN_NUMEL
 
     def and_also(self, other: "Alignment") -> "Alignment":
-        """Combines two alignments into the smallest that suits both."""
+        """Returns the smallest alignment that satisfies both."""
         return Alignment(
             slot_numel=math.lcm(self.slot_numel, other.slot_numel),
             shard_numel=math.lcm(self.shard_numel, other.shard_numel),
@@ -34,15 +34,15 @@ class Alignment:
 
 
 USUAL_ALIGNMENT = Alignment()
-"""Where nothing lies in blocks."""
+"""Alignment of buckets without quantised blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """Describes a parameter to the layout.
+    """A parameter, as the layout sees it.
 
-    `key` holds everything that may not be mixed in one bucket: dtype, optimizer and group. `intact` parameters are not cut:
-    each lies in one rank's shard. `shards` is set where fewer ranks share the parameter; it is the same for all of a key.
+    Parameters with different `key`s (dtype, optimizer and group) never share a bucket. An `intact` parameter is not cut: it lies
+    in the shard of one rank. `shards` is set if fewer ranks share the parameter; it is the same for all parameters of a key.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Slot:
 class BucketLayout:
     """Parameters whose gradients are reduced together: their slots in order, and the padded size.
 
-    `numel` is a multiple of the number of shards times their alignment, so that every rank's shard is equal. `oversize`
-    marks a bucket with a parameter that is larger than a bucket should be. In an `intact` one no shard cuts a slot.
+    `numel` is a multiple of the number of shards times their alignment, so all shards have the same size. `oversize` marks a
+    bucket that contains a parameter larger than the bucket size. In an `intact` bucket no shard boundary cuts a slot.
     """
 
     index: int
@@ -82,16 +82,16 @@ class BucketLayout:
 
     @cached_property
     def padding(self) -> list[Interval]:
-        """Returns the runs of the bucket that belong to no parameter."""
+        """The intervals of the bucket that belong to no parameter."""
         return uncovered(Interval(0, self.numel), [slot.interval for slot in self.slots])
 
     def shard(self, rank: int) -> Interval:
-        """Returns the elements of the bucket that `rank` of the shard group owns."""
+        """The elements of the bucket that `rank` of the shard group owns."""
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
 
 class _OpenBucket:
-    """A bucket that is being filled with parameters of its key, one behind the other."""
+    """A bucket that is being filled with parameters of one key."""
 
     def __init__(self, key: Hashable, align: Alignment):
         self.key = key
@@ -101,7 +101,7 @@ class _OpenBucket:
         self.last_arrival = 0
 
     def takes(self, numel: int, bucket_numel: int) -> bool:
-        # An empty bucket takes any parameter: one that is larger than a bucket should be would otherwise have none.
+        # An empty bucket accepts any parameter. Otherwise a parameter larger than the bucket size would get no bucket.
         return not self.slots or aligned(self.end, self._align.slot_numel) + numel <= bucket_numel
 
     def add(self, spec: ParameterSpec, arrival: int) -> None:
@@ -129,30 +129,30 @@ def plan_buckets(
     first_index: int = 0,
     align: Alignment = USUAL_ALIGNMENT,
 ) -> tuple[BucketLayout, ...]:
-    """Lays parameters out in buckets, in the order their gradients arrive: the reverse of registration.
+    """Assigns parameters to buckets in the order in which their gradients arrive, the reverse of registration.
 
-    Each key fills its own buckets side by side, so that groups which alternate through a model (weights with decay,
-    biases without) do not cut each other short. A parameter larger than `bucket_numel` has a bucket of its own; an intact
-    one shares it with what fills the other shards. Buckets are numbered by the arrival of their last gradient: the order in
-    which they can be reduced.
+    Each key fills its own buckets, so groups that alternate through a model (weights with decay, biases without) do not end each
+    other's buckets early. A parameter larger than `bucket_numel` gets its own bucket; an intact one shares it with parameters
+    that fill the other shards. Buckets are numbered by the arrival of their last gradient, the order in which they can be
+    reduced.
 
     Args:
-        parameters: in registration order, tied ones once.
-        bucket_numel: elements a bucket should not pass.
-        shards: ranks in the shard group, where a parameter does not say otherwise.
+        parameters: in registration order, each tied parameter once.
+        bucket_numel: target size of a bucket in elements.
+        shards: number of ranks in the shard group, unless a parameter specifies its own.
         first_index: number of the first bucket.
-        align: of slots and shards.
+        align: alignment of slots and shards.
     """
     arriving: dict[tuple[bool, Hashable], list[tuple[int, ParameterSpec]]] = {}
     for arrival, spec in enumerate(reversed(parameters)):
-        # Intact ones apart: a bucket is either dealt to the shards whole or cut by them anywhere.
+        # Intact parameters get their own buckets: a bucket is either dealt to shards in whole parameters or cut anywhere.
         arriving.setdefault((spec.intact, spec.key), []).append((arrival, spec))
     buckets = [
         bucket
         for (intact, _), specs in arriving.items()
         for bucket in (_dealt if intact else _in_a_row)(specs, bucket_numel, specs[0][1].shards or shards, align)
     ]
-    # The order of reduction, which must be the same on all ranks: a bucket is full when its last gradient has come.
+    # A bucket is complete when its last gradient has arrived. All ranks must reduce buckets in this same order.
     buckets.sort(key=lambda bucket: bucket.index)
     return tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets, start=first_index))
 
@@ -160,7 +160,7 @@ def plan_buckets(
 def _in_a_row(
     specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int, align: Alignment
 ) -> Iterator[BucketLayout]:
-    """Yields buckets of one key that shards may cut anywhere, numbered by the arrival of the last gradient."""
+    """Yields buckets of one key that shards may cut anywhere; `index` is the arrival of the last gradient."""
     bucket = _OpenBucket(specs[0][1].key, align)
     for arrival, spec in specs:
         if not bucket.takes(spec.numel, bucket_numel):
@@ -184,10 +184,10 @@ def _dealt(
             for (shard, start), spec in zip(places, mine)
         ]
         yield BucketLayout(
-            # Indices ascend, so that the last is that of the gradient that arrives last and makes the bucket full.
+            # Indices are ascending, so the last one belongs to the gradient that completes the bucket.
             index=specs[indices[-1]][0],
             key=mine[0].key,
-            # Sorted by place: flat views of a bucket are cut one behind the other, in the order of the slots.
+            # Sorted by position, because flat views of a bucket are made in the order of the slots.
             slots=tuple(sorted(slots, key=lambda slot: slot.interval)),
             numel=shard_numel * shards,
             shards=shards,
@@ -201,9 +201,9 @@ def _dealt(
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """The part of one parameter that lies in one rank's shard.
+    """The part of one parameter in the shard of one rank.
 
-    `in_parameter` counts elements of the parameter, row-major; `in_shard` the same elements of the rank's shard.
+    `in_parameter` is the interval in the parameter, in row-major order; `in_shard` is the same elements in the shard.
     """
 
     name: str
@@ -212,7 +212,7 @@ class RowLayout:
 
 
 def rows_of_shard(bucket: BucketLayout, rank: int) -> tuple[RowLayout, ...]:
-    """Returns the rows of `rank`'s shard of `bucket`, in slot order. Over all ranks they cover every parameter once."""
+    """The parts of parameters in the shard of `rank`, in slot order. Over all ranks, each element appears exactly once."""
     shard = bucket.shard(rank)
     rows = []
     for slot in bucket.slots:

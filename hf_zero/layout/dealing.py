@@ -1,8 +1,8 @@
 """Assigns parameters that may not be cut to buckets and to shards.
 
-Collectives move equal shards, so each shard has the size of the fullest; the others are padded. Padding is small where a
-bucket has several parameters a rank. A parameter larger than its rank's part of a bucket sets the size of all shards, and
-others of its optimizer group are drawn in to fill them.
+Collectives move shards of equal size, so the fullest shard sets the size and the others are padded. Padding is small if a bucket
+has several parameters for each rank. A parameter larger than one rank's part of a bucket increases the size of all shards, so
+other parameters of its optimizer group are moved into the same bucket to fill them.
 """
 
 import heapq
@@ -13,17 +13,17 @@ def group(numels: Sequence[int], *, bucket_numel: int, shards: int) -> list[list
     """Groups parameters into buckets, as lists of their indices in ascending order.
 
     Args:
-        numels: of each parameter, in the order in which gradients arrive.
-        bucket_numel: elements a bucket should not pass, padding left out; it may where its largest parameter fills more
-            than a shard.
+        numels: elements of each parameter, in the order in which gradients arrive.
+        bucket_numel: target size of a bucket in elements, without padding. A bucket is larger if its largest parameter fills more
+            than one shard.
     """
     left = dict.fromkeys(range(len(numels)))
     groups = []
     large = [index for index in left if numels[index] * shards > bucket_numel]
     for seed in sorted(large, key=lambda index: -numels[index]):
-        # A larger seed may have drawn this one in to fill another shard.
+        # An earlier, larger seed may already have used this parameter as filling.
         if seed in left:
-            # Those that arrive next to it, so that the bucket is full soon after it could be.
+            # Prefer parameters that arrive at about the same time, so that the bucket completes early.
             nearest = sorted(left, key=lambda index: abs(index - seed))
             groups.append(_take(nearest, left, numels, room=numels[seed] * shards, skips=True))
     while left:
@@ -32,7 +32,7 @@ def group(numels: Sequence[int], *, bucket_numel: int, shards: int) -> list[list
 
 
 def _take(candidates: list[int], left: dict[int, None], numels: Sequence[int], *, room: int, skips: bool) -> list[int]:
-    """Moves candidates out of `left` while there is room. `skips`: passes over those that are too large."""
+    """Moves candidates out of `left` until `room` elements are used. `skips`: passes over candidates that are too large."""
     taken: list[int] = []
     total = 0
     for index in candidates:
@@ -47,22 +47,22 @@ def _take(candidates: list[int], left: dict[int, None], numels: Sequence[int], *
 
 
 def aligned(value: int, to: int) -> int:
-    """Rounds up to a multiple of `to`."""
+    """Rounds `value` up to a multiple of `to`."""
     return -(-value // to) * to
 
 
 def deal(numels: Sequence[int], *, shards: int, align_numel: int) -> list[tuple[int, int]]:
-    """Returns (shard, first element) of each parameter: the largest first, each on the emptiest shard.
+    """Returns (shard, first element) of each parameter: the largest parameter first, each on the emptiest shard.
+
+    This is longest-processing-time-first scheduling (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969); the fullest
+    shard has at most 4/3 of the optimal size.
 
     Args:
-        align_numel: parameters begin at multiples of this.
-
-    Longest processing time first: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969; the fullest shard has at most
-    4/3 of what the best deal could reach.
+        align_numel: parameters start at multiples of this.
     """
     places = [(0, 0)] * len(numels)
     ends = [(0, shard) for shard in range(shards)]
-    # Ties go by index and by shard, the same on every rank: ranks that disagreed on a place would add up different parameters.
+    # Ties are broken by index and by shard. All ranks must agree, or they would add gradients of different parameters.
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
         end, shard = heapq.heappop(ends)
         places[index] = (shard, end)

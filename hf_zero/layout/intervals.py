@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Interval(NamedTuple):
-    """Elements `start <= i < stop` of some flat sequence."""
+    """The elements `start <= i < stop` of a flat sequence."""
 
     start: int
     stop: int
@@ -18,13 +18,13 @@ class Interval(NamedTuple):
         return Interval(self.start + by, self.stop + by)
 
     def intersect(self, other: "Interval") -> "Interval | None":
-        """The elements in both, or None when there are none."""
+        """The elements in both intervals, or None if there are none."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Interval(start, stop) if start < stop else None
 
 
 def uncovered(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
-    """Returns the runs of `whole` that no part covers, in order. Parts may touch, overlap and come in any order."""
+    """Returns the runs of `whole` that no part covers, in order. Parts may touch, overlap, and have any order."""
     gaps, at = [], whole.start
     for part in sorted(parts):
         if part.start > at:

@@ -11,7 +11,7 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True, kw_only=True)
 class Piece(Generic[Source]):
-    """Copy elements `in_source` of one saved piece to elements `in_target` of the wanted interval (both from 0)."""
+    """Copies elements `in_source` of a saved piece to elements `in_target` of the wanted interval; both count from 0."""
 
     source: Source
     in_source: Interval
@@ -19,13 +19,13 @@ class Piece(Generic[Source]):
 
 
 def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> list[Piece[Source]]:
-    """Returns the copies that fill `wanted` from saved (interval, source) pairs, every element exactly once.
+    """Returns the copies that fill `wanted` from saved (interval, source) pairs, each element exactly once.
 
     Raises:
         ValueError: an element of `wanted` is in no saved interval, or in more than one.
     """
     pieces = []
-    # By the interval alone: sources need have no order among themselves.
+    # Compare intervals only, because sources need not be orderable.
     for interval, source in sorted(saved, key=lambda pair: pair[0]):
         common = interval.intersect(wanted)
         if common is not None:
@@ -33,7 +33,7 @@ def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> li
                 Piece(source=source, in_source=common.shift(-interval.start), in_target=common.shift(-wanted.start))
             )
     targets = [piece.in_target for piece in pieces]
-    # A checkpoint with a gap or an overlap must not load: uninitialised memory would pass for weights.
+    # A checkpoint with a gap must not load, because uninitialised memory would be used as weights. The same holds for overlaps.
     missing, twice = uncovered(Interval(0, wanted.numel), targets), doubly_covered(targets)
     if missing or twice:
         fault, run = ("saved nowhere", missing[0]) if missing else ("saved more than once", twice[0])

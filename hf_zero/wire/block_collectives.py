@@ -1,7 +1,8 @@
 """Reduce-scatter and all-gather of quantised blocks.
 
-As in ZeRO++ (Wang et al. 2023, arXiv 2306.10209). Parts are summed in float32 in rank order, this rank's own part too: so
-the sum is the one that every other rank would have made. Codes and scales travel as two messages.
+The sender quantises once and the receiver dequantises once, as in ZeRO++ (Wang et al. 2023, arXiv 2306.10209). Parts are summed
+in float32 in rank order. A rank's own part is quantised as well, so the sum is the one that every other rank would compute. Codes
+and scales are sent as two messages.
 """
 
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ..comm.transport import Handle, Transport
 from .quantise import BlockFormat, dequantise, dequantise_sum, quantise
 
 _SCALES_CHANNEL = 0x8000
-"""Added to a bucket's channel, so that its scales are not taken for its codes."""
+"""Added to a bucket's channel, so that scales and codes have different channels."""
 
 
 def reduce_scatter_blocks(
@@ -26,14 +27,14 @@ def reduce_scatter_blocks(
     group: RankGroup,
     label: Label,
 ) -> Handle:
-    """Sums `flat` (ranks x n elements, float32 or 16 bits) over a group; this rank's n elements land in `out`.
+    """Sums `flat` (ranks x n elements, float32 or 16 bits) over a group; this rank's n elements are written to `out`.
 
     Args:
-        transport: moves codes and scales.
-        format: parts must be whole blocks of it.
-        out: may be this rank's part of `flat`, whose contents are not needed once this has returned.
-        residual: like `flat`, float32 or bfloat16. Holds the rounding error of earlier calls, which is sent too, and takes the
-            one of this call. None drops the error.
+        transport: sends codes and scales.
+        format: the parts must consist of whole blocks.
+        out: may be this rank's part of `flat`, which is not needed after this call returns.
+        residual: same shape as `flat`, float32 or bfloat16. Contains the rounding error of earlier calls, which is sent as well,
+            and receives the error of this call. None drops the error.
     """
     numel, device = flat.numel(), flat.device
     codes, received_codes = torch.empty((2, format.code_bytes(numel)), dtype=torch.uint8, device=device)
@@ -61,13 +62,13 @@ def all_gather_blocks(
     label: Label,
     residual: torch.Tensor | None = None,
 ) -> Handle:
-    """Fills `flat` (ranks x n elements) with each rank's dequantised `own` n elements, in the group's order.
+    """Fills `flat` (ranks x n elements) with the dequantised n elements `own` of each rank, in the order of the group.
 
-    The owner of a part gets the dequantised values too, so that all ranks have the same bits.
+    The owner of a part also uses the dequantised values, so that all ranks have the same bits.
 
     Args:
-        transport, format, residual: as in `reduce_scatter_blocks`; `residual` is as `own`.
-        own: may be this rank's part of `flat`, and is then overwritten.
+        transport, format, residual: see `reduce_scatter_blocks`; `residual` has the shape of `own`.
+        own: may be this rank's part of `flat`, which is overwritten.
     """
     device = flat.device
     codes = torch.empty(format.code_bytes(flat.numel()), dtype=torch.uint8, device=device)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @kernel
 def load_with_residual(values, residual, offsets, mask):
-    """Values plus residual, and the residual by itself."""
+    """Returns the values plus the residual, and the residual."""
     x = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
     old = x
     if residual is not None:
@@ -23,13 +23,13 @@ def load_with_residual(values, residual, offsets, mask):
 
 @kernel
 def magnitudes(x):
-    """Magnitudes, inf for NaN."""
+    """Returns magnitudes, with inf for NaN."""
     return tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
 
 
 @kernel
 def scale_of(absmax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
-    """The scale at which a block's largest magnitude is written as LARGEST."""
+    """Returns the scale with which a block's largest magnitude becomes LARGEST."""
     return tl.maximum(tl.div_rn(absmax, tl.full(absmax.shape, LARGEST, tl.float32)), SMALLEST)
 
 
@@ -45,7 +45,7 @@ def load_blocks(
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Elements of this program's blocks, the residual by itself, and the scales, which are stored; offsets and masks."""
+    """Loads this program's blocks and stores their scales; returns elements, residual, scales, offsets and masks."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offsets = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     mask = offsets < numel
@@ -57,13 +57,13 @@ def load_blocks(
 
 @kernel
 def in_scales(x, scale):
-    """`x` / `scale`, rounded as the reference rounds; 0 where the scale is inf."""
+    """Returns `x` / `scale`, rounded as in the reference; 0 if the scale is inf."""
     return tl.where(scale < float("inf"), tl.div_rn(x, scale), 0.0)
 
 
 @kernel
 def store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED: tl.constexpr):
-    """Stores the error of writing `q` for `x`; the former residual if the block is not finite."""
+    """Stores the error of writing `q` for `x`, or the previous residual if the block is not finite."""
     kept = tl.where(scale < float("inf"), x - q * scale, old)
     tl.store(residual + offsets, rounded(kept, residual.dtype.element_ty, INTERPRETED), mask=mask)
 
@@ -80,7 +80,7 @@ def sum_of_bytes(
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Sums the values of one-byte codes in rank order; `codes` points to their type."""
+    """Sums the values of one-byte codes in rank order; `codes` points to elements of their type."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)[None, :]
     known = row < blocks

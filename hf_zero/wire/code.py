@@ -9,13 +9,13 @@ from ..kernels.base import Kernel
 
 
 class Code(ABC):
-    """A code for elements that have been divided by their block's scale.
+    """A code for elements that have been divided by the scale of their block.
 
     Attributes:
-        name: as the config has it.
-        bits: of an element.
-        largest: the largest magnitude that can be written.
-        quantise_kernel, sum_kernel: the Triton forms of `quantise` and `dequantise_sum`.
+        name: name in the config.
+        bits: bits of an element.
+        largest: largest magnitude that the code can represent.
+        quantise_kernel, sum_kernel: the Triton versions of `quantise` and `dequantise_sum`.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Code(ABC):
 
     @abstractmethod
     def write(self, values: torch.Tensor, code_rows: torch.Tensor) -> None:
-        """Rounds to the nearest value of the code, ties to even, in place too, and writes the code.
+        """Rounds `values` in place to the nearest value of the code, ties to even, and writes the codes.
 
         Args:
             values: (blocks, B) float32, from -largest to largest.
@@ -35,10 +35,10 @@ class Code(ABC):
 
     @abstractmethod
     def read(self, code_rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Reads the values of a code that `write` has written, into `values`."""
+        """Decodes `code_rows`, which `write` has written, into `values`."""
 
     def runs_triton(self, device: torch.device) -> bool:
-        """Whether the Triton forms run on tensors of `device`."""
+        """Whether the Triton versions run on tensors of `device`."""
         return runs_triton(device)
 
     def __repr__(self) -> str:

@@ -8,9 +8,9 @@ from .quantise import BlockFormat
 
 
 class QuantisedGather(Gather):
-    """Gathers parameters as dequantised blocks, the same values on every rank, this rank's own part included.
+    """Gathers parameters as dequantised blocks. All ranks get the same values, also for their own part.
 
-    Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
+    If a bucket's `source` lies in its `flat`, the gather overwrites it, so its values must be stored elsewhere as well.
     """
 
     takes_edits = False

@@ -1,6 +1,7 @@
 """4-bit codes: elements i and i + B/2 of a block share byte i, the former in the low half.
 
-Two runs of neighbours, so that neither a vector unit nor a GPU's threads have to take every other element.
+Both halves of a byte then belong to runs of consecutive elements, so vector units and GPU threads never access every other
+element.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _OFFSET = 8
-"""Added to a code, which lies between -7 and 7, so that it is not negative."""
+"""Added to a code from -7 to 7, so that the result is not negative."""
 
 
 @kernel

@@ -1,9 +1,9 @@
-"""Outer steps: models that shard groups train by themselves, brought together every so many steps (`comm.sync_every`).
+"""Outer steps: shard groups train their models independently, and combine them every `comm.sync_every` steps.
 
-DiLoCo: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105. Every
-group takes H steps of the user's optimizer from a common model, the anchor a. The mean of the ways that the models m have
-gone, a - mean(m), is then the gradient of one step of SGD with Nesterov's momentum on a, from where all go on. With learning
-rate 1 and no momentum it is local SGD (Stich 2019, arXiv 1805.09767). Optimizer state stays each group's own.
+This is DiLoCo (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105).
+Each group performs H steps of the user's optimizer, starting from a common model, the anchor a. The difference a - mean(m), where
+m are the resulting models, is the gradient of one step of SGD with Nesterov's momentum on a. All groups continue from its result.
+With learning rate 1 and no momentum this is local SGD (Stich 2019, arXiv 1805.09767). Each group keeps its own optimizer state.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,19 +24,19 @@ AtHand = Callable[[Bucket], AbstractContextManager[None]]
 _MOMENTUM = "momentum_buffer"
 _KIND = f"{OUTER}{_MOMENTUM}"
 _PARTS = 3
-"""Of a bucket's outer step."""
+"""Label of the messages of a bucket's outer step."""
 
 
 class Anchor:
-    """One rank's part of a bucket's common model, and the optimizer that moves the part.
+    """One rank's part of the common model of a bucket, and the optimizer that updates the part.
 
     Attributes:
-        own: of the elements of the bucket's master, those that this part is of.
-        values: (ceil(shard_numel / R),) of the master's dtype; what is past the end of the master is zero.
-        steps: local ones since the last outer step.
+        own: the elements of the bucket's master in this part.
+        values: (ceil(shard_numel / R),) of the master's dtype; elements past the end of the master are zero.
+        steps: local steps since the last outer step.
 
     Args:
-        at_hand: makes a context in which a bucket's master is in memory.
+        at_hand: returns a context in which a bucket's master is in memory.
     """
 
     def __init__(self, bucket: Bucket, among: RankGroup, outer: OuterConfig, at_hand: AtHand):
@@ -52,19 +52,19 @@ class Anchor:
         self.start_from_master()
 
     def start_from_master(self) -> None:
-        """Makes the present master the common model."""
+        """Makes the current master the common model."""
         with self._at_hand(self._bucket):
             self.values.data[: self.own.numel].copy_(self._bucket.master[self.own.start : self.own.stop])
         self.steps = 0
 
     def step(self, transport: Transport) -> Iterator[None]:
-        """Moves the anchor by the mean of the masters, and master and parameters to the anchor. Collective.
+        """Moves the anchor by the mean of the masters, then sets master and parameters to the anchor. Collective.
 
-        In three parts, between which those of other buckets may come: the sum starts; the anchor moves, and is sent; the
-        master becomes what has arrived.
+        A generator in three parts, so that other buckets can run in between: it starts the sum; it moves the anchor and sends it;
+        it copies the received anchor into the master.
         """
         bucket, among, numel = self._bucket, self._among, self._bucket.layout.shard_numel
-        # Where the parameters are: what moves between accelerators is in their memory, wherever masters live.
+        # Allocate on the device of the parameters, because accelerators send from their own memory, wherever the masters are.
         flat = allocate(self.values.numel() * among.size, self.values.dtype, bucket.device)
         with self._at_hand(bucket):
             flat[:numel].copy_(bucket.master)
@@ -73,7 +73,7 @@ class Anchor:
         label = bucket.label("reduce-scatter models")
         models = transport.start_reduce_scatter(flat, mean, label, among=among)
         yield
-        # The mean of all groups' models, before the anchor moves towards it.
+        # The sum must be complete before the anchor moves.
         models.finish()
         self._move(mean.div_(among.size))
         own = flat.chunk(among.size)[among.index].copy_(self.values.data)
@@ -82,7 +82,7 @@ class Anchor:
         anchors.finish()
         with self._at_hand(bucket):
             bucket.master.copy_(flat[:numel])
-            # Parameters follow the master: the next forward starts from the common model.
+            # Parameters follow the master, so that the next forward starts from the common model.
             bucket.write_back()
         self.steps = 0
 
@@ -98,19 +98,19 @@ class Anchor:
 
     @property
     def momentum(self) -> torch.Tensor | None:
-        """Returns the momentum like `values`; None before the first outer step, and without momentum."""
+        """The momentum, with the shape of `values`; None before the first outer step, and without momentum."""
         return self._optimizer.state[self.values].get(_MOMENTUM)
 
     def drop_momentum(self) -> None:
-        """As before the first outer step."""
+        """Returns to the state before the first outer step."""
         self._optimizer.state.clear()
 
     def make_momentum(self) -> torch.Tensor:
-        """The momentum, to write to."""
+        """Returns the momentum for writing, allocated if necessary."""
         return self._optimizer.state[self.values].setdefault(_MOMENTUM, torch.zeros_like(self.values.data))
 
     def pieces(self) -> Iterator[tuple[str, Interval, Interval]]:
-        """Parameter, run of its elements, and where these are in `values`."""
+        """Yields (parameter, interval of its elements, interval in `values`)."""
         for row in self._bucket.rows:
             common = row.layout.in_shard.intersect(self.own)
             if common is not None:
@@ -119,14 +119,14 @@ class Anchor:
 
 
 class SyncedEvery:
-    """An outer step after each `sync_every` steps of an optimizer.
+    """Performs an outer step after every `sync_every` steps of an optimizer.
 
-    Every rank has the anchor and the momentum of 1/R of its shard, where R groups hold the same shard: the sum of the models
-    arrives by reduce-scatter, and the new anchor goes out by all-gather, of together 2(R-1)/R of the shard's bytes.
+    If R groups hold the same shard, each rank has the anchor and the momentum of 1/R of its shard. The sum of the models is a
+    reduce-scatter, and the new anchor is sent by an all-gather. Together they send 2(R-1)/R of the shard's bytes.
 
     Args:
         among: the ranks that hold this rank's shard, one of each group.
-        buckets: whose masters are equal in all groups when this is made.
+        buckets: their masters are equal in all groups when this object is made.
     """
 
     def __init__(
@@ -139,18 +139,18 @@ class SyncedEvery:
         self._anchors = {bucket: Anchor(bucket, among, comm.outer, at_hand) for bucket in buckets}
 
     def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """Follows a step of all `buckets` of an optimizer; returns the buckets that an outer step changed."""
+        """Must be called after each step of an optimizer on all its `buckets`; returns the buckets that an outer step changed."""
         for bucket in buckets:
             self._anchors[bucket].steps += 1
         return self._step([bucket for bucket in buckets if self._anchors[bucket].steps == self._sync_every])
 
     def finish(self) -> list[Bucket]:
-        """Takes the outer steps that local steps wait for, before their time; returns the buckets changed. Collective."""
+        """Performs pending outer steps early; returns the buckets that they changed. Collective."""
         return self._step([bucket for bucket, anchor in self._anchors.items() if anchor.steps])
 
     def _step(self, buckets: list[Bucket]) -> list[Bucket]:
-        # Each bucket is a part behind the one before it, which waits while the link has the next one's sum to carry. So three
-        # are under way at a time, each with a copy of its master.
+        # Each bucket is one part later than the bucket before it, so that the link is busy with the next sum while a bucket
+        # waits. Three buckets are active at a time, each with a copy of its master.
         steps = [self._anchors[bucket].step(self._transport) for bucket in buckets]
         for turn in range(len(steps) + _PARTS - 1):
             for step in reversed(steps[max(0, turn - _PARTS + 1) : turn + 1]):
@@ -158,12 +158,12 @@ class SyncedEvery:
         return buckets
 
     def start_from_masters(self) -> None:
-        """Makes replaced masters, equal in all groups, the common model."""
+        """Makes masters that were replaced, and are equal in all groups, the common model."""
         for anchor in self._anchors.values():
             anchor.start_from_master()
 
     def held_bytes(self, bucket: Bucket) -> int:
-        """Counts bytes of the bucket's anchor and momentum, which lie where its master does."""
+        """Bytes of the bucket's anchor and momentum, which are in the same memory as its master."""
         return self._anchors[bucket].nbytes
 
     def rows(self) -> Iterator[StateRow]:
@@ -177,7 +177,7 @@ class SyncedEvery:
                 yield StateRow(kind=_KIND, name=name, interval=in_parameter, own_shape=None, tensor=values)
 
     def fill(self, read: Read, kinds_of: KindsOf) -> None:
-        """Replaces the momentum by a checkpoint's; the arguments are `fill_rows`'s."""
+        """Replaces the momentum by that of a checkpoint; for the arguments see `fill_rows`."""
         self.start_from_masters()
         for anchor in self._anchors.values() if self._has_momentum else ():
             anchor.drop_momentum()

@@ -28,7 +28,7 @@ class BlockFormat:
             )
 
     def blocks(self, numel: int) -> int:
-        """Blocks, and so scales, of a tensor of `numel` elements."""
+        """Number of blocks, and so of scales, of a tensor of `numel` elements."""
         return ceil_div(numel, self.block_numel)
 
     def code_bytes(self, numel: int) -> int:
@@ -36,28 +36,29 @@ class BlockFormat:
         return self.blocks(numel) * self.block_numel * self.code.bits // 8
 
     def round_in_place(self, values: torch.Tensor) -> None:
-        """Rounds values to those that a receiver would dequantise."""
+        """Rounds values to the values that a receiver would dequantise."""
         round_to_blocks(values, values, self)
 
 
-# Format of a flat tensor of n elements in blocks of B: ceil(n / B) scales, and for each block B codes, the last block's
-# padded with zeros. `int8` and `int4` are the codes; the file of each tells how it is written.
+# Format of a flat tensor of n elements in blocks of B: ceil(n / B) scales, and B codes for each block; the last block is padded
+# with zeros. The codes are `int8` and `int4`; their files describe how they are written.
 #
-# A block's scale is its largest magnitude / the largest that the code can write, at least the smallest normal float32; a
-# code is the element / scale, rounded to the nearest that can be written, ties to even. So a block of zeros gives zeros,
-# and no element is off by more than half of a code's step. **A block with a NaN or an infinity gets the scale inf and codes
-# of zeros, and comes out as NaN, all of it**: the check for non-finite gradients sees it on every rank.
+# The scale of a block is its largest magnitude divided by the largest value of the code, and at least the smallest normal
+# float32. A code is the element divided by the scale, rounded to the nearest value of the code, ties to even. Therefore a block
+# of zeros results in zeros, and no element has an error larger than half a step of the code. **A block with a NaN or an infinity
+# gets the scale inf and codes of zero, and all its elements become NaN**, so the check for non-finite gradients sees the NaNs on
+# every rank.
 
 CODES = {code.name: code for code in (INT8, INT4)}
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
 
 _SCRATCH_NUMEL = 1 << 17
-"""Elements that the reference takes through all its passes at a time, so that they stay in a core's cache."""
+"""Number of elements that the reference processes at a time, so that they stay in a core's cache."""
 
 
 def block_format(code: str) -> BlockFormat:
-    """Blocks as the settings name them."""
+    """Returns the format for the name of a code in the settings."""
     return BlockFormat(code=CODES[code])
 
 
@@ -68,21 +69,21 @@ def quantise(
     format: BlockFormat,
     residual: torch.Tensor | None = None,
 ) -> None:
-    """Writes the codes and scales of `values + residual`, and the error into `residual`.
+    """Writes the codes and scales of `values + residual`, and the rounding error to `residual`.
 
-    Error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv 1901.09847): what
-    is sent over many steps sums to the sum of the values, but for the last residual. In a block that is not finite the
-    residual stays as it was, so a refused step does not poison the next.
+    With error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv 1901.09847), the
+    sum of what is sent over many steps equals the sum of the values, except for the last residual. In a block that is not finite,
+    the residual does not change, so a refused step does not affect the next one.
 
     Args:
-        values: flat, n elements, float32, bfloat16 or float16. Only read.
+        values: (n,) float32, bfloat16 or float16. Not modified.
         codes: (format.code_bytes(n),) uint8.
         scales: (format.blocks(n),) float32.
-        residual: n elements, float32 or bfloat16, zeros at first. bfloat16 keeps 8 binary digits of what is carried, which
-            is itself at most half of a code's step. None to let the errors go.
+        residual: (n,) float32 or bfloat16, zeros at first. bfloat16 keeps 8 binary digits of the error, which is at most half a
+            step of the code. None drops the error.
 
     Raises:
-        ValueError: a tensor does not fit.
+        ValueError: a tensor has the wrong shape, dtype or device.
     """
     numel, device = values.numel(), values.device
     check_flat("values", values, numel=numel, device=device, dtypes=FLOAT_DTYPES)
@@ -95,12 +96,12 @@ def quantise(
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
-    """`out` = code * scale, n elements, float32, bfloat16 or float16. The rest as in `quantise`."""
+    """Computes `out` = code * scale, (n,) float32, bfloat16 or float16. For the other arguments see `quantise`."""
     dequantise_sum(codes.view(1, -1), scales.view(1, -1), out, format)
 
 
 def round_to_blocks(values: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
-    """Writes into `out`, like `values` or `values` itself, the values that a receiver would dequantise."""
+    """Writes the values that a receiver would dequantise into `out`, which has the shape of `values` or is `values`."""
     codes = torch.empty(format.code_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     scales = torch.empty(format.blocks(values.numel()), dtype=torch.float32, device=values.device)
     quantise(values, codes, scales, format)
@@ -108,15 +109,15 @@ def round_to_blocks(values: torch.Tensor, out: torch.Tensor, format: BlockFormat
 
 
 def dequantise_sum(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
-    """Sums the W ranks' tensors in rank order, `((first + second) + third) + …`, in float32, and rounds once into `out`.
+    """Sums the tensors of W ranks in rank order, `((first + second) + third) + …`, in float32, and rounds once into `out`.
 
     Args:
         codes: (W, format.code_bytes(n)) uint8, contiguous.
         scales: (W, format.blocks(n)) float32, contiguous.
-        out: flat, n elements, float32, bfloat16 or float16.
+        out: (n,) float32, bfloat16 or float16.
 
     Raises:
-        ValueError: a tensor does not fit.
+        ValueError: a tensor has the wrong shape, dtype or device.
     """
     numel, device = out.numel(), out.device
     check_flat("out", out, numel=numel, device=device, dtypes=FLOAT_DTYPES)
@@ -144,7 +145,7 @@ def quantise_reference(
     format: BlockFormat,
     residual: torch.Tensor | None,
 ) -> None:
-    """`quantise` in torch, bit for bit the kernel's; fast on a CPU."""
+    """Computes `quantise` in torch, with the same bits as the kernel; fast on a CPU."""
     numel, size = values.numel(), format.block_numel
     chunk = min(_SCRATCH_NUMEL, format.blocks(numel) * size)
     whole, scratch = values.new_empty((2, chunk), dtype=torch.float32)
@@ -160,14 +161,15 @@ def quantise_reference(
             x[:length].add_(residual[part])
         rows, scale = x.view(-1, size), scales[blocks]
         q = scratch[: len(x)].view(-1, size)
-        # An infinity norm is one call and takes fifteen times as long.
+        # `vector_norm` with ord=inf would be one call, but is fifteen times slower.
         torch.amax(torch.abs(rows, out=q), dim=1, out=scale)
-        # By a tensor: divided by a number, torch multiplies by its reciprocal on a GPU, and some scales are off by a digit.
+        # Divide by a tensor. On a GPU, torch replaces a division by a number by a multiplication, which changes the last digit of
+        # some scales.
         largest = scale.new_full((), format.code.largest)
         scale.nan_to_num_(nan=float("inf"), posinf=float("inf")).div_(largest).clamp_(min=SMALLEST_NORMAL)
         torch.div(rows, scale[:, None], out=q)
         bad = scale.isinf()
-        # To ask would make the host wait for another device.
+        # On an accelerator the check would make the host wait.
         may_be_bad = bad.device.type != "cpu" or bool(bad.any())
         if may_be_bad:
             q.masked_fill_(bad[:, None], 0)
@@ -180,7 +182,7 @@ def quantise_reference(
 
 
 def dequantise_sum_reference(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
-    """`dequantise_sum` in torch, bit for bit the kernel's; fast on a CPU."""
+    """Computes `dequantise_sum` in torch, with the same bits as the kernel; fast on a CPU."""
     numel, size = out.numel(), format.block_numel
     chunk = min(_SCRATCH_NUMEL, format.blocks(numel) * size)
     whole, scratch = out.new_empty((2, chunk), dtype=torch.float32)
@@ -200,7 +202,7 @@ def dequantise_sum_reference(codes: torch.Tensor, scales: torch.Tensor, out: tor
 
 
 def _launch(format: BlockFormat) -> tuple[int, int]:
-    """Blocks a program and its warps: four elements a thread, for both halves of a byte alike."""
+    """Returns (blocks, warps) of a program: four elements for each thread, and the same for both halves of a byte."""
     tile_numel = max(512 * 8 // format.code.bits, format.block_numel)
     return tile_numel // format.block_numel, max(1, tile_numel * format.code.bits // 8 // 128)
 

@@ -19,17 +19,18 @@ from .quantise import BlockFormat, block_format
 from .residuals import BETWEEN, OF_SUMS, Residuals
 
 _SAMPLED_PASSES = 100
-"""One bucket is reduced exactly as well in every so many backward passes."""
+"""Every so many backward passes, one bucket is also reduced exactly, to measure the error."""
 
 
 class Route:
-    """The way of quantised gradients from every rank to those that own their sum: here a reduce-scatter, which quantises once.
+    """Sends quantised gradients from all ranks to the owners of their sums. This class uses one reduce-scatter and quantises
+    once.
 
     Args:
-        residuals: laid out as buckets.
+        residuals: residuals with the layout of buckets.
 
     Attributes:
-        residuals: of each time that it quantises.
+        residuals: the residuals of each quantisation.
     """
 
     def __init__(self, format: BlockFormat, residuals: Residuals):
@@ -38,22 +39,22 @@ class Route:
         self.residuals = [residuals]
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        """As `Reduction.start`."""
+        """See `Reduction.start`."""
         label, group, unsent = bucket.label("reduce-scatter gradients"), bucket.group, self._unsent.of(bucket)
         return reduce_scatter_blocks(group.transport, self._format, flat, out, unsent, group.groups.shard, label)
 
 
 class BetweenGroups(Route):
-    """A reduce-scatter inside the shard group, then of each shard over its replicate group, and an all-gather back.
+    """A reduce-scatter inside the shard group, a reduce-scatter of each shard over its replicate group, and an all-gather there.
 
-    All three are quantised (ZeRO++'s qgZ, Wang et al. 2023, arXiv 2306.10209, has the first two). Of a bucket with n elements
-    in R groups of S ranks, codes and scales of 2(R-1)/R x n/S elements go from a rank to other groups. What the ranks of a
-    replicate group gather they dequantise from the same codes, so that they go on alike to the last bit.
+    All three are quantised; the first two are qgZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209). For a bucket of n elements in R
+    groups of S ranks, a rank sends codes and scales of 2(R-1)/R x n/S elements to other groups. The ranks of a replicate group
+    dequantise the gathered values from the same codes, so their results are equal to the last bit.
 
     Args:
-        within: the first of the three.
-        between, of_sums: residuals of the other two, laid out as a rank's shards and as its parts of those.
-        order: that all steps between ranks of a replicate group are started in.
+        within: the first of the three collectives.
+        between, of_sums: residuals of the other two, with the layout of a rank's shards and of its parts of shards.
+        order: starts all steps between ranks of a replicate group in the same order.
     """
 
     def __init__(
@@ -85,13 +86,13 @@ class BetweenGroups(Route):
 
 
 def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder) -> Route:
-    """Between groups where there are several."""
+    """Returns the route for `groups`: `BetweenGroups` if there are several shard groups."""
 
     def of_rank(kind: str, groups: Groups) -> bool:
         if not kind.startswith(RESIDUAL):
             return False
         number, rank = kind.removeprefix(RESIDUAL), groups.rank
-        # Those of several groups, where there is one now, have no other place to go on from.
+        # Residuals between groups continue on rank 0 if there is only one group now.
         return int(number) % groups.world_size == rank if number.isdigit() else groups.replicate.size == 1 and rank == 0
 
     def of_group(kind: str, groups: Groups) -> bool:
@@ -121,10 +122,11 @@ class _Sampling:
     """The samples of one group's buckets.
 
     Attributes:
-        turn, started: the number of the bucket that is sampled next, and how many were started in this pass.
-        norms: of what was lost of the pass's sample, and of all of it.
-        squares: theirs over the group, (2,) float64, that nobody has read yet.
-        error: of the last sample that was read.
+        turn: number of the bucket that is sampled next.
+        started: number of reductions that were started in this pass.
+        norms: norms of the sample's error and of the exact sum, in this pass.
+        squares: their squares, summed over the group, (2,) float64, until they are read.
+        error: relative error of the last sample that was read.
     """
 
     turn: int = 0
@@ -135,10 +137,10 @@ class _Sampling:
 
 
 class QuantisedReduction(Reduction):
-    """A sum of quantised gradients that samples its own error. Where one rank has all of a bucket's state, nothing is quantised.
+    """A sum of quantised gradients that samples its own error. Nothing is quantised if one rank has all state of a bucket.
 
     Args:
-        exact: the same sum without loss, for the samples and for such buckets.
+        exact: the same sum without quantisation, for the samples and for buckets that are not quantised.
     """
 
     def __init__(self, route: Route, exact: Reduction):
@@ -156,7 +158,7 @@ class QuantisedReduction(Reduction):
         sampling.started += 1
         if not is_sampled:
             return self._route.start(bucket, flat, out)
-        # The sample sums a clone: the quantised reduction writes into `flat`.
+        # The sample sums a clone, because the quantised reduction writes to `flat`.
         exact = torch.empty_like(out, dtype=torch.float32)
         sample = self._exact.start(bucket, flat.clone(), exact)
         handle = self._route.start(bucket, flat, out)
@@ -171,7 +173,7 @@ class QuantisedReduction(Reduction):
     def end_pass(self) -> None:
         for group, sampling in self._samplings.items():
             if sampling.norms is not None:
-                # Not where it was taken: ranks finish reductions in orders of their own.
+                # Not in `complete`, because ranks finish reductions in different orders.
                 squares = torch.stack(sampling.norms).double().square()
                 label = Label(kind="agreement on the error of a sample", subject="this pass")
                 sampling.squares = group.transport.agree_sum(squares, label)
@@ -188,7 +190,7 @@ class QuantisedReduction(Reduction):
     def error(self) -> float | None:
         for sampling in self._samplings.values():
             if sampling.squares is not None:
-                # The host waits for the device here, and not in a backward.
+                # This makes the host wait for the device, so it must not run in a backward.
                 lost, whole = sampling.squares.tolist()
                 sampling.squares, sampling.error = None, (lost / whole) ** 0.5 if whole else 0.0
         return max((each.error for each in self._samplings.values() if each.error is not None), default=None)
@@ -204,5 +206,5 @@ class QuantisedReduction(Reduction):
 
 
 def quantised_reduction(comm: CommConfig, groups: Groups, order: StepsInOrder, exact: Reduction) -> QuantisedReduction:
-    """The reduction that `comm.gradients` asks for. `exact`, `order`: see `QuantisedReduction` and `BetweenGroups`."""
+    """Returns the reduction for `comm.gradients`. `exact`, `order`: see `QuantisedReduction` and `BetweenGroups`."""
     return QuantisedReduction(choose_route(groups, block_format(comm.gradients), order), exact)

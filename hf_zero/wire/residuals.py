@@ -1,9 +1,9 @@
 """Error feedback: the rounding errors of quantised gradients, kept between steps and in checkpoints.
 
-[Note: residuals] A residual is what its rank has been given to send and has not sent, in units of the averaged gradient.
-Only the sum of all residuals ever reaches a parameter, so a run on other ranks, or on other groups of them, has to go on
-with the same sum: each saved residual is added to one of the new run's. Two things are let go: what had been left of a
-parameter that no rank uses in a pass, and, under a loss scale that changes, the difference once.
+[Note: residuals] A rank's residual is the part of its gradients that it should have sent and has not sent yet, in units of the
+averaged gradient. Only the sum of all residuals ever reaches a parameter. So a run with other ranks or other shard groups must
+continue with the same sum: each saved residual is added to one residual of the new run. Two parts are dropped: the residual of a
+parameter that no rank uses in a pass, and, if the loss scale changes, the difference once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,20 +17,20 @@ from ..device import allocate
 from ..layout.intervals import Interval
 
 BETWEEN = f"{RESIDUAL}between."
-"""Begins the kind of what has not been sent between shard groups; the number of the shard group follows, whose ranks have a
-part each."""
+"""Prefix of the kind of residuals between shard groups. The index of the shard group follows, and each of its ranks stores a
+part."""
 
 OF_SUMS = f"{RESIDUAL}sums"
-"""The kind of what has not been sent of the sums over all ranks, of which each rank has a part."""
+"""The kind of residuals of the sums over all ranks. Each rank stores a part."""
 
 
 class Residuals:
-    """Those of one collective on this rank, one a bucket.
+    """The residuals of one collective on this rank, one for each bucket.
 
     Args:
-        kind_in: of their rows in a checkpoint, by the ranks that share a bucket.
-        interval_of: what of a bucket this rank sends.
-        takes: of a saved kind, whether they are added to by it among those ranks.
+        kind_in: returns the kind of their rows in a checkpoint, given the ranks that share a bucket.
+        interval_of: returns the interval of a bucket that this rank sends.
+        takes: whether these residuals load a saved kind, given the ranks that share a bucket.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Residuals:
         return sum(residual.nbytes for residual in self._of.values())
 
     def of(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's, 1-D bfloat16, zeros at first."""
+        """Returns the residual of a bucket, 1-D bfloat16, zeros at first."""
         if bucket not in self._of:
             self._of[bucket] = allocate(self._interval_of(bucket).numel, torch.bfloat16, bucket.device).zero_()
         return self._of[bucket]
 
     def rows(self) -> Iterator[StateRow]:
-        """All of them, copied: the next backward writes into them, before the step up to which a save may take its time."""
+        """Yields copies of all residuals, because the next backward modifies them before a background save has finished."""
         for bucket, residual in self._of.items():
             kind = self._kind_in(bucket.group.groups)
             for name, in_parameter, in_residual in self._cuts(bucket):
@@ -68,7 +68,7 @@ class Residuals:
                 )
 
     def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
-        """Replaces them by those of a checkpoint that they are to take; the arguments are `fill_rows`'s."""
+        """Replaces all residuals by those of a checkpoint; for the arguments see `fill_rows`."""
         self._of.clear()
         for bucket in buckets:
             for name, in_parameter, in_residual in self._cuts(bucket):
@@ -77,7 +77,7 @@ class Residuals:
                     place.add_(read(kind, name, in_parameter).to(place.device))
 
     def _cuts(self, bucket: Bucket) -> Iterator[tuple[str, Interval, slice]]:
-        """Yields name, interval of the parameter and slice of the residual, for each parameter in the residual."""
+        """Yields (name, interval of the parameter, slice of the residual) for each parameter in the residual."""
         interval = self._interval_of(bucket)
         for slot in bucket.slots:
             common = slot.interval.intersect(interval)
