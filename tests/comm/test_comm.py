@@ -331,6 +331,8 @@ def test_settings_that_one_rank_changes_are_told_before_the_step(rank, world_siz
                     model[0].weight.mul_(value)
             elif rank == 1 and name == "step":
                 optimizer.step()
+                # The step has noted a clip by infinity. It would be told even if steps were not compared.
+                engine.clip_grad_norm_(1.0)
             elif rank == 1:
                 optimizer.param_groups[0][name] = value
             owned = [bucket.own.clone() for bucket in engine.buckets]
