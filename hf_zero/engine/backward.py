@@ -433,6 +433,7 @@ class Gradients:
             filling.is_whole = False
             for slot in filling.bucket.slots:
                 slot.used = True
+            self.store.note_slots(filling.bucket)
         arrived = list(dict.fromkeys(filling.arrived))
         # First: an error leaves nothing to be taken twice.
         filling.arrived.clear()
@@ -566,7 +567,7 @@ class Gradients:
         places = [self._filling_of[bucket].place for bucket in buckets if bucket in self._filling_of]
         if not (self.reducing and places):
             return
-        if not self._touched and not any(_accumulates(slot.parameter) for slot in self._slots):
+        if not self._touched and not self._accumulates():
             # A penalty's `torch.autograd.grad` brings no gradients here, on no rank.
             return
         self._touch()
@@ -583,6 +584,14 @@ class Gradients:
         # Between groups of ranks too, where the next step of a reduction waits for the next reduction.
         self.store.start_last_steps(self._buckets[: max(places) + 1])
         self.start_full()
+
+    def _accumulates(self) -> bool:
+        """Whether the backward that runs will accumulate gradients."""
+        if torch.is_grad_enabled() and Variable._execution_engine.is_checkpoint_valid():
+            # Reentrant checkpointing recomputes a layer: its gradients come from a graph that is not there yet. torch allows
+            # that only in a backward that accumulates.
+            return any(slot.parameter.requires_grad for slot in self._slots)
+        return any(_accumulates(slot.parameter) for slot in self._slots)
 
     def start_full(self, *, up_to: int | None = None) -> None:
         """Starts the next buckets that have all of their gradients, those before the place `up_to`; None for all."""

@@ -254,6 +254,16 @@ class GradientStore(ABC):
         self._whole.add(bucket)
         return True
 
+    def note_slots(self, bucket: Bucket) -> None:
+        """Has further gradients added to those of `put_whole`, one by one; without the note, they would replace them.
+
+        If the reduction has started, further gradients are late, and a buffer of their own takes them.
+        """
+        if bucket in self._open:
+            self._whole.discard(bucket)
+            for slot in bucket.slots:
+                slot.arrived = True
+
     @abstractmethod
     def _accumulates(self, bucket: Bucket) -> bool:
         """Whether gradients of this step, reduced or not, lie in the bucket's lasting buffer."""

@@ -12,6 +12,7 @@ from shared_ranks import on_shared_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_zero.buckets.sharded import ShardedGradient
 from hf_zero.engine.backward import _Filling
 from hf_zero.engine.engine import ZeroEngine
 
@@ -55,10 +56,14 @@ class Layers(nn.Module):
         self.order: tuple[int, ...] = (0, 1, 2, 3)
         self.undefined: int | None = None
         self.fails_at: int | None = None
+        self.weight_again: int | None = None
         self.recomputes = self.is_reentrant = False
         self.shown: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.weight_again is not None:
+            weight = self.layers[self.weight_again].weight
+            hidden = checkpoint(lambda hidden: nn.functional.linear(hidden, weight), hidden, use_reentrant=True)
         for number in self.order:
             layer = self.layers[number]
             if number == self.undefined:
@@ -117,6 +122,12 @@ class Run:
         self.zeroed = []
 
     @property
+    def reductions(self) -> int:
+        """How many reductions of gradients have been started."""
+        begun = {} if self.engine is None else self.engine.transport.watch.begun
+        return sum(count for kind, count in begun.items() if "gradients" in kind)
+
+    @property
     def fillings(self) -> list[_Filling]:
         return self.engine._step.gradients._fillings
 
@@ -171,15 +182,28 @@ def a_layer_twice_on_rank_1_with_late_gradients(run: Run) -> None:
         usual(run)
 
 
+def a_layer_twice_in_a_row_on_rank_0_before_its_bucket_starts(run: Run) -> None:
+    order = (0, 0, 1, 1, 3, 3) if dist.get_rank() == 0 else (2, 1, 0)
+    with changed(run.model, order=order, recomputes=True, is_reentrant=True):
+        usual(run)
+
+
+def a_weight_alone_once_more_with_a_late_gradient(run: Run) -> None:
+    with changed(run.model, weight_again=3, recomputes=True, is_reentrant=True):
+        usual(run)
+
+
 def recomputed(run: Run) -> None:
     with changed(run.model, recomputes=True):
         usual(run)
 
 
 def accumulated_without_communication(run: Run) -> None:
+    before = run.reductions
     with run.accumulating():
         run.forward().backward()
         run.forward().backward()
+    assert run.engine is None or not run.engine.config.accumulates_locally or run.reductions == before
     run.forward().backward()
     run.step()
 
@@ -256,11 +280,11 @@ def failed_on_rank_0_while_gradients_accumulate(run: Run) -> None:
     usual(run)
 
 
-# At how many stages they train. The first reads parameters outside of a pass. The second, with learned buckets or without, makes
-# a rank wait for a reduction while the other one waits for its gather. The third reduces each micro-batch from stage 2 on.
+# At how many stages they train. The first two read parameters outside of a layer. The third reduces each micro-batch from stage 2
+# on.
 STAGES_OF = {
     and_a_penalty_in_its_own_backward: 3,
-    a_layer_twice_on_rank_1_with_late_gradients: 3,
+    a_weight_alone_once_more_with_a_late_gradient: 3,
     failed_on_rank_0_while_gradients_accumulate: 2,
 }
 WAYS = [
@@ -269,7 +293,8 @@ WAYS = [
     *(accumulated_without_communication, accumulated_and_a_layer_less_in_the_last_pass, added_to_a_reduced_gradient),
     *(zeroed_in_place_and_a_layer_less, frozen_for_a_step, a_bias_frozen_for_a_step, for_some_inputs),
     *(not_through_the_output, and_a_penalty_in_its_own_backward, failed_before_any_gradient),
-    failed_on_rank_0_while_gradients_accumulate,
+    *(failed_on_rank_0_while_gradients_accumulate, a_layer_twice_in_a_row_on_rank_0_before_its_bucket_starts),
+    a_weight_alone_once_more_with_a_late_gradient,
 ]
 
 
@@ -327,12 +352,15 @@ def test_a_parameter_with_a_hook_of_the_scripts_own_keeps_its_bucket_watched(ran
         run, seen = Run(Layers(), 2), []
         for _ in range(3 * learns_first):
             usual(run)
-        parameter = run.model.layers[1].weight
-        parameter.register_post_accumulate_grad_hook(lambda each, seen=seen: seen.append(type(each.grad)))
+        # One of the two is not the last of its bucket to come.
+        for parameter in run.model.layers[1].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each, seen=seen: seen.append(type(each.grad)))
         for _ in range(4):
             usual(run)
-        [filling] = [each for each in run.fillings if parameter in each.slot_of]
-        assert filling.last is None and len(seen) == 4
+            # A learned bucket's gradients are taken after the script's hook has seen them.
+            assert learns_first or set(seen) == {ShardedGradient}
+        fillings = [each for each in run.fillings if parameter in each.slot_of]
+        assert [each.last for each in fillings] == [None] and len(seen) == 8
 
 
 # ---- A backward that fails, and whose exception the script catches. Each: (run, after how many layers it fails) ----
