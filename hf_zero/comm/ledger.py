@@ -212,7 +212,7 @@ class Wait(AbstractContextManager):
         # to the watchdog.
         watch, self._watch = self._watch, None
         try:
-            if isinstance(error, RuntimeError):
+            if error is not None and isinstance(error, RuntimeError):
                 watch.fail(self, error)
                 if not isinstance(error, CommunicationError):
                     raise watch.explain(self, error) from error
@@ -476,11 +476,12 @@ class Label:
     holds: str = field(default="", compare=False)
 
     @cached_property
-    def _words(self) -> str:
+    def words(self) -> str:
+        """What `str` returns, without a call in Python: each collective needs it twice."""
         return f"{self.kind} of {self.subject}"
 
     def __str__(self) -> str:
-        return self._words
+        return self.words
 
 
 @dataclass(kw_only=True)
@@ -616,7 +617,7 @@ class Ledger:
         row = self._rows[kind]
         row.calls += 1
         self.watch.begun[kind] += 1
-        self.watch.starts[str(label)] += 1
+        self.watch.starts[label.words] += 1
         row.bytes_sent += bytes_sent
         row.bytes_between += bytes_between
         # A span that began before timing has no start and is not counted: its bytes would raise the rate.

@@ -72,7 +72,7 @@ class Handle:
         if not (ledger.is_timed or profiler._is_profiler_enabled):
             # As below, without contexts that would note nothing: on an accelerator, until somebody asks for times.
             try:
-                with ledger.watch.inside(label):
+                with Wait(label, ledger.watch):
                     complete()
             finally:
                 ledger.ended(label.kind, self._entry)
@@ -603,7 +603,7 @@ class CollectiveTransport(Transport):
         group = among or self._groups.gather
         entry = self._count(label, group, flat.nbytes)
         # Noted at the start, in the order of the host: NCCL matches by that order alone, without tags.
-        self._gathers.note(str(label))
+        self._gathers.note(label.words)
         with self._starting(label):
             work = all_gather_flat(flat, own, group=group.handle, async_op=True)
         return Handle(label, self.ledger, work.wait, entry=entry)
@@ -677,7 +677,7 @@ class CollectiveTransport(Transport):
 
     def _starting(self, label: Label) -> AbstractContextManager[object]:
         """Opens a context in which a collective is started: known to the watch, and by name to a profiler that runs."""
-        inside = self.watch.inside(label)
+        inside = Wait(label, self.watch)
         if not profiler._is_profiler_enabled:
             return inside
         stack = ExitStack()
