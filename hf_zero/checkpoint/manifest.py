@@ -185,7 +185,11 @@ class Manifest:
         return self.own_shapes.get(name, {}).get(kind, self.shapes[name])
 
     def write(self, folder: Path) -> None:
-        """Writes `manifest.json`, whole or not at all, with a hash of the content."""
+        """Writes `manifest.json`, whole or not at all, with a hash of the content.
+
+        Raises:
+            CheckpointError: it would be longer than `read` takes.
+        """
         content = {
             "format_version": FORMAT_VERSION,
             "save": self.save,
@@ -212,7 +216,14 @@ class Manifest:
                 for file, boxes in self.boxes.items()
             },
         }
-        replace_file(folder / MANIFEST_NAME, _text({**content, "xxh3": _hash(content)}))
+        text = _text({**content, "xxh3": _hash(content)})
+        # Here, and not at a resume, when the run that could have been saved in another way is over. The text is ASCII.
+        if len(text) > _LARGEST_BYTES:
+            raise CheckpointError(
+                f"{MANIFEST_NAME} would have {len(text)} bytes, and at most {_LARGEST_BYTES} are read: {len(self.rows)} rows of "
+                f"{self.world_size} ranks. Train with a larger `bucket_bytes`, or shard within groups (`comm.shard_group_size`)"
+            )
+        replace_file(folder / MANIFEST_NAME, text)
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

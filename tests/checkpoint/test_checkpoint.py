@@ -77,6 +77,21 @@ def test_any_split_reads_any_other(tmp_path_factory, cuts_then, cuts_now):
             assert torch.equal(reader.read("exp_avg", "w", Interval(a, b)), values[a:b])
 
 
+def test_a_manifest_is_written_if_and_only_if_it_can_be_read(tmp_path, monkeypatch):
+    manifest = save_alone(tmp_path, [("exp_avg", "w", Interval(0, 30), torch.arange(30.0))])
+    nbytes = (tmp_path / "manifest.json").stat().st_size
+    for limit in (nbytes, nbytes - 1):
+        (tmp_path / "manifest.json").unlink()
+        monkeypatch.setattr("hf_zero.checkpoint.manifest._LARGEST_BYTES", limit)
+        if limit == nbytes:
+            manifest.write(tmp_path)
+            assert Manifest.read(tmp_path) == manifest
+        else:
+            with pytest.raises(CheckpointError, match=r"would have .* at most .* are read: 1 rows of 1 ranks"):
+                manifest.write(tmp_path)
+            assert not (tmp_path / "manifest.json").exists()
+
+
 def test_scalars_and_settings_come_back_as_they_were(tmp_path):
     scalars = {"w": {"step": torch.tensor(7.0), "note": "x", "count": 3, "eta": torch.tensor(0.5, dtype=torch.float64)}}
     save_alone(tmp_path, [], scalars)
