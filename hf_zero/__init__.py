@@ -1,6 +1,6 @@
-"""hf_zero: ZeRO sharded training for transformers and accelerate, with an engine of its own.
+"""hf_zero: ZeRO sharded training for transformers and accelerate, with its own engine.
 
-The public names are loaded on first use, so that `import hf_zero` costs nothing in scripts that only need one of them.
+Public names are imported when they are first used, so that `import hf_zero` is fast.
 """
 
 import gc
@@ -100,8 +100,8 @@ def __getattr__(name: str):
         raise ImportError(cut_name(name))
     if name not in _EXTRA_OF and name not in _HOME_OF:
         raise AttributeError(f"module 'hf_zero' has no attribute {name!r}")
-    # What is imported stays. Python would look through it, and through all that torch and transformers have made, several times
-    # in the meantime: two thirds of the CPU time of the import.
+    # Imported objects stay alive. Garbage collections would walk them, and the objects of torch and transformers, several times
+    # during the import, which needs two thirds of its CPU time.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -120,15 +120,15 @@ def __dir__():
 
 
 def _nccl_may_have_run() -> bool:
-    """Whether the process has a group that goes through NCCL."""
+    """Whether this process has a group that uses NCCL."""
     dist = sys.modules.get("torch.distributed")
     return (
         dist is not None and dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
     )
 
 
-# Two communicators at once hang where NCCL does not keep to one order of collectives. NCCL reads the variable once, with the
-# first communicator of the process, so the engine would set the variable too late.
+# Two communicators at the same time hang if NCCL does not launch collectives in one order. NCCL reads this variable only when
+# the process creates its first communicator, so setting it in the engine would be too late.
 if not _nccl_may_have_run():
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 

@@ -20,29 +20,29 @@ from torch.utils.dlpack import to_dlpack
 
 # ---- Read-ahead of memory-mapped files ----
 #
-# Linux answers a first touch of a mapped page by reading what lies around it, up to the disk's read-ahead size (8 MiB on
-# cloud disks). Of a file that ranks share, most of that is another rank's; so such files are mapped without it
-# (MADV_RANDOM), and each rank asks for its own part as a whole before reading.
+# When a mapped page is first touched, Linux reads its surroundings up to the disk's read-ahead size (8 MiB on cloud disks). If
+# ranks share a file, most of that belongs to other ranks. So such files are mapped without read-ahead (MADV_RANDOM), and each
+# rank requests its own part as a whole before reading.
 
 _ASKED_BYTES = 128 << 10
-"""In one call: of more than the disk's read-ahead size, by default 128 KiB, Linux reads only the beginning."""
+"""Bytes for one call. For more than the disk's read-ahead size (by default 128 KiB), Linux reads the beginning only."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def ask_for(values: torch.Tensor) -> None:
-    """Asks the system to begin reading the pages of these values, if they are in a mapped file."""
+    """Asks the system to start reading the pages of these values, if they are in a mapped file."""
     if values.device.type != "cpu" or not values.is_contiguous() or not values.nbytes:
         return
-    # madvise refuses an address inside a page.
+    # madvise requires an address at the start of a page.
     begin = values.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = values.data_ptr() + values.nbytes
     for start in range(begin, end, _ASKED_BYTES):
-        # Advice: where the system takes none, it reads a page at a time.
+        # This is only advice: if the system ignores it, pages are read one at a time.
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(min(_ASKED_BYTES, end - start)), mmap.MADV_WILLNEED)
 
 
-# ---- One interface to host and accelerators: allocation that returns memory, and memory in use ----
+# ---- One interface to host and accelerators: allocation that returns memory to the system, and memory in use ----
 
 ACCELERATORS = ("cuda", "xpu", "npu", "hpu", "mlu", "musa")
 """Modules of torch for accelerators: NVIDIA and AMD (`cuda`), Intel, Ascend, Gaudi, Cambricon and Moore Threads."""
@@ -53,7 +53,7 @@ def accelerators() -> tuple[str, int]:
     for kind in ACCELERATORS:
         # A package such as torch_npu adds its module when torch is imported.
         module = getattr(torch, kind, None)
-        # A driver that is too old for this torch still counts its devices.
+        # A driver that is too old for this torch still counts devices.
         if module is not None and module.is_available():
             return kind, module.device_count()
     return "cpu", 0
@@ -70,7 +70,7 @@ def _page_below(nbytes: int) -> int:
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocates a flat tensor of `numel` elements, base aligned to 256 bytes, zero on the host and undefined elsewhere.
 
-    On the host the tensor has a mapping of its own: dropping the last reference returns the memory to the system.
+    On the host, each tensor has its own mapping, so dropping the last reference returns the memory to the system.
     """
     if device.type == "cpu":
         return HostReservation(numel, dtype, kept=slice(0, 0)).flat
@@ -78,41 +78,41 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Adds the number to `device`: "cuda" is the current one of its kind."""
+    """Adds the index to `device`: "cuda" becomes the current device of its type."""
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def current(device: torch.device) -> AbstractContextManager[None]:
-    """Makes `device` the calling thread's current one for the duration.
+    """Makes `device` the calling thread's current device inside the context.
 
-    torch's operators go by their tensors. Streams and events that nobody names, launches of Triton kernels and calls to the
-    driver go by the current device, and make a context there that takes hundreds of MB.
+    torch's operators use the device of their tensors. Streams and events without an explicit device, launches of Triton kernels
+    and calls to the driver use the current device, and create a context there that needs hundreds of MB.
     """
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
 def enter_thread(device: torch.device) -> None:
-    """Makes `device` the calling thread's current one for good. A new thread begins with the first device."""
+    """Makes `device` the calling thread's current device permanently. A new thread starts with the first device."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
 
 
 def _runtime(device: torch.device) -> Any | None:
-    """Returns CUDA's runtime, or the like of another accelerator; None without one."""
+    """Returns CUDA's runtime, or the equivalent of another accelerator; None without one."""
     module = torch.get_device_module(device)
     return module.cudart() if hasattr(module, "cudart") else None
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Locks a host tensor's pages for direct copies to and from `device`. `unpin` before the pages are freed.
+    """Locks a host tensor's pages for direct copies to and from `device`. Call `unpin` before the pages are freed.
 
     Returns:
         False if `device` needs no pinning.
 
     Raises:
-        RuntimeError: the system refuses to lock as much.
+        RuntimeError: the system refuses to lock that much memory.
     """
     runtime = _runtime(device)
     if runtime is None:
@@ -124,8 +124,8 @@ def pin(tensor: torch.Tensor, device: torch.device) -> bool:
             f"hf_zero: {tensor.nbytes} bytes of host memory cannot be pinned (CUDA error {code}). Raise the limit of locked "
             "memory (ulimit -l), or offload less."
         )
-    # A fork, such as of a data loader's workers, marks pages to be copied at the next write. The device would go on with
-    # the old page, and the process with the copy.
+    # After a fork, for example of a data loader's workers, the next write to a page would copy it. The device would continue to
+    # use the old page, and the process the copy.
     _advise(tensor, "MADV_DONTFORK")
     return True
 
@@ -140,7 +140,7 @@ def unpin(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def _advise(tensor: torch.Tensor, advice: str) -> None:
-    """Advises the system about the pages of a tensor; on Linux alone."""
+    """Advises the system about the pages of a tensor; does nothing except on Linux."""
     if hasattr(mmap, advice):
         start = _page_below(tensor.data_ptr())
         nbytes = _page_below(tensor.data_ptr() + tensor.nbytes + PAGE_BYTES - 1) - start
@@ -148,28 +148,28 @@ def _advise(tensor: torch.Tensor, advice: str) -> None:
 
 
 def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocates host memory (uint8) of exactly that size; beside an accelerator, pinned while any view exists.
+    """Allocates host memory (uint8) of exactly this size. With an accelerator, it is pinned while any view exists.
 
-    torch's pinned allocator takes a power of two, and keeps freed memory. This one frees at once, and knows of no copies: drop
-    the tensor only when copies from and to it have ended.
+    torch's pinned allocator rounds up to a power of two and keeps freed memory. This function frees at once, and does not track
+    copies: drop the tensor only after copies from and to it have finished.
     """
     memory = allocate(nbytes, torch.uint8, torch.device("cpu"))
     if not nbytes or device.type == "cpu" or not pin(memory, device):
         return memory
     views = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr())
-    # The callback keeps the mapping alive until it has been unpinned: pages may not go back before.
-    # Not at the end of the process: nothing has to be let go then, and copies may still be under way.
+    # The callback keeps the mapping alive until it is unpinned, because pages must not be freed earlier. `atexit` is False
+    # because nothing must be freed when the process ends, and copies may still be running.
     weakref.finalize(views, unpin, memory, device).atexit = False
     return torch.frombuffer(views, dtype=torch.uint8)
 
 
 class PinnedPool:
-    """Host memory (uint8) of exact sizes, pinned beside an accelerator, and reused when its last view is gone.
+    """Host memory (uint8) of exact sizes, pinned if there is an accelerator, and reused when its last view is gone.
 
-    For copies of one queue, which follow each other: a copy may still run when the memory is given out again.
+    Use it only for copies in one queue, which run in order, because a copy may still run when its memory is reused.
 
     Attributes:
-        nbytes: of all memory of the pool.
+        nbytes: bytes of all memory of the pool.
     """
 
     def __init__(self, device: torch.device):
@@ -178,7 +178,7 @@ class PinnedPool:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """`nbytes` is above 0. Without an accelerator the memory is new each time."""
+        """Returns `nbytes` (above 0) of memory. Without an accelerator it is newly allocated each time."""
         if self._device.type == "cpu":
             return pinned(nbytes, self._device)
         free = self._free.setdefault(nbytes, [])
@@ -187,51 +187,51 @@ class PinnedPool:
             self.nbytes += nbytes
         memory = free.pop()
         views = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr())
-        # By the last view, not by the caller: a view that still copies must keep the memory from the next user.
+        # Reuse after the last view is gone, not after the caller's reference, because a view may still be copying.
         weakref.finalize(views, free.append, memory).atexit = False
         return torch.frombuffer(views, dtype=torch.uint8)
 
 
 def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocates host memory (uint8), aligned for direct I/O, for copies on their way to or from `device`.
+    """Allocates host memory (uint8), aligned for direct I/O, for copies to or from `device`.
 
-    Pinned beside an accelerator, by torch's allocator, which keeps a block until copies from it have ended.
+    With an accelerator it is pinned by torch's allocator, which keeps a block until copies from it have finished.
     """
     if device.type == "cpu":
         return allocate(nbytes, torch.uint8, device)
     exact = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     if exact.data_ptr() % PAGE_BYTES == 0:
         return exact
-    # Small blocks may share a page. A page more for all of them would double those of 2^n bytes.
+    # Small blocks may share a page. Adding a page to all blocks would double blocks of 2^n bytes.
     spacious = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
     return spacious[-spacious.data_ptr() % PAGE_BYTES :][:nbytes]
 
 
 class Moment:
-    """A point in a device's work, here the host's, for timing afterwards."""
+    """A point in a device's work, for later time measurement. This class is for the host."""
 
     def __init__(self):
         self._seconds = time.perf_counter()
 
     @property
     def is_past(self) -> bool:
-        """Whether the device has reached this point. Asking does not stop the device."""
+        """Whether the device has reached this point. The call does not wait for the device."""
         return True
 
     def seconds_until(self, later: "Moment") -> float:
-        """Returns the time to a later moment of the same device; both are past."""
+        """Returns the seconds from this moment to a later moment of the same device; both must be past."""
         return later._seconds - self._seconds
 
 
 class _QueueMoment(Moment):
-    """An event in the current queue, behind all work that the host has queued before."""
+    """An event in the current queue, after all work that the host has queued before."""
 
     def __init__(self, clock: "_QueueClock"):
         self._clock = clock
         self._event = clock.recorded()
 
     def __del__(self) -> None:
-        # Nobody asks after it any more.
+        # Nothing refers to this moment any more, so its event can be reused.
         self._clock.free.append(self._event)
 
     @property
@@ -243,10 +243,10 @@ class _QueueMoment(Moment):
 
 
 class _QueueClock:
-    """Makes moments of a device. Events of earlier moments are reused.
+    """Creates moments of a device. Events of earlier moments are reused.
 
     Attributes:
-        free: events of moments that are gone.
+        free: events of moments that no longer exist.
     """
 
     def __init__(self, device: torch.device):
@@ -262,44 +262,44 @@ class _QueueClock:
             event = self.free.pop()
         except IndexError:
             event = self._module.Event(enable_timing=True)
-        # The clock's own device is named: otherwise the stream would be that of the thread's current device.
+        # Name the clock's device, because the default is the stream of the thread's current device.
         event.record(self._module.current_stream(self._device))
         return event
 
 
 def clock(device: torch.device) -> Callable[[], Moment]:
-    """Returns a function that makes the present moment of `device`."""
+    """Returns a function that creates a moment of `device` at the present point."""
     return Moment if device.type == "cpu" else _QueueClock(device)
 
 
 @cache
 def _settings_of_events(kind: type[torch.Event]) -> dict[str, bool]:
-    # A host thread that waits for an event sleeps then, and keeps a core busy otherwise.
+    # With this setting, a host thread that waits for an event sleeps; otherwise it keeps a core busy.
     return {"blocking": True} if "blocking" in inspect.signature(kind).parameters else {}
 
 
 class Arrival:
-    """A started copy; here one that has ended already."""
+    """A started copy. This class represents a copy that has already finished."""
 
     def wait(self) -> None:
-        """Waits for the end of the copy."""
+        """Waits until the copy has finished."""
 
 
 class Mark(Arrival):
-    """A point in a `SideQueue`'s work; on the host, reached when it is made."""
+    """A point in the work of a `SideQueue`. On the host, it is reached when it is created."""
 
     def hold_up_device(self) -> None:
-        """Makes the device's own queue wait for this point. The host goes on."""
+        """Makes the device's own queue wait for this point. The host does not wait."""
 
 
 class SideQueue:
-    """Copies between host and device beside the device's own queue. On the host they have ended when they return."""
+    """Copies between host and device, in parallel with the device's own queue. On the host, copies finish before they return."""
 
     def aside(self, *, behind: Mark | None = None) -> AbstractContextManager[None]:
-        """Queues the work inside behind `behind`, and beside later work of the device.
+        """Queues the work inside the context after `behind`, in parallel with later work of the device.
 
         Args:
-            behind: a point in the device's queue; None is the end of what it has in its queue now.
+            behind: a point in the device's queue; None means the current end of that queue.
         """
         return nullcontext()
 
@@ -309,7 +309,7 @@ class SideQueue:
 
 
 class _Event(Mark):
-    """Marks the present end of a stream of `device`."""
+    """Marks the current end of a stream of `device`."""
 
     def __init__(self, stream: torch.Stream, device: torch.device):
         self._device = device
@@ -329,12 +329,12 @@ class _Event(Mark):
 
 
 def queue_end(device: torch.device) -> Mark:
-    """Marks the present end of an accelerator's current queue."""
+    """Marks the current end of an accelerator's current queue."""
     return _Event(torch.get_device_module(device).current_stream(device), device)
 
 
 class _StreamQueue(SideQueue):
-    """A stream of its own, of usual priority: copies over the bus take none of the multiprocessors that priorities are about."""
+    """A separate stream with normal priority. Copies over the bus use no multiprocessors, to which priorities apply."""
 
     def __init__(self, device: torch.device):
         self._module = torch.get_device_module(device)
@@ -344,7 +344,7 @@ class _StreamQueue(SideQueue):
     @contextmanager
     def aside(self, *, behind: Mark | None = None) -> Iterator[None]:
         if behind is None:
-            # The copy reads what the device's queue writes: without the wait it would read old values.
+            # The copy reads what the device's queue writes, so without this wait it would read old values.
             self._stream.wait_stream(self._module.current_stream(self._device))
         else:
             cast(_Event, behind).hold_up(self._stream)
@@ -356,19 +356,19 @@ class _StreamQueue(SideQueue):
 
 
 def side_queue(device: torch.device) -> SideQueue:
-    """A queue for copies to and from `device`."""
+    """Returns a queue for copies to and from `device`."""
     return SideQueue() if device.type == "cpu" else _StreamQueue(device)
 
 
 class Reservation(ABC):
-    """A flat tensor of which one interval lasts and the rest comes and goes.
+    """A flat tensor. The memory of one interval is permanent; the other memory is allocated and freed repeatedly.
 
-    Views of `flat` stay valid objects all the time and see the same memory again after each `restore`; between `release`
-    and `restore` only `own` has contents.
+    Views of `flat` stay valid objects, and see the same memory again after each `restore`. Between `release` and `restore`, only
+    `own` has contents.
 
     Attributes:
         flat: (numel,), to be read only between `restore` and `release`.
-        own: the lasting interval's elements. A part of `flat` where `in_place`, else memory of its own.
+        own: elements of the permanent interval. A part of `flat` if `in_place`, otherwise separate memory.
     """
 
     flat: torch.Tensor
@@ -377,21 +377,21 @@ class Reservation(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Gives `flat` its memory. Its values outside `own` are undefined then."""
+        """Allocates the memory of `flat`. Values outside `own` are undefined afterwards."""
 
     @abstractmethod
     def release(self) -> None:
-        """Gives back the memory of `flat` except `own`'s."""
+        """Frees the memory of `flat` except that of `own`."""
 
 
 class HostReservation(Reservation):
-    """Pages of one anonymous mapping: addresses stay, so nothing that still points there can crash the process.
+    """Pages of one anonymous mapping. Addresses never change, so a stale pointer cannot crash the process.
 
-    Freed pages go back to the system. glibc keeps blocks below 32 MiB in the process. Large mappings use huge pages, whose
-    faults cost a fifth of those of small pages.
+    Freed pages return to the system, while glibc keeps blocks below 32 MiB in the process. Large mappings use huge pages, whose
+    page faults cost a fifth of those of small pages.
 
     Args:
-        apart: `own` has separate memory, and all pages come and go.
+        apart: `own` has separate memory, and all pages are freed.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, kept: slice, *, apart: bool = False):
@@ -399,17 +399,17 @@ class HostReservation(Reservation):
         own = slice(0, 0) if apart else slice(kept.start * size, kept.stop * size)
         huge = nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
         slack = 2 * _HUGE_PAGE_BYTES if huge else 0
-        # At least a page, since the system maps no empty region. The slack is for the offset and for the tail, of less than a
-        # huge page each.
+        # At least one page, because the system maps no empty region. The slack is for the offset and the tail, each smaller than
+        # a huge page.
         self._region = mmap.mmap(-1, max(nbytes, PAGE_BYTES) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         everything = torch.frombuffer(self._region, dtype=torch.uint8)
-        # `own` ends, or begins, at the start of a huge page, so that the memory on that side is freed in whole huge pages.
+        # `own` starts or ends at the start of a huge page, so that the memory on that side is freed in whole huge pages.
         boundary = own.stop if own.stop < nbytes else own.start
         self._offset = (-everything.data_ptr() - boundary) % _HUGE_PAGE_BYTES if huge else 0
         self._end = self._offset + nbytes
         if huge:
             start = _page_below(self._offset)
-            # A tail that fills less of its huge page stays on small ones: those take less memory, and no longer to come.
+            # A tail that does not fill its huge page uses small pages, which need less memory and no more time.
             spare = -(self._offset + everything.data_ptr() + nbytes) % _HUGE_PAGE_BYTES
             self._end += spare if spare < _HUGE_PAGE_BYTES // 4 else 0
             self._region.madvise(mmap.MADV_HUGEPAGE, start, self._end - start)
@@ -419,21 +419,21 @@ class HostReservation(Reservation):
         self._passing = [(0, own.start), (own.stop, nbytes)]
 
     def restore(self) -> None:
-        """Pages come back when they are written."""
+        """Does nothing, because pages are allocated when they are written."""
 
     def release(self) -> None:
-        """Frees whole pages, which read as zero afterwards."""
+        """Frees whole pages, which contain zeros afterwards."""
         for start, stop in self._passing:
-            # Inwards to whole pages: a page with elements of `own` stays, or those elements would read as zero.
+            # Free only pages without elements of `own`; otherwise those elements would become zero.
             first = _page_below(self._offset + start + PAGE_BYTES - 1)
-            # Behind the end there is nothing, in the last page and in a huge one.
+            # There is nothing after the end, in the last page and in a huge page.
             last = _page_below(self._end + PAGE_BYTES - 1 if stop == self.flat.nbytes else self._offset + stop)
             if last > first:
                 self._region.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 class ResizedReservation(Reservation):
-    """A storage that the device's allocator resizes to nothing and back. Tensors that autograd saved share it."""
+    """A storage that the device's allocator resizes to nothing and back. Tensors that autograd saved share the storage."""
 
     in_place = False
 
@@ -450,12 +450,12 @@ class ResizedReservation(Reservation):
 
 
 def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, apart: bool = False) -> Reservation:
-    """Allocates a flat tensor of `numel` elements of which only the elements `kept` last.
+    """Allocates a flat tensor of `numel` elements of which only the elements `kept` are permanent.
 
-    Views must be made before the first `release`: torch makes none of a storage without memory.
+    Views must be made before the first `release`, because torch cannot make views of a storage without memory.
 
     Args:
-        apart: `own` is outside of `flat` on every device, so that the two may hold different values.
+        apart: `own` is outside of `flat` on every device, so the two may hold different values.
     """
     if device.type == "cpu":
         return HostReservation(numel, dtype, kept, apart=apart)
@@ -463,17 +463,17 @@ def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *
 
 
 def alias(view: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor over the memory of `view` with a storage that begins and ends with it, and keeps the memory alive.
+    """Returns a tensor over the memory of `view` whose storage has exactly its extent, and keeps the memory alive.
 
-    Savers look at storages: `torch.save` of a plain view writes the whole buffer it was cut from, and safetensors takes
-    views of one buffer for tied weights and drops all but one.
+    Saving functions work on storages: `torch.save` of a plain view writes the whole buffer, and safetensors treats views of one
+    buffer as tied weights and drops all but one.
     """
-    # By way of a capsule: a tensor hands itself over on the current device only.
+    # Export a capsule, because a tensor exports itself only on the current device.
     return torch.from_dlpack(to_dlpack(view.detach()))
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Returns an accelerator's address on the bus, "0000:3b:00.0"; None for the host, and if torch does not know."""
+    """Returns an accelerator's bus address, such as "0000:3b:00.0"; None for the host, or if torch does not provide it."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
@@ -484,10 +484,10 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory the process has held: on an accelerator by the allocator, on the host the resident high-water mark."""
+    """Returns the peak memory of the process: of the allocator on an accelerator, of the resident set on the host."""
     if device.type == "cpu":
         status = Path("/proc/self/status")
-        # Not every system that has the file says how high the mark was.
+        # Some systems have the file without this line.
         highest = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.is_file() else None
         if highest is not None:
             return int(highest[1]) * 1024
@@ -500,18 +500,18 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def available_host_bytes(cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
-    """Returns the bytes that this host's processes can still take, by the system or a stricter cgroup.
+    """Returns the bytes that the processes of this host can still allocate, by the system or a stricter cgroup.
 
     Args:
         cgroup: mount point of the control groups.
-        membership: the file that names those of this process.
+        membership: file that names the control groups of this process.
     """
-    # In a container the system's figure is the host's; the job is killed at the control group's limit.
+    # In a container, the system's figure is the host's, but the job is killed at the control group's limit.
     return min([psutil.virtual_memory().available, *_left_by_groups(cgroup, membership)])
 
 
 def _left_by_groups(cgroup: Path, membership: Path) -> Iterator[int]:
-    """Yields the bytes that each memory group above this process leaves, version 2 and 1. Groups nest, and each limit counts."""
+    """Yields the free bytes of each memory group of this process, versions 2 and 1. Groups nest, and each limit applies."""
     for line in membership.read_text().splitlines() if membership.is_file() else []:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -520,34 +520,35 @@ def _left_by_groups(cgroup: Path, membership: Path) -> Iterator[int]:
             root, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # In a container the path may be the host's, of which only the root is seen.
+        # In a container, the path may be the host's, of which only the root is visible.
         below = root / path.lstrip("/")
         for folder in (below, *below.parents):
             limit, used = _number_in(folder / names[0]), _number_in(folder / names[1])
             if folder.is_relative_to(root) and limit is not None and used is not None:
-                # A checkpoint that was just read counts as used, until the group needs the memory and the system drops the pages.
+                # A recently read checkpoint counts as used until the group needs the memory and the system drops the cached
+                # pages.
                 cached = _number_in(folder / "memory.stat", rf"^{names[2]} (\d+)$") or 0
                 yield max(0, limit - used + cached)
 
 
 def _number_in(path: Path, pattern: str = r"^(\d+)$") -> int | None:
-    """Reads a number on a line of its own; None without a file or a limit ("max")."""
+    """Reads a number on its own line; None if there is no file or no limit ("max")."""
     found = re.search(pattern, path.read_text(), re.MULTILINE) if path.is_file() else None
     return int(found[1]) if found else None
 
 
 def ranks_on_this_host() -> int:
-    """Returns the number of ranks that share this host's memory, by the launcher's variables."""
+    """Returns the number of ranks that share this host's memory, from the launcher's variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process could still allocate on its device; on the host, an equal part for each of its ranks."""
+    """Returns the bytes that this process can still allocate on its device; on the host, an equal part for each rank."""
     if device.type == "cpu":
-        # The ranks of a host ask at about the same time, and would each count on all of the free memory.
+        # The ranks of a host call this at about the same time, and each would count on all free memory.
         return available_host_bytes() // ranks_on_this_host()
     free, _ = torch.get_device_module(device).mem_get_info(device)
-    # torch's allocator keeps freed memory: it counts as free for this process.
+    # torch's allocator keeps freed memory, which is free for this process.
     reserved = torch.get_device_module(device).memory_reserved(device)
     return free + reserved - torch.get_device_module(device).memory_allocated(device)
 
@@ -555,14 +556,14 @@ def free_bytes(device: torch.device) -> int:
 class HostValue:
     """Copies a scalar to the host without stopping the device's queue.
 
-    `value` waits for this copy alone.
+    `value` waits only for this copy.
     """
 
     def __init__(self, scalar: torch.Tensor):
         if scalar.device.type == "cpu":
             self._copy, self._there = scalar, Arrival()
             return
-        # Pinned: for a copy to pageable memory the host would wait, and so for all that the device has in its queue.
+        # Pinned, because a copy to pageable memory would make the host wait for all work in the device's queue.
         self._copy = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True)
         self._copy.copy_(scalar, non_blocking=True)
         self._there = queue_end(scalar.device)
@@ -573,7 +574,7 @@ class HostValue:
 
 
 def in_units(nbytes: int) -> str:
-    """Formats bytes: MiB with one decimal, GiB from ten on, KiB or bytes below one MiB."""
+    """Formats bytes: MiB with one decimal, GiB from ten GiB on, KiB or bytes below one MiB."""
     for least, unit_bytes, unit in ((10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (2**10, 2**10, "KiB")):
         if nbytes >= least:
             return f"{nbytes / unit_bytes:,.1f} {unit}"

@@ -15,7 +15,7 @@ _SLOW_MB = 100.0
 
 
 def disk(folder: Path) -> Iterator[Finding]:
-    """Measures a folder's disk with a small file, which is removed afterwards."""
+    """Measures a folder's disk with a small file, and removes the file."""
     subject = f"disk of {folder}"
     path = folder / f".hf-zero-doctor-{uuid.uuid4().hex}"
     try:
@@ -39,16 +39,16 @@ def disk(folder: Path) -> Iterator[Finding]:
 
 
 def _write(path: Path) -> tuple[float, str]:
-    """Megabytes a second, and how they were written."""
-    # A mapping begins at a page, as writes past the cache need it.
+    """Returns megabytes per second, and the method of writing."""
+    # A mapping starts at a page boundary, which direct I/O requires.
     with mmap.mmap(-1, _BLOCK) as block:
         block.write(os.urandom(_BLOCK))
-        # New, and through no link: others may write to the folder.
+        # O_EXCL creates a new file and follows no link, because others may write to the folder.
         flags, way = os.O_WRONLY | os.O_CREAT | os.O_EXCL, "O_DIRECT"
         try:
             file = os.open(path, flags | os.O_DIRECT, 0o600)
         except (OSError, AttributeError):
-            # tmpfs and some network disks know no such thing.
+            # tmpfs and some network disks do not support O_DIRECT.
             file, way = os.open(path, flags, 0o600), "fsync"
         try:
             began_s = time.perf_counter()

@@ -22,7 +22,7 @@ class Diagnosis:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong; hints are no faults."""
+        """Whether nothing is wrong; hints do not count."""
         return not self.faults
 
     @property
@@ -30,25 +30,25 @@ class Diagnosis:
         return [finding for finding in self.findings if finding.status == "bad"]
 
     def to_json(self) -> str:
-        """Returns one document: whether all is good, and the findings."""
+        """Returns one document: whether nothing is wrong, and the findings."""
         return json.dumps({"good": self.is_good, "findings": [asdict(finding) for finding in self.findings]}, indent=2)
 
 
 def doctor(
     folder: str | Path = ".", processes: int | None = None, *, tp_size: int = 1, measure: bool = True
 ) -> Diagnosis:
-    """Checks versions, devices, limits, conflicting settings, the disk's speed, and the links between ranks that it starts.
+    """Checks versions, devices, limits, conflicting settings, the speed of a disk, and the links between ranks that it starts.
 
     Call this function in one process, not on each rank.
 
     Args:
-        folder: whose disk is measured; checkpoints or offloaded state are to be written there.
-        processes: ranks to start for the links; by default one a GPU, or two copies of the model.
-        tp_size: ranks that will hold one copy of the model together, as `parallel_config` loads it.
-        measure: False leaves the disk and the links out, which take seconds.
+        folder: folder whose disk is measured; the one for checkpoints or offloaded state.
+        processes: number of ranks to start for the links; by default one for each GPU, or two copies of the model.
+        tp_size: number of ranks that will hold one copy of the model together, as `parallel_config` loads it.
+        measure: False skips the disk and the links, which need some seconds.
 
     Raises:
-        ConfigError: `tp_size` does not divide the ranks.
+        ConfigError: `tp_size` does not divide the number of ranks.
     """
     return Diagnosis(findings=tuple(_look(Path(folder), processes, tp_size, measure)))
 

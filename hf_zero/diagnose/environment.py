@@ -22,7 +22,7 @@ _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "megatron_l
 
 _AXES = [f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_SHARD", "CP", "TP")]
 
-# Variable → the values that hurt (none listed: any but 0), and why.
+# Variable → (values that slow training down, reason). Without values, all but 0 do.
 _SLOW: dict[str, tuple[tuple[str, ...], str]] = {
     "NCCL_P2P_DISABLE": ((), "GPUs of one host talk through host memory"),
     "NCCL_SHM_DISABLE": ((), "GPUs without peer access talk through the network"),
@@ -40,7 +40,7 @@ _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def environment() -> Iterator[Finding]:
-    """Checks the environment variables and accelerate's default config file."""
+    """Checks environment variables and accelerate's default config file."""
     yield from _other_engines()
     yield _default_config()
     yield _cpu()
@@ -57,7 +57,7 @@ def _other_engines() -> Iterator[Finding]:
         yield bad("another engine", f"{variable} asks for {_ENGINES[variable]}", advice)
     sizes = {variable: os.environ.get(variable, "") for variable in _AXES}
     if os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1") != "1":
-        # accelerate counts so the ranks beside those of a sequence, over all of which state is sharded.
+        # accelerate counts the ranks that share a sequence under this name, and state is sharded over all of them.
         sizes.pop("PARALLELISM_CONFIG_DP_SHARD_SIZE")
     split = {variable: size for variable, size in sizes.items() if size not in ("", "1")}
     if split and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _YES:
@@ -180,7 +180,7 @@ def _interfaces() -> Iterator[Finding]:
     there = [name for _, name in socket.if_nameindex()]
     for variable in _INTERFACES:
         value = os.environ.get(variable, "")
-        # "=eth0" is that one, "^docker" all but those, "eth" all that begin so.
+        # "=eth0" is exactly that interface, "^docker" all others, and "eth" all whose name starts with it.
         if not value or value.startswith("^"):
             continue
         wanted = [name.strip() for name in value.removeprefix("=").split(",")]

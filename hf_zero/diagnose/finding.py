@@ -8,12 +8,12 @@ Status = Literal["good", "hint", "bad", "absent"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A finding and its remedy.
+    """A finding of the doctor, and its remedy.
 
     Attributes:
-        status: "bad" keeps a run from working or makes it much slower than it has to be; "hint" is worth knowing; "absent" is
-            of a device or a library that is not there.
-        advice: what to do; empty where nothing is to be done.
+        status: "bad" if training would fail or be much slower than necessary; "hint" for useful information; "absent" if the
+            device or library does not exist.
+        advice: what to do; empty if nothing is to be done.
     """
 
     subject: str

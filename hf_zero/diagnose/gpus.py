@@ -9,11 +9,11 @@ from ..device import accelerators
 from .finding import Finding, absent, bad, good, hint
 from .software import library
 
-# ---- GPUs: what they are, whether they reach each other's memory, and how fast pinned memory is copied ----
+# ---- GPUs: their kinds, peer access between them, and the speed of copies from pinned memory ----
 
 _PINNED_BYTES = 64 * 2**20
 _SLOW_GB = 3.0
-"""1e9 bytes a second: a quarter of what PCIe 3.0 x16 moves."""
+"""In 1e9 bytes per second: a quarter of the speed of PCIe 3.0 x16."""
 
 
 def devices() -> Iterator[Finding]:
@@ -28,7 +28,7 @@ def devices() -> Iterator[Finding]:
         )
     if not torch.cuda.is_available():
         if count:
-            # NVML counts GPUs also where the driver is too old for this torch.
+            # NVML counts GPUs even if the driver is too old for this torch.
             advice = (
                 f"torch is built for CUDA {torch.version.cuda}: update the driver, or install an older build of torch."
             )
@@ -50,7 +50,7 @@ def devices() -> Iterator[Finding]:
 
 
 def peer_access(count: int) -> Finding:
-    """Whether each of some GPUs can read each other one's memory."""
+    """Checks whether each GPU can read the memory of each other GPU."""
     if count < 2:
         return absent("access between GPUs", "one GPU")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
@@ -99,7 +99,7 @@ _LEAST_TRANSFORMERS = (5, 23)
 
 
 def tensor_parallelism(tp_size: int) -> Iterator[Finding]:
-    """Checks the requirements of `parallel_config(tp_size=...)` beyond those of every run."""
+    """Checks the additional requirements of `parallel_config(tp_size=...)`."""
     yield library("transformers", _LEAST_TRANSFORMERS, user=f"a model that is split over {tp_size} ranks")
     yield _copies(tp_size)
 

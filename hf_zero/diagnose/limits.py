@@ -22,7 +22,7 @@ def limits() -> Iterator[Finding]:
 
 
 def shared_memory(path: str) -> Finding:
-    """Free bytes where workers of a DataLoader, and NCCL, share memory."""
+    """Checks the free bytes of the folder where DataLoader workers and NCCL share memory."""
     if not os.path.isdir(path):
         return hint(path, "not there", "DataLoader workers and NCCL share memory there: mount a tmpfs.")
     state = os.statvfs(path)

@@ -1,4 +1,4 @@
-"""A few local ranks that measure their link and try each collective of the engine; started by checks/links.py.
+"""Local ranks that measure their links and test each collective of the engine; started by links.py.
 
 python -m hf_zero.diagnose.link_ranks FOLDER RANK WORLD_SIZE BACKEND TP_SIZE
 """
@@ -51,21 +51,21 @@ def main(folder: Path, rank: int, world_size: int, backend: str, tp_size: int) -
 
 
 def _copy_of(rank: int, tp_size: int) -> tuple[int, ...]:
-    """Neighbouring ranks, as in transformers' mesh."""
+    """Returns the ranks of a copy: neighbours, as in transformers' mesh."""
     first = rank - rank % tp_size
     return tuple(range(first, first + tp_size))
 
 
 def measure(axis: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, float] | None:
-    """Latency in microseconds and achieved 1e9 bytes a second that a rank sends, of all-reduce and all-gather.
+    """Measures all-reduce and all-gather: latency in microseconds, and 1e9 bytes per second that a rank sends.
 
     All groups of the axis send at the same time, as in training.
 
     Args:
-        axis: groups of equal size that together hold each rank once.
+        axis: groups of equal size that together contain each rank once.
 
     Returns:
-        The slowest rank's; None of groups of one.
+        The values of the slowest rank; None for groups of one rank.
     """
     size = len(axis[0])
     if size == 1:
@@ -93,7 +93,7 @@ def measure(axis: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, 
 
 
 def _seconds(call: Callable[[], object], device: torch.device, turns: int) -> float:
-    """Median; the first turn is not counted."""
+    """Returns the median; the first turn is not counted."""
     seconds = []
     for _ in range(turns + 1):
         began_s = time.perf_counter()
@@ -105,7 +105,7 @@ def _seconds(call: Callable[[], object], device: torch.device, turns: int) -> fl
 
 
 def wrong_collectives(copies: ModelCopies, device: torch.device) -> list[str]:
-    """The collectives of the engine's transport, between ranks that hold the same part of a model, that give a wrong result."""
+    """Lists collectives of the engine's transport with a wrong result, between ranks that hold the same part of a model."""
     comm = CommConfig(timeout_s=_TIMEOUT_S)
     groups = Groups.create(stage=2, device_type=device.type, comm=comm, apart=copies.dp_groups)
     transport = choose_transport(groups, device, _TIMEOUT_S)

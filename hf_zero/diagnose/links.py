@@ -16,19 +16,21 @@ from .finding import Finding, absent, bad, good, hint
 
 _PATIENCE_S = 120.0
 _SLOWER = 0.5
-"""Bytes a second inside a copy of the model to those between copies: below, ranks are badly placed."""
+"""Ratio of the bandwidth inside a copy of the model to that between copies. Below this value, ranks are badly placed."""
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def links(processes: int | None, tp_size: int = 1) -> Iterator[Finding]:
-    """Starts ranks: one a GPU with NCCL where there are several GPUs, else on the CPU with gloo.
+    """Starts ranks and measures their links: one rank for each GPU with NCCL if there are several GPUs, else on the CPU with
+    gloo.
 
     Args:
-        processes: how many; None is as many as GPUs, or two copies of the model.
-        tp_size: ranks that hold one copy of the model together. Links inside a copy and between copies are measured apart.
+        processes: number of ranks; None means one for each GPU, or two copies of the model.
+        tp_size: number of ranks that hold one copy of the model together. Links inside and between copies are measured
+            separately.
 
     Raises:
-        ConfigError: `tp_size` does not divide the ranks.
+        ConfigError: `tp_size` does not divide the number of ranks.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = processes or (gpus if gpus > 1 else 2 * tp_size)
@@ -66,7 +68,7 @@ def _speeds(of: dict[str, float], where: str) -> Iterator[Finding]:
 
 
 def placement(inside: dict[str, float] | None, between: dict[str, float] | None) -> Iterator[Finding]:
-    """Whether the ranks of a copy, which wait for each other in every layer, have the faster links."""
+    """Checks that the ranks of a copy, which wait for each other in every layer, have the faster links."""
     if inside is None or between is None:
         return
     subject, ratio = "tensor parallel ranks", inside["all_reduce_gb"] / between["all_reduce_gb"]
@@ -79,7 +81,7 @@ def placement(inside: dict[str, float] | None, between: dict[str, float] | None)
 
 
 def _run(folder: Path, count: int, backend: str, tp_size: int) -> str | None:
-    """Runs the ranks to their end; returns the last line of a failed one."""
+    """Runs the ranks to their end; returns the last line of a failed rank's output, or None."""
     environment = {name: value for name, value in os.environ.items() if name not in (*_LAUNCHERS, "HF_ZERO_CONFIG")}
     command = [sys.executable, "-m", "hf_zero.diagnose.link_ranks", str(folder)]
     said = [folder / f"said{rank}" for rank in range(count)]

@@ -22,7 +22,7 @@ from ..integrations.unmodified import run_as_main, run_script
 from .parity import Recorder, is_split, seed_everything
 from .parity_report import ParityError, ParityReport, Recording, compare, repeats
 
-# ---- A training script, as it is, run without and with the engine, and compared ----
+# ---- Runs an unchanged training script without and with the engine, and compares the runs ----
 
 MODULE = "hf_zero.diagnose.recorded"
 
@@ -39,17 +39,17 @@ def parity_of_script(
     port: int | None = None,
     sp: int | None = None,
 ) -> ParityReport:
-    """Runs a script that knows nothing of hf_zero twice under accelerate's launcher, and compares its first steps.
+    """Runs a script that does not use hf_zero twice under accelerate's launcher, and compares its first steps.
 
-    Both runs end behind these steps. They write every gradient and parameter to a temporary folder: 8 bytes a float32 parameter
-    for each step and run.
+    Both runs end after these steps. They write all gradients and parameters to a temporary folder: 8 bytes for each float32
+    parameter, step and run.
 
     Args:
-        words: what follows `-m hf_zero.run`: `--zero 2 script.py --its-own arguments`.
-        steps: optimizer steps, those of all optimizers counted.
-        tolerance, seed: see `hf_zero.parity`; scripts that seed by themselves have their own.
+        words: the arguments of `-m hf_zero.run`: `--zero 2 script.py --its-own arguments`.
+        steps: number of optimizer steps, summed over all optimizers.
+        tolerance, seed: see `hf_zero.parity`; scripts that set a seed use their own.
         processes, cpu, mixed_precision, port: see `launch_of`.
-        sp: ranks that compute a sequence together. The run without the engine has a rank for each of these sets.
+        sp: number of ranks that compute a sequence together. The run without the engine has one rank for each of these sets.
 
     Raises:
         ParityError: a run failed, or the two cannot be compared.
@@ -72,7 +72,7 @@ def parity_of_script(
             options=("--record", str(folder), "--steps", str(steps), "--seed", str(seed), *options),
         )
         environment = os.environ | launch.environment
-        # stdout is the report's.
+        # stdout is reserved for the report.
         status = subprocess.run(launch.command, env=environment, stdout=sys.stderr.fileno()).returncode
         if status:
             which = "without" if "--stock" in options else "with"
@@ -81,7 +81,7 @@ def parity_of_script(
             )
         return Recording(folder, every=in_sequences or 1)
 
-    # Before a run of minutes: whether `sp` divides the ranks.
+    # Check that `sp` divides the ranks before a run of several minutes.
     launch_of(words, processes=processes, cpu=cpu, sp=sp)
     with tempfile.TemporaryDirectory(prefix="hf-zero-parity-") as root:
         stock, engine = run("stock", "--stock"), run("engine")
@@ -101,7 +101,7 @@ def words_of(script: Sequence[str], zero: str | None, *, is_module: bool) -> lis
 
 
 def main(words: list[str] | None = None) -> None:
-    """Takes `--record FOLDER --steps 3 --seed 0 [--stock]`, and then the arguments of `hf_zero.run`."""
+    """Parses `--record FOLDER --steps 3 --seed 0 [--stock]`, followed by the arguments of `hf_zero.run`."""
     parser = argparse.ArgumentParser(prog="hf_zero.diagnose.recorded", allow_abbrev=False)
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -119,7 +119,7 @@ def main(words: list[str] | None = None) -> None:
 
 @contextmanager
 def recording(folder: Path, steps: int) -> Iterator[None]:
-    """Records the first steps of all optimizers that accelerate prepares; ends the script behind them by SystemExit."""
+    """Records the first steps of all optimizers that accelerate prepares, then ends the script with SystemExit."""
     accelerators: list[Accelerator] = []
 
     def models() -> list[nn.Module]:

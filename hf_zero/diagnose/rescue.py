@@ -14,14 +14,14 @@ from ..engine.engine import ZeroEngine
 # ---- Cuts a batch into parts along its rows ----
 
 IGNORED = -100
-"""The label of a token that has no loss."""
+"""Label of a token without a loss."""
 
 
 class Part(NamedTuple):
     """Some rows of a batch.
 
     Attributes:
-        weight: what the part's mean loss counts in the batch's; 0 for a part that is there for the other ranks' sake.
+        weight: weight of the part's mean loss in the batch's; 0 for a part that only other ranks need.
     """
 
     inputs: Any
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 def rows_of(batch: Any) -> int | None:
-    """Returns the number of rows of a batch; None if its tensors disagree, so that no cut is possible.
+    """Returns the number of rows of a batch; None if its tensors disagree, so the batch cannot be cut.
 
     A tensor whose first dimension is 1 belongs to all rows.
     """
@@ -39,12 +39,12 @@ def rows_of(batch: Any) -> int | None:
 
 
 def cut(batch: Any, count: int) -> list[Part]:
-    """`count` parts of as many rows each as can be, the larger ones first.
+    """Cuts a batch into `count` parts of equal size if possible; larger parts come first.
 
-    A batch of fewer rows has its first row in the rest of the parts, with weight 0.
+    If the batch has fewer rows, its first row fills the remaining parts with weight 0.
 
     Raises:
-        ValueError: it has no rows to cut along.
+        ValueError: the batch has no rows to cut along.
     """
     rows = rows_of(batch)
     if rows is None:
@@ -62,7 +62,7 @@ def cut(batch: Any, count: int) -> list[Part]:
 
 
 def _numbers(batch: Any, start: int, stop: int) -> int:
-    """Counts the terms of a mean loss: labels of tokens with a loss, else rows."""
+    """Counts the terms of a mean loss: labels of tokens with a loss, otherwise rows."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
         return int((labels[start:stop] != IGNORED).sum())
@@ -90,12 +90,12 @@ def _rows(batch: Any, rows: int, start: int, stop: int) -> Any:
     return batch
 
 
-# ---- Micro-batches that run out of memory, taken again in parts ----
+# ---- Micro-batches that run out of memory, repeated in parts ----
 
 _log = logging.getLogger(__name__)
 
 Pass = Callable[[Any, float], torch.Tensor]
-"""Forward and backward of some rows and the weight of their mean loss in the micro-batch's; returns the loss, weighted."""
+"""Runs forward and backward for rows, given the weight of their mean loss in the micro-batch's; returns the weighted loss."""
 
 _STATEMENTS = ("out of memory", "can't allocate memory")
 
@@ -107,14 +107,13 @@ class _MicroBatch:
 
 
 class Rescue:
-    """Runs the micro-batches of a step, and repeats the step's micro-batches in more parts if one runs out of memory.
+    """Runs the micro-batches of a step, and repeats all of them in more parts if one runs out of memory.
 
-    All ranks cut micro-batches into the same number of parts, and keep this number for the rest of the run.
-
-    Works at stages 0 to 2. At stage 3 the other ranks would wait in gathers for the rank that has failed.
+    All ranks cut micro-batches into the same number of parts, and keep this number for the remaining run. This works at stages 0
+    to 2. At stage 3 the other ranks would wait in gathers for the rank that failed.
 
     Attributes:
-        parts: the number of parts into which a micro-batch is cut.
+        parts: number of parts into which a micro-batch is cut.
     """
 
     def __init__(self, engine: ZeroEngine):
@@ -123,17 +122,17 @@ class Rescue:
         self.parts = 1
 
     def serves(self, engine: ZeroEngine) -> bool:
-        """Whether this rescue belongs to the engine, and not to an earlier one."""
+        """Whether this rescue belongs to `engine`, and not to an earlier one."""
         return self._engine is engine
 
     def run(self, batch: Any, run: Pass, *, ends_step: bool) -> torch.Tensor:
-        """Forward and backward of one micro-batch, in parts if need be; returns its loss. Collective.
+        """Runs forward and backward of one micro-batch, in parts if necessary; returns its loss. Collective.
 
         Args:
             ends_step: the optimizer's step follows.
 
         Raises:
-            torch.OutOfMemoryError: on all ranks: single rows, or a batch that cannot be cut.
+            torch.OutOfMemoryError: on all ranks, if a single row does not fit or a batch cannot be cut.
         """
         self._taken.append(_MicroBatch(batch=batch, run=run))
         todo = self._taken[-1:]
@@ -142,14 +141,14 @@ class Rescue:
             if failure is None and loss is not None:
                 break
             self._cut_more(failure or "on another rank")
-            # The gradients of those before it are dropped, too.
+            # The gradients of earlier micro-batches of the step are dropped as well, so repeat all of them.
             todo = self._taken
         if ends_step:
             self._taken = []
         return loss
 
     def _attempt(self, todo: list[_MicroBatch]) -> tuple[torch.Tensor | None, str | None]:
-        """Returns the last part's loss, or the reason for none."""
+        """Returns (loss of the last part, None), or (None, reason of the failure)."""
         ended = self._engine.ended_backwards
         loss: torch.Tensor | None = None
         for each in todo:
@@ -168,7 +167,7 @@ class Rescue:
         return loss, None
 
     def _cut_more(self, reason: str) -> None:
-        """Doubles the parts, if any micro-batch of the step has as many rows on some rank."""
+        """Doubles the number of parts, if any micro-batch of the step has that many rows on some rank."""
         rows = [rows_of(each.batch) for each in self._taken]
         mine = 0 if None in rows else max(row for row in rows if row is not None)
         everyone = self._engine.world.exchange(mine)
@@ -192,14 +191,14 @@ class Rescue:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an allocation that failed, on a device or on the host."""
+    """Whether an error is a failed allocation, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _STATEMENTS)
 
 
 def _tried(run: Pass, inputs: Any, weight: float) -> tuple[torch.Tensor | None, str | None]:
-    # The error is not handed on: its traceback keeps the activations.
+    # Do not return the error, because its traceback keeps activations alive.
     try:
         return run(inputs, weight), None
     except RuntimeError as error:

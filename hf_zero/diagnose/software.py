@@ -19,7 +19,7 @@ from .finding import Finding, absent, bad, good, hint
 # ---- Versions of Python, libraries, NCCL and the driver ----
 
 _NEWEST_TORCH = (2, 14)
-"""The newest release with which the tests have passed."""
+"""The newest release that has passed the tests."""
 
 _LEAST_PYTHON = (3, 10)
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -48,7 +48,7 @@ def _python() -> Finding:
 
 
 def library(name: str, least: tuple[int, ...], user: str = "hf_zero") -> Finding:
-    """Whether the library `name` is installed, in the release `least` or a later one, which `user` needs."""
+    """Checks that the library `name` is installed with at least the release `least`, which `user` needs."""
     wanted = f"{name}>={in_words(least)}"
     found = release_of(name)
     if found is None:
@@ -74,7 +74,7 @@ def _nccl() -> Finding:
 
 
 def driver() -> Finding:
-    """Finds NVIDIA's driver, and whether this torch can use it."""
+    """Checks NVIDIA's driver, and whether this torch can use it."""
     if shutil.which(_DRIVER[0]) is None:
         return absent("driver", "no GPU")
     try:
@@ -95,7 +95,7 @@ def driver() -> Finding:
     return good("driver", found)
 
 
-# ---- What Triton needs to compile kernels: a C compiler, Python's headers, a folder to write to ----
+# ---- Requirements of Triton's compiler: a C compiler, Python's headers, a writable folder ----
 
 _COMPILERS = ("cc", "gcc", "clang")
 

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed ZeRO and FSDP, taken into an engine or made into one of ours."""
+"""Loads checkpoints of DeepSpeed ZeRO and FSDP into an engine, or converts them to checkpoints of hf_zero."""
 
 import inspect
 import shutil
@@ -26,13 +26,13 @@ from .states import MASTER, ForeignCheckpoint
 
 
 def open_foreign(folder: Path) -> ForeignCheckpoint:
-    """Opens a checkpoint of DeepSpeed ZeRO or of FSDP; reads headers and metadata only, and follows no link outside.
+    """Opens a checkpoint of DeepSpeed ZeRO or FSDP. Reads only headers and metadata, and follows no link out of the folder.
 
     Args:
-        folder: of Trainer or accelerate (`checkpoint-N`), or DeepSpeed's own, with `latest` or of one step.
+        folder: a folder of Trainer or accelerate (`checkpoint-N`), or DeepSpeed's own, with a file `latest` or of one step.
 
     Raises:
-        CheckpointError: neither of them, not whole, or of a variant that is not covered.
+        CheckpointError: the folder is of neither engine, incomplete, or of a variant that is not supported.
     """
     refuse_links(folder, sorted(path for path in folder.rglob("*") if path.is_symlink()))
     try:
@@ -40,7 +40,7 @@ def open_foreign(folder: Path) -> ForeignCheckpoint:
     except (CheckpointError, OSError, MemoryError, ImportError):
         raise
     except Exception as error:
-        # The formats are pickles: their fields may hold anything.
+        # The formats are pickles, so fields may have any value.
         raise CheckpointError(
             f"hf_zero: {folder} is damaged, or of a variant that is not covered ({type(error).__name__}: {str(error)[:200]}). "
             "Resume from another checkpoint."
@@ -69,19 +69,19 @@ def _open(folder: Path) -> ForeignCheckpoint:
 
 
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
-"""Settings that say how a step is computed and not what; those of the run that goes on stay."""
+"""Settings that change how a step is computed but not its result. The resuming run keeps its own."""
 _NOT_COPIED = (".safetensors", ".bin", ".index.json", ".distcp")
 _OF_THE_ENGINE = ("latest", "zero_to_fp32.py", "zero_to_torch.py", ".metadata")
 
 
 @contextmanager
 def open_saved_by_others(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
-    """The masters and optimizer state of a DeepSpeed or FSDP checkpoint, for `load_state`.
+    """Yields the masters and optimizer state of a DeepSpeed or FSDP checkpoint, for `load_state`.
 
-    Parameters that are trained in fp32 are loaded beforehand, by `load_foreign_weights`.
+    Parameters that are trained in fp32 are loaded before, by `load_foreign_weights`.
 
     Raises:
-        CheckpointError: damaged, not covered, of another model, or with other groups of parameters.
+        CheckpointError: the checkpoint is damaged, not supported, or of a model with other parameters or groups.
     """
     foreign = open_foreign(folder)
     foreign.check_names(state.shapes())
@@ -117,7 +117,7 @@ def open_saved_by_others(folder: Path, state: EngineState) -> Iterator[SavedOpti
 
 
 def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:
-    """Neither format names the optimizer's class, so its settings have to tell: Adam has betas, SGD has momentum."""
+    """Raises if the settings show a different optimizer. Neither format records its class; Adam has betas, SGD has momentum."""
     for key in ("betas", "momentum"):
         if key in saved and key not in group:
             raise CheckpointError(
@@ -127,13 +127,13 @@ def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, A
 
 
 def load_foreign_weights(model: nn.Module, folder: Path) -> Any:
-    """Loads every weight of a DeepSpeed or FSDP checkpoint into a model; returns `load_state_dict`'s result.
+    """Loads all weights of a DeepSpeed or FSDP checkpoint into a model; returns the result of `load_state_dict`.
 
-    Trained ones come from the optimizer's own values, fp32 where the run was mixed, so that nothing is lost by rounding.
-    The whole model is held in host memory meanwhile.
+    Trained weights are the optimizer's values, in fp32 after mixed precision, so no precision is lost. The whole model is in host
+    memory during the call.
 
     Raises:
-        CheckpointError: damaged, not covered, or of another model.
+        CheckpointError: the checkpoint is damaged, not supported, or of another model.
     """
     foreign = open_foreign(folder)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -149,20 +149,21 @@ def load_foreign_weights(model: nn.Module, folder: Path) -> Any:
 def convert(
     source: Path, out: Path, *, config_folder: Path | None, optimizer: str, on_progress: Progress = untold
 ) -> str:
-    """Makes an hf_zero checkpoint folder of a DeepSpeed or FSDP one; returns the kind of the source in words.
+    """Converts a DeepSpeed or FSDP checkpoint into an hf_zero checkpoint folder; returns a description of the source.
 
-    The folder holds the weights as `from_pretrained` reads them, in the precision of the masters, masters and optimizer state
-    in `zero/`, and the other files of the source (scheduler, random states, trainer state, tokenizer). All of it is held in host
-    memory meanwhile: three times the weights in fp32.
+    The folder contains the weights in the format of `from_pretrained`, with the precision of the masters; masters and optimizer
+    state in `zero/`; and the other files of the source (scheduler, random states, trainer state, tokenizer). All of this is in
+    host memory
+    during the call: three times the weights in fp32.
 
     Args:
-        out: new or empty; appears when it is whole.
-        config_folder: with the model's config.json; None is the source.
-        optimizer: class name, which neither format records.
-        on_progress: called with bytes of state read and written, and both in all.
+        out: a new or empty folder, which appears when it is complete.
+        config_folder: a folder with the model's config.json; None uses the source.
+        optimizer: class name of the optimizer, which neither format records.
+        on_progress: called with the bytes of state read and written so far, and the total.
 
     Raises:
-        CheckpointError: damaged, not covered, or not of the config's model.
+        CheckpointError: the checkpoint is damaged, not supported, or not of the config's model.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"hf_zero: {out} is not an empty folder; give one that is new or empty.")
@@ -172,7 +173,7 @@ def convert(
     rows = []
     for kind, name, interval in moved.rows:
         values = foreign.read(kind, name, interval)
-        # Beside fp32 masters, in which parameters of 16 bits are stepped here, state is fp32 too.
+        # Parameters of 16 bits are stepped in fp32 masters here, so their state is fp32 as well.
         rows.append((kind, name, interval, values if kind == MASTER or values.itemsize != 2 else values.float()))
         moved.by(rows[-1][-1].nbytes)
     needed_bytes = sum(tensor.nbytes for *_, tensor in rows) * 2
@@ -203,7 +204,7 @@ def convert(
 
 
 class _Moved:
-    """Tells how much of a checkpoint's optimizer state has been read and written: each row is both, in fp32."""
+    """Reports progress of the optimizer state: each row is read and written, in fp32."""
 
     def __init__(self, foreign: ForeignCheckpoint, on_progress: Progress):
         self.rows = [
@@ -225,7 +226,7 @@ def _alone(value: object) -> list:
 
 
 def _groups_of(foreign: ForeignCheckpoint, optimizer: str) -> list[dict[str, Any]]:
-    """The groups with the settings that torch's optimizer of this name has: a fused one of DeepSpeed has some of its own."""
+    """Returns the groups with only those settings that torch's optimizer of this name has; DeepSpeed's fused ones have more."""
     kind = getattr(torch.optim, optimizer, None)
     known = {"initial_lr", *inspect.signature(kind).parameters} if isinstance(kind, type) else None
     return [
@@ -242,11 +243,11 @@ def _groups_of(foreign: ForeignCheckpoint, optimizer: str) -> list[dict[str, Any
 
 
 def _with_weights(foreign: ForeignCheckpoint, config_folder: Path) -> PreTrainedModel:
-    """The config's model with the checkpoint's weights."""
+    """Makes the config's model with the checkpoint's weights."""
     if not (config_folder / CONFIG_NAME).is_file():
         raise CheckpointError(f"hf_zero: {config_folder} has no {CONFIG_NAME}; name the model's folder with --config.")
     weights = dict(foreign.weights())
-    # In a process of its own first: what a config asks for may have no end.
+    # Try the config in a separate process first, because building its model may take forever.
     expected_tensors(config_folder, len(weights))
     model = meta_model(config_folder, len(weights))
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}

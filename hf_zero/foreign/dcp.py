@@ -14,7 +14,7 @@ from ..layout.intervals import Interval
 from .pickles import Record, load_dcp_metadata, load_stream
 from .states import MASTER, Chunk, ChunkedFolder, ForeignCheckpoint, ForeignGroup, SavedEntry, WeightShards
 
-# ---- A folder of torch.distributed.checkpoint: tensors by their path in the saved dictionary, read by chunks ----
+# ---- A folder of torch.distributed.checkpoint: tensors by their path in the saved dictionary, read in chunks ----
 
 _VERSIONS = (None, "1.0.0")
 
@@ -23,7 +23,7 @@ class DcpFolder(ChunkedFolder):
     """A folder of torch.distributed.checkpoint.
 
     Raises:
-        CheckpointError: not finished, damaged, or written with settings that are not covered.
+        CheckpointError: the folder is unfinished, damaged, or written with settings that are not supported.
     """
 
     def __init__(self, folder: Path):
@@ -47,7 +47,7 @@ class DcpFolder(ChunkedFolder):
         self._refuse_short_files()
 
     def value(self, path: tuple[Any, ...]) -> Any:
-        """Returns a plain value, or a tensor of one element in its saved form."""
+        """Returns a plain value, or a tensor of one element as it was saved."""
         [chunk] = self.entries[path].chunks
         return chunk.load()
 
@@ -130,19 +130,19 @@ _Path = tuple[Any, ...]
 
 
 class DcpOptimizer:
-    """Groups of a saved optimizer, and where each kind of its state lies.
+    """Groups of a saved optimizer, and the locations of its state.
 
     Args:
-        key: of the optimizer in the saved dictionary.
-        weights: names of the model's weights, by which flattened keys are taken apart.
+        key: key of the optimizer in the saved dictionary.
+        weights: names of the model's weights, with which flattened keys are split.
 
     Attributes:
         saved: the folder.
-        groups: in their order; flattened ones, which record no groups, by equal settings.
-        kinds, scalars: of each parameter, kind → path of values an element, and of values for the whole parameter.
+        groups: groups in their order. Flattened optimizers record no groups; parameters with equal settings form one.
+        kinds, scalars: for each parameter, kind → path of values for each element, and of a value for the whole parameter.
 
     Raises:
-        CheckpointError: the optimizer has no groups, or these have no names.
+        CheckpointError: the optimizer has no groups, or the groups have no names.
     """
 
     def __init__(self, saved: DcpFolder, key: str, weights: Sequence[str]):
@@ -162,10 +162,10 @@ class DcpOptimizer:
         """Fills `kinds` and `scalars`.
 
         Args:
-            shapes: of the parameters.
+            shapes: shapes of the parameters.
 
         Raises:
-            CheckpointError: state of an unknown parameter, or of another shape than its parameter.
+            CheckpointError: there is state of an unknown parameter, or its shape differs from the parameter's.
         """
         self.kinds, self.scalars = {name: {} for name in shapes}, {name: {} for name in shapes}
         for (name, kind), path in self._states.items():
@@ -211,7 +211,7 @@ class DcpOptimizer:
         return tuple(ForeignGroup(settings=found, names=tuple(members)) for found, members in groups)
 
     def _flat(self, part: str, entries: Mapping[_Path, _Path]) -> Iterator[tuple[tuple[str, str], _Path]]:
-        """Yields ((parameter, name), path), of keys such as `state.lm_head.weight.exp_avg`."""
+        """Yields ((parameter, name), path) for keys such as `state.lm_head.weight.exp_avg`."""
         for (key,), path in entries.items():
             if not str(key).startswith(f"{part}."):
                 continue
@@ -233,22 +233,22 @@ def _nested_states(entries: Mapping[_Path, _Path]) -> Iterator[tuple[tuple[str, 
             yield (".".join(map(str, rest[1:-1])), rest[-1]), path
 
 
-# ---- FSDP runs saved by torch.distributed.checkpoint, in the forms of accelerate, Trainer and plain loops ----
+# ---- FSDP runs saved by torch.distributed.checkpoint, in the formats of accelerate, Trainer and plain loops ----
 
 _MODEL_KEY = "model"
 _OPTIMIZER_KEYS = ("optimizer", "optim")
 
 
 class DcpCheckpoint(ForeignCheckpoint):
-    """Parameters and optimizer state by name, sharded over any mesh. A rank opens only chunks with its rows.
+    """Parameters and optimizer state by name, sharded over any mesh. A rank opens only the chunks that contain its rows.
 
     Args:
-        folder: with `pytorch_model_fsdp_0/` and `optimizer_0/`; with the `.metadata` of a dictionary that has "model" and
-            "optimizer" (or "optim"); or with what `save_pretrained(..., distributed_checkpoint=True)` writes, and in it or in
-            a folder of its own what `save_optimizer_distributed` writes.
+        folder: a folder with `pytorch_model_fsdp_0/` and `optimizer_0/`; or with `.metadata` of a dictionary with the keys
+            "model" and "optimizer" (or "optim"); or written by `save_pretrained(..., distributed_checkpoint=True)`, with the
+            files of `save_optimizer_distributed` in the same or a separate folder.
 
     Raises:
-        CheckpointError: not finished, of the model alone, or written with settings that are not covered.
+        CheckpointError: the folder is unfinished, contains only the model, or was written with settings that are not supported.
     """
 
     def __init__(self, folder: Path):
@@ -319,7 +319,7 @@ def _opened(folder: Path) -> tuple[ChunkedFolder, DcpFolder]:
 
 
 def _optimizer_beside(folder: Path) -> Path:
-    """Finds the folder of transformers' `save_optimizer_distributed`, next to the weights or below them."""
+    """Finds the folder of transformers' `save_optimizer_distributed`, next to the weights or in a folder below."""
     found = [place for place in (folder, *sorted(folder.iterdir())) if (place / METADATA_NAME).is_file()]
     if len(found) == 1:
         return found[0]

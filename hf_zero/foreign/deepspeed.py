@@ -15,12 +15,12 @@ from ..layout.pieces import pieces_for
 from .pickles import load_deepspeed_file
 from .states import MASTER, ForeignCheckpoint, ForeignGroup
 
-# ---- The files of a DeepSpeed ZeRO checkpoint: which there are, and which variants are refused by name ----
+# ---- The files of a DeepSpeed ZeRO checkpoint, and the variants that are refused ----
 
 _MODEL_FILE = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 _VERSION = re.compile(r"^0\.(\d+)\.")
 _MINORS = range(16, 20)
-"""Of DeepSpeed 0.x: those whose checkpoints have the fields that are read here."""
+"""Versions of DeepSpeed 0.x whose checkpoints have the fields that are read here."""
 
 _LARGEST_TAG_BYTES = 1024
 
@@ -33,11 +33,11 @@ class DeepSpeedFiles:
 
     Attributes:
         step_folder: `global_stepN`.
-        version: of the DeepSpeed that wrote them.
+        version: version of DeepSpeed that wrote the files.
         stage: 1, 2 or 3.
-        optimizer: each data-parallel rank's `optimizer_state_dict`, in rank order; tensors are memory-mapped.
+        optimizer: `optimizer_state_dict` of each data-parallel rank, in rank order; tensors are memory-mapped.
         model: rank 0's model file.
-        model_paths: of all ranks at stage 3, else the one that there is.
+        model_paths: model files of all ranks at stage 3, otherwise the only one.
     """
 
     step_folder: Path
@@ -53,7 +53,7 @@ class DeepSpeedFiles:
 
 
 def step_folder_of(folder: Path) -> Path | None:
-    """Returns the folder of the step that `latest` names, or `folder` itself; None if it is not DeepSpeed's."""
+    """Returns the folder of the step that `latest` names, or `folder` itself; None if it was not written by DeepSpeed."""
     latest = folder / "latest"
     if latest.is_file():
         tag = read_text(latest, most_bytes=_LARGEST_TAG_BYTES).strip()
@@ -66,10 +66,10 @@ def step_folder_of(folder: Path) -> Path | None:
 
 
 def open_files(step_folder: Path) -> DeepSpeedFiles:
-    """Opens all ranks' files.
+    """Opens the files of all ranks.
 
     Raises:
-        CheckpointError: a rank's file is missing or damaged, or the checkpoint is of a variant that is not covered.
+        CheckpointError: a rank's file is missing or damaged, or the checkpoint is of a variant that is not supported.
     """
     names = sorted(path.name for path in step_folder.iterdir())
     _refuse_by_name(step_folder, names)
@@ -175,13 +175,13 @@ def _not_covered(path: Path, fault: str) -> CheckpointError:
 
 # ---- A DeepSpeed ZeRO-1, -2 or -3 checkpoint by parameter and interval; FORMATS.md describes the layout ----
 #
-# Both layouts come to one picture: a *bank* (a parameter group at stages 1 and 2, a sub-group at stage 3) is a flat tensor
-# on each rank, and a parameter is a list of runs, each a part of its elements in one bank of one rank.
+# Both layouts are described by the same terms: a *bank* (a parameter group at stages 1 and 2, a sub-group at stage 3) is a flat
+# tensor on each rank, and a parameter is a list of runs, each a part of its elements in one bank of one rank.
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A part of a parameter: the elements `interval`, from element `start` of a bank on a rank."""
+    """A part of a parameter: the elements `interval`, which start at element `start` of a bank on a rank."""
 
     interval: Interval
     rank: int
@@ -190,10 +190,10 @@ class _Run:
 
 
 class DeepSpeedCheckpoint(ForeignCheckpoint):
-    """One step of a DeepSpeed ZeRO run. Its files stay mapped while this object lives.
+    """One step of a DeepSpeed ZeRO run. Its files stay mapped while this object exists.
 
     Raises:
-        CheckpointError: not whole, or of a variant that is not covered.
+        CheckpointError: the checkpoint is incomplete, or of a variant that is not supported.
     """
 
     def __init__(self, folder: Path, step_folder: Path):
@@ -221,7 +221,7 @@ class DeepSpeedCheckpoint(ForeignCheckpoint):
         scalars = {kind: value for kind, value in bank.items() if not (torch.is_tensor(value) and value.dim() > 0)}
         settings = next((group.settings for group in self.groups if name in group.names), {})
         if len(bank) > 1 and "step" not in scalars and "step" in settings:
-            # Fused optimizers count in the group.
+            # Fused optimizers store the step count in the group.
             scalars["step"] = settings["step"]
         if isinstance(scalars.get("step"), int):
             scalars["step"] = torch.tensor(float(scalars["step"]))
@@ -269,7 +269,7 @@ class DeepSpeedCheckpoint(ForeignCheckpoint):
         return self._runs[name][0].bank
 
     def _refuse_short(self) -> None:
-        """Refuses a run outside of a kind of its bank: state on NVMe has no elements here."""
+        """Refuses a run that exceeds its bank. State on NVMe has no elements in the checkpoint."""
         for name, runs in self._runs.items():
             kinds = self.kinds_of(name)
             for run in runs:
@@ -285,7 +285,7 @@ class DeepSpeedCheckpoint(ForeignCheckpoint):
 
 
 def _banks_of(state: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Returns one rank's banks: kind → flat tensor, or a value that holds for all of the bank."""
+    """Returns one rank's banks: kind → flat tensor, or one value for the whole bank."""
     if int(state["zero_stage"]) == 3:
         masters, saved = state.get("fp32_flat_groups"), state.get("optimizer_state_dict")
     else:
@@ -324,7 +324,7 @@ def _groups_of(files: DeepSpeedFiles) -> tuple[ForeignGroup, ...]:
 
 
 def _per_group(files: DeepSpeedFiles, banks: Sequence[list[dict[str, Any]]]) -> dict[str, list[_Run]]:
-    """Stages 1 and 2: a group's parameters one after another, padded, and cut into equal partitions, one a rank."""
+    """Stages 1 and 2: the parameters of a group are concatenated, padded, and cut into equal partitions, one for each rank."""
     shapes = files.model["param_shapes"]
     between = files.optimizer[0].get("param_alignment_paddings")
     runs: dict[str, list[_Run]] = {}
@@ -364,7 +364,7 @@ def _per_group(files: DeepSpeedFiles, banks: Sequence[list[dict[str, Any]]]) -> 
 
 
 def _per_parameter(files: DeepSpeedFiles, banks: Sequence[list[dict[str, Any]]]) -> dict[str, list[_Run]]:
-    """Stage 3: each parameter is cut into ceil(numel / ranks) elements a rank, and a sub-group is those one after another."""
+    """Stage 3: each rank has ceil(numel / ranks) elements of each parameter; a sub-group concatenates these."""
     shapes = files.model["param_shapes"]
     runs: dict[str, list[_Run]] = {}
     _same_number(files, len(shapes), banks)

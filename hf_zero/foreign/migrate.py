@@ -1,4 +1,4 @@
-"""Another engine's config as one of hf_zero: every key in one of three lists, and a config that is valid."""
+"""Translates another engine's config into a valid config of hf_zero, with a translation of each key."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,9 +24,9 @@ class Source:
     """A kind of config.
 
     Attributes:
-        name: whose it is, in words.
-        table: its keys.
-        stage: ours, where the config says nothing of one.
+        name: name of the engine.
+        table: rules for its keys.
+        stage: stage of hf_zero if the config specifies none.
     """
 
     name: str
@@ -47,7 +47,7 @@ class MigratedKey:
 
     Attributes:
         key: dotted path.
-        value: as the source has it.
+        value: value in the source.
         said: the setting here, why none is needed, or what to do instead.
     """
 
@@ -61,12 +61,12 @@ class Migration:
     """The translation of another engine's config.
 
     Attributes:
-        source: whose config it is: DeepSpeed, FSDP or accelerate.
-        config: the equal one here.
-        yaml: `config` as a file, with the settings that the source says.
+        source: the engine of the config: DeepSpeed, FSDP or accelerate.
+        config: the equivalent config.
+        yaml: `config` as a file, with the settings that the source specifies.
         mapped: keys with a setting here.
-        not_needed: keys that need none, and why.
-        not_supported: keys that are not supported or not known, and what to do instead.
+        not_needed: keys that need no setting, and why.
+        not_supported: keys that are not supported or unknown, and what to do instead.
     """
 
     source: str
@@ -81,10 +81,10 @@ def migrate(source: str | Path | Mapping[Any, Any]) -> Migration:
     """Translates a config of DeepSpeed (JSON), accelerate (YAML) or FSDP (either) into one of hf_zero.
 
     Args:
-        source: a file, or what it holds.
+        source: a file, or its contents.
 
     Raises:
-        ConfigError: it cannot be read, or has no key of any of these.
+        ConfigError: the source cannot be read, or has no key of any of these engines.
     """
     where = "this mapping" if isinstance(source, Mapping) else Path(source).name
     settings = source if isinstance(source, Mapping) else _read(Path(source))
@@ -101,7 +101,7 @@ def migrate(source: str | Path | Mapping[Any, Any]) -> Migration:
             lists[translation.fate].append(MigratedKey(key=path, value=value, said=translation.said))
     chosen: dict[str, Any] = {}
     refused: dict[int, str] = {}
-    # What goes together only with another key is tried again when that has come; stages come first.
+    # Settings that are valid only together with another key are tried again after that key. Stages come first.
     waiting.sort(key=lambda found: "stage" not in found[2].settings)
     while waiting:
         left = []
@@ -162,16 +162,16 @@ def _first_names(table: Table) -> set[str]:
 
 
 def _own_stage(settings: Mapping[Any, Any], origin: Source) -> int:
-    """The stage of a config that names none."""
+    """Returns the stage for a config that specifies none."""
     section = settings.get("fsdp_config") if origin is ACCELERATE else None
     return FSDP.stage if isinstance(section, Mapping) and section else origin.stage
 
 
 def _keys(settings: Mapping[Any, Any], table: Table, prefix: str = "") -> Iterator[tuple[str, Any, Translation]]:
-    """Yields each key once: dotted path, value, and its own translation."""
+    """Yields each key once: dotted path, value and translation."""
     for key, value in settings.items():
         path = f"{prefix}{key}"
-        # A dot in a key's own name is no way into a section.
+        # A dot in a key's own name does not separate sections.
         is_plain = isinstance(key, str) and "." not in key
         rule: Rule | None = table.get(path) if is_plain else None
         is_section = is_plain and any(known.startswith(f"{path}.") for known in table)
@@ -188,7 +188,7 @@ def _keys(settings: Mapping[Any, Any], table: Table, prefix: str = "") -> Iterat
 
 
 def _hindrance(base: Mapping[str, Any], chosen: Mapping[str, Any], translation: Translation) -> str | None:
-    """Says why settings contradict the chosen ones; None if they agree."""
+    """Returns the reason why settings contradict the chosen ones; None if they agree."""
     for name, value in translation.settings.items():
         if name in chosen and chosen[name] != value:
             return f"`{name}` is {shown(chosen[name])} by another key; it has one value here"

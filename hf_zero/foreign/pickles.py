@@ -1,11 +1,11 @@
-"""Pickled files of other engines, opened so that nothing in them can run.
+"""Opens pickled files of other engines without running any code in them.
 
-`torch.load(weights_only=True)` makes tensors and plain values only. DeepSpeed puts a few objects of its own classes beside
-them; each stands here under its full name, with something plain that takes its place. DeepSpeed is not imported.
+`torch.load(weights_only=True)` makes only tensors and plain values. DeepSpeed's files also contain a few objects of its own
+classes; each is replaced by a plain object here under its full name. DeepSpeed is not imported.
 
-The `.metadata` of torch.distributed.checkpoint is a bare pickle of protocol 4, which `weights_only` does not read, and
-torch's own reader would unpickle whatever it names. Here a reader of its own knows the names below and raises at any other.
-Time and memory of that reader grow with the file and with no number in it: Python's unpickler takes 16 GiB for nine bytes.
+The `.metadata` of torch.distributed.checkpoint is a bare pickle of protocol 4, which `weights_only` does not read, and torch's
+own reader would unpickle any class. The reader in this file knows the names below and raises for all others. Its time and memory
+grow with the size of the file and not with any number in it; Python's unpickler can allocate 16 GiB for nine bytes.
 """
 
 import io
@@ -22,7 +22,7 @@ from ..checkpoint.files import CheckpointError, read_fault, shown
 
 
 class Unread:
-    """Stands for an object that nobody needs, and drops its state."""
+    """Replaces an object that is not needed, and drops its state."""
 
     def __init__(self, *_args: object):
         pass
@@ -32,16 +32,16 @@ class Unread:
 
 
 class Record:
-    """Stands for a dataclass with its fields in `fields`, and with nothing of the class itself.
+    """Replaces a dataclass by its fields in `fields`, without its class.
 
-    Those of a class that pickles them without names are in `unnamed`.
+    If the class pickles its fields without names, they are in `unnamed`.
     """
 
     fields: dict[str, Any]
     unnamed: tuple[Any, ...] = ()
 
     def __new__(cls, *_args: object) -> "Record":
-        # An unpickler makes objects without __init__, and those without a state it leaves so.
+        # An unpickler makes objects without __init__, and does not call __setstate__ if there is no state.
         record = super().__new__(cls)
         record.fields = {}
         return record
@@ -54,7 +54,7 @@ class Record:
 
 
 _OF_DEEPSPEED = (
-    # (what takes its place, full name in the file)
+    # (replacement, full name in the file)
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (Unread, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Unread, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -63,14 +63,14 @@ _OF_DEEPSPEED = (
 
 
 def load_deepspeed_file(path: Path) -> dict[str, Any]:
-    """A `.pt` file that DeepSpeed wrote, memory-mapped: tensors are read where they are looked at.
+    """Opens a `.pt` file that DeepSpeed wrote. It is memory-mapped, so tensors are read when they are accessed.
 
     Raises:
-        CheckpointError: missing, cut off, or with a class that is not among the known ones.
+        CheckpointError: the file is missing, truncated, or contains an unknown class.
     """
     try:
         with torch.serialization.safe_globals(list(_OF_DEEPSPEED)):
-            # torch says nothing of the damage to a file that it is to map.
+            # torch does not notice damage in a file that it maps.
             content = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -78,7 +78,7 @@ def load_deepspeed_file(path: Path) -> dict[str, Any]:
             "from another."
         ) from error
     except Exception as error:
-        # A damaged pickle may raise anything.
+        # A damaged pickle may raise any exception.
         raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. Resume from another checkpoint.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}, and DeepSpeed writes a dictionary.")
@@ -148,9 +148,9 @@ def _known(module: str, name: str) -> Any:
 
 
 def _again(value: Any) -> Any:
-    """A value that is asked for once more.
+    """Returns a value that is referenced once more.
 
-    Of values in values in values, each twice, a few bytes make more than any hash or text of them ends with.
+    With nested values that are each used twice, a few bytes create more than any hash or text of them can process.
     """
     is_flat = isinstance(value, tuple) and len(value) <= _LONGEST_SHARED
     if isinstance(value, list | dict | tuple) and not (
@@ -171,7 +171,7 @@ def _plain_values(content: bytes) -> Any:
     """Reads a pickle that contains only the names of `_OF_DCP` and dtypes.
 
     Raises:
-        Exception: of any kind, for anything else and where it is damaged.
+        Exception: of any class, for other names and for damaged pickles.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -241,10 +241,10 @@ def _plain_values(content: bytes) -> Any:
 
 
 def load_dcp_metadata(path: Path) -> Record:
-    """The `.metadata` of a torch.distributed.checkpoint folder, as records of plain values.
+    """Returns the `.metadata` of a torch.distributed.checkpoint folder, as records of plain values.
 
     Raises:
-        CheckpointError: missing, cut off, or with a class that is not among the known ones.
+        CheckpointError: the file is missing, truncated, or contains an unknown class.
     """
     try:
         if path.stat().st_size > _LARGEST_METADATA_BYTES:
@@ -264,7 +264,7 @@ def load_dcp_metadata(path: Path) -> Record:
     except MemoryError as error:
         raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. Resume from another checkpoint.") from error
     except Exception as error:
-        # A damaged pickle may raise anything.
+        # A damaged pickle may raise any exception.
         raise CheckpointError(
             f"hf_zero: {path} is not a DCP checkpoint's metadata, or is damaged ({shown(error)}). Resume from another checkpoint."
         ) from error
@@ -274,13 +274,13 @@ def load_dcp_metadata(path: Path) -> Record:
 
 
 def load_stream(content: bytes, path: Path) -> Any:
-    """A tensor or plain value that `torch.save` wrote into a part of a file.
+    """Returns a tensor or plain value that `torch.save` wrote to a part of a file.
 
     Raises:
-        CheckpointError: it cannot be read, with the cause.
+        CheckpointError: the bytes cannot be read; the message contains the cause.
     """
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
-        # A damaged pickle may raise anything.
+        # A damaged pickle may raise any exception.
         raise CheckpointError(f"hf_zero: {path} {read_fault(error)}. Resume from another checkpoint.") from error

@@ -1,4 +1,4 @@
-"""States found in checkpoints of other engines, in chunks and shards."""
+"""States in checkpoints of other engines, in chunks and shards."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from ..checkpoint.structure import weight_shards_of
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 
-# ---- Tensors of another engine's checkpoint that lie in boxes in several files, read box by box ----
+# ---- Tensors of another engine's checkpoint, stored as boxes in several files ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class Chunk:
     """A box of a tensor in a file.
 
     Attributes:
-        offsets, sizes: of the box in the tensor, one a dimension.
-        file: name below the folder.
-        load: what it holds; raises `CheckpointError` where it cannot be read.
+        offsets, sizes: offset and size of the box in the tensor, for each dimension.
+        file: name relative to the folder.
+        load: returns the values; raises `CheckpointError` if they cannot be read.
     """
 
     offsets: tuple[int, ...]
@@ -40,7 +40,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedEntry:
-    """A tensor, or with shape None a plain value, and where its bytes lie."""
+    """A tensor, or with shape None a plain value, and the location of its bytes."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
@@ -51,7 +51,7 @@ class ChunkedFolder:
     """The contents of a folder of chunks.
 
     Attributes:
-        entries: path in the saved dictionary, such as `("optimizer", "state", "lm_head.weight", "exp_avg")` → what is there.
+        entries: path in the saved dictionary, such as `("optimizer", "state", "lm_head.weight", "exp_avg")` → saved entry.
     """
 
     def __init__(self, folder: Path):
@@ -60,13 +60,14 @@ class ChunkedFolder:
         self._covered: set[tuple[Any, ...]] = set()
 
     def read(self, path: tuple[Any, ...], interval: Interval, box: Box | None = None) -> torch.Tensor:
-        """The elements `interval`, row-major, of a part of a tensor; only chunks that hold some of its rows are read. 1-D.
+        """Returns the elements `interval`, row-major, of a part of a tensor, as a 1-D tensor. Reads only chunks with such
+        elements.
 
         Args:
-            box: the part; None is all of the tensor.
+            box: the part; None is the whole tensor.
 
         Raises:
-            CheckpointError: an element is in no chunk or in two, or a file is missing, cut off or damaged.
+            CheckpointError: an element is in no chunk or in two, or a file is missing, truncated or damaged.
         """
         entry = self.entries[path]
         shape = entry.shape or (1,)
@@ -86,7 +87,7 @@ class ChunkedFolder:
         return values.reshape(chunk.sizes or (1,))
 
     def refuse_uncovered(self, path: tuple[Any, ...]) -> None:
-        """Raises `CheckpointError` unless the chunks of a tensor hold each of its elements once, by their boxes alone."""
+        """Raises `CheckpointError` unless each element of a tensor is in exactly one chunk, judging by the boxes only."""
         if path in self._covered:
             return
         entry = self.entries[path]
@@ -94,7 +95,7 @@ class ChunkedFolder:
         boxes = [(chunk.offsets or (0,), chunk.sizes or (1,)) for chunk in entry.chunks if 0 not in chunk.sizes]
         if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
             raise self._damaged(path, "has a chunk of another number of dimensions")
-        # Between neighbouring cuts all elements are in the same chunks, so that one of them stands for all.
+        # All elements between neighbouring cuts are in the same chunks, so it is enough to check one of them.
         cuts = [
             sorted({0, size, *(o[dim] for o, _ in boxes), *(o[dim] + s[dim] for o, s in boxes)})
             for dim, size in enumerate(shape)
@@ -119,15 +120,15 @@ class ChunkedFolder:
         )
 
 
-# ---- The interface of a foreign checkpoint: the same questions as to a checkpoint of hf_zero ----
+# ---- The interface of a foreign checkpoint, with the same questions as a checkpoint of hf_zero ----
 
 MASTER = "master"
-"""The kind of the trained values themselves, in the precision that the optimizer kept them in."""
+"""The kind of the trained values, in the precision in which the optimizer kept them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignGroup:
-    """A group of the saved optimizer: its settings (learning rate, betas, …) and its parameters' names."""
+    """A group of the saved optimizer: its settings (learning rate, betas, …) and the names of its parameters."""
 
     settings: dict[str, Any]
     names: tuple[str, ...]
@@ -137,10 +138,10 @@ class ForeignCheckpoint(ABC):
     """Masters and optimizer state by parameter and interval.
 
     Attributes:
-        folder: that was given, for messages.
-        origin: who wrote it, in words ("DeepSpeed 0.19.8, ZeRO stage 2, 4 ranks").
-        shapes: trained parameter → whole shape.
-        groups: of the saved optimizer, in its order; groups without a parameter are left out.
+        folder: the given folder, for messages.
+        origin: description of the writer ("DeepSpeed 0.19.8, ZeRO stage 2, 4 ranks").
+        shapes: trained parameter → shape of the whole tensor.
+        groups: groups of the saved optimizer, in its order; groups without parameters are left out.
     """
 
     folder: Path
@@ -151,22 +152,22 @@ class ForeignCheckpoint(ABC):
 
     @abstractmethod
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        """Kinds that have one value an element of this parameter, `MASTER` among them."""
+        """Returns the kinds with one value for each element of this parameter, `MASTER` included."""
 
     @abstractmethod
     def scalars_of(self, name: str) -> dict[str, Any]:
-        """State that is one value for the whole parameter (`step`)."""
+        """Returns the state with one value for the whole parameter (`step`)."""
 
     @abstractmethod
     def read(self, kind: str, name: str, interval: Interval) -> torch.Tensor:
-        """The elements `interval` of one kind of one parameter, a 1-D host tensor of its own memory.
+        """Returns the elements `interval` of one kind of one parameter, as a 1-D host tensor with its own memory.
 
         Raises:
-            CheckpointError: the bytes are not there or cannot be read.
+            CheckpointError: the bytes are missing or cannot be read.
         """
 
     def read_part(self, kind: str, name: str, box: Box, interval: Interval) -> torch.Tensor:
-        """Reads elements of a part of the parameter; `interval` counts in the part."""
+        """Reads elements of a part of the parameter; `interval` refers to the part."""
         if box.is_whole:
             return self.read(kind, name, interval)
         runs = box.runs(interval)
@@ -174,16 +175,16 @@ class ForeignCheckpoint(ABC):
 
     @abstractmethod
     def other_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Frozen parameters and buffers, whole, by their names in the model."""
+        """Yields whole frozen parameters and buffers, by their names in the model."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every weight of the model, whole; trained ones as the optimizer kept them."""
+        """Yields all weights of the model, whole; trained ones as the optimizer kept them."""
         for name, shape in self.shapes.items():
             yield name, self.read(MASTER, name, Interval(0, torch.Size(shape).numel())).view(shape)
         yield from self.other_weights()
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of every weight of the model, by its name there."""
+        """Returns the shape of each whole weight of the model, by name."""
         return self.shapes | {name: tuple(value.shape) for name, value in self.other_weights()}
 
     def weight_dtype(self, name: str) -> torch.dtype:
@@ -191,7 +192,7 @@ class ForeignCheckpoint(ABC):
         return self.read_weight(name, Box.whole(self.weight_shapes()[name]), Interval(0, 1)).dtype
 
     def read_weight(self, name: str, box: Box, interval: Interval) -> torch.Tensor:
-        """The elements `interval` of a part of a weight; trained ones as the optimizer kept them. 1-D."""
+        """Returns the elements `interval` of a part of a weight, 1-D; a trained weight as the optimizer kept it."""
         if name in self.shapes:
             return self.read_part(MASTER, name, box, interval)
         if self._others is None:
@@ -218,26 +219,27 @@ class ForeignCheckpoint(ABC):
         )
 
 
-# ---- Weights of `save_pretrained(..., distributed_checkpoint=True)`: a safetensors file a rank ----
+# ---- Weights of `save_pretrained(..., distributed_checkpoint=True)`: one safetensors file for each rank ----
 
 _OFFSETS = "DCP_SHARDING_INFO"
 _THEN = "Resume from another checkpoint."
 
 
 class WeightShards(ChunkedFolder):
-    """Files of boxes of whole tensors. Each names its boxes' offsets; none the tensors' sizes or the number of files.
+    """Files with boxes of whole tensors. Each file records the offsets of its boxes, but not the sizes of tensors or the file
+    count.
 
-    The last ranks' files may so be missing without a gap. Whoever reads a tensor compares its shape first: with the model, its
-    config or the optimizer's state.
+    So the files of the last ranks may be missing without a visible gap. Code that reads a tensor must first compare its shape
+    with the model, the config or the optimizer's state.
 
     Args:
-        root: under which the entries are.
+        root: prefix of the entries.
 
     Attributes:
         weights: name → shape and dtype.
 
     Raises:
-        CheckpointError: a file before the last is missing, is cut off, or does not say what it holds.
+        CheckpointError: a file before the last one is missing, truncated, or does not describe its contents.
     """
 
     def __init__(self, folder: Path, root: str):
@@ -297,7 +299,7 @@ def _add_chunks(found: dict[str, _Found], path: Path) -> None:
 
 
 def _offsets_of(said: str, path: Path) -> dict[str, tuple[int, ...]]:
-    """Reads the beginning of each tensor's box, by name."""
+    """Returns the offsets of each tensor's box, by name."""
     try:
         return {name: tuple(map(index, place["saved_offsets"])) for name, place in json.loads(said).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 
 class Fate(str, Enum):
-    """The three lists of keys."""
+    """The three lists to which a key may belong."""
 
     MAPPED = "mapped"
     NOT_NEEDED = "not needed"
@@ -29,14 +29,14 @@ class Translation:
 
 
 Rule: TypeAlias = Callable[[Any, Mapping[Any, Any]], Translation]
-"""Is given a key's value and the section that the key is in."""
+"""Called with the value of a key and the section that contains the key."""
 
 Table: TypeAlias = Mapping[str, Rule]
 """Dotted path of a key → its rule."""
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value leaves a feature off, or to its default."""
+    """Whether a value disables a feature, or leaves it at its default."""
     if isinstance(value, Mapping):
         return not value or is_off(value.get("enabled", True))
     return value is None or value is False or value in ("auto", "none", "no", "false", "False", "NO", "None", "", [], 0)
@@ -56,17 +56,17 @@ def unsupported(instead: str) -> Translation:
 
 
 def never(why: str) -> Rule:
-    """Needed for no value."""
+    """Returns a rule for a key that is never needed."""
     return lambda value, section: unneeded(why)
 
 
 def instead(what: str) -> Rule:
-    """Names a replacement for an unsupported key, which needs nothing if it is off."""
+    """Returns a rule that names a replacement for an unsupported key. If the key is off, nothing is needed."""
     return lambda value, section: unneeded("off, or left to its default") if is_off(value) else unsupported(what)
 
 
 def same(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    """A setting here with the same meaning, which takes the value."""
+    """Returns a rule for a setting here with the same meaning and the same value."""
 
     def rule(value: Any, section: Mapping[Any, Any]) -> Translation:
         if value is None or value == "auto":
@@ -77,7 +77,7 @@ def same(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule
 
 
 def one_of(values: Mapping[Any, Mapping[str, Any]], otherwise: str, off: str = "off, or left to its default") -> Rule:
-    """The settings for a value of a few; text in any case. A value that maps to nothing needs nothing.
+    """Returns a rule that maps a few values to settings; text in any case. A value that maps to {} needs nothing.
 
     Args:
         otherwise: what to do about any other value.
@@ -99,5 +99,5 @@ def switch(settings: Mapping[str, Any], off: str = "off, or left to its default"
 
 
 def whole(value: Any) -> Any:
-    """Converts 1e5, as JSON may have it, to a whole number."""
+    """Converts 1e5, which JSON reads as a float, to an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -61,10 +61,10 @@ def adamw(place: Place, settings: AdamW) -> None:
     Arithmetic is float32, and each operation is rounded. torch's own versions fuse some operations, so last digits differ.
 
     Args:
-            place: the states are `exp_avg` and `exp_avg_sq`, float32.
+        place: the states are `exp_avg` and `exp_avg_sq`, float32.
 
     Raises:
-            ValueError: a tensor has the wrong shape, dtype or device.
+        ValueError: a tensor has the wrong shape, dtype or device.
     """
     place.check()
     (adamw_triton if runs_triton(place.weights.device) else adamw_reference)(place, settings)

@@ -42,10 +42,10 @@ def lion(place: Place, settings: Lion) -> None:
     Arithmetic is float32, and each operation is rounded. sign(0) and sign(NaN) are 0.
 
     Args:
-            place: the state is `exp_avg`, float32.
+        place: the state is `exp_avg`, float32.
 
     Raises:
-            ValueError: a tensor has the wrong shape, dtype or device.
+        ValueError: a tensor has the wrong shape, dtype or device.
     """
     place.check()
     (lion_triton if runs_triton(place.weights.device) else lion_reference)(place, settings)

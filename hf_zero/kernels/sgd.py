@@ -51,11 +51,11 @@ def sgd(place: Place, settings: SGD) -> None:
     Arithmetic is float32, and each operation is rounded. torch's own versions fuse some operations, so last digits differ.
 
     Args:
-            place: the state is `momentum_buffer`, float32 and finite before its first step; present if and only if momentum is
-                not 0.
+        place: the state is `momentum_buffer`, float32 and finite before its first step; present if and only if momentum is
+            not 0.
 
     Raises:
-            ValueError: a tensor has the wrong shape, dtype or device.
+        ValueError: a tensor has the wrong shape, dtype or device.
     """
     has_buffer = "momentum_buffer" in place.states
     if has_buffer != (settings.momentum != 0):

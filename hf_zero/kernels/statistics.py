@@ -93,14 +93,14 @@ def step_scalars(statistics: torch.Tensor, max_norm: float, inverse_scale: torch
     torch.nn.utils.clip_grads_with_norm_ computes it in float32.
 
     Args:
-            statistics: (2,) float64, `gradient_statistics` summed over the ranks.
-            max_norm: inf for no clipping.
-            inverse_scale: one float32 element, 1 / loss scale; None if gradients are not scaled.
+        statistics: (2,) float64, `gradient_statistics` summed over the ranks.
+        max_norm: inf for no clipping.
+        inverse_scale: one float32 element, 1 / loss scale; None if gradients are not scaled.
 
     Returns:
-            (4,) float32 on the device: the norm of the unscaled gradients; the clip coefficient (NaN if the norm is); multiplier
-            = inverse_scale * coefficient, for the scaled gradients; found_inf, 1 if a gradient or the norm is NaN or infinite,
-            else 0.
+        (4,) float32 on the device: the norm of the unscaled gradients; the clip coefficient (NaN if the norm is); multiplier
+        = inverse_scale * coefficient, for the scaled gradients; found_inf, 1 if a gradient or the norm is NaN or infinite,
+        else 0.
     """
     check_flat("statistics", statistics, numel=2, device=statistics.device, dtypes=[torch.float64])
     if inverse_scale is not None:

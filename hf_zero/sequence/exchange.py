@@ -1,14 +1,15 @@
-"""The ranks of a sequence: each has a part of the tokens, and of the heads inside attention. They sum and gather with gradients.
+"""The ranks of a sequence: each has a part of the tokens, and inside attention a part of the heads. Sums and gathers with
+gradients.
 
 Ulysses: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
 Models", 2023.
 
 [Note: gradients of a sequence]
-The engine divides gradients by the number of all ranks, those of a sequence among them, and each rank computes the gradient of
-its own tokens alone. A sequence's loss is the same on all of its ranks, and its gradient is the sum of theirs. So a loss that is
-summed over the ranks, and an output that is gathered from them, pass back their gradient times the number of these ranks:
-parameters behind them then have the gradient of one rank with the whole sequence. Parameters of the script's own, which take
-gathered outputs, have that gradient on each rank, and its mean is the same.
+The engine divides gradients by the number of all ranks, including the ranks of a sequence, and each rank computes the gradient of
+its own tokens only. All ranks of a sequence have the same loss, and the gradient of the sequence is the sum of their gradients.
+So the backward of a loss that is summed over the ranks, and of an output that is gathered from them, multiplies the gradient by
+the number of these ranks. The parameters that produced them then get the gradient of one rank with the whole sequence. Parameters
+of the script that receive gathered outputs have that gradient on each rank, and its mean is the same.
 """
 
 from collections.abc import Sequence
@@ -24,17 +25,17 @@ from ..comm.transport import Transport, choose_transport
 from ..config import CommConfig
 
 _CHANNEL = 0x8000
-"""Above those of buckets: their messages between the same ranks may be under way at the same time."""
+"""Greater than the channels of buckets, because messages of both may be in transit between the same ranks at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceRanks:
-    """The ranks of one sequence. Rank i has the i-th part of the tokens.
+    """The ranks of one sequence. Rank i has part i of the tokens.
 
     Attributes:
-        size: how many they are.
-        index: of this rank among them.
-        transport: between them.
+        size: number of ranks.
+        index: index of this rank in the sequence.
+        transport: transport between the ranks.
     """
 
     size: int
@@ -49,9 +50,9 @@ class SequenceRanks:
         """Makes the groups of all sequences. Collective.
 
         Args:
-            sets: the ranks of each sequence, as many in each. Each rank of the run is in one of them.
-            comm: of the engine, for limits of time.
-            ledger: to count in.
+            sets: the ranks of each sequence, all of equal length. Each rank of the run is in one of them.
+            comm: the engine's settings, for time limits.
+            ledger: counts the messages.
         """
         plain = CommConfig(timeout_s=comm.timeout_s, late_s=comm.late_s, node_size=comm.node_size)
         groups = Groups.create(stage=1, device_type=device.type, comm=plain, apart=sets)
@@ -59,12 +60,12 @@ class SequenceRanks:
         return cls(size=len(sets[0]), index=groups.rank, transport=transport)
 
     def exchange(self, tensor: torch.Tensor, split: int, join: int, what: str) -> torch.Tensor:
-        """Sends part i of dimension `split` to rank i, and joins what comes along `join`, in rank order. Collective.
+        """Sends part i of dimension `split` to rank i, and joins the received parts along `join`, in rank order. Collective.
 
-        Differentiable: backward exchanges the gradient the other way.
+        Differentiable: backward exchanges the gradient in the opposite direction.
 
         Args:
-            what: names the tensor in the ledger.
+            what: name of the tensor in the ledger.
         """
         return _Exchange.apply(tensor, self, split, join, self._label("all-to-all of heads", what))
 
@@ -76,14 +77,14 @@ class SequenceRanks:
         return _Gather.apply(tensor, self, dim, self._label("all-gather of outputs", what))
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Adds the ranks' scalars, with the same bits on all. Collective.
+        """Adds the ranks' scalars, with the same bits on all ranks. Collective.
 
         Differentiable: see [Note: gradients of a sequence].
         """
         return _Sum.apply(value, self, self._label("sum of losses", "the sequence"))
 
     def _label(self, kind: str, what: str) -> Label:
-        # One object each: the ring log looks entries up by it.
+        # The ring log looks entries up by the label object, so use one object for each kind.
         return self._labels.setdefault((kind, what), Label(kind=kind, subject=what, channel=_CHANNEL))
 
     def _exchanged(self, tensor: torch.Tensor, split: int, join: int, label: Label) -> torch.Tensor:
@@ -94,7 +95,7 @@ class SequenceRanks:
 
     def _gathered(self, tensor: torch.Tensor, dim: int, label: Label) -> torch.Tensor:
         own = tensor.contiguous()
-        # As bytes: backends have few dtypes, and no bool among them.
+        # Send bytes, because backends support few dtypes, and bool is not among them.
         flat = own.new_empty(self.size * own.nbytes, dtype=torch.uint8)
         self.transport.start_all_gather(flat, own.view(-1).view(torch.uint8), label).finish()
         return torch.cat(flat.view(own.dtype).view(self.size, *own.shape).unbind(), dim)
@@ -131,7 +132,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, ranks: SequenceRanks, label: Label) -> torch.Tensor:
         ctx.size = ranks.size
-        # No view: autograd refuses writes to views out of a function, and Trainer scales losses in place.
+        # `sum` avoids a view: autograd refuses in-place writes to a view from a function, and Trainer scales losses in place.
         return ranks.transport.agree_sum(value.reshape(1), label).sum()
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Sequence parallelism (`sp_size`) in models of transformers: each rank of a sequence has a part of its tokens.
 
-All ranks of a sequence are given the whole batch, as those of a split model are. The model's forward cuts the batch: a rank
-embeds, normalises and projects its own tokens. Attention exchanges tokens for heads, and has the whole sequence for some of
-the heads. The loss is the mean over the whole batch's tokens, on each of these ranks.
+All ranks of a sequence receive the whole batch, like the ranks of a split model. The model's forward cuts the batch: a rank
+embeds, normalises and projects its own tokens. Attention exchanges tokens for heads, and so has the whole sequence for some of
+the heads. The loss is the mean over the tokens of the whole batch, on each of these ranks.
 """
 
 import inspect
@@ -36,18 +36,18 @@ _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_at
 _LAYERS = {"full_attention", "sliding_attention"}
 _LOSSES = (ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification)
 _IGNORED = -100
-"""The label of a token that is not trained on."""
+"""Label of a token that is not trained on."""
 
-# ---- Attention over a sequence that lies on several ranks ----
+# ---- Attention over a sequence that is cut over several ranks ----
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WholeMask:
-    """The mask of a whole sequence, in the place of one of this rank's tokens. Layers pass it on, and recompute with it.
+    """The mask of a whole sequence, which replaces the mask of this rank's tokens. Layers pass it on, also in recomputations.
 
     Attributes:
-        values: for the kernel; None where the kernel needs none.
-        ranks: of the sequence.
+        values: mask for the kernel; None if the kernel needs none.
+        ranks: the ranks of the sequence.
         position_ids: (rows, tokens), of the whole sequence.
     """
 
@@ -57,7 +57,7 @@ class WholeMask:
 
 
 class _Shown:
-    """An object with some other attributes: an attention module as a kernel must see it that has some of the heads."""
+    """An object with some attributes replaced. A kernel sees an attention module with only some of the heads through it."""
 
     def __init__(self, shown: Any, **instead: Any):
         self.__dict__.update(instead)
@@ -76,13 +76,13 @@ def _attend(
     mask: WholeMask,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attention of this rank's heads over the whole sequence.
+    """Computes the attention of this rank's heads over the whole sequence.
 
     Args:
         query, key, value: (rows, heads, this rank's tokens, width).
 
     Returns:
-        (rows, this rank's tokens, heads, width), and no weights.
+        (rows, this rank's tokens, heads, width), and None for the weights.
     """
     ranks = mask.ranks
     heads, pairs = query.shape[1], key.shape[1]
@@ -92,14 +92,14 @@ def _attend(
                 f"hf_zero: {type(module).__name__} attends with {name}, a value for each head, and sp_size {ranks.size} deals "
                 "heads to ranks. Train this model with sp_size 1."
             )
-    # Fewer heads of keys than ranks: each of them goes to several ranks, and backward adds up what these send back.
+    # With fewer key heads than ranks, several ranks get the same head, and backward adds their gradients.
     repeats = math.lcm(pairs, ranks.size) // pairs
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     query = ranks.exchange(query, 1, 2, "queries")
     key = ranks.exchange(key, 1, 2, "keys")
     value = ranks.exchange(value, 1, 2, "values")
-    # Kernels for flash attention are chosen by the config's name, and find packed sequences by their positions.
+    # Kernels for flash attention are chosen by a name in the config, and find packed sequences by their positions.
     config = _Shown(module.config, _attn_implementation=kernel)
     shown = _Shown(module, config=config, num_key_value_groups=heads // (pairs * repeats))
     if "position_ids" in kwargs:
@@ -109,7 +109,7 @@ def _attend(
 
 
 def _kernel_of(model: PreTrainedModel) -> str:
-    """The kernel by which a model attends, also one whose config comes from a model with a seat."""
+    """Returns the attention kernel of a model, also if its config was copied from a model with a seat."""
     name = model.config._attn_implementation
     return getattr(AttentionInterface().get(name), _KERNEL, name)
 
@@ -117,7 +117,7 @@ def _kernel_of(model: PreTrainedModel) -> str:
 def _kernel(name: str, module: nn.Module) -> Callable[..., Any]:
     if name != "eager":
         return AttentionInterface()[name]
-    # transformers has one in the file of each model, as the default of its registry.
+    # transformers defines this function in the file of each model, as the default of its registry.
     return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
 
 
@@ -129,12 +129,12 @@ class _Cut:
     """A forward whose batch is cut.
 
     Attributes:
-        rows, tokens: of the batch.
-        length: the tokens with those that fill up the last rank's part.
-        attention_mask: as given, with zeros for what fills up; None where none was given.
+        rows, tokens: shape of the batch.
+        length: number of tokens, including the padding of the last rank's part.
+        attention_mask: the given mask, with zeros for padding; None if none was given.
         position_ids: (rows, length).
-        packed: the sequence that each token belongs to, (rows, length); None where a row is one sequence.
-        weight: of this rank's loss in the sum over the ranks; None where there are no labels.
+        packed: the sequence that each token belongs to, (rows, length); None if each row is one sequence.
+        weight: weight of this rank's loss in the sum over the ranks; None without labels.
     """
 
     rows: int
@@ -146,11 +146,11 @@ class _Cut:
     weight: torch.Tensor | None
 
     def arguments_of_mask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of transformers' mask functions for the whole sequence, from those for this rank's tokens."""
+        """Returns the arguments of transformers' mask functions for the whole sequence, given those for this rank's tokens."""
         is_causal = "allow_is_bidirectional_skip" not in asked
         mask = self.attention_mask
         if mask is None and not is_causal and self.length > self.tokens:
-            # Behind a causal sequence nothing attends to what fills up; here everything would.
+            # In a causal sequence nothing attends to the padding at its end. Without causality, everything would.
             mask = torch.arange(self.length, device=self.position_ids.device).lt(self.tokens).expand(self.rows, -1)
         whole = {
             "q_length": self.length,
@@ -160,7 +160,7 @@ class _Cut:
             "attention_mask": mask,
         }
         if is_causal and self.packed is not None:
-            # Older releases, 5.17 among them, count a window by places in the row and not in the packed sequence.
+            # Older releases, for example 5.17, count a window by indices in the row instead of positions in the packed sequence.
             remap = getattr(masking_utils, "remap_positions_for_packed_sequence", lambda function, _: function)
             within = remap(asked["mask_function"], self.position_ids)
             whole["mask_function"] = and_masks(within, packed_sequence_mask_function(self.packed))
@@ -169,33 +169,34 @@ class _Cut:
 
 
 _ATTRIBUTE = "_hf_zero_sequence"
-"""Of a model: its seat."""
+"""Attribute of a model that holds its seat."""
 
 _KERNEL = "_hf_zero_kernel"
-"""Of a function in transformers' registry: the kernel that computes a rank's heads."""
+"""Attribute of a function in transformers' registry: the kernel that computes a rank's heads."""
 
 _CUT_ALONG = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0, "position_ids": 0}
-"""Arguments that are cut, and what fills them up."""
+"""Arguments that are cut, and their padding values."""
 
 _FOR_OTHERS = {"seq_idx"}
-"""Arguments with a value for each token that TRL gives for convolutions, which models here have none of."""
+"""Arguments with a value for each token, which TRL passes for convolutions. Supported models have no convolutions."""
 
 _FORWARDS = 2
-"""The first ones, whose batches are compared between the ranks."""
+"""The first arguments, whose batches are compared between the ranks."""
 
 
 class SequenceSeat:
-    """Cuts the batches of a model over the ranks of a sequence, as long as an engine trains it.
+    """Cuts the batches of a model over the ranks of a sequence while an engine trains it.
 
     Args:
-        engine: of a model that holds one of transformers.
-        size: ranks that a sequence is cut over: neighbours among the ranks that hold the same part of the model.
+        engine: engine of a model that contains a model of transformers.
+        size: number of ranks that a sequence is cut over. They are neighbours among the ranks that hold the same part of the
+            model.
 
     Raises:
-        ConfigError: the model, or a setting, does not go with that; on every rank alike.
+        ConfigError: the model or a setting does not support sequence parallelism; raised on all ranks.
 
     Attributes:
-        wants_logits: without gradients, whole logits are gathered. Where only losses are asked for, they need not be.
+        wants_logits: gather whole logits in forwards without gradients. False if only losses are needed.
     """
 
     def __init__(self, engine: ZeroEngine, size: int):
@@ -208,7 +209,7 @@ class SequenceSeat:
         self._kernel = _kernel_of(model)
         self._is_causal = _loss_of(model) is ForCausalLMLoss
         self._uses_cache = bool(getattr(model.config.get_text_config(), "use_cache", False))
-        # Others compute the mean of a rank's own tokens, whatever they are told.
+        # Other models compute the mean over a rank's own tokens, whatever number of items they get.
         self._counts_items = "loss_function" in inspect.getsource(type(model).forward)
         self._signature = inspect.signature(model.forward)
         self._cut: _Cut | None = None
@@ -223,11 +224,11 @@ class SequenceSeat:
             model.register_forward_pre_hook(before, with_kwargs=True),
             model.register_forward_hook(behind, with_kwargs=True, always_call=True),
         ]
-        # A copied model, which no engine trains, has none.
+        # A reference, so that a copied model, which no engine trains, has no seat.
         engine.model.__dict__[_ATTRIBUTE] = EngineReference(self, keeps=True)
 
     def leave(self, model: PreTrainedModel) -> None:
-        """Removes the hooks, and gives the model its kernel back."""
+        """Removes the hooks, and restores the model's own kernel."""
         for handle in self._handles:
             handle.remove()
         model.set_attn_implementation(self._kernel)
@@ -257,7 +258,7 @@ class SequenceSeat:
             values = make(**seat._cut.arguments_of_mask(asked))
             return WholeMask(values=values, ranks=seat._ranks, position_ids=seat._cut.position_ids)
 
-        # A name for each seat: two engines may train models of one process.
+        # Each seat has its own name, because two engines may train models in one process.
         name = f"hf_zero_sequence_{id(self)}"
         setattr(attend, _KERNEL, kernel)
         AttentionInterface.register(name, attend)
@@ -271,7 +272,7 @@ class SequenceSeat:
                     f"{self._size} deals heads to ranks. Train this model with sp_size 1, or with tp_size."
                 )
 
-    # ---- before a forward ----
+    # ---- Before a forward ----
 
     def _cut_batch(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         self._cut = None
@@ -294,7 +295,7 @@ class SequenceSeat:
         if positions is None:
             positions = torch.arange(tokens, device=held.device).unsqueeze(0)
         elif mask is None and not asked.get("use_cache", self._uses_cache):
-            # As on one rank: transformers takes positions for those of several sequences without a mask and a cache alone.
+            # As on one rank: transformers takes positions for packed sequences only if there is neither a mask nor a cache.
             packed = find_packed_sequence_indices(_fill(positions.expand(rows, -1), length, 0))
         asked["position_ids"] = positions = _fill(positions.expand(rows, -1), length, 0)
         for name, value in asked.items():
@@ -309,7 +310,7 @@ class SequenceSeat:
         weight = None
         if targets is not None:
             weight = self._label(asked, _fill(targets, length, _IGNORED))
-        # Whole, and all ones: with a mask of this rank's tokens transformers would look for packed sequences in these.
+        # A full mask of ones, because with a mask of this rank's tokens transformers would look for packed sequences in them.
         asked["attention_mask"] = held.new_ones((rows, length), dtype=torch.bool)
         if "use_cache" in self._signature.parameters:
             asked["use_cache"] = False
@@ -325,7 +326,7 @@ class SequenceSeat:
         return (), asked
 
     def _generates(self, asked: dict[str, Any]) -> bool:
-        """Whether a forward is one of generation, which each rank computes whole."""
+        """Whether a forward belongs to generation, which each rank computes for the full sequence."""
         names = [
             name for name in ("cache", "past_key_values", "use_cache", "logits_to_keep") if _is_set(asked.get(name))
         ]
@@ -338,7 +339,7 @@ class SequenceSeat:
         return bool(names)
 
     def _compare(self, engine: ZeroEngine, asked: dict[str, Any]) -> None:
-        """Raises `DifferentBatchesError`, on all ranks, where those of a sequence have different batches. Collective."""
+        """Raises `DifferentBatchesError` on all ranks if the ranks of a sequence have different batches. Collective."""
         if self._compared == _FORWARDS or not torch.is_grad_enabled():
             return
         self._compared += 1
@@ -349,31 +350,31 @@ class SequenceSeat:
             )
 
     def _targets(self, asked: dict[str, Any]) -> torch.Tensor | None:
-        """The label of each token of the whole batch. Takes labels out of a forward's arguments."""
+        """Removes labels from a forward's arguments; returns the target of each token of the whole batch."""
         labels, shifted = asked.pop("labels", None), asked.pop("shift_labels", None)
         if shifted is not None:
             return shifted
         if labels is None or not self._is_causal:
             return labels
-        # Before the cut: the last token of a rank predicts the first of the next rank.
+        # Shift before the cut, because the last token of a rank predicts the first token of the next rank.
         return F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
 
     def _label(self, asked: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
-        """Gives a forward the labels of this rank's tokens; returns the weight of its loss in the whole batch's."""
+        """Adds the labels of this rank's tokens to a forward's arguments; returns the weight of its loss in the batch's loss."""
         asked["labels"] = own = self._part(targets).contiguous()
         if self._is_causal:
             asked["shift_labels"] = own
         in_all = targets.ne(_IGNORED).sum()
         if not self._counts_items:
             return own.ne(_IGNORED).sum() / in_all
-        # Each rank's loss is then its share of the mean, also where none of its tokens has a label.
+        # Then each rank's loss is its share of the mean, even if none of its tokens has a label.
         asked.setdefault("num_items_in_batch", in_all)
         return torch.ones((), device=targets.device)
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(self._size, dim=1)[self._ranks.index]
 
-    # ---- behind it ----
+    # ---- After a forward ----
 
     def _join_outputs(self, model: nn.Module, _args: tuple, _kwargs: dict[str, Any], outputs: Any) -> Any:
         cut, self._cut = self._cut, None
@@ -391,14 +392,14 @@ class SequenceSeat:
             )
         loss = outputs.get("loss")
         if loss is not None and cut.weight is not None:
-            # A rank without a label may have the mean of nothing.
+            # A rank without labels may have computed the mean of nothing, which is NaN.
             share = torch.where(cut.weight > 0, loss * cut.weight, torch.zeros_like(loss))
             outputs["loss"] = self._ranks.sum(share)
-        # Logits are most of what there is. Where the model has computed the loss, nobody needs all of them on one rank.
+        # Logits are the largest output. If the model has computed the loss, no rank needs the logits of all tokens.
         left = {"loss"}
         if loss is not None and (torch.is_grad_enabled() or not self.wants_logits):
             left.add("logits")
-        # In the order of the outputs: one of a set's would be another on each rank.
+        # Iterate in the order of the outputs, because the order of a set could differ between ranks.
         for name in [name for name in outputs if name not in left]:
             outputs[name] = self._joined(cut, name, outputs[name])
         return outputs
@@ -412,10 +413,10 @@ class SequenceSeat:
 
 
 def seat_sequence(engine: ZeroEngine, size: int) -> None:
-    """Cuts the batches of an engine's model over sequences' ranks from now on. Collective.
+    """Cuts the batches of an engine's model over the ranks of sequences from now on. Collective.
 
     Raises:
-        ConfigError: the model or a setting does not go with that; on every rank alike.
+        ConfigError: the model or a setting does not support sequence parallelism; raised on all ranks.
     """
     former = seat_of(engine.model)
     if former is not None:
@@ -424,13 +425,13 @@ def seat_sequence(engine: ZeroEngine, size: int) -> None:
 
 
 def seat_of(model: nn.Module) -> SequenceSeat | None:
-    """The seat of a model that an engine trains; None without one."""
+    """Returns the seat of a model that an engine trains; None without one."""
     reference = model.__dict__.get(_ATTRIBUTE)
     return reference() if isinstance(reference, EngineReference) else None
 
 
 def _sequences_of(engine: ZeroEngine, size: int) -> list[tuple[int, ...]]:
-    """Lists the ranks of each sequence. Collective. A sequence's ranks hold the same part of a split model."""
+    """Lists the ranks of each sequence. Collective. The ranks of a sequence hold the same part of a split model."""
     everyone = engine.world.exchange(tuple(engine.groups.world.ranks), "ranks of a sequence")
     return [ranks[at : at + size] for ranks in dict.fromkeys(everyone) for at in range(0, len(ranks), size)]
 
@@ -440,7 +441,7 @@ def _is_set(value: Any) -> bool:
 
 
 def _fill(values: torch.Tensor | None, length: int, value: float) -> Any:
-    """Fills dimension 1 up to a length."""
+    """Pads dimension 1 up to `length`."""
     if values is None or values.shape[1] == length:
         return values
     return F.pad(values, (0, 0) * (values.ndim - 2) + (0, length - values.shape[1]), value=value)
@@ -454,11 +455,11 @@ def _two_dimensional(name: str, values: torch.Tensor | None) -> torch.Tensor | N
     return values
 
 
-# ---- Models and settings that a sequence cannot be cut in ----
+# ---- Models and settings that sequence parallelism does not support ----
 
 
 def _model_of(root: nn.Module, size: int) -> PreTrainedModel:
-    """The outermost model of transformers in a module."""
+    """Returns the outermost model of transformers in a module."""
     found = next(_models_in(root), None)
     if found is None:
         raise ConfigError(
@@ -473,10 +474,10 @@ def _models_in(root: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def refuse_model(model: PreTrainedModel, size: int, tp_size: int = 1) -> None:
-    """Raises `ConfigError` for a model that would compute something else from parts of a sequence.
+    """Raises `ConfigError` for a model that would compute different results from parts of a sequence.
 
     Args:
-        tp_size: ranks that the model's heads are split over already.
+        tp_size: number of ranks that the model's heads are already split over.
     """
     why = _why_not(model, size * tp_size)
     if why is not None:
@@ -487,7 +488,7 @@ def refuse_model(model: PreTrainedModel, size: int, tp_size: int = 1) -> None:
 
 def _loss_of(model: PreTrainedModel) -> Callable[..., torch.Tensor] | None:
     if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        # Some have names that tell transformers' table nothing, such as GPT2LMHeadModel.
+        # Some class names, such as GPT2LMHeadModel, are not in transformers' table.
         return ForCausalLMLoss
     return LOSS_MAPPING.get(model.loss_type)
 
@@ -519,7 +520,7 @@ def _why_not(model: PreTrainedModel, ranks_of_heads: int) -> str | None:
 
 
 def _counts_padding(model: PreTrainedModel) -> bool:
-    """Whether a model takes positions from its input or mask, as far as its source tells; others begin at 0 in each row."""
+    """Whether a model derives positions from its input or mask, according to its source; other models start at 0 in each row."""
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         return True
     return "cumsum(attention_mask" in inspect.getsource(sys.modules[type(model).__module__])
