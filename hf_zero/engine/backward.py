@@ -747,7 +747,11 @@ def _clear(lists: Iterable[list]) -> None:
 
 def _refusal(why: object = None, *, ranks: Sequence[int] = ()) -> RuntimeError:
     where = f" on {in_words(ranks)}" if ranks else ""
-    reason = "so the ranks no longer agree" if why is None else f"and these could not be reduced: {str(why) or type(why).__name__}"
+    reason = (
+        "so the ranks no longer agree"
+        if why is None
+        else f"and these could not be reduced: {str(why) or type(why).__name__}"
+    )
     return RuntimeError(
         f"hf_zero: the last backward ended with an error{where} after some of its gradients had been taken, {reason}. End the "
         "run and resume it from a checkpoint."
