@@ -1,5 +1,6 @@
 """A rank's memory and traffic, as rows and as a table."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -140,8 +141,12 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f}"
 
 
+_WITHOUT_TERMINAL = 100
+"""Columns of a table in a log file or notebook: there, lines that are longer than the page do not wrap."""
+
+
 def render(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain-text table; numbers to the right."""
+    """Returns a plain-text table that is no wider than the terminal; long cells go on in the next line of their column."""
     # Here: most ranks print no table, and rich is a fifth of what hf_zero's import takes.
     from rich.console import Console
     from rich.table import Table
@@ -152,5 +157,5 @@ def render(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     for row in rows:
         table.add_row(*row)
     buffer = StringIO()
-    Console(file=buffer, width=100, color_system=None).print(table)
+    Console(file=buffer, width=shutil.get_terminal_size((_WITHOUT_TERMINAL, 0)).columns, color_system=None).print(table)
     return buffer.getvalue()

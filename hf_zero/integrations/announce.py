@@ -174,34 +174,44 @@ def announce(
     if engine.world_groups.rank != 0:
         return
     # From here on rank 0 is alone: a collective call below would never end.
-    plan, config = state_plan(engine, accumulates=accumulates), engine.config
+    plan, ddp, config = state_plan(engine, accumulates=accumulates), ddp_state(engine), engine.config
     largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)
     accumulation = "local" if config.accumulates_locally else "sharded"
     rows = [
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
+        *_saved_rows(plan, ddp),
+        *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
         *_split_rows(engine),
         *([("sequences", f"each over {sp_size} ranks")] if sp_size > 1 else []),
-        *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
-        ("transport", f"{engine.groups.backend}, {engine.transport.name}{_hindrances(engine)}"),
         *_quantised_rows(engine, plan),
         *_outer_rows(engine),
+        *_unit_rows(engine),
+        *_offload_rows(engine),
+        *_kernel_rows(engine),
+        *_optimizer_rows(engine),
+        # Details that are rarely a reason to change a setting.
+        ("transport", f"{engine.groups.backend}, {engine.transport.name}{_hindrances(engine)}"),
         ("dtypes", _dtypes(engine)),
         ("who casts", _casts(engine, cast_owner)),
         (
             "buckets",
             f"{len(engine.buckets)}, largest {in_units(largest)}, {_padding(engine)}; accumulation {accumulation}",
         ),
-        *_optimizer_rows(engine),
-        *_unit_rows(engine),
-        *_kernel_rows(engine),
-        *_offload_rows(engine),
     ]
-    state = [*_state_rows(engine, plan, ddp_state(engine)), *_peak_rows(at_start)]
+    state = [*_state_rows(engine, plan, ddp), *_peak_rows(at_start)]
     tables = [
         render("hf_zero plan", ("what", "for each rank"), rows),
         render("hf_zero plan: bytes", ("state", "a rank holds", "DDP would hold"), state),
     ]
     print("".join(tables), file=sys.stderr, flush=True)
+
+
+def _saved_rows(plan: StatePlan, ddp: DdpState) -> list[tuple[str, str]]:
+    """Says how many bytes of state a rank holds less than under DDP, if both totals are known."""
+    saved = ddp.total - plan.total
+    if saved <= 0 or plan.optimizer is None or ddp.optimizer is None:
+        return []
+    return [("saved", f"{in_units(saved)} of the {in_units(ddp.total)} of state that DDP would hold")]
 
 
 def _hindrances(engine: ZeroEngine) -> str:

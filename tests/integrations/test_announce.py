@@ -96,6 +96,19 @@ def test_ddp_of_two_ranks_keeps_its_gradient_buckets(two_ranks, capsys):
     assert rows["all that lasts"][1] == in_units(ddp_state(engine).total)
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_tables_fit_the_terminal_and_start_with_what_a_run_saves(width, two_ranks, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    engine = engine_of_adapters(3, param_dtype="bfloat16")
+    announce(engine, "accelerate casts the forward to bfloat16 and its outputs to float32", "4 a rank x 2 ranks = 8")
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= width and "…" not in "".join(lines)
+    names = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
+    assert names[:3] == ["stage", "saved", "rows a step"]
+    saved = in_units(ddp_state(engine).total - state_plan(engine).total)
+    assert any(f"{saved} of the" in line for line in lines)
+
+
 def test_no_master_is_named_where_none_is_kept(two_ranks, capsys):
     rows = plan_rows(engine_of_adapters(2), capsys)
     assert "masters" not in rows
