@@ -785,8 +785,8 @@ def test_documents_of_the_other_commands_have_the_keys_of_the_page(plain, tmp_pa
     def at_once(room: str, name: str) -> Callable:
         return (lambda *_, **__: done[name]) if name in done else extra(room, name)
 
-    monkeypatch.setattr("hf_zero.cli.app.extra", at_once)
-    monkeypatch.setattr("hf_zero.cli.checkpoints.extra", at_once)
+    for name in ("parity", "convert", "push"):
+        monkeypatch.setattr(f"hf_zero.cli.{name}.extra", at_once)
     is_as_on_page("parity", json.loads(hf_zero("parity", "--zero", "2", "--json", "script.py").stdout))
     is_as_on_page("convert", document("convert", "run", "out"))
     is_as_on_page("push", document("push", plain, "a-model"))

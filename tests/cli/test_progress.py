@@ -23,7 +23,8 @@ from transformers.utils import logging
 
 from hf_zero import ZeroEngine
 from hf_zero.checkpoint.files import CHUNK_BYTES, faults_of
-from hf_zero.cli.checkpoints import consolidate, verify
+from hf_zero.cli.consolidate import consolidate
+from hf_zero.cli.verify import verify
 from hf_zero.integrations import state_io
 from hf_zero.integrations.state_io import progress_of
 

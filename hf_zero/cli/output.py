@@ -1,0 +1,89 @@
+"""What the commands of `hf-zero` print: lines and tables or one JSON document, and each error in one line."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, ConsoleOptions, RenderHook
+from rich.segment import Segment
+
+from ..checkpoint.files import CheckpointError, shown
+from ..config import ConfigError
+from ..config.checks import spelt
+from ..extras import MissingExtraError
+
+
+class _Spelt:
+    """Spells out what a terminal obeys in the text of all that a console prints, and leaves the console's own codes."""
+
+    def __init__(self, printed: Any):
+        self._printed = printed
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._printed, options):
+            yield segment if segment.control else Segment(spelt(segment.text), segment.style)
+
+
+class _SpeltOut(RenderHook):
+    def process_renderables(self, renderables: list[Any]) -> list[Any]:
+        return [_Spelt(each) for each in renderables]
+
+
+console = Console()
+_errors = Console(stderr=True, soft_wrap=True)
+for each in (console, _errors):
+    # Names out of files reach both.
+    each.push_render_hook(_SpeltOut())
+
+LONGEST_LINE = 2000
+"""Characters of a line that may quote names out of a file."""
+
+Folder = Annotated[Path, typer.Argument(help="A checkpoint or a model folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+class Dtype(str, Enum):
+    """The dtypes in which weights can be written."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def say(line: str) -> None:
+    """Prints one line on stdout, without wrapping and colours; names out of files cannot break it."""
+    # Without markup: rich would take brackets in names out of a file for styles.
+    console.print(line.replace("\n", "\\n"), markup=False, highlight=False, soft_wrap=True)
+
+
+def say_json(document: Any) -> None:
+    """Prints a JSON document on stdout; paths become text."""
+    # Not by rich, which breaks long lines at the width of the terminal, also within strings.
+    # JSON writes all that terminals obey as \uXXXX, but for DEL.
+    typer.echo(json.dumps(document, indent=2, default=str).replace("\x7f", "\\u007f"))
+
+
+def say_error(line: str) -> None:
+    """Prints one line on stderr; names out of files cannot break it."""
+    _errors.print(shown(line, LONGEST_LINE), markup=False, highlight=False)
+
+
+@contextmanager
+def said_plainly() -> Iterator[None]:
+    """Turns our own errors, and a disk's, into one line and exit status 1."""
+    try:
+        yield
+    except (CheckpointError, ConfigError, MissingExtraError, OSError) as error:
+        say_error(str(error))
+        raise typer.Exit(1) from error
+
+
+def refuse_special(*paths: Path | None) -> None:
+    """Raises `ConfigError` for a link, pipe or device: the file that a command writes would replace it."""
+    for path in paths:
+        if path is not None and (path.is_symlink() or (path.exists() and not path.is_file())):
+            raise ConfigError(f"hf_zero: {path} is a link or no plain file, and is not written to. Name a new file.")
