@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_zero.buckets.sharded import ShardedGradient
 from hf_zero.engine.backward import _Filling
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.layout.gradient_buffers import GRAD_BUFFERS
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 8
@@ -361,6 +362,21 @@ def test_a_parameter_with_a_hook_of_the_scripts_own_keeps_its_bucket_watched(ran
             assert learns_first or set(seen) == {ShardedGradient}
         fillings = [each for each in run.fillings if parameter in each.slot_of]
         assert [each.last for each in fillings] == [None] and len(seen) == 8
+
+
+@on_shared_ranks
+def test_gradients_that_wait_for_their_learned_bucket_count_as_a_buffer_of_the_pool(rank, world_size):
+    torch.manual_seed(0)
+    run = Run(Layers(), 2)
+    for _ in range(3):
+        usual(run)
+    pool = run.engine._step.store._pool
+    watched, pool.most_bytes = pool.most_bytes, 0
+    usual(run)
+    assert all(filling.last is not None for filling in run.fillings)
+    # Gradients that are taken one by one are freed one by one, so there they need no buffer's worth of memory.
+    one_buffer = watched // GRAD_BUFFERS
+    assert pool.most_bytes == watched - one_buffer > 0
 
 
 # ---- A backward that fails, and whose exception the script catches. Each: (run, after how many layers it fails) ----
