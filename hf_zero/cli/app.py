@@ -68,7 +68,7 @@ for command, settings in (
 
 @app.command("card", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def _card() -> None:
-    # Hidden, not removed: a script that still calls the command is told what took its place.
+    # The command is hidden, not removed: a script that still calls it gets an error that names the replacement.
     say_error(cut_name("hf-zero card"))
     raise typer.Exit(1)
 

@@ -30,7 +30,7 @@ def consolidate(
     from ..integrations.weights import folder_findings
 
     with said_plainly():
-        # Before the first byte is written: the new folder has no manifest that would tell of damaged weights.
+        # Check before the first byte is written: the new folder has no manifest by which damage could be found later.
         for folder in (checkpoint, *(part or ())):
             with progress_of(f"checking {folder.name}") as show:
                 found = folder_findings(folder, show)

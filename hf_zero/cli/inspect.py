@@ -66,7 +66,7 @@ def _reached(folder: Path) -> dict[str, Any]:
         return {}
     from ..checkpoint.structure import log_history
 
-    # A folder from the Hub may hold a link to any file of this machine.
+    # A folder from the Hub may contain a link to any file on this machine.
     refuse_links(folder, [path])
     state = read_mapping(path)
     history = log_history(state, path)

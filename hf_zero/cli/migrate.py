@@ -23,7 +23,7 @@ def migrate(
         found = extra("foreign", "migrate")(source)
         if write is not None:
             try:
-                # Mode "x" follows no link.
+                # Mode "x" does not follow links.
                 with write.open("x", encoding="utf-8") as file:
                     file.write(found.yaml)
             except FileExistsError as error:

@@ -1,4 +1,4 @@
-"""What the commands of `hf-zero` print: lines and tables or one JSON document, and each error in one line."""
+"""Output of the commands: lines and tables or one JSON document on stdout, each error in one line on stderr."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from ..extras import MissingExtraError
 
 
 class _Spelt:
-    """Spells out what a terminal obeys in the text of all that a console prints, and leaves the console's own codes."""
+    """Escapes control characters in the printed text, and leaves the codes of the console itself."""
 
     def __init__(self, printed: Any):
         self._printed = printed
@@ -36,7 +36,7 @@ class _SpeltOut(RenderHook):
 console = Console()
 _errors = Console(stderr=True, soft_wrap=True)
 for each in (console, _errors):
-    # Names out of files reach both.
+    # Both print names that were read from files.
     each.push_render_hook(_SpeltOut())
 
 LONGEST_LINE = 2000
@@ -55,26 +55,26 @@ class Dtype(str, Enum):
 
 
 def say(line: str) -> None:
-    """Prints one line on stdout, without wrapping and colours; names out of files cannot break it."""
-    # Without markup: rich would take brackets in names out of a file for styles.
+    """Prints one line on stdout, without wrapping or colors; a line break in a name is escaped."""
+    # Without markup: rich would read brackets in a name as styles.
     console.print(line.replace("\n", "\\n"), markup=False, highlight=False, soft_wrap=True)
 
 
 def say_json(document: Any) -> None:
     """Prints a JSON document on stdout; paths become text."""
-    # Not by rich, which breaks long lines at the width of the terminal, also within strings.
-    # JSON writes all that terminals obey as \uXXXX, but for DEL.
+    # Without rich, which wraps long lines at the width of the terminal, even inside strings.
+    # JSON escapes every control character except DEL.
     typer.echo(json.dumps(document, indent=2, default=str).replace("\x7f", "\\u007f"))
 
 
 def say_error(line: str) -> None:
-    """Prints one line on stderr; names out of files cannot break it."""
+    """Prints one line on stderr; a line break in a name is escaped."""
     _errors.print(shown(line, LONGEST_LINE), markup=False, highlight=False)
 
 
 @contextmanager
 def said_plainly() -> Iterator[None]:
-    """Turns our own errors, and a disk's, into one line and exit status 1."""
+    """Turns errors of hf_zero and of the file system into one line and exit status 1."""
     try:
         yield
     except (CheckpointError, ConfigError, MissingExtraError, OSError) as error:

@@ -48,7 +48,7 @@ def parity(
             )
         except extra("diagnose", "ParityError") as error:
             say_error(str(error))
-            # Not 1, which says that the steps differ: here nothing could be compared.
+            # Status 1 means that the steps differ. Here nothing was compared.
             raise typer.Exit(2) from error
     if as_json:
         say_json(report.to_dict())
@@ -62,7 +62,7 @@ def parity(
 
 
 def _table(report: Any) -> Table:
-    """The parameters that are furthest apart, by a `ParityReport`."""
+    """Makes a table of the parameters with the largest differences in a `ParityReport`."""
     table = Table("parameter", "largest difference of a gradient", "of the parameter itself")
     names = sorted(
         report.gradients.keys() | report.parameters.keys(),

@@ -93,7 +93,7 @@ def plan(
             console.print(extra("planner", "table_of")(found, console, verbose=verbose))
             for line in found.choice.why:
                 say(line)
-        # Last: without matplotlib, the plan is printed all the same.
+        # The picture is drawn last, so that the plan is printed even without matplotlib.
         if png is not None:
             extra("planner", "draw")(found, png)
     if found.settings is None:

@@ -22,7 +22,7 @@ def rendezvous(
     Start the store on a host outside the run's nodes (a login node, the batch step). Then start torchrun on each node with
     --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0.
     """
-    # Here, not above: the command line answers without the seconds that importing torch takes.
+    # Imported here, because importing torch takes seconds and the other commands do without.
     from ..comm.store import PORT, keep_store
 
     with said_plainly():
@@ -40,5 +40,5 @@ def rendezvous(
         say(f"hf-zero rendezvous: --rdzv-endpoint {place['host']}:{place['port']} --rdzv-conf is_host=0")
         if ip_address(store.host).is_loopback:
             say("Only agents of this host reach it there. Give the --host by which the others do.")
-    # SIGTERM and Ctrl-C end it.
+    # Wait until SIGTERM or Ctrl-C ends the process.
     signal.pause()

@@ -9,7 +9,7 @@ import typer
 from .launching import Cpu, Module, Port, Precision, Processes, Script, SequenceRanks
 from .output import said_plainly, say_error, say_json
 
-# All that follows the script's name is the script's own. An unknown option before it is an error of `hf-zero run`.
+# Words after the script's name belong to the script. An unknown option before the name is an error of `hf-zero run`.
 SCRIPT_WORDS = {"allow_interspersed_args": False}
 
 
@@ -51,5 +51,5 @@ def run(
         return
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
     say_error(f"hf-zero run: {shlex.join([*variables, *launch.command])}")
-    # In place of this process: the launcher gets its signals, and its exit status is the command's.
+    # The launcher replaces this process, so the launcher gets the signals, and its exit status is the command's.
     os.execve(launch.command[0], launch.command, os.environ | launch.environment)
