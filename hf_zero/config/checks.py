@@ -43,7 +43,7 @@ class SpeltError(Exception):
 
 def spelt(text: str) -> str:
     """Spells out the characters that a terminal obeys or hides: ESC, other controls, marks of direction. Line breaks stay."""
-    # str.isprintable is False for all of them, and for all spaces but the plain one.
+    # str.isprintable is False for all of these characters, and for all spaces except the plain one.
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
@@ -85,11 +85,11 @@ def plain(value: Any) -> Any:
     """Converts numbers and texts of numpy or of subclasses to Python's own; returns other values unchanged."""
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
-    # bool first: it is a kind of int, and True would become 1.
+    # Check bool first, because bool is a subclass of int, and True would become 1.
     for kind in (bool, int, float):
         if isinstance(value, kind):
             return kind(value)
-    # By str's own method: a subclass, such as an enum, may print its name in place of its value.
+    # Use str's own method, because a subclass such as an enum may return its name instead of its value.
     return str.__str__(value) if isinstance(value, str) else value
 
 
@@ -123,7 +123,7 @@ def refuse(name: str, value: Any, allowed: str) -> ConfigError:
 
 
 def one_of(name: str, value: Any, allowed: tuple) -> None:
-    # By type as well: `True` equals 1, and `stage: true` would train at stage 1.
+    # Compare types as well: `True` equals 1, so `stage: true` would train at stage 1.
     if not any(type(value) is type(a) and value == a for a in allowed):
         if type(value) is str:
             refuse_cut(f"{name}: {value}")
@@ -139,7 +139,7 @@ def whole_number(name: str, value: Any, least: int, *, most: int = _MOST, also: 
     """
     if type(value) is str and value in also:
         return
-    # Not `isinstance`: True and False are integers to Python, and would pass for 1 and 0.
+    # isinstance would accept True and False as 1 and 0.
     if type(value) is not int or not least <= value <= most:
         raise refuse(name, value, f"{', '.join((*also, ''))}a whole number{what} from {least} to {most}")
 
@@ -191,7 +191,7 @@ def unknown_key(key: Any, prefix: str, known: list[str], meant: str | None = Non
     else:
         hint = "nothing known is near it"
     name = f"`{prefix}{key}`" if is_word and key.isprintable() else shown(key)
-    # A near one is all that a reader needs.
+    # If there is a similar name, the list of all names is not needed.
     others = "" if near and near[0] in hint else f" Known: {', '.join(known)}."
     return ConfigError(f"hf_zero config: unknown key {name}; {hint}.{others}")
 
@@ -255,11 +255,11 @@ def parse_bytes(name: str, value: Any, least: int = 1) -> int:
     if type(value) is str:
         words = _BYTES_IN_WORDS.fullmatch(value.strip().lower())
         if words is not None:
-            # Whole numbers as such: a float holds none beyond 2**53 exactly.
+            # Keep whole numbers as int, because a float is not exact beyond 2**53.
             number, unit = (int(words[1]) if words[1].isdigit() else float(words[1])), words[2] or "b"
     if type(number) in (int, float) and unit in _BYTES_PER_UNIT:
         nbytes = number * _BYTES_PER_UNIT[unit]
-        # The range first: `int` of an infinity or a NaN raises an error that does not name the setting.
+        # Check the range first, because `int` of an infinity or a NaN raises an error without the name of the setting.
         if least <= nbytes <= _MOST_BYTES and (unit != "b" or nbytes == int(nbytes)):
             return int(nbytes)
     raise refuse(name, value, f"a number of bytes {'above 0' if least else 'or 0'}, or text such as '16MiB'")
@@ -406,14 +406,14 @@ def read_yaml(path: Path) -> Any:
             found = f"that folder holds {cut(', '.join(near))}" if near else "there is no YAML file in that folder"
             raise ConfigError(f"hf_zero config: no file {where!r}; {found}. Give a YAML path or a stage number.")
         with path.open("rb") as file:
-            # One byte more than is allowed, so that a file that is too long is seen without reading all of it.
+            # Read one byte more than the limit, so that a file that is too long is noticed without reading all of it.
             text = file.read(_MOST_TEXT_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"hf_zero config: {where} cannot be read ({error.strerror}). Give the path of a YAML file, or a stage number."
         ) from error
     try:
-        # Some editors begin a file with a mark of its encoding, which would become a part of the first key.
+        # Some editors start a file with a byte order mark, which would become part of the first key.
         return parse(text.decode("utf-8-sig"), where)
     except UnicodeDecodeError as error:
         raise ConfigError(

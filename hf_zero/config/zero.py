@@ -384,7 +384,7 @@ class ZeroConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self):
-        # First: the checks below take Python's own types alone, and would refuse numpy's numbers and `"2"`.
+        # Convert first: the checks below accept only Python's own types, and would refuse numpy's numbers and `"2"`.
         to_python_numbers(self)
         if is_auto(self.stage):
             self._check_as_any_stage()
@@ -392,7 +392,7 @@ class ZeroConfig:
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
-        # The sections come before: the checks from here on read their fields.
+        # Sections are checked first, because the checks from here on read their fields.
         one_of("stage", self.stage, (0, 1, 2, 3, AUTO))
         if not is_auto(self.bucket_bytes):
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
@@ -474,11 +474,11 @@ class ZeroConfig:
             )
 
     def _check_as_any_stage(self) -> None:
-        """With `stage: auto`: settings that no stage takes are refused at once; stage 3 takes all others' but halving."""
+        """Checks a config with `stage: auto` as stage 3, or as stage 2 with `out_of_memory: halve`, which stage 3 refuses."""
         checked = dataclasses.replace(self, stage=2 if self.out_of_memory == "halve" else 3)
         for field_ in dataclasses.fields(self):
             if field_.name != "stage":
-                # The check's values: it has made bytes and numbers of texts, and this config must equal one that says them so.
+                # Copy the checked values, in which texts became numbers, so that equal settings compare equal.
                 object.__setattr__(self, field_.name, getattr(checked, field_.name))
 
     def _check_gather_dtype(self) -> None:
@@ -538,7 +538,7 @@ class ZeroConfig:
 
     @property
     def is_open(self) -> bool:
-        """Whether the stage is still to be chosen (`stage: auto`): engines take a config that is not open."""
+        """Whether the stage is still to be chosen (`stage: auto`). Engines only accept a config that is not open."""
         return is_auto(self.stage)
 
     @property
@@ -548,7 +548,7 @@ class ZeroConfig:
 
     @property
     def steps_by_bucket(self) -> bool:
-        """Whether an optimizer steps a bucket at a time, and never has all of a rank's parameters in memory."""
+        """Whether an optimizer steps one bucket at a time, so that a rank's parameters are never all in memory."""
         offload = self.offload
         in_files = offload.optimizer == "nvme" or (offload.optimizer == "cpu" and offload.params == "nvme")
         return in_files or self.rounding == "stochastic" or self.quantises_moments
@@ -560,12 +560,12 @@ class ZeroConfig:
 
     @property
     def accumulates_locally(self) -> bool:
-        """True when whole gradients are kept between micro-batches."""
+        """Whether whole gradients are kept between micro-batches."""
         return self.grad_accumulation == "local" or (self.grad_accumulation == AUTO and self.stage < 2)
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "ZeroConfig":
-        """Builds a config from a nested mapping, as YAML gives one. Errors for unknown keys name the nearest known key."""
+        """Builds a config from a nested mapping, such as parsed YAML. Errors for unknown keys name the most similar key."""
         if not isinstance(settings, Mapping):
             raise refuse("config", settings, f"a mapping of {', '.join(_names(cls))}")
         refuse_files_of_others(settings, "this mapping")
@@ -573,7 +573,7 @@ class ZeroConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "ZeroConfig":
-        """The settings in a YAML file. An empty file is all defaults."""
+        """Reads a YAML file. An empty file results in the defaults."""
         path = Path(path)
         settings = read_yaml(path)
         if settings is not None and not isinstance(settings, Mapping):
@@ -585,10 +585,10 @@ class ZeroConfig:
 
     @classmethod
     def from_flag(cls, text: str, name: str = "config") -> "ZeroConfig":
-        """A command-line value: a stage (`2`), settings (`stage=2,grad_accumulation=local`) or a YAML path.
+        """Parses a command-line value: a stage (`2`), settings (`stage=2,grad_accumulation=local`) or a YAML path.
 
         Args:
-            name: what the value is called where it is said, for errors.
+            name: name of the value in error messages.
         """
         text = text.strip()
         if re.fullmatch(r"[+-]?[0-9]{1,9}", text):
@@ -597,7 +597,7 @@ class ZeroConfig:
             return cls.from_dict({"stage": AUTO})
         is_path = Path(text).suffix.lower() in (".yaml", ".yml", ".json")
         first = re.split(r"[.=\s]", text, maxsplit=1)[0]
-        # Settings may end in a path, as `report=runs/log.json`, and a path may have an `=` in it: the first word tells.
+        # Settings may contain a path, such as `report=runs/log.json`, and a path may contain `=`. The first word decides.
         if is_path and not ("=" in text and first in _names(cls)):
             return cls.from_yaml(text)
         if "=" not in text:
@@ -606,17 +606,17 @@ class ZeroConfig:
 
     @classmethod
     def of(cls, value: "ConfigLike", name: str = "config") -> "ZeroConfig":
-        """Builds a config from any form that users pass: stage number, YAML path, flag text, mapping, config, or None.
+        """Builds a config from any supported form: stage number, YAML path, flag text, mapping, config, or None.
 
         Args:
-            name: what the value is called where it is said, for errors.
+            name: name of the value in error messages.
         """
         try:
             return cls._of(plain(value), name)
         except ConfigError as error:
             if name == "config" or name in str(error):
                 raise
-            # Without the first error: the traceback would show the same sentence twice.
+            # Suppress the first error, because the traceback would show the same sentence twice.
             raise ConfigError(re.sub(r"^hf_zero( config)?:", rf"\g<0> in {name},", str(error))) from None
 
     @classmethod
@@ -641,23 +641,23 @@ class ZeroConfig:
         return f"{type(self).__name__}.from_dict({self.changes()})"
 
     def changes(self) -> dict[str, Any]:
-        """Returns the stage and all fields that differ from the defaults. `from_dict` of these is an equal config."""
+        """Returns the stage and all fields that differ from the defaults. `from_dict` builds an equal config from them."""
         return {"stage": self.stage, **_changes(self)}
 
     def to_dict(self) -> dict[str, Any]:
-        """The nested plain dict that `from_dict` reads back to an equal config."""
+        """Returns a nested dict of plain values, from which `from_dict` builds an equal config."""
         return dataclasses.asdict(self)
 
 
 ConfigLike: TypeAlias = ZeroConfig | Mapping[str, Any] | str | Path | int | None
-"""What `ZeroConfig.of` takes."""
+"""Types that `ZeroConfig.of` accepts."""
 
 _FLAGS = "a stage (0, 1, 2, 3, auto), settings such as stage=2,grad_accumulation=local, a .yaml path"
 _SPELT = ("zero", "one", "two", "three")
 
 
 def _meant(text: str) -> str:
-    """The stage that a text such as `two`, `zero2` or `stage-2` may be meant for."""
+    """Guesses the stage for a text such as `two`, `zero2` or `stage-2`."""
     text = text.lower()
     found = re.fullmatch(r"(?:zero|stage|z)?[-_ ]?([0-3])", text)
     stage = _SPELT.index(text) if text in _SPELT else found[1] if found else None
@@ -687,7 +687,7 @@ def _changes(config: Any) -> dict[str, Any]:
     for field_ in dataclasses.fields(config):
         value, default = getattr(config, field_.name), field_.default
         if dataclasses.is_dataclass(value):
-            # A section counts by what differs in it: as a whole, one change would list all its fields.
+            # List only the differing fields of a section, because otherwise one change would list all its fields.
             value, default = _changes(value), {}
         if value != default:
             found[field_.name] = value
@@ -695,12 +695,12 @@ def _changes(config: Any) -> dict[str, Any]:
 
 
 def changed(config: ZeroConfig) -> dict[str, Any]:
-    """Returns the stage, and the settings that are not at their defaults, under dotted names."""
+    """Returns the stage, and the settings that differ from their defaults, under dotted names."""
     return {"stage": config.stage} | {name: value for name, value in _flat(config, "") if value != _USUAL[name]}
 
 
 def differences(first: ZeroConfig, second: ZeroConfig) -> list[str]:
-    """Lists in words the fields in which two configs differ: "`stage` 1, and this one 2"."""
+    """Describes the fields in which two configs differ: "`stage` 1, and this one 2"."""
     return [
         f"`{name}` {shown(value)}, and this one {shown(other)}"
         for (name, value), other in zip(_flat(first, ""), (value for _, value in _flat(second, "")))
@@ -718,4 +718,4 @@ def _flat(config: Any, prefix: str) -> list[tuple[str, Any]]:
 
 
 _USUAL = dict(_flat(ZeroConfig(), ""))
-"""Each setting's default, under its dotted name."""
+"""Maps dotted names of settings to their defaults."""

@@ -34,14 +34,14 @@ def is_split(model: nn.Module) -> bool:
 
 
 class PlainCopies:
-    """Averages gradients over the copies of a split model, as DistributedDataParallel does for whole ones.
+    """Averages gradients over the copies of a split model, as DistributedDataParallel does for whole models.
 
     Args:
-        model: with DTensors, the same on all ranks; its parameters, and those that `optimizer` has of it, are other objects
-            afterwards. Collective.
+        model: a model with DTensors, the same on all ranks. The constructor replaces its parameters, also in `optimizer`.
+            Collective.
 
     Attributes:
-        place: this rank's copy, by number.
+        place: index of this rank's copy.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -71,17 +71,17 @@ class PlainCopies:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif is_dtensor(parameter) and is_dtensor(parameter.grad):
-                # An embedding's comes back whole.
+                # An embedding's gradient is a whole tensor.
                 split: Any = parameter
                 parameter.grad = split.grad.redistribute(placements=split.placements)
             gradient = _local(parameter.grad)
-            # An expert's gradient is the sum over the batches of all that send it their tokens.
+            # An expert's gradient is the sum over the batches of all ranks that send tokens to the expert.
             dist.all_reduce(gradient, group=self._expert_group if parameter in self._experts else self._group)
             gradient.div_(self._size)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradients to a norm of the whole model of at most `max_norm`; returns that norm. Collective."""
+        """Scales the gradients so that the norm of the whole model is at most `max_norm`; returns the norm before. Collective."""
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         norm = torch.stack([put_together(each).double().square().sum() for each in gradients]).sum().sqrt()
         for gradient in gradients:
@@ -90,7 +90,7 @@ class PlainCopies:
 
 
 class LocalValues:
-    """Keeps this rank's values of a split model, for restoring: a model on a device mesh cannot be copied."""
+    """Stores this rank's values of a split model for restoring, because a model on a device mesh cannot be copied."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -99,7 +99,7 @@ class LocalValues:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Gives the model its values again, and its gradients."""
+        """Restores the values of the model, and its gradients."""
         for value, kept in zip(self._held(), self._values, strict=True):
             _local(value).copy_(kept)
         for parameter, gradient in zip(self._model.parameters(), self._gradients, strict=True):
@@ -110,13 +110,13 @@ class LocalValues:
 
 
 def _own_group(copies: ModelCopies) -> dist.ProcessGroup | None:
-    """Makes the group of the ranks with the same part as this one. Collective."""
+    """Makes the group of the ranks that hold the same part of the model as this rank. Collective."""
     made = [(alike, dist.new_group(list(alike))) for alike in copies.dp_groups]
     return next(group for alike, group in made if dist.get_rank() in alike)
 
 
 def put_together(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the whole of a DTensor, or the tensor itself. Collective over the ranks of the split."""
+    """Returns the whole tensor of a DTensor, or the tensor itself. Collective over the ranks of the split."""
     split: Any = tensor
     return split.full_tensor() if is_dtensor(tensor) else tensor
 
@@ -126,19 +126,19 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return split.to_local() if is_dtensor(tensor) else tensor
 
 
-# ---- Records a training run: losses of backwards, gradients of steps, parameters behind them ----
+# ---- Records a training run: losses of backwards, gradients of steps, parameters after them ----
 
 
 class Recorder:
-    """Writes the first optimizer steps of a run to a folder, in one form for DDP, one process and the engine.
+    """Writes the first optimizer steps of a run to a folder, in the same format for DDP, one process and the engine.
 
-    Full gradients and parameters are collected from all ranks and written by rank 0; each rank has losses of its own.
+    Full gradients and parameters are collected from all ranks and written by rank 0. Each rank has its own losses.
 
     Args:
         folder: rank 0 writes gradients and parameters there, and each rank its losses when `close` is called.
-        steps: how many steps to record, those of all optimizers counted.
-        models: the models whose parameters are looked at, asked at the first step; wrappers such as DDP are seen through.
-        on_done: called behind the last step that is recorded, on all ranks.
+        steps: number of steps to record, summed over all optimizers.
+        models: returns the models whose parameters are recorded; called at the first step. Wrappers such as DDP are unwrapped.
+        on_done: called after the last recorded step, on all ranks.
 
     Attributes:
         trace: the losses of this rank, a list for each step, and the norms that clipping returned.
@@ -164,14 +164,14 @@ class Recorder:
         self.trace: dict[str, list] = {"losses": [], "norms": []}
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Records the steps of an optimizer. Again is harmless."""
+        """Records the steps of an optimizer. A second call has no effect."""
         if optimizer not in self._hooked:
             self._hooked.add(optimizer)
             optimizer.register_step_pre_hook(self._before_step)
 
     @contextmanager
     def watching_backward(self) -> Iterator[None]:
-        """Records each `loss.backward()` of this process inside."""
+        """Records each `loss.backward()` of this process inside the context."""
         stock = torch.Tensor.backward
 
         def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -198,7 +198,7 @@ class Recorder:
             self.trace["losses"].append(self._losses)
         write_trace(self._folder, self._rank, self.trace)
 
-    # ---- a step ----
+    # ---- A step ----
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
         if self._step >= self._steps:
@@ -209,7 +209,7 @@ class Recorder:
             self._write("start", full_parameters(named, engine))
             self._write_facts(optimizer, named, engine)
         self._write(f"gradients-{self._step}", full_gradients(named, engine))
-        # Registered in the step itself, and so behind the engine's own hook.
+        # Registered during the step, so that the hook runs after the engine's own hook.
         handle = optimizer.register_step_post_hook(lambda *_: self._after_step(named, engine, handle))
 
     def _after_step(self, named: Mapping[str, nn.Parameter], engine: ZeroEngine | None, handle: Any) -> None:
@@ -232,7 +232,7 @@ class Recorder:
         return {self._names[p]: p for p in whole_parameters(optimizer) if p in self._names and p.requires_grad}
 
     def _write(self, name: str, tensors: Iterator[tuple[str, torch.Tensor | None]]) -> None:
-        """Collects and writes on rank 0. Collective."""
+        """Collects tensors, and writes them on rank 0. Collective."""
         if self._rank == 0:
             write_tensors(self._folder, name, {n: None if t is None else t.to("cpu", copy=True) for n, t in tensors})
         else:
@@ -257,7 +257,7 @@ class Recorder:
 
     @property
     def _rank(self) -> int:
-        """Returns the launcher's rank, before and after there is a process group."""
+        """Returns the rank of this process, also before there is a process group."""
         return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
     def read(self) -> Recording:
@@ -336,31 +336,31 @@ def parity(
 ) -> ParityReport:
     """Trains a model for a few steps with DDP and with the engine, and compares losses, gradients and parameters.
 
-    Both runs start from the model's weights as they are, with the same random numbers and batches; the model itself is left as
-    it is. Without a process group, or at one rank, the run to compare with is the plain model. A model that transformers has
-    split over ranks (tensor, expert parallelism) is compared with its own run, gradients averaged over its copies by a plain
-    all-reduce; it is trained itself, and has its values again afterwards, in new parameters. Collective.
+    Both runs start from the current weights of the model, with the same random numbers and batches. The model itself is not
+    modified. Without a process group, or with one rank, the plain model is used instead of DDP. A model that transformers has
+    split over ranks (tensor or expert parallelism) is compared with its own run, whose gradients are averaged over its copies by
+    a plain all-reduce. Such a model is trained itself; its values are restored afterwards, in new parameters. Collective.
 
     Args:
         model: in train mode or not, on the device to train on.
-        batches: this rank's, each what `loss` takes; the ranks of one copy of a split model need the same.
-        config: anything `ZeroConfig.of` takes. On an accelerator gradients are added in float32, unless `reduce_dtype` or
-            `comm.gradients` has another dtype.
-        optimizer: makes one for a copy of the model; by default AdamW with learning rate 1e-3.
-        loss: of a model and a batch; by default the loss that the model returns for `model(**batch)`, or `model(*batch)` where a
-            batch is no mapping.
-        steps: optimizer steps, fewer where there are fewer batches.
-        accumulation: micro-batches a step.
+        batches: batches of this rank, in the form that `loss` accepts. The ranks of one copy of a split model need equal batches.
+        config: any form that `ZeroConfig.of` accepts. On an accelerator gradients are added in float32, unless `reduce_dtype` or
+            `comm.gradients` specifies another dtype.
+        optimizer: makes an optimizer for a copy of the model; by default AdamW with learning rate 1e-3.
+        loss: computes the loss of a model and a batch; by default the loss that `model(**batch)` returns, or `model(*batch)` if a
+            batch is not a mapping.
+        steps: number of optimizer steps, fewer if there are fewer batches.
+        accumulation: micro-batches of a step.
         max_norm: clips the gradients of each step.
-        tolerance: relative difference that passes; None asks for equal bits where they are to be expected, and otherwise
-            for what the set-up makes to be expected.
-        seed: of the random numbers of each run, to which each rank's number is added.
+        tolerance: relative difference that passes. None requires equal bits if they are expected, and otherwise uses the
+            tolerance of the set-up.
+        seed: seed of the random numbers of each run; each rank's number is added.
 
     Returns:
-        The same report on all ranks; `passed` is the verdict, and it prints as a few sentences.
+        The same report on all ranks. `passed` is the verdict; `str` of the report is a few sentences.
 
     Raises:
-        ParityError: there are fewer batches than one step takes. ConfigError, ValueError: the engine does not train this model.
+        ParityError: there are fewer batches than one step needs. ConfigError, ValueError: the engine cannot train this model.
     """
     settings = _adding_in_float32(ZeroConfig.of(config), model)
     taken = list(islice(batches, steps * accumulation))
@@ -389,8 +389,8 @@ class _Trained:
     """A model to train: the callable, the context of its micro-batches, its clip, and its end.
 
     Attributes:
-        reduce: what is left to do behind the last backward of a step.
-        place: of this rank among those with batches of their own.
+        reduce: called after the last backward of a step.
+        place: index of this rank among the ranks with different batches.
     """
 
     entry: nn.Module
@@ -432,7 +432,7 @@ def _with_engine(model: nn.Module, made: torch.optim.Optimizer, config: ZeroConf
 
 
 def _adding_in_float32(config: ZeroConfig, model: nn.Module) -> ZeroConfig:
-    """NCCL adds 16-bit gradients in 16 bits, which would read as a fault of the engine; gloo adds them in float32."""
+    """Makes reductions use float32 on accelerators. NCCL adds 16-bit gradients in 16 bits, which would look like an error."""
     is_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if is_on_host or config.reduce_dtype != AUTO or config.comm.quantises:
         return config
@@ -453,7 +453,7 @@ def _record(
 
 @contextmanager
 def _to_train(model: nn.Module) -> Iterator[nn.Module]:
-    """Returns a copy of the model; a split model itself, whose values are restored afterwards."""
+    """Yields a copy of the model, or a split model itself, whose values are restored afterwards."""
     if not is_split(model):
         yield copy.deepcopy(model)
         return

@@ -17,7 +17,7 @@ from ..config.checks import SpeltError
 # ---- Files of a recorded run: losses by rank, gradients and parameters by step ----
 
 Tensors = Mapping[str, torch.Tensor | None]
-"""Parameter name → a whole tensor in host memory; None where there is no gradient."""
+"""Parameter name → whole tensor in host memory; None if there is no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class Facts:
     """The facts of a run that decide whether another run can have the same bits.
 
     Attributes:
-        config: the engine's settings; None for a run without it.
-        dtypes: of the trained parameters.
-        device: its type.
-        optimizer: its class.
-        order: names of the trained parameters, in the model's order.
+        config: the engine's settings; None for a run without the engine.
+        dtypes: dtypes of the trained parameters.
+        device: type of the device.
+        optimizer: class of the optimizer.
+        order: names of the trained parameters, in the order of the model.
     """
 
     world_size: int
@@ -41,10 +41,10 @@ class Facts:
 
 
 class Recording:
-    """Reads a `Recorder`'s files.
+    """Reads the files of a `Recorder`.
 
     Args:
-        every: ranks that compute a sequence together; their losses are those of the first.
+        every: number of ranks that compute a sequence together; the losses of the first one are read.
     """
 
     def __init__(self, folder: Path, *, every: int = 1):
@@ -70,7 +70,7 @@ class Recording:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that were recorded to their end."""
+        """Number of optimizer steps that were recorded completely."""
         return len(self.norms)
 
     def start(self) -> Tensors:
@@ -78,7 +78,7 @@ class Recording:
         return self._load("start")
 
     def gradients(self, step: int) -> Tensors:
-        """Returns the gradients that the optimizer got in a step."""
+        """Returns the gradients that the optimizer received in a step."""
         return self._load(f"gradients-{step}")
 
     def parameters(self, step: int) -> Tensors:
@@ -100,16 +100,16 @@ def write_trace(folder: Path, rank: int, trace: Mapping[str, list]) -> None:
     torch.save(dict(trace), folder / f"trace-{rank}.pt")
 
 
-# ---- Must a run with the engine have DDP's bits? If not, the allowed distance ----
+# ---- Whether a run with the engine must have DDP's bits, and otherwise the tolerance ----
 
 ROUNDING = 1e-3
-"""Sums in another order."""
+"""Tolerance for sums in a different order."""
 
 HALF_DIGITS = 5e-2
-"""Parameters or gradients in 16 bits."""
+"""Tolerance for parameters or gradients in 16 bits."""
 
 INEXACT = 0.25
-"""Settings that trade exactness for memory or traffic."""
+"""Tolerance for settings that trade exactness for memory or traffic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class Reason:
     """A reason why two runs need not have the same bits.
 
     Attributes:
-        tolerance: relative difference that is still as expected for this reason.
+        tolerance: relative difference that is expected for this reason.
     """
 
     text: str
@@ -128,7 +128,7 @@ class Reason:
 
 
 def reasons_of(stock: Recording, engine: Recording) -> list[Reason]:
-    """Lists the reasons for other bits than DDP's; none if the two runs must be bitwise equal."""
+    """Lists the reasons why bits may differ from DDP's; none if the two runs must be bitwise equal."""
     facts = engine.facts
     if facts is None or facts.config is None:
         return []
@@ -196,28 +196,28 @@ def _of_settings(facts: Facts, config: ZeroConfig) -> Iterator[Reason]:
             yield Reason(text=f"`{name}: {chosen}` is not exact", tolerance=INEXACT)
 
 
-# ---- Compares two recorded runs, step by step: how far they are apart, and where they first are ----
+# ---- Compares two recorded runs step by step: the size of differences, and the first difference ----
 
 _FLOOR = 1e-3
-"""Gradients are judged relative to the parameter's largest, but not below this part of the model's largest, or the tolerance's:
-what should be zero is rounding alone (the bias of attention's keys, say)."""
+"""Gradients are judged relative to the parameter's largest, but at least to this part of the model's largest, or the tolerance.
+Gradients that should be zero consist of rounding errors only (for example, of the bias of attention keys)."""
 
 
 class ParityError(SpeltError, RuntimeError):
-    """Two runs that cannot be compared."""
+    """Raised if two runs cannot be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A place in which two runs differ.
+    """A difference between two runs.
 
     Attributes:
-        step: the optimizer step, from 0; the first may have begun with other parameters.
-        kind: "start", "loss", "gradient", "norm" or "parameter", in the order in which they come in a step.
-        where: a parameter's name, or a rank and micro-batch.
+        step: number of the optimizer step, from 0. The first one may have started with different parameters.
+        kind: "start", "loss", "gradient", "norm" or "parameter", in the order of events in a step.
+        where: name of a parameter, or a rank and micro-batch.
         largest: magnitude of the largest difference.
-        relative: what is judged; the docs tell relative to what.
-        others: how many more of this kind are beyond the tolerance in this step.
+        relative: the relative difference, which is compared with the tolerance; the docs define its reference.
+        others: number of further differences of this kind beyond the tolerance in this step.
     """
 
     step: int
@@ -234,18 +234,18 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityReport:
-    """The result of comparing a run with the engine to the same run without.
+    """The result of comparing a run with the engine to the same run without the engine.
 
     Attributes:
-        steps: optimizer steps that were compared.
-        reasons: why bits may differ; none where they must not.
-        tolerance: relative difference that is as expected; 0 asks for equal bits.
-        equal: whether all bits are.
+        steps: number of compared optimizer steps.
+        reasons: why bits may differ; empty if they must not.
+        tolerance: relative difference that is expected; 0 requires equal bits.
+        equal: whether all bits are equal.
         passed: whether no difference is beyond the tolerance.
-        first: the first difference beyond the tolerance, or else the first of all; None where all bits are equal.
+        first: the first difference beyond the tolerance, otherwise the first difference; None if all bits are equal.
         loss, norm: the largest differences of a loss and of a gradient norm.
         gradients, parameters: by name, the largest differences of an element in any step.
-        repeats: whether the run without the engine has the same bits when it is run again; None where that was not tried.
+        repeats: whether a second run without the engine has the same bits; None if this was not tried.
     """
 
     world_size: int
@@ -274,7 +274,7 @@ class ParityReport:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The report as sentences, the verdict first."""
+        """Returns the report as sentences, the verdict first."""
         ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
         over = f"{self.steps} optimizer steps on {ranks}"
         if self.equal:
@@ -304,13 +304,13 @@ class ParityReport:
 
 
 def compare(stock: Recording, engine: Recording, tolerance: float | None = None) -> ParityReport:
-    """Compares a run without the engine to one with it.
+    """Compares a run without the engine to one with the engine.
 
     Args:
-        tolerance: relative difference that passes; None is what the set-up makes to be expected.
+        tolerance: relative difference that passes; None uses the tolerance that is expected for the set-up.
 
     Raises:
-        ParityError: they cannot be compared: no steps, other parameters, other numbers of steps or ranks.
+        ParityError: the runs cannot be compared: no steps, or different parameters or numbers of steps or ranks.
     """
     _refuse_unlike(stock, engine)
     reasons = reasons_of(stock, engine)
@@ -337,7 +337,7 @@ def compare(stock: Recording, engine: Recording, tolerance: float | None = None)
 
 
 def repeats(stock: Recording, again: Recording) -> bool:
-    """Whether a run without the engine had the same bits twice."""
+    """Whether two runs without the engine had the same bits."""
     alike = stock.facts is not None and stock.facts == again.facts and stock.steps == again.steps
     return alike and not any(_differences(stock, again, 0.0))
 
@@ -366,7 +366,7 @@ def _refuse_unlike(stock: Recording, engine: Recording) -> None:
 
 
 def _differences(stock: Recording, engine: Recording, allowed: float) -> Iterator[Difference]:
-    """Lists all differences in their order in time. Gradients are in the order of backward."""
+    """Yields all differences in the order of time. Gradients are in the order of backward."""
     order = list(stock.facts.order) if stock.facts is not None else []
     before = stock.start()
     yield from _of_tensors(0, "start", before, engine.start(), order, allowed)
@@ -404,16 +404,18 @@ def _of_tensors(
     allowed: float,
     before: Tensors | None = None,
 ) -> Iterator[Difference]:
-    """
+    """Compares tensors by name.
+
     Args:
-        allowed: the tolerance; 0 asks for equal bits.
-        before: the parameters before the step, to judge by how far the step went; None judges by the largest element.
+        allowed: the tolerance; 0 requires equal bits.
+        before: parameters before the step, to judge relative to the size of the step; None judges relative to the largest
+            element.
     """
     least = min(max(_FLOOR, allowed), 1.0) * max((_largest(t) for t in mine.values() if t is not None), default=0.0)
     for name in order:
         a, b = mine[name], theirs[name]
         if a is None or b is None:
-            # One has no gradient. With one of zeros, momentum and weight decay would still move the parameter.
+            # Only one run has a gradient. Even a gradient of zeros matters, because momentum and weight decay move the parameter.
             for there in (tensor for tensor in (a, b) if tensor is not None):
                 yield Difference(step=step, kind=kind, where=name, largest=_largest(there), relative=math.inf)
             continue
@@ -432,9 +434,9 @@ def _of_tensors(
 
 
 def _beyond_rounding(apart: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns differences of a parameter's elements beyond the rounding of 32 bits, which may be much of a small step.
+    """Returns differences of a parameter's elements beyond the rounding of 32 bits, which may be a large part of a small step.
 
-    With 16 bits, rounding may be all of a step, and nothing would be left to judge.
+    In 16 bits, rounding may be the whole step, and nothing would be left to judge.
     """
     if value.element_size() < 4:
         return apart
@@ -442,12 +444,12 @@ def _beyond_rounding(apart: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same values, NaN where the other has NaN."""
+    """Whether two tensors have the same values, with NaN equal to NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _unjudged(gradients: Tensors, allowed: float) -> set[str]:
-    """Parameters that may go anywhere: an adaptive optimizer makes full steps of a gradient that is rounding alone."""
+    """Returns parameters that are not judged: an adaptive optimizer makes full steps even from a gradient of rounding errors."""
     if not allowed:
         return set()
     if allowed >= INEXACT:
