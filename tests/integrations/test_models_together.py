@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from accelerate_job import make_accelerator
-from cells import slow
+from cells import short_rows, slow
 from shared_ranks import run_on_ranks
 from torch import nn
 from trainer_job import as_launched, history, make_trainer
@@ -20,6 +20,9 @@ from transformers import Trainer, TrainerCallback
 from hf_zero.integrations.accelerator import ZeroAcceleratorMixin
 
 pytestmark = pytest.mark.timeout(180)
+
+# The encoder's pooler is not used.
+UNUSED = DistributedDataParallelKwargs(find_unused_parameters=True)
 
 
 class Denoiser(nn.Module):
@@ -72,9 +75,8 @@ def trained(
 def _trained(rank, door, accumulation, clip, resume_in, steps, passed) -> tuple:
     losses, norms, guide_before = [], [], {}
     for resumes in (False, True) if resume_in is not None else (False,):
-        handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
         accelerator = make_accelerator(
-            door, gradient_accumulation_steps=accumulation, cpu=True, kwargs_handlers=handlers, **passed
+            door, gradient_accumulation_steps=accumulation, cpu=True, kwargs_handlers=[UNUSED], **passed
         )
         # The same on all ranks, as by a script's seed; on a run that resumes others, as a script does not save a head.
         torch.manual_seed(7 if resumes else 0)
@@ -249,3 +251,75 @@ def test_trainer_trains_the_head_of_a_loss_and_resumes_it(config, tmp_path):
 def test_a_head_with_a_master_is_resumed(config, tmp_path):
     for whole, resumed in run_on_ranks(trained_by_trainer, door=f"flag stage=2,{config}", folder=str(tmp_path)):
         assert whole == resumed
+
+
+def in_an_order(rank: int, world_size: int, door: str, order: str, folder: str) -> list[float]:
+    """Losses of two models that are prepared in some order, and saved."""
+    as_launched(rank, world_size)
+    accelerator = make_accelerator(door, cpu=True, kwargs_handlers=[UNUSED])
+    torch.manual_seed(0)
+    encoder, denoiser, teacher = bert().bert, Denoiser(), bert().bert.requires_grad_(False)
+    biases = (
+        [p for name, p in denoiser.named_parameters() if name.endswith("bias")] if order == "two optimizers" else []
+    )
+    held = {*biases}
+    both = [p for p in (*denoiser.parameters(), *encoder.parameters()) if p not in held]
+    both += list(teacher.parameters()) if order == "with a frozen model" else []
+    optimizers = [torch.optim.AdamW(both, lr=1e-2)] + ([torch.optim.SGD(biases, lr=0.1)] if biases else [])
+    if order == "apart, the optimizer first":
+        optimizers = [accelerator.prepare(each) for each in optimizers]
+        encoder, denoiser = accelerator.prepare(encoder), accelerator.prepare(denoiser)
+    elif order == "one model late":
+        denoiser, *optimizers = accelerator.prepare(denoiser, *optimizers)
+        encoder = accelerator.prepare(encoder)
+    else:
+        if order == "with a frozen model" and door != "ddp":
+            teacher = accelerator.prepare(teacher)
+        denoiser, encoder, *optimizers = accelerator.prepare(denoiser, encoder, *optimizers)
+    losses = []
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        ids = torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator)
+        with torch.no_grad():
+            wanted = teacher(ids).last_hidden_state[:, 0]
+        noise = torch.randn(4, 24, generator=generator)
+        loss = (denoiser(noise, encoder(ids).last_hidden_state[:, 0]) - wanted).square().mean()
+        accelerator.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    accelerator.save_model(denoiser, f"{folder}/denoiser")
+    saved = accelerator.get_state_dict(encoder)
+    accelerator.unwrap_model(encoder).save_pretrained(f"{folder}/encoder", state_dict=saved, is_main_process=rank == 0)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("order", "stage"),
+    [
+        ("one model late", 3),
+        ("two optimizers", 2),
+        *short_rows(
+            [
+                ("apart, the optimizer first", 2),
+                ("apart, the optimizer first", 3),
+                ("one model late", 2),
+                ("two optimizers", 3),
+                ("with a frozen model", 2),
+                ("with a frozen model", 3),
+            ],
+            [],
+        ),
+    ],
+)
+def test_models_are_prepared_in_any_order(order, stage, tmp_path):
+    runs = {
+        door: run_on_ranks(in_an_order, door=door, order=order, folder=str(tmp_path / door))
+        for door in ("ddp", f"attach {stage}")
+    }
+    files = [sorted(tmp_path.glob(f"{door}/*/model.safetensors")) for door in runs]
+    assert len(files[0]) == len(files[1]) == 2
+    for expected, seen in zip(*files):
+        assert expected.read_bytes() == seen.read_bytes(), seen
+    assert runs["ddp"] == runs[f"attach {stage}"]
