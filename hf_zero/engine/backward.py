@@ -354,6 +354,12 @@ class Gradients:
         if self.reducing and self._world_size > 1:
             self._finish_pass()
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether gradients wait for the step of an optimizer, reduced or not."""
+        rows = (slot.row for slot in self._slots if slot.bucket.key.optimizer >= 0)
+        return bool(self._held) or any(row is not None and row.tensor.grad is not None for row in rows)
+
     def drop(self) -> None:
         """Forgets all gradients, reduced or not."""
         for slot in self._slots:

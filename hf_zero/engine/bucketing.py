@@ -642,8 +642,11 @@ class BucketBuilder:
         """
         built: list[Bucket] = []
         of_units: dict[tuple[str, ...], list[Bucket]] = {}
+        # One answer for all parts: gradients of parameters and of separate rows cannot wait for a step in the same way.
+        are_parameters = self._rows_are_parameters(p for part in division.parts for _, p in part.parameters)
         for part in division.parts:
-            buckets = self._build_part(part, division.layouts_of(part, first_index=len(built)))
+            layouts = division.layouts_of(part, first_index=len(built))
+            buckets = self._build_part(part, layouts, are_parameters=are_parameters)
             built += buckets
             if part.sharded:
                 of_units.setdefault(part.modules, []).extend(buckets)
@@ -660,9 +663,8 @@ class BucketBuilder:
                 take_from_file(parameter, self.device)
         return built, of_units
 
-    def _build_part(self, part: Part, layouts: Sequence[BucketLayout]) -> list[Bucket]:
+    def _build_part(self, part: Part, layouts: Sequence[BucketLayout], *, are_parameters: bool) -> list[Bucket]:
         parameter_of = dict(part.parameters)
-        are_parameters = self._rows_are_parameters(parameter_of.values())
         buckets = []
         for layout in layouts:
             parameters = [parameter_of[slot.name] for slot in layout.slots]

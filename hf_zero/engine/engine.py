@@ -12,12 +12,12 @@ from torch import nn
 from ..buckets.bucket import rows_with_gradient
 from ..buckets.sharded import widen
 from ..comm.ledger import ErrorHook, Label
-from ..config import ConfigLike, ZeroConfig
+from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..hooks.weak import attach, detach
 from ..layout.intervals import Interval
-from ..optimizer.full_state import full_gradient, full_state, slot_of
+from ..optimizer.full_state import full_gradient, full_master, full_state, slot_of
 from ..optimizer.loss_scale import agree_on_overflows
-from ..optimizer.sharded_optimizer import RowStates, ShardedOptimizer
+from ..optimizer.sharded_optimizer import RowStates, ShardedOptimizer, whole_parameters
 from ..optimizer.state_rows import on_host, resize_whole, state_of
 from .assemble import Parts, assemble
 from .backward import never_asked
@@ -441,6 +441,54 @@ class ZeroEngine:
         with self._as_it_is_used():
             self._start(assemble(self.module, optimizers, self.config, device), optimizers)
 
+    def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """`optimizer.add_param_group` of an optimizer in training, as for layers that are unfrozen one after the other.
+
+        Collective, between a step and the next forward. The other parameters go on with their state. For its duration, the
+        model and its optimizers' state are whole on each rank, the state in host memory.
+
+        Args:
+            group: as for torch. Parameters of no model are trained as those that the optimizer had from the start.
+
+        Raises:
+            RuntimeError: gradients wait for a step. ValueError: the optimizer has a parameter already.
+        """
+        if SEQUENCE_ATTRIBUTE in self.model.__dict__ or self.state.is_split:
+            raise ConfigError(
+                "hf_zero: add_param_group in training needs sp_size and tp_size of 1. Add the group before accelerator.prepare."
+            )
+        if any(self.world.exchange(self._step.gradients.are_waiting, "add_param_group")):
+            raise RuntimeError(
+                "hf_zero: add_param_group was called while gradients wait for a step, and would drop them. Call it after "
+                "optimizer.step() and optimizer.zero_grad()."
+            )
+        given = group["params"]
+        added = set([given] if isinstance(given, torch.Tensor) else list(given))
+        group = group | {"params": [given] if isinstance(given, torch.Tensor) else list(given)}
+        if not added.isdisjoint(whole_parameters(optimizer)):
+            raise ValueError(
+                "hf_zero: add_param_group was given a parameter that the optimizer has already. Leave it out."
+            )
+        slots, optimizers = list(self._parts.slot_of.values()), [sharded.optimizer for sharded in self.optimizers]
+        states = {slot.parameter: on_host(self.full_state(slot.parameter)) for slot in slots}
+        masters = {slot.parameter: full_master(slot, self._parts.holder) for slot in slots}
+        watch = self.transport.watch
+        self.close()
+        optimizer.add_param_group(group)
+        for each in optimizers:
+            # Rows that are the parameters have kept their state.
+            each.state.update((p, states[p]) for p in whole_parameters(each) if states.get(p) and p not in each.state)
+        self.module = joined(self.models, optimizers, in_training=True)
+        self._start(assemble(self.module, optimizers, self.config, self.device), optimizers)
+        now = self.transport.watch
+        now.log.step, now.is_left_by_others = watch.log.step, watch.is_left_by_others
+        for parameter, row in self._parts.row_of.items():
+            master = masters.get(parameter)
+            if master is not None:
+                interval = row.layout.in_parameter
+                self._parts.holder.put_master(row, master.reshape(-1)[interval.start : interval.stop])
+        self._step.row_writes.follow(self.buckets)
+
     def close(self, *, rank0_only: bool = False) -> None:
         """Hands back an ordinary model and optimizer: hooks off, parameters in memory of their own, groups whole.
 
@@ -489,6 +537,8 @@ def _refuse_classes(models: Sequence[object], optimizers: object) -> None:
 # Optimizers that take turns on one model: the state of one that waits stays where it is, each rank's part on the rank.
 
 _KEPT = "_hf_zero_kept_state"
+SEQUENCE_ATTRIBUTE = "_hf_zero_sequence"
+"""Attribute of a model whose sequences are cut over ranks, by an extra that is built upon this file."""
 
 
 @dataclass(frozen=True)

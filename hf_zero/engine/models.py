@@ -51,8 +51,13 @@ class Models(nn.Module):
         return self.models[0].get_submodule(target)
 
 
-def joined(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
+def joined(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], *, in_training: bool = False
+) -> nn.Module:
     """Returns the module with all parameters that an engine of these models and optimizers trains: mostly the model itself.
+
+    Args:
+        in_training: the optimizers have trained the models before, so no parameter has been replaced.
 
     Raises:
         ValueError: an optimizer has parameters of no model although no optimizer has some of the models'. Those have most
@@ -67,7 +72,7 @@ def joined(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimiz
                 outside[f"{_OUTSIDE}{number}].group[{group_number}]"] = found
     trained = [p for parameters in outside.values() for p in parameters.values() if p.requires_grad]
     held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if trained and not all(p in held for p in of_models if p.requires_grad):
+    if trained and not in_training and not all(p in held for p in of_models if p.requires_grad):
         kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(
             f"hf_zero: {kinds} holds {len(trained)} parameters that are not in the model (first: shape {tuple(trained[0].shape)})"

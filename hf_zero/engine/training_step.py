@@ -291,6 +291,7 @@ class TrainingStep:
             holder=parts.holder,
             row_writes=self.row_writes,
             timeout_s=self._config.comm.meeting_timeout_s,
+            add_group=lambda group: cast(Any, self._engine).add_param_group(optimizer, group),
         )
         parts.holder.step_with(optimizer, mine, stepped=self._bucket_stepped, sends_early=lambda: self._sends_early)
         return sharded

@@ -59,6 +59,15 @@ def full_state(
     return nested_state(state)
 
 
+@torch.no_grad()
+def full_master(slot: ParameterSlot, holder: StateHolder) -> torch.Tensor | None:
+    """Gathers the master in the parameter's shape; None if it has no more digits than the parameter. Collective."""
+    if not slot.bucket.precision.rounds:
+        return None
+    with holder.fetched_master(slot.bucket):
+        return _gather(slot, None if slot.row is None else slot.row.of(slot.bucket.master))
+
+
 def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
     bucket = slot.bucket
     # Before the gather: a rank without a part of the parameter cannot know whether the others start one, nor of which dtype. With

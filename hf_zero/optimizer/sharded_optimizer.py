@@ -69,6 +69,7 @@ class ShardedOptimizer:
         holder: of the rows' state.
         row_writes: sends what a script's hooks on the end of the step write to rows.
         timeout_s: limit of a wait for other ranks in `optimizer.state[parameter]`.
+        add_group: called in place of `add_param_group`.
 
     Attributes:
         rows: of this optimizer, in its order.
@@ -87,6 +88,7 @@ class ShardedOptimizer:
         holder: StateHolder,
         row_writes: "RowWrites",
         timeout_s: float,
+        add_group: Callable[[dict[str, Any]], None],
     ):
         self.optimizer = optimizer
         self._identity = identity
@@ -141,6 +143,7 @@ class ShardedOptimizer:
         self._stock_zero_grad = optimizer.zero_grad
         changed: Any = optimizer
         changed.zero_grad = self._make_zero_grad()
+        changed.add_param_group = add_group
         # The optimizer keeps its side of the engine alive; the hooks above, copied with it, do not.
         changed._hf_zero_keeps = self
 
@@ -156,7 +159,8 @@ class ShardedOptimizer:
             strangers = [p for p in group["params"] if id(p) not in self._known]
             raise ValueError(
                 f"hf_zero: {len(strangers)} parameters were added to the optimizer after it was prepared (first: shape "
-                f"{tuple(strangers[0].shape)}). Add them before accelerator.prepare, or prepare model and optimizer anew."
+                f"{tuple(strangers[0].shape)}). Add them with optimizer.add_param_group, before accelerator.prepare or between "
+                "two steps."
             )
 
     @property
@@ -276,6 +280,7 @@ class ShardedOptimizer:
             self.optimizer.__dict__[_SCALES_ITSELF] = self._scales_itself
         changed: Any = self.optimizer
         del changed.zero_grad
+        del changed.add_param_group
         del changed._hf_zero_keeps
 
     def _look_up_whole(self, rows: Mapping[nn.Parameter, Row]) -> None:

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import ModelOutput
 
 from ..config import ConfigError
-from ..engine.engine import ZeroEngine
+from ..engine.engine import SEQUENCE_ATTRIBUTE, ZeroEngine
 from ..engine.split_model import DifferentBatchesError, differing
 from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
 from .exchange import SequenceRanks
@@ -168,9 +168,6 @@ class _Cut:
         return asked | whole
 
 
-_ATTRIBUTE = "_hf_zero_sequence"
-"""Attribute of a model that holds its seat."""
-
 _KERNEL = "_hf_zero_kernel"
 """Attribute of a function in transformers' registry: the kernel that computes a rank's heads."""
 
@@ -225,7 +222,7 @@ class SequenceSeat:
             model.register_forward_hook(behind, with_kwargs=True, always_call=True),
         ]
         # A reference, so that a copied model, which no engine trains, has no seat.
-        engine.model.__dict__[_ATTRIBUTE] = EngineReference(self, keeps=True)
+        engine.model.__dict__[SEQUENCE_ATTRIBUTE] = EngineReference(self, keeps=True)
 
     def leave(self, model: PreTrainedModel) -> None:
         """Removes the hooks, and restores the model's own kernel."""
@@ -426,7 +423,7 @@ def seat_sequence(engine: ZeroEngine, size: int) -> None:
 
 def seat_of(model: nn.Module) -> SequenceSeat | None:
     """Returns the seat of a model that an engine trains; None without one."""
-    reference = model.__dict__.get(_ATTRIBUTE)
+    reference = model.__dict__.get(SEQUENCE_ATTRIBUTE)
     return reference() if isinstance(reference, EngineReference) else None
 
 

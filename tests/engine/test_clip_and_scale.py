@@ -510,12 +510,13 @@ def test_parameters_that_an_optimizer_got_later_are_named_when_it_unscales():
     model, later = nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ZeroEngine(model, [optimizer], {"stage": 2})
-    optimizer.add_param_group({"params": list(later.parameters())})
+    optimizer.param_groups[0]["params"] += list(later.parameters())
     scaler = GradScaler("cpu", init_scale=2.0)
     loss = model(torch.ones(2)).sum() + later(torch.ones(2, dtype=torch.float16)).sum()
     scaler.scale(loss).backward()
     with pytest.raises(
-        ValueError, match=r"2 parameters were added to the optimizer after it was prepared.*prepare model and"
+        ValueError,
+        match=r"2 parameters were added to the optimizer after it was prepared.*Add them with optimizer.add_param_group",
     ):
         scaler.unscale_(optimizer)
 

@@ -17,6 +17,7 @@ from trainer_job import as_launched, history, make_trainer
 from training import LENGTH, VOCABULARY, bert
 from transformers import Trainer, TrainerCallback
 
+from hf_zero import ZeroEngine
 from hf_zero.integrations.accelerator import ZeroAcceleratorMixin
 
 pytestmark = pytest.mark.timeout(180)
@@ -323,3 +324,82 @@ def test_models_are_prepared_in_any_order(order, stage, tmp_path):
     for expected, seen in zip(*files):
         assert expected.read_bytes() == seen.read_bytes(), seen
     assert runs["ddp"] == runs[f"attach {stage}"]
+
+
+def unfrozen(rank: int, world_size: int, door: str, freezes: bool, settings: dict | None = None) -> tuple:
+    """Losses and weights of a model whose second block and head of a loss are added to the optimizer after two steps.
+
+    Args:
+        settings: of SGD, which has the block from the start, with a rate of 0; else AdamW gets it later.
+    """
+    as_launched(rank, world_size)
+    accelerator = make_accelerator(door, cpu=True, kwargs_handlers=[UNUSED])
+    torch.manual_seed(0)
+    model = Denoiser()
+    block = list(model.blocks[1].parameters())
+    rest = [p for p in model.parameters() if not any(p is each for each in block)]
+    for parameter in block if freezes else ():
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.AdamW(rest, lr=1e-2)
+    if settings is not None:
+        optimizer = torch.optim.SGD(
+            [{"params": rest}, *([{"params": block, "lr": 0.0}] if settings["early"] else [])], lr=0.1
+        )
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for step in range(5):
+        if step == 2 and settings is not None and settings["early"]:
+            optimizer.param_groups[1]["lr"] = 0.2
+        elif step == 2:
+            for parameter in block:
+                parameter.requires_grad_(True)
+            optimizer.add_param_group({"params": block, "lr": 0.2 if settings is not None else 3e-3})
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        noise, text = torch.randn(2, 4, 24, generator=generator).to(next(model.parameters()).dtype)
+        loss = model(noise, text).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        # A parameter that no optimizer has yet keeps its gradient otherwise.
+        model.zero_grad()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = accelerator.get_state_dict(model)
+    return losses, {name.removeprefix("module."): value.float().numpy() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "freezes"), short_rows([(1, True), (2, False), (2, True), (3, False), (3, True)], [(2, False), (3, True)])
+)
+def test_a_block_that_is_added_to_the_optimizer_in_training_is_trained_as_under_ddp(stage, freezes):
+    ddp = run_on_ranks(unfrozen, door="ddp", freezes=False)
+    zero = run_on_ranks(unfrozen, door=f"attach {stage}", freezes=freezes)
+    assert [losses for losses, _ in zero] == [losses for losses, _ in ddp]
+    assert zero[0][1].keys() == ddp[0][1].keys()
+    assert all(np.array_equal(zero[0][1][name], values) for name, values in ddp[0][1].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "config", ["stage=2,param_dtype=bfloat16", "stage=3,param_dtype=bfloat16,offload.optimizer=cpu"]
+)
+def test_masters_go_on_when_a_block_is_added(config, world_size):
+    runs = [
+        run_on_ranks(unfrozen, world_size, door=f"plugin {config}", freezes=False, settings={"early": early})
+        for early in (True, False)
+    ]
+    assert [losses for losses, _ in runs[0]] == [losses for losses, _ in runs[1]]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_one_rank_trains_a_model_and_a_head_of_another_dtype(dtypes):
+    # One has masters and the other has none.
+    torch.manual_seed(0)
+    model, head = (nn.Linear(4, 4, dtype=dtype) for dtype in dtypes)
+    before = [p.detach().clone() for p in (*model.parameters(), *head.parameters())]
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.5)
+    ZeroEngine(model, optimizer, 2)
+    hidden = model(torch.ones(2, 4, dtype=dtypes[0]))
+    head(hidden.to(dtypes[1])).sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(p, old) for p, old in zip((*model.parameters(), *head.parameters()), before))
