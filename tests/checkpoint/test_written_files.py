@@ -50,12 +50,11 @@ WRITES = {
     ("offload/files.py", "_remove_if_dead", "os.open"): LOCK,
     ("offload/files.py", "mapped", "torch.from_file"): GIVEN,
     # Pushes and pictures.
-    ("hub/push.py", "_draw", "figure.savefig"): GIVEN,
     ("hub/push.py", "_place", "os.link"): OWN_FOLDER,
     ("hub/push.py", "_place", "shutil.copy2"): OWN_FOLDER,
-    ("planner/planner.py", "draw", "figure.savefig"): GIVEN,
+    ("integrations/drawing.py", "write_png", "figure.savefig"): GIVEN,
     # Runs, and comparisons of runs.
-    ("cli/app.py", "migrate", "write.open"): NEW,
+    ("cli/migrate.py", "migrate", "write.open"): NEW,
     ("comm/ledger.py", "write_error_file", "json.dump"): GIVEN,
     ("comm/ledger.py", "write_error_file", "open"): NEW,
     ("diagnose/links.py", "_run", "open"): OWN_FOLDER,
