@@ -43,6 +43,9 @@ import training  # noqa: E402, F401
 
 from hf_zero.extras import EXTRAS, is_installed  # noqa: E402
 
+# pytest-xdist sets the width of a terminal. Tables are tested at the width that they have without one.
+os.environ.pop("COLUMNS", None)
+
 # An extra is tested in the folder of its name, or where a test is marked with it.
 collect_ignore = [room for room in EXTRAS if not is_installed(room)]
 
