@@ -17,9 +17,16 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from launching import CONFIGS, CPU2, ROOT, SECONDS, launch, launch_command, launch_forked, own_environment
 from recipes import RESULTS_NAME
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 
 from hf_zero import ZeroConfig
 
+# transformers 5.23 renamed the argument.
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
+)
 ACCELERATE_CONFIGS = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 ZERO_CONFIGS = sorted(CONFIGS.glob("*.yaml"))
 KEYS = {
@@ -230,7 +237,7 @@ def test_zero3_nvme_as_it_comes_names_the_folder_that_is_not_there(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("checkpointing", [(), ("--gradient_checkpointing", "true")], ids=["", "checkpointing"])
+@pytest.mark.parametrize("checkpointing", [(), (f"--{CHECKPOINTING}", "true")], ids=["", "checkpointing"])
 def test_a_run_by_one_gpu_7b_is_that_of_bfloat16_on_the_device(checkpointing, run):
     """As its first lines say that it is launched."""
     launched = {"config": CONFIGS / "accelerate" / "one_gpu.yaml", "flags": ("--mixed_precision", "no")}
