@@ -347,7 +347,7 @@ WORKERS = """
 import os, signal, sys, torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
-from hf_zero.hooks import WeakHook
+from hf_zero.hooks.weak import WeakHook
 from hf_zero.integrations.signals import StopSignals, follow_loader
 signals = StopSignals()
 signals.install()
