@@ -8,10 +8,7 @@ FOLDER = ROOT.parent / "shared" / "faults"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 OPEN = {
-    "flip_of_an_owner": "a flip that torch counts as a script's write to optimizer state is taken for an edit",
-    "scale_agreement": "each rank sends every other rank a message at the end of a backward",
-    "scale_end": "each waiting rank asks the store about every other rank",
-    "scale_groups": "each rank makes every group",
+    "scale_end": "the script counts a function that asks about one rank, which waiting ranks no longer call for every rank",
     "scale_manifest": "a manifest lists each rank's part of each parameter",
 }
 """Scripts whose fault still shows, and the reason."""
