@@ -132,6 +132,7 @@ class GradientStore(ABC):
     Attributes:
         start_passed_over: given a bucket that wants a buffer, starts one that stands before it and is passed over.
             Returns whether it has.
+        may_wait: whether backward may wait for a reduction to get its buffer. If not, the pool grows.
     """
 
     def __init__(self, reduction: Reduction, landing: Landing):
@@ -146,6 +147,7 @@ class GradientStore(ABC):
         # Whose reduction is the second in its pass.
         self._again: set[Bucket] = set()
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
+        self.may_wait: Callable[[], bool] = lambda: True
 
     @abstractmethod
     def held_bytes(self) -> dict[str, int]:
@@ -699,6 +701,8 @@ class ShardedGradients(GradientStore):
             self.start_passed_over(bucket)
         # Backward waits here for the oldest reduction: the limit on buffers is the limit on gradient memory.
         while self._pool.exhausted_for(bucket, beside) and (self._in_flight or self.start_passed_over(bucket)):
+            if not self.may_wait():
+                break
             if self._in_flight:
                 self.finish(self._in_flight[0])
         lent = self._lent[bucket] = self._pool.take(bucket, beside)

@@ -579,6 +579,10 @@ class Unsharding:
         with torch.set_grad_enabled(self._backward_follows):
             self._start(unit, self._wire.forward)
 
+    def ranks_are_together(self) -> bool:
+        """Whether all ranks have run the same layers so far."""
+        return not self._order.is_apart
+
     def _before_wait(self, numbers: list[int], begun: bool) -> None:
         done = [*self._done_with, *(self.units[number] for number in numbers)]
         if begun:
