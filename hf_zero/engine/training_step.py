@@ -480,7 +480,15 @@ class TrainingStep:
             parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.parameter_places.frozen, flats))
 
     def _buffers_of(self, entry: nn.Module) -> ModelBuffers | None:
-        return self._parts.model_buffers.get(self._entries[entry])
+        of_models = self._parts.model_buffers
+        if not of_models:
+            return None
+        model = self._entries.get(entry)
+        if model is None:
+            # accelerate's compilation by regions calls a copy of the module, which has the same parameters.
+            first = next(entry.parameters())
+            model = next(each for each in self._entries.values() if any(p is first for p in each.parameters()))
+        return of_models.get(model)
 
     @property
     def _is_compiled(self) -> bool:
