@@ -568,8 +568,14 @@ class Gradients:
         filling = self._filling_of.get(bucket)
         return filling is not None and filling.has_begun
 
-    def start_early(self, buckets: Iterable[Bucket]) -> None:
-        """Starts buckets that get no gradients any more, full or not, and all buckets before them."""
+    def start_early(self, buckets: Iterable[Bucket], ranks_differ: bool) -> None:
+        """Starts buckets that get no gradients any more, full or not, and all buckets before them.
+
+        Args:
+            ranks_differ: ranks have run different layers. A rank that waited for its oldest reduction then could wait for a rank
+                that has not started it, and that waits for this rank in the agreement on the next layer.
+        """
+        self.store.may_wait = not ranks_differ
         places = [self._filling_of[bucket].place for bucket in buckets if bucket in self._filling_of]
         if not (self.reducing and places):
             return

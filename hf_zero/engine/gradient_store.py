@@ -147,7 +147,7 @@ class GradientStore(ABC):
         # Whose reduction is the second in its pass.
         self._again: set[Bucket] = set()
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
-        self.may_wait: Callable[[], bool] = lambda: True
+        self.may_wait = True
 
     @abstractmethod
     def held_bytes(self) -> dict[str, int]:
@@ -701,7 +701,7 @@ class ShardedGradients(GradientStore):
             self.start_passed_over(bucket)
         # Backward waits here for the oldest reduction: the limit on buffers is the limit on gradient memory.
         while self._pool.exhausted_for(bucket, beside) and (self._in_flight or self.start_passed_over(bucket)):
-            if not self.may_wait():
+            if not self.may_wait:
                 break
             if self._in_flight:
                 self.finish(self._in_flight[0])

@@ -309,7 +309,7 @@ class Unsharding:
         self._prefetch = prefetch
         self.reshards_after_forward = reshard_after_forward
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
-        self.start_reductions: Callable[[list[Bucket]], None] = lambda buckets: None
+        self.start_reductions: Callable[[list[Bucket], bool], None] = lambda buckets, ranks_differ: None
         self.has_gradients: Callable[[Bucket], bool] = lambda bucket: False
         self._order = AgreedOrder(
             [unit.buckets[0].label("").holds if unit.buckets else unit.name for unit in self.units],
@@ -579,16 +579,12 @@ class Unsharding:
         with torch.set_grad_enabled(self._backward_follows):
             self._start(unit, self._wire.forward)
 
-    def ranks_are_together(self) -> bool:
-        """Whether all ranks have run the same layers so far."""
-        return not self._order.is_apart
-
     def _before_wait(self, numbers: list[int], begun: bool) -> None:
         done = [*self._done_with, *(self.units[number] for number in numbers)]
         if begun:
             # Of others the gradients come later: those of two forwards are added up first, as under DDP.
             done = [unit for unit in done if any(map(self.has_gradients, unit.buckets))]
-        self.start_reductions([bucket for unit in done for bucket in unit.buckets])
+        self.start_reductions([bucket for unit in done for bucket in unit.buckets], self._order.is_apart)
 
     def _take_part(self, number: int) -> None:
         """Takes part in a gather that other ranks may need, and leaves the unit as it is on this rank."""

@@ -31,7 +31,6 @@ from .buffers import ModelBuffers
 from .compiled import compiled_frames, is_compiled
 from .gradient_store import GradientStore, Landing, choose_store
 from .models import models_in
-from .schedule import Unsharding
 
 # ---- Edits of parameters that their masters would not follow, because autograd does not count them ----
 
@@ -255,9 +254,6 @@ class TrainingStep:
         if self._gathers_layers:
             parts.sharded.schedule.start_reductions = WeakMethod(self.gradients, Gradients.start_early)
             parts.sharded.schedule.has_gradients = WeakMethod(self.gradients, Gradients.has_begun)
-            # A rank that waits for its oldest reduction may wait for a rank that has not started it, and that waits for this rank
-            # in the agreement on the next layer.
-            self.store.may_wait = WeakMethod(parts.sharded.schedule, Unsharding.ranks_are_together)
         # The parameters that a clip was asked for last, and the answer of `_rows_of`.
         self._asked: list[nn.Parameter] = []
         self._found: tuple[list[Row], bool] = [], not parts.slot_of
