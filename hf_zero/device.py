@@ -450,7 +450,7 @@ class ResizedReservation(Reservation):
 
 
 def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice, *, apart: bool = False) -> Reservation:
-    """Allocates a flat tensor of `numel` elements of which only the elements `kept` are permanent.
+    """Allocates a flat tensor of `numel` elements whose elements outside `kept` can be released.
 
     Views must be made before the first `release`, because torch cannot make views of a storage without memory.
 

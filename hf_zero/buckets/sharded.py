@@ -300,7 +300,7 @@ def clip_later(rows: Sequence[nn.Parameter], coefficient: Coefficient) -> None:
     clipped = list(map(torch.Tensor.as_subclass, map(torch.Tensor.detach, gradients), repeat(ClippedGradient)))
     set_all(clipped, "coefficient", repeat(coefficient))
     set_all(clipped, "behind", gradients)
-    # Weak: the row holds this gradient, and a cycle would keep the memory after the step until Python's collector runs.
+    # A weak reference, because the row refers to this gradient: a cycle would keep its memory until Python collects garbage.
     set_all(clipped, "_row", map(weakref.ref, rows))
     set_all(rows, "grad", clipped)
 

@@ -78,8 +78,8 @@ def _break(backend: Any, group: dist.ProcessGroup) -> None:
 # have told of themselves is still in it. All ranks tell it once their process group is there, so what was told before this
 # process began is of a predecessor.
 #
-# [Note: the end of a run] Ranks that have finished wait for the others, and with thousands of ranks none of them can ask about
-# each other rank. The store counts the processes that have left or ended. A process adds itself when it leaves. One that has
+# [Note: the end of a run] Finished ranks wait for the others. With thousands of ranks, a finished rank cannot ask about each of
+# the others, so the store counts the processes that have left or ended. A process adds itself when it leaves. One that has
 # ended without a word is added by the ranks of its host, which are listed in the store. The name of rank 0's process is part of
 # the counter's name, because a restarted run may have its predecessor's store.
 

@@ -284,7 +284,7 @@ class Watchdog(Watch):
     def _missed_by(self, store: Keys) -> tuple[bool, list[tuple], int]:
         """Whether a rank waits in a collective that this one has not begun; the waits in calls of the script; and which look."""
         mine, turn = self._in(store), int(time.time() / _LOOK_S)
-        # One of the ranks that have finished asks the others, and all read what it has found.
+        # One finished rank asks the others, and all finished ranks read its answer from the store.
         if mine.add(f"look {turn}", 1) == 1:
             begun: Counter[str] = Counter()
             calls = []

@@ -641,7 +641,7 @@ class Gradients:
         """
         fillings = self._fillings
         if lost is not None and self._world_size == 1:
-            # What no gradient has come to stays as it is, and takes no memory, of which there may be none left.
+            # Buckets without gradients allocate nothing: the failure may have been that there is no memory left.
             fillings = [each for each in fillings if each.has_begun or not self._held.isdisjoint(each.bucket.slots)]
             for filling in fillings:
                 if filling.place >= self._next:

@@ -147,7 +147,7 @@ _WITHOUT_TERMINAL = 100
 
 def render(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a plain-text table that is no wider than the terminal; long cells go on in the next line of their column."""
-    # Here: most ranks print no table, and rich is a fifth of what hf_zero's import takes.
+    # Imported here because most ranks print no table, and rich takes a fifth of the time of `import hf_zero`.
     from rich.console import Console
     from rich.table import Table
 

@@ -561,7 +561,7 @@ class TrainingStep:
             bucket.allow_norms()
         nonfinite = self._parts.nonfinite
         self._enter(TrainingState.STEP)
-        # First: a pass that is ended here gathers the parameters of before the step.
+        # Before the step changes parameters: a failed pass that ends here gathers them with their old values.
         self.gradients.recover()
         # Before anything else of the step: gathers still read the shards that the optimizer writes.
         self._end_reads()

@@ -646,7 +646,7 @@ def in_lists(rank: int, world_size: int, folder: str, saves: bool) -> None:
         assert checkpoint_faults(Path(folder), ZERO_FOLDER) == []
     else:
         with engine.gathered(writeback=True):
-            model.load_state_dict(torch.load(f"{folder}/weights.pt"))
+            model.load_state_dict(torch.load(f"{folder}/weights.pt", weights_only=True))
         load_engine(engine, Path(folder) / ZERO_FOLDER)
     train(1)
     states = {name: engine.full_state(parameter) for name, parameter in model.named_parameters()}
@@ -657,7 +657,7 @@ def in_lists(rank: int, world_size: int, folder: str, saves: bool) -> None:
         if rank == 0:
             torch.save((states, weights), f"{folder}/expected.pt")
         return
-    expected, its_weights = torch.load(f"{folder}/expected.pt", weights_only=False)
+    expected, its_weights = torch.load(f"{folder}/expected.pt", weights_only=True)
     torch.testing.assert_close(weights, its_weights, rtol=1e-6, atol=0)
     for name, state in expected.items():
         assert states[name].keys() == state.keys()
