@@ -559,7 +559,7 @@ class Gradients:
         if self._next == before:
             self._next += 1
             self._passed_over.add(passed_over)
-            self.store.start(passed_over)
+            self.store.start_unfilled(passed_over)
         self.start_full(up_to=place)
         return True
 
@@ -652,6 +652,8 @@ class Gradients:
         while self._next < len(self._buckets):
             self.store.start(self._buckets[self._next])
             self._next += 1
+        if self._passed_over:
+            self._take_what_waits()
         # Started before the wait: the small message travels while this rank waits for the large ones.
         agreement = self._start_agreement(self.stop_asked() if lost is None or self._world_size == 1 else _LOST)
         self.store.finish_all()
@@ -676,6 +678,14 @@ class Gradients:
         self._begin_pass()
         if self.stop_agreed == _LOST:
             self._judge_loss(lost)
+
+    def _take_what_waits(self) -> None:
+        """Takes sums of `no_sync` micro-batches that `start_unfilled` left in `p.grad` and to which this pass added nothing."""
+        # Emptied first: the sums are late by design, so they do not show that gradients come in another order than the buckets.
+        passed_over, self._passed_over = self._passed_over, set()
+        for slot in (slot for bucket in passed_over for slot in bucket.slots):
+            if not slot.used and _is_unreduced(slot.parameter.grad):
+                self._take(slot, has_graph=None, is_readable=True)
 
     def _judge_loss(self, lost: bool | None) -> None:
         """Raises on all ranks if the backward of one has failed, unless all have failed before the first gradient.

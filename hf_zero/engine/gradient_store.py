@@ -291,6 +291,13 @@ class GradientStore(ABC):
         """Starts the bucket's reduction. Slots to which nothing came take part with zeros."""
         self._start(bucket)
 
+    def start_unfilled(self, bucket: Bucket) -> None:
+        """Starts the bucket's reduction while autograd may still add to sums that `no_sync` micro-batches left in `p.grad`.
+
+        These sums stay there. Reduced now, they would be rounded without the gradients that autograd adds to them later.
+        """
+        self._start(bucket)
+
     def _start(self, bucket: Bucket) -> None:
         flat = self._buffer(bucket)
         if not self._is_put_whole(bucket):
@@ -663,6 +670,16 @@ class ShardedGradients(GradientStore):
                     slot.used = True
                     self.put(slot, gradient)
         super().start(bucket)
+
+    def start_unfilled(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if not slot.arrived:
+                gradient = slot.parameter.grad
+                slot.continues = isinstance(gradient, ShardedGradient) and not gradient.is_spent
+                if bucket in self._accumulated and gradient is not None and not isinstance(gradient, ShardedGradient):
+                    # The sum may lie in the buffer, where the reduction needs zeros.
+                    slot.parameter.grad = gradient.clone()
+        super().start_unfilled(bucket)
 
     def finish_all(self) -> None:
         super().finish_all()

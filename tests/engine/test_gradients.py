@@ -4,6 +4,8 @@ import contextlib
 import copy
 import pickle
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from unittest import mock
@@ -154,6 +156,64 @@ def test_no_sync_after_a_reduced_backward_and_nested(rank, world_size, settings)
             model(**batch(rank, 3)).loss.backward()
     model(**batch(rank, 4)).loss.backward()
     check(engine, model, whole_gradients(world_size, 1, 2, 3, 4))
+
+
+class LastFirst(nn.Module):
+    """The bucket that should be full first has `shift`, which the forward adds first: its gradient comes last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(5))
+        self.shift = nn.ParameterList([torch.randn(64)])
+
+    def loss_of(self, rank: int, number: int, layers: Sequence[int], shifting: Sequence[int]) -> torch.Tensor:
+        """The loss of a rank's micro-batch, which uses some layers, and `shift` on some ranks."""
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(10 * number + rank))
+        x = x + self.shift[0] if rank in shifting else x
+        for layer in layers:
+            x = self.layers[layer](x)
+        return x.square().mean()
+
+    def forward(self, *arguments) -> torch.Tensor:
+        return self.loss_of(*arguments)
+
+
+EVERY, NONE, BOTH = range(5), (), (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "passes"),
+    [
+        (2, [(EVERY, BOTH), (EVERY, BOTH)]),
+        (2, [(EVERY, BOTH), (EVERY, NONE)]),
+        (2, [(EVERY, (1,)), (EVERY, (0,))]),
+        # Stage 1 keeps only the buffer of the bucket with `shift`, so the other buckets share the pool.
+        (1, [([4], BOTH), (EVERY, BOTH)]),
+        (1, [([4], BOTH), (EVERY, NONE)]),
+    ],
+    ids=["late", "not used again", "on either rank", "late in a lasting buffer", "not used again in a lasting buffer"],
+)
+@on_shared_ranks
+def test_a_sum_of_micro_batches_has_ddps_bits_although_its_bucket_starts_before_the_sum_is_complete(
+    rank, world_size, stage, passes
+):
+    model, _, engine = built(stage, LastFirst, grad_accumulation="local")
+    torch.manual_seed(0)
+    expected = LastFirst()
+    sums = {name: torch.zeros_like(p) for name, p in expected.named_parameters()}
+    for each in range(world_size):
+        expected.zero_grad()
+        for number, micro_batch in enumerate(passes):
+            expected.loss_of(each, number, *micro_batch).backward()
+        for name, p in expected.named_parameters():
+            sums[name] += 0 if p.grad is None else p.grad / world_size
+    for number, micro_batch in enumerate(passes):
+        with contextlib.nullcontext() if number else engine.no_sync():
+            model(rank, number, *micro_batch).backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(engine.full_grad(p), sums[name]), name
+    entries = engine.transport.watch.log.entries
+    assert 2 in Counter(entry[LABEL] for entry in entries if "gradients" in entry[LABEL].kind).values()
 
 
 def never_reduced(rank: int, world_size: int, settings: dict) -> str:
