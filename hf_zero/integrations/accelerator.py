@@ -66,6 +66,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     Attributes:
         zero_config: what engines are built with.
+        zero_plugin: the plugin that installed these methods.
         zero_cast_owner: who casts, in words.
         zero_engines: one for each model, or for models that share an optimizer, in the order built.
         zero_run: of a script that `hf_zero.run` runs.
@@ -74,6 +75,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     """
 
     zero_config: ZeroConfig
+    zero_plugin: Any
     zero_cast_owner: str
     zero_engines: list[ZeroEngine]
     zero_run: RunRecord | None = None

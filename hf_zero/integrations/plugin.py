@@ -249,6 +249,7 @@ class ZeroPlugin(ParallelismConfig):
             mix_in(accelerator, ZeroAcceleratorMixin)
             # Once for each Accelerator: every further exit handler would wait for the other ranks again.
             end_cleanly(accelerator)
+        accelerator.zero_plugin = self
         accelerator.zero_config = self.config
         accelerator.zero_cast_owner = cast_owner
         accelerator.zero_engines = []

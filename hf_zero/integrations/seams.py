@@ -386,6 +386,13 @@ SEAMS = (
     ),
     Seam(
         owner="transformers:Trainer",
+        names=("_report_to_hp_search",),
+        where=("integrations/trainer",),
+        why="Only rank 0 has Optuna's study. Stock Trainer prunes a trial on rank 0, and the other ranks wait for it.",
+        test="test_trainer.py::test_a_search_trains_the_trials_of_ddp_in_one_launch",
+    ),
+    Seam(
+        owner="transformers:Trainer",
         names=("_maybe_log_save_evaluate", "_evaluate"),
         where=("integrations/trainer",),
         why="A run that a signal ends leaves an evaluation that is due, or under way, for the run that goes on.",

@@ -322,9 +322,10 @@ class TrainerStop(StopSignals):
         saved_step: of the last save.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Any, trial: Any = None):
         super().__init__()
         self._trainer = trainer
+        self._trial = trial
         self.saved_step = -1
         self._is_behind_step = self._is_put_off = self._evaluates = False
         self._left_for = 0
@@ -376,9 +377,9 @@ class TrainerStop(StopSignals):
     def _save(self, engine: ZeroEngine) -> Path:
         trainer = self._trainer
         step = trainer.state.global_step
-        folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{step}"
+        folder = Path(trainer._get_output_dir(trial=self._trial)) / f"checkpoint-{step}"
         if self.saved_step != step:
-            trainer._save_checkpoint(trainer.model, trial=None)
+            trainer._save_checkpoint(trainer.model, trial=self._trial)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         # The save may go on in a thread behind training, and this process is about to end.
         if trainer._checkpoint_saver is not None:
@@ -418,7 +419,7 @@ class TrainerStop(StopSignals):
                 raise _EvaluationLeft
 
 
-def begin_in_trainer(trainer: Any) -> TrainerStop | None:
+def begin_in_trainer(trainer: Any, trial: Any = None) -> TrainerStop | None:
     """Follows signals in a Trainer's run where `enable_jit_checkpoint` or `checkpoint.on_signal` asks for that.
 
     Trainer's own callback goes: each rank would save when its own signal has come.
@@ -434,7 +435,7 @@ def begin_in_trainer(trainer: Any) -> TrainerStop | None:
             f"hf_zero config: `checkpoint.on_signal` is the folder {asked}, and Trainer saves in output_dir. Set "
             "`checkpoint.on_signal: auto`."
         )
-    stop = TrainerStop(trainer)
+    stop = TrainerStop(trainer, trial)
     if trainer.args.enable_jit_checkpoint:
         from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 

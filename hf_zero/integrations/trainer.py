@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainingArguments, logging
+from transformers.hyperparameter_search import default_hp_search_backend
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import HPSearchBackend, IntervalStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint.files import CheckpointError, in_one_line
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import is_foreign
+from ..comm.all_or_none import exchange_between_ranks
 from ..comm.groups import set_limit
 from ..comm.ledger import naming_lost_ranks
 from ..engine.engine import ZeroEngine
@@ -32,6 +34,7 @@ from ..extras import extra
 from ..hooks.guards import mix_in
 from ..hooks.replaced import replaced
 from ..hooks.weak import engine_attached_to
+from .accelerator import ZeroAcceleratorMixin
 from .accelerator_parts import refuse_other_arguments
 from .gathered import gathered
 from .init import init, load_weights_into
@@ -92,6 +95,9 @@ def _train_on_one_gpu(trainer: Trainer) -> None:
     trainer._train_batch_size = args.train_batch_size
 
 
+_NO_TRIAL = "no trial"
+"""Sent in place of a trial when a search has ended before its last trial."""
+
 _OF_THIS_PROCESS = ("_checkpoint_saver", "_rescue", "_stop")
 """Attributes of a Trainer that hold its engine or its files."""
 
@@ -108,6 +114,8 @@ class ZeroTrainerMixin(_TrainerBase):
     _stop: TrainerStop | None = None
     _owes_evaluation = False
     _ignored_keys: list[str] | None = None
+    _trials = 0
+    _caught_in_trials: tuple[type[BaseException], ...] = ()
     _seals: list[Callable[[], None]] | None = None
     """Within `_save_checkpoint`: seal checkpoints that a subclass writes without Trainer's method, when these are complete."""
 
@@ -118,13 +126,14 @@ class ZeroTrainerMixin(_TrainerBase):
         return {name: value for name, value in state.items() if name not in _OF_THIS_PROCESS}
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
-        if trial is not None:
-            self.hyperparameter_search()
+        if trial is not None and self._between_trials(trial):
+            return None
         if isinstance(resume_from_checkpoint, str):
             # A command line has no booleans: `--resume_from_checkpoint True`.
             said = {"true": True, "false": False}.get(resume_from_checkpoint.lower())
             resume_from_checkpoint = resume_from_checkpoint if said is None else said
-        goes_on = self.accelerator.zero_config.checkpoint.resume == "auto"
+        # A trial of a search starts afresh: checkpoints in output_dir have other hyperparameters.
+        goes_on = self.accelerator.zero_config.checkpoint.resume == "auto" and trial is None
         with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
             checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
             # Before Trainer prepares the model: a resumed run needs no forecast, and its weights are read from the
@@ -139,10 +148,17 @@ class ZeroTrainerMixin(_TrainerBase):
                 "ignore_keys_for_eval": ignore_keys_for_eval,
             }
             # A subclass's own `train` need not know all of them.
-            return self._train({name: value for name, value in asked.items() if value is not None} | kwargs)
+            asked = {name: value for name, value in asked.items() if value is not None} | kwargs
+            if trial is None or self.is_world_process_zero():
+                return self._train(asked)
+            try:
+                return self._train(asked)
+            except self._caught_in_trials:
+                # Optuna catches the same exception on rank 0. Trainer would evaluate a trial without an objective.
+                self.objective = 0.0
 
     def _train(self, asked: dict[str, Any]):
-        if self.is_world_process_zero():
+        if self.is_world_process_zero() and self.model is not None:
             _warn_of_scaled_loss(self)
             _warn_of_early_outer_steps(self)
         refuse_other_arguments(self)
@@ -155,7 +171,7 @@ class ZeroTrainerMixin(_TrainerBase):
             self._step_figures = StepFigures()
             self.add_callback(self._step_figures)
         # Before Trainer prepares the model: the engine is told of this stop as it is built.
-        self._stop = self.accelerator.zero_stop = begin_in_trainer(self)
+        self._stop = self.accelerator.zero_stop = begin_in_trainer(self, asked.get("trial"))
         try:
             with told_to_trackers(self), naming_lost_ranks(self.accelerator):
                 outcome = super().train(**asked)
@@ -279,11 +295,82 @@ class ZeroTrainerMixin(_TrainerBase):
         _gather_to_sync(callback)
         super().add_callback(callback)
 
-    def hyperparameter_search(self, *args, **kwargs):
-        raise NotImplementedError(
-            "hf_zero: hyperparameter_search makes a new Accelerator and model each trial inside one process, which the engine "
-            "does not follow. Run one process group a trial instead: one `accelerate launch` each with its own arguments."
+    def hyperparameter_search(
+        self,
+        hp_space=None,
+        compute_objective=None,
+        n_trials: int = 20,
+        direction="minimize",
+        backend=None,
+        hp_name=None,
+        **kwargs,
+    ):
+        backend = HPSearchBackend(default_hp_search_backend() if backend is None else backend)
+        if backend is not HPSearchBackend.OPTUNA:
+            raise NotImplementedError(
+                f"hf_zero: hyperparameter_search with backend={backend.value!r} is not built yet. Install Optuna and pass "
+                "backend='optuna', or start one launch for each trial."
+            )
+        from optuna import TrialPruned
+
+        caught = kwargs.get("catch", ())
+        self._caught_in_trials = (TrialPruned, *([caught] if isinstance(caught, type) else caught))
+        self._trials = 0
+        best = super().hyperparameter_search(
+            hp_space, compute_objective, n_trials, direction, backend, hp_name, **kwargs
         )
+        self._release_trial()
+        if self.is_world_process_zero() and self.args.world_size > 1:
+            # A study may end early (`timeout`, `study.stop()`). The other ranks still wait for each of the n_trials.
+            for _ in range(n_trials - self._trials):
+                dist.broadcast_object_list([_NO_TRIAL], src=0)
+        return best
+
+    def _between_trials(self, trial: Any) -> bool:
+        """Frees the former trial of a search. Returns whether the search has ended early and this trial is none."""
+        if trial == _NO_TRIAL:
+            self.objective = 0.0
+            return True
+        if self._trials:
+            self._release_trial()
+        self._trials += 1
+        return False
+
+    def _release_trial(self) -> None:
+        """Drops each reference to the engine, model and optimizer of the last trial, so that their memory is free."""
+        if self._checkpoint_saver is not None:
+            self._checkpoint_saver.finish()
+        self._checkpoint_saver = self._rescue = None
+        for holder, names in (
+            (self, ("model", "model_wrapped", "optimizer", "lr_scheduler")),
+            (self.callback_handler, ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")),
+        ):
+            for name in names:
+                setattr(holder, name, None)
+        self.accelerator.clear()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        former = self.accelerator
+        # Each trial of a search has a new Accelerator, because its batch size may be different.
+        super().create_accelerator_and_postprocess()
+        if not isinstance(self.accelerator, ZeroAcceleratorMixin):
+            # The engine came with a callback: nothing in the training arguments installs it.
+            former.zero_plugin.attach(self.accelerator)
+        self.accelerator.zero_stop = former.zero_stop
+
+    def _report_to_hp_search(self, trial, step: int, metrics: dict[str, float]) -> None:
+        if trial is None or self.hp_search_backend != HPSearchBackend.OPTUNA:
+            super()._report_to_hp_search(trial, step, metrics)
+            return
+        # Rank 0 alone has the study. Stock Trainer would leave the trial there, and the other ranks would wait for rank 0.
+        with replaced(trial, "should_prune", _never):
+            super()._report_to_hp_search(trial, step, metrics)
+        is_pruned = hasattr(trial, "study") and len(trial.study.directions) == 1 and trial.should_prune()
+        if any(exchange_between_ranks(is_pruned)):
+            self.callback_handler.on_train_end(self.args, self.state, self.control)
+            from optuna import TrialPruned
+
+            raise TrialPruned
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         engine = _only_engine(self)
@@ -553,6 +640,10 @@ class ZeroTrainerMixin(_TrainerBase):
             super()._load_best_model()
 
 
+def _never() -> bool:
+    return False
+
+
 def _nothing_missing() -> Any:
     """The result of a load that has found each tensor, as torch returns one."""
     return nn.Module().load_state_dict({})
@@ -622,6 +713,9 @@ def _only_engine(trainer: Trainer) -> ZeroEngine | None:
 
 def _attached_to(trainer: Trainer) -> ZeroEngine | None:
     """Returns the engine of the Trainer's model, also one of a former Trainer."""
+    # Between the trials of a search, a Trainer has no model.
+    if trainer.model is None:
+        return None
     return engine_attached_to(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
 
 

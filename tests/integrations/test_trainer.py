@@ -1,5 +1,6 @@
 """Trainer's doors, its subclasses and callbacks: losses of stock DDP, resumes bit for bit, ordinary folders at the end."""
 
+import gc
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from accelerate_job import TextsModel
@@ -397,7 +399,7 @@ def test_parameters_read_right_after_a_step_are_the_new_ones(tmp_path):
 
 
 @on_ranks(1)
-def test_arguments_are_saved_and_searches_refused(rank, world_size, tmp_path):
+def test_arguments_are_saved_and_a_search_by_ray_is_refused(rank, world_size, tmp_path):
     output_dir = str(tmp_path)
     from trainer_job import as_launched
 
@@ -411,8 +413,95 @@ def test_arguments_are_saved_and_searches_refused(rank, world_size, tmp_path):
     revived = pickle.loads(pickle.dumps(trainer.args))
     assert isinstance(revived, ZeroTrainingArguments)
     assert isinstance(revived.parallelism_config, ZeroPlugin)
-    with pytest.raises(NotImplementedError, match="hyperparameter_search makes a new Accelerator"):
-        trainer.hyperparameter_search()
+    with pytest.raises(NotImplementedError, match="backend='ray' is not built yet"):
+        trainer.hyperparameter_search(backend="ray")
+
+
+# ---- Searches over hyperparameters ----
+
+
+class Trials(TrainerCallback):
+    """Notes the losses of each trial at its end, and what the process holds then."""
+
+    def __init__(self):
+        self.losses: list[list[float]] = []
+        self.held: list[tuple[int, int, int]] = []
+
+    def on_train_end(self, args, state, control, **kwargs):
+        # The last entry sums the run up; a pruned trial has none.
+        self.losses.append([entry.get("loss", entry.get("eval_loss")) for entry in state.log_history])
+        gc.collect()
+        process = psutil.Process()
+        self.held.append((process.memory_info().rss, process.num_fds(), process.num_threads()))
+
+
+def search(rank: int, world_size: int, door: str, output_dir: str, n_trials: int = 3, stops=True, **overrides) -> dict:
+    """Trains trials of three steps. By `stops`, the second is pruned behind its first evaluation and ends the search."""
+    import optuna
+
+    class SecondTrial(optuna.pruners.BasePruner):
+        def prune(self, study, trial):
+            return stops and trial.number == 1
+
+    def space(trial):
+        if stops and rank == 0 and trial.number == 1:
+            trial.study.stop()
+        return {
+            "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True),
+            "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [2, 4]),
+        }
+
+    as_launched(rank, world_size)
+    trials = Trials()
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": 1, "warmup_steps": 1}
+    trainer = make_trainer(door, "bert", output_dir, callbacks=[trials], max_steps=3, **settings | overrides)
+    # Each door makes its model with the seed that Trainer sets before it calls this.
+    trainer.model_init = lambda: MODELS["bert"][0](dropout=0.1)
+    sampler = optuna.samplers.RandomSampler(seed=1)
+    best = trainer.hyperparameter_search(
+        space, n_trials=n_trials, backend="optuna", sampler=sampler, pruner=SecondTrial()
+    )
+    # Behind a search, as behind each trial, the Trainer trains again.
+    trainer.train()
+    return {
+        "best": best and (best.run_id, best.objective, best.hyperparameters),
+        "losses": trials.losses,
+        "held": trials.held,
+        "folders": sorted(str(path.relative_to(output_dir)) for path in Path(output_dir).glob("run-*/checkpoint-*")),
+    }
+
+
+@pytest.mark.parametrize("door", ["callback 3", slow("flag 2"), slow("flag 0")])
+def test_a_search_trains_the_trials_of_ddp_in_one_launch(door, tmp_path):
+    pytest.importorskip("optuna", reason="Optuna, of the extra `dev`, is not installed")
+    # Stock ranks hang where rank 0 prunes a trial or ends a search, so that they train all of both trials here.
+    expected = run_on_ranks(search, door="ddp", output_dir=str(tmp_path / "ddp"), n_trials=2, stops=False)
+    found = run_on_ranks(search, door=door, output_dir=str(tmp_path / "own"), save_strategy="steps")
+    for ours, theirs in zip(found, expected):
+        first, second, last = ours["losses"]
+        stock_first, stock_second, stock_last = theirs["losses"]
+        assert (first, second, last) == (stock_first, stock_second[: len(second)], stock_last)
+        # Of the second, two steps and the evaluation that the pruner judges.
+        assert (len(first), len(second)) == (6, 3)
+        assert ours["folders"] == ["run-0/checkpoint-3"]
+    best, other_ranks = (outcome["best"] for outcome in found)
+    assert best[0] == "0" and best[1] == found[0]["losses"][0][4] and other_ranks is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["flag 2", "callback 3", "files"])
+def test_fifty_trials_leave_nothing_behind(door, tmp_path):
+    pytest.importorskip("optuna", reason="Optuna, of the extra `dev`, is not installed")
+    if door == "files":
+        door = f"flag stage=3,offload.optimizer=nvme,offload.params=nvme,offload.nvme_path={tmp_path}/nvme"
+    settings = {"n_trials": 50, "stops": False, "save_strategy": "steps", "time_limit_s": 900}
+    for outcome in run_on_ranks(search, door=door, output_dir=str(tmp_path / "run"), **settings):
+        held = outcome["held"]
+        assert len(held) == 51
+        # Caches fill in the first trials.
+        memory, files, threads = zip(*held[9:50])
+        assert max(files) == min(files) and max(threads) == min(threads), held
+        assert memory[-1] - memory[0] < 16 * 2**20, held
 
 
 @on_ranks(1)
