@@ -45,6 +45,10 @@ def plan(
     ] = False,
     lora: Annotated[int | None, typer.Option(help="LoRA rank of adapters on all linear layers (needs peft).")] = None,
     link_gbps: Annotated[float, typer.Option(help="Rate of all links of a node to other nodes together.")] = 1600.0,
+    node_gbps: Annotated[
+        float | None,
+        typer.Option(help="Rate of a rank's link to the others of its node, from `hf-zero doctor`; default: NVLink's."),
+    ] = None,
     peak_tflops: Annotated[float, typer.Option(help="Peak TFLOP/s of an accelerator, from its data sheet.")] = 312.0,
     utilisation: Annotated[float, typer.Option(help="The fraction of --peak-tflops that kernels reach.")] = 0.45,
     write: Annotated[Path | None, typer.Option(help="Write the recommended settings to this YAML file.")] = None,
@@ -77,6 +81,7 @@ def plan(
         "offload_activations": offload_activations,
         "lora": lora,
         "link_gbps": link_gbps,
+        "node_gbps": node_gbps,
         "peak_tflops": peak_tflops,
         "utilisation": utilisation,
     }

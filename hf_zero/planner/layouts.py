@@ -462,12 +462,42 @@ def _pieces(layout: Layout) -> list[Piece]:
         cost = bucket.cost
         key = (bucket.unit, bool(bucket.unit) or number) if layout.config.stage == 3 else number
         before = found.get(key, Piece(numel=0, reduce_bytes=0, gather_bytes=0))
+        reduce_bytes, encoding_bytes = _reduced(layout.config, cost)
+        gather_bytes, gather_encoding_bytes = _gathered(layout.config, bucket)
         found[key] = Piece(
             numel=before.numel + cost.own_numel,
-            reduce_bytes=before.reduce_bytes + cost.layout.numel * cost.reduce_bytes * cost.trained,
-            gather_bytes=before.gather_bytes + bucket.gathered_bytes,
+            reduce_bytes=before.reduce_bytes + reduce_bytes,
+            gather_bytes=before.gather_bytes + gather_bytes,
+            encoding_bytes=before.encoding_bytes + encoding_bytes,
+            gather_encoding_bytes=before.gather_encoding_bytes + gather_encoding_bytes,
         )
     return list(found.values())
+
+
+_SCALE_BYTES = 4 / 256
+"""Bytes of an element's share of its block's float32 scale."""
+
+
+def _reduced(config: ZeroConfig, cost: BucketCost) -> tuple[int, int]:
+    """Returns the bytes of a bucket's gradients on the link, and the bytes of memory that encoding and decoding move."""
+    if not cost.trained:
+        return 0, 0
+    numel, wide = cost.layout.numel, cost.reduce_bytes
+    if config.comm.gradients != "none":
+        code = {"int8": 1.0, "int4": 0.5}[config.comm.gradients]
+        # Encoding reads gradients and the bfloat16 residual, and writes the residual and codes. Decoding reads codes.
+        return int(numel * (code + _SCALE_BYTES)), int(numel * (wide + 2 + 2 + code + code))
+    # A reduction in fewer bits than the gradients have copies them once.
+    is_cast = cost.reduce_bytes < cost.param_bytes
+    return numel * wide, numel * (cost.param_bytes + wide) * is_cast
+
+
+def _gathered(config: ZeroConfig, bucket: PlannedBucket) -> tuple[int, int]:
+    """Returns the same two counts for a bucket's parameters. Each rank encodes its shard and decodes the whole bucket."""
+    numel, nbytes = bucket.cost.layout.numel, bucket.gathered_bytes
+    if config.comm.weights == "none" or not bucket.cost.trained:
+        return nbytes, 0
+    return int(numel * (1 + _SCALE_BYTES)), int(numel + nbytes + bucket.cost.layout.shard_numel * 5)
 
 
 def _work(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> Work:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from ..config import AUTO, ConfigError
 from ..forecast.fit import FITS, PlanError, Room, gb, size
 from ..forecast.peak import DDP, KINDS, Activations
 from ..integrations.drawing import INK, add_legend, new_axes, write_png
-from .layouts import Job, ddp_step_time, step_time
+from .fewer_bits import fewer_bits
+from .layouts import Job, Layout, ddp_step_time, step_time
 from .request import (
     PlanRequest,
     SetUp,
@@ -32,7 +33,7 @@ from .request import (
     set_ups,
     split_without_memory,
 )
-from .search import Candidate, Choice, Machine, choose
+from .search import Candidate, Choice, Machine, StepTime, choose
 from .trace import Batch, reserve_on, trace
 
 # ---- `make_plan`: every set-up of a model on a machine, what each needs, and the one to take ----
@@ -204,6 +205,7 @@ def make_plan(
             lambda: traced(recomputes=True)[0],
         )
         choice = replace(choice, why=(*choice.why, *helps))
+    choice = replace(choice, why=(*choice.why, *_advice_on_links(job, choice, request)))
     return Plan(
         model=str(model) if isinstance(model, str | Path) else type(model).__name__,
         parameters=numels[0],
@@ -216,6 +218,24 @@ def make_plan(
         choice=choice,
         warnings=(*warnings, *faults),
     )
+
+
+def _advice_on_links(job: Job, choice: Choice, request: PlanRequest) -> list[str]:
+    """Says in a line whether the recommended set-up should send fewer bits; [] if its step time is not known."""
+    chosen, activations = choice.candidate, job.activations
+    if chosen is None or chosen.step is None or activations is None or request.data_ranks == 1:
+        return []
+
+    @cache
+    def laid_out(written: str) -> Layout:
+        config = SetUp(name="", settings=yaml.safe_load(written)).config
+        return job.layout(resolve_casts(config, request.mixed_precision))
+
+    def timed(settings: Mapping[str, Any], machine: Machine) -> StepTime:
+        return step_time(laid_out(yaml.safe_dump(dict(settings))), machine, activations, request.accumulation)
+
+    line = fewer_bits(chosen.forecast.settings, request.machine, timed)
+    return [line] if line else []
 
 
 def _split(made: nn.Module, model: str | Path | nn.Module, request: PlanRequest) -> frozenset[nn.Parameter]:

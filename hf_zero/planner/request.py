@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,8 @@ class PlanRequest:
         chunked_loss: the loss is computed in chunks, without whole logits.
         offload_activations: what a forward saves is in host memory until backward (`offload.activations: cpu`).
         lora: rank of adapters on all linear layers; None trains everything.
-        link_gbps: of each node's links to the others, together.
+        link_gbps: Gbit/s of each node's links to the other nodes, together.
+        node_gbps: Gbit/s that each rank sends to the other ranks of its node; None is that of NVLink, or of gloo on a CPU.
         peak_tflops: what the accelerator's maker says for the dtype of the matrix products.
         utilisation: the part of it that kernels reach.
     """
@@ -151,6 +152,7 @@ class PlanRequest:
     offload_activations: bool = False
     lora: int | None = None
     link_gbps: float = 1600.0
+    node_gbps: float | None = None
     peak_tflops: float = 312.0
     utilisation: float = 0.45
 
@@ -176,8 +178,11 @@ class PlanRequest:
         one_of("mixed_precision", self.mixed_precision, ("no", "bf16", "fp16"))
         for name in ("on_cpu", "checkpointing", "chunked_loss", "offload_activations"):
             one_of(name, getattr(self, name), (True, False))
-        for name, most in (("link_gbps", math.inf), ("peak_tflops", math.inf), ("utilisation", 1.0)):
+        rates = ("link_gbps", "node_gbps", "peak_tflops")
+        for name, most in (*((rate, math.inf) for rate in rates), ("utilisation", 1.0)):
             value = getattr(self, name)
+            if name == "node_gbps" and value is None:
+                continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and 0 < value <= most and math.isfinite(value)):
                 raise refuse(name, value, "a number above 0" + (f", up to {most:g}" if most < math.inf else ""))
@@ -201,14 +206,18 @@ class PlanRequest:
         """Returns the rates of the ranks' machine."""
         link = self.link_gbps / 8 * 1e9 / self.gpus
         if self.on_cpu:
-            return host_machine(nodes=self.nodes, ranks_a_node=self.gpus, link_bytes_a_second=link)
-        return Machine(
-            nodes=self.nodes,
-            ranks_a_node=self.gpus,
-            peak_flops=self.peak_tflops * 1e12,
-            flops=self.peak_tflops * 1e12 * self.utilisation,
-            link_bytes_a_second=link,
-        )
+            machine = host_machine(nodes=self.nodes, ranks_a_node=self.gpus, link_bytes_a_second=link)
+        else:
+            machine = Machine(
+                nodes=self.nodes,
+                ranks_a_node=self.gpus,
+                peak_flops=self.peak_tflops * 1e12,
+                flops=self.peak_tflops * 1e12 * self.utilisation,
+                link_bytes_a_second=link,
+            )
+        if self.node_gbps is None:
+            return machine
+        return replace(machine, node_bytes_a_second=self.node_gbps / 8 * 1e9)
 
     def bytes_of(self, name: str) -> int | None:
         """Returns the bytes of a memory for each rank."""

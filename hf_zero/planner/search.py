@@ -134,11 +134,15 @@ class Piece:
     Attributes:
         numel: elements, by which work is dealt.
         reduce_bytes: of its gradients as they travel; `gather_bytes`, of its parameters. 0 for what does not travel.
+        encoding_bytes: bytes of device memory that a rank reads and writes to encode and decode gradients with fewer bits;
+            `gather_encoding_bytes`, likewise for parameters.
     """
 
     numel: int
     reduce_bytes: int
     gather_bytes: int
+    encoding_bytes: int = 0
+    gather_encoding_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +243,16 @@ class _Simulation:
             flops_a_second=work.micro_batches * (work.forward_flops + work.backward_flops) / step_s,
         )
 
-    def _seconds(self, nbytes: float) -> float:
-        return self._machine.collective_s(nbytes, self._ranks, self._nodes)
+    def _reduce_s(self, piece: Piece) -> float:
+        """Returns the seconds from a piece's gradients to their sum. Encoding precedes the collective, decoding follows it."""
+        return self._seconds(piece.reduce_bytes, piece.encoding_bytes)
+
+    def _gather_s(self, piece: Piece) -> float:
+        return self._seconds(piece.gather_bytes, piece.gather_encoding_bytes)
+
+    def _seconds(self, nbytes: float, encoding_bytes: float) -> float:
+        encoding_s = encoding_bytes / self._machine.memory_bytes_a_second
+        return self._machine.collective_s(nbytes, self._ranks, self._nodes) + encoding_s
 
     def _forward(self, now: float, *, after_step: bool) -> float:
         order = list(reversed(self._pieces))
@@ -248,7 +260,7 @@ class _Simulation:
             return self._through_units(order, now, self._work.forward_flops, reduces=False)
         arrived = [0.0] * len(order)
         if after_step and self._config.stage > 0:
-            arrived = [self._link.send(now, self._seconds(piece.gather_bytes)) for piece in order]
+            arrived = [self._link.send(now, self._gather_s(piece)) for piece in order]
         for piece, there in zip(order, arrived):
             now = max(now, there) + self._share(piece, self._work.forward_flops)
         return now
@@ -267,7 +279,7 @@ class _Simulation:
                 now = max(now, under_way.popleft())
             now += self._share(piece, self._work.backward_flops)
             if reduces:
-                under_way.append(self._link.send(now, times * self._seconds(piece.reduce_bytes)))
+                under_way.append(self._link.send(now, times * self._reduce_s(piece)))
         return max([now, *under_way])
 
     def _through_units(
@@ -282,12 +294,12 @@ class _Simulation:
             for wanted in range(index, min(len(order), index + 1 + ahead)):
                 if gathers and wanted not in arrived:
                     share = order[wanted].numel / self._numel
-                    arrived[wanted] = self._link.send(now, self._seconds(order[wanted].gather_bytes) + fetch * share)
+                    arrived[wanted] = self._link.send(now, self._gather_s(order[wanted]) + fetch * share)
             if reduces and len(under_way) >= GRAD_BUFFERS:
                 now = max(now, under_way.popleft())
             now = max(now, arrived.get(index, 0.0)) + self._share(piece, flops)
             if reduces:
-                under_way.append(self._link.send(now, self._seconds(piece.reduce_bytes)))
+                under_way.append(self._link.send(now, self._reduce_s(piece)))
         return max([now, *under_way])
 
     def _share(self, piece: Piece, flops: float) -> float:
@@ -349,8 +361,8 @@ class Choice:
     why: tuple[str, ...]
 
 
-_SIMPLER = 0.03
-"""A step that is so much shorter is no reason for a higher stage or another tier."""
+SIMPLER = 0.03
+"""A step that is so much shorter is no reason for a higher stage, another tier or fewer bits."""
 
 
 def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
@@ -371,7 +383,7 @@ def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
         return Choice(candidate=None, rejected=least, close=None, claim="", why=_nothing_fits(least, room))
     if fitting:
         quickest = min(_seconds(each) for each in fitting)
-        chosen = next(each for each in fitting if _seconds(each) <= quickest * (1 + _SIMPLER))
+        chosen = next(each for each in fitting if _seconds(each) <= quickest * (1 + SIMPLER))
     else:
         chosen = min(close, key=_bytes)
     left = [each for each in close if each is not chosen]

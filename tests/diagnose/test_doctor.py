@@ -323,6 +323,54 @@ def test_ranks_that_never_end_are_killed_and_named(monkeypatch):
     assert finding.status == "bad" and "ranks [0, 1] have not ended" in finding.value
 
 
+RIGHT = {
+    "dp": {"all_reduce_gb": 6.0, "all_gather_gb": 3.0, "all_reduce_us": 9, "all_gather_us": 9},
+    "tp": None,
+    "wrong": [],
+}
+WRONG = {**RIGHT, "wrong": ["all-gather on rank 1"]}
+
+
+@pytest.mark.parametrize(
+    "peer, host, sockets, advice",
+    [
+        ("ranks [0, 1] have not ended", RIGHT, RIGHT, "at 6.00 GB/s: export NCCL_P2P_DISABLE=1,"),
+        (WRONG, WRONG, RIGHT, "export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1,"),
+        ("rank 0: unhandled system error", WRONG, "rank 1: no route", "No transport between the ranks of this machine"),
+    ],
+)
+def test_a_transport_that_hangs_fails_or_is_wrong_is_found_with_the_variables_of_one_that_works(
+    monkeypatch, peer, host, sockets, advice
+):
+    # A driver's answer that GPUs have access to each other proves nothing: each transport is tried with real collectives.
+    of_variables = {
+        (): peer,
+        ("NCCL_P2P_DISABLE",): host,
+        ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"): sockets,
+    }
+    with_gpus(monkeypatch, 2)
+    monkeypatch.setattr(rank_links, "_measured", lambda *_, **__: of_variables[tuple(_[3] if len(_) > 3 else ())])
+    findings = list(links(2))
+    assert [finding.status for finding in findings][-1:] == ["bad"] and advice in findings[-1].advice
+
+
+def test_all_transports_of_gpus_are_timed_and_the_rate_is_one_that_plan_reads(monkeypatch):
+    with_gpus(monkeypatch, 2)
+    monkeypatch.setattr(rank_links, "_measured", lambda *_: RIGHT)
+    found = {finding.subject: finding.value for finding in links(2)}
+    assert {"all-reduce over host memory", "all-reduce over sockets"} <= set(found)
+    assert "6.00 GB/s (`hf-zero plan --node-gbps 48`)" in found["all-reduce (2 ranks, nccl)"]
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_talk_over_the_named_interface_can_over_the_loopback(monkeypatch):
+    if torch.cuda.device_count() > 1:
+        pytest.skip("measures GPUs")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    [finding] = links(2)
+    assert finding.status == "bad" and "export GLOO_SOCKET_IFNAME=lo" in finding.advice
+
+
 @pytest.fixture
 def good_machine(monkeypatch):
     if torch.cuda.is_available():

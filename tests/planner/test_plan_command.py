@@ -107,6 +107,22 @@ def test_ranks_of_a_sequence_have_a_part_of_its_activations_and_of_its_work(conf
     assert "hf-zero run --sp 2" in written.read_text()
 
 
+def test_a_plan_says_whether_fewer_bits_pay_off_on_the_given_links(config):
+    def line_at(node_gbps: float | None) -> str:
+        why = make_plan(config, gpus=4, seq=64, node_gbps=node_gbps, peak_tflops=1.0).choice.why
+        [found] = [line for line in why if line.startswith("Links of")]
+        return found
+
+    slow_line, fast_line = line_at(1), line_at(None)
+    assert "Links of 0.125 GB/s: with `" in slow_line and "`comm.gradients: int8`" in slow_line
+    saved, usual = (float(words.split()[0]) for words in slow_line.split("a step takes ")[1].split("instead of "))
+    assert saved < usual / 2
+    # The limit that the line of fast links names is where the advice changes.
+    assert "do not pay off" in fast_line
+    limit = 8 * float(fast_line.split("below about ")[1].split()[0])
+    assert "do not pay off" in line_at(1.3 * limit) and "do not pay off" not in line_at(0.7 * limit)
+
+
 def test_adapters_leave_little_to_train(config):
     pytest.importorskip("peft")
     both = [json.loads(hf_zero("plan", config, "--json", "--seq", 32, *more).stdout) for more in ((), ("--lora", 4))]
