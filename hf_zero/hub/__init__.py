@@ -1,4 +1,4 @@
-"""Uploads a run's model to the Hub, with a model card of the run: each checkpoint of Trainer's, or one folder.
+"""Uploads the model of a run to the Hub with a model card: either each checkpoint of a Trainer, or one folder.
 
-Trainer's `push_to_hub` and the command `hf-zero push` ask for it. Its tests are in `tests/hub/`.
+Trainer's `push_to_hub` and the command `hf-zero push` use this package. The tests are in `tests/hub/`.
 """

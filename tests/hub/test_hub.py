@@ -35,8 +35,10 @@ from transformers import AutoModelForSequenceClassification, Trainer
 from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.files import shown as printed
 from hf_zero.checkpoint.structure import checkpoint_faults
-from hf_zero.hub import push as hub
-from hf_zero.hub.push import TEMPLATE, Destination, HubError, push_folder
+from hf_zero.hub import card as model_card
+from hf_zero.hub import trainer_push, upload
+from hf_zero.hub.card import TEMPLATE
+from hf_zero.hub.upload import Destination, HubError, push_folder
 from hf_zero.integrations.run_facts import CardFacts
 from hf_zero.integrations.weights import weight_faults
 
@@ -50,7 +52,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_st
 def as_at_first(monkeypatch):
     for name in CLIENT_SETTINGS:
         monkeypatch.setattr(constants, name, getattr(constants, name))
-    monkeypatch.setattr(hub, "WAITS_S", (0.02, 0.02, 0.02))
+    monkeypatch.setattr(upload, "WAITS_S", (0.02, 0.02, 0.02))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
 
 
@@ -613,11 +615,11 @@ def texts_of(card: str) -> list[str]:
 def card_of(names: list[str], title: str, **metadata: object) -> str:
     nothing = {each.name: {} for each in fields(CardFacts)} | {"base_model": None, "losses": (), "eval_losses": ()}
     facts = CardFacts(**nothing | {"data": {name: name for name in names}})
-    return hub.render(facts, name=title, metadata=metadata, drawn=False)
+    return model_card.render(facts, name=title, metadata=metadata, drawn=False)
 
 
 def as_shown(value: str) -> str:
-    return printed(" ".join(value.split()), hub._LONGEST_CELL)
+    return printed(" ".join(value.split()), model_card._LONGEST_CELL)
 
 
 @given(names=st.lists(VALUES, min_size=1), title=VALUES)
@@ -656,7 +658,7 @@ def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):
 def test_a_picture_is_readable_on_light_and_dark_pages_and_shows_a_single_point(tmp_path):
     from matplotlib.image import imread
 
-    assert hub._draw(SimpleNamespace(losses=((1, 2.0),), eval_losses=()), tmp_path / "loss.png")
+    assert model_card._draw(SimpleNamespace(losses=((1, 2.0),), eval_losses=()), tmp_path / "loss.png")
     pixels = imread(tmp_path / "loss.png")
     opaque = pixels[..., 3] > 0.9
     assert not pixels[0, 0, 3] and opaque.any()
@@ -672,7 +674,7 @@ def test_a_picture_is_readable_on_light_and_dark_pages_and_shows_a_single_point(
 
 def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(trained(3)[0], tmp_path / "bare"))
-    monkeypatch.setattr("hf_zero.hub.push.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_zero.hub.card.find_spec", lambda name: None)
     assert make_card(folder)
     card = (folder / "README.md").read_text()
     assert "matplotlib was missing" in card and "loss.png" not in card and not (folder / "loss.png").exists()
@@ -695,7 +697,7 @@ def no_room(checkpoint: Path, out: Path) -> None:
 def trains_and_pushes(rank: int, world_size: int, url: str, door: str, output_dir: str, **overrides: object) -> dict:
     as_launched(rank, world_size)
     talk_to(url)
-    hub.WAITS_S = (0.02, 0.02, 0.02)
+    upload.WAITS_S = (0.02, 0.02, 0.02)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -703,7 +705,7 @@ def trains_and_pushes(rank: int, world_size: int, url: str, door: str, output_di
     logging.getLogger("hf_zero").addHandler(handler)
     final = overrides.pop("final_push", False)
     if overrides.pop("full_disk", False):
-        hub.stage_checkpoint = no_room
+        trainer_push.stage_checkpoint = no_room
     trainer = make_trainer(door, "bert", output_dir, **SAVING, push_to_hub=True, hub_token=TOKEN, **overrides)
     trainer.train()
     error = None

@@ -87,7 +87,7 @@ def calls_of_a_run(rank: int, world_size: int, door: str, folder: str, left_out:
         "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
         "save_total_limit": 1, "push_to_hub": True, "hub_always_push": True, "trainer_class": kind,
     }  # fmt: skip
-    hub = "hf_zero.hub.push"
+    hub = "hf_zero.hub.trainer_push"
     with (
         patch.object(trainer_module, "hf_api", MagicMock(), create=True),
         patch.object(trainer_module, "upload_folder", MagicMock(), create=True),
@@ -238,7 +238,7 @@ def test_a_subclass_gets_the_arguments_of_a_push_as_they_are(rank, world_size, t
     trainer = make_trainer("callback 3", "gpt2", folder, trainer_class=OwnCard, max_steps=1)
     trainer.train()
     trainer.model.model_tags = ["of the model"]
-    with patch("hf_zero.hub.push.push_output") as push:
+    with patch("hf_zero.hub.trainer_push.push_output") as push:
         trainer.push_to_hub(dataset_name="texts", tags="mine")
     if rank == 0:
         assert (folder / "README.md").read_text() == "run on texts: ['mine', 'of the model']"
@@ -262,7 +262,7 @@ def test_the_card_of_an_adapter_has_all_arguments_and_the_fields_of_peft(rank, w
     assert "Model Card for Model ID" in (tmp_path / "README.md").read_text()
     said = {"license": "mit", "language": "en", "dataset": "my data", "dataset_args": "first half", "tags": ["mine"]}
     for make in (trainer.create_model_card, trainer.push_to_hub):
-        with patch("hf_zero.hub.push.push_output"):
+        with patch("hf_zero.hub.trainer_push.push_output"):
             make(**said)
         card = (tmp_path / "README.md").read_text()
         fields = metadata_load(tmp_path / "README.md")
@@ -290,7 +290,7 @@ def test_ones_own_card_keeps_its_text_and_gets_the_arguments(rank, world_size, t
     trainer.create_model_card(model_name="name")
     assert card.read_text().startswith("---\nlicense: mit\ntags:\n- first\n---\n# Mine")
     warned: list[str] = []
-    with patch("hf_zero.hub.push.logger.warning", warned.append):
+    with patch("hf_zero.hub.trainer_push.logger.warning", warned.append):
         trainer.create_model_card(license="gpl", dataset="my data", tags="second")
     assert card.read_text().endswith("# Mine\n\nText.\n")
     assert metadata_load(card) == {"license": "gpl", "tags": ["first", "second", "generated_from_trainer"]}

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hf_zero.checkpoint.files import FileRecord, chunks_in, hashes_of
 from hf_zero.cli.app import app
 from hf_zero.extras import is_installed
-from hf_zero.hub.push import HubError
+from hf_zero.hub.upload import HubError
 from hf_zero.integrations.run_facts import card_facts
 
 MANIFEST = "zero/manifest.json"
@@ -86,7 +86,7 @@ def by_command(*words: object) -> tuple[int, str]:
 
 def make_card(folder: Path) -> bool:
     """Writes a folder's card as a push does; whether it did."""
-    from hf_zero.hub.push import write_card
+    from hf_zero.hub.card import write_card
 
     return write_card(folder, card_facts(folder), name=folder.resolve().name)
 
