@@ -1,5 +1,5 @@
-"""Logs a run, and makes one HTML page of the log: loss, speed, where time, memory and bytes went, and what went wrong.
+"""Logs a run, and makes one HTML page of the log: loss, speed, the use of time, memory and bytes, and problems.
 
-The setting is `report`, in a loop around ZeroEngine `hf_zero.RunRecorder`, the command `hf-zero report`. Its tests are in
+The setting is `report`; a loop around ZeroEngine uses `hf_zero.RunRecorder`; the command is `hf-zero report`. The tests are in
 `tests/report/`.
 """

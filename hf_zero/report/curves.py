@@ -1,4 +1,4 @@
-"""Curves of a run, and the document that they are laid out in."""
+"""Curves of a run, and the data classes of the report."""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from typing import Any
 from ..checkpoint.structure import is_finite
 from .run_files import Line, RunLines
 
-# ---- Numbers as people read them, with their units ----
+# ---- Numbers with units, in a form that is easy to read ----
 
 
 def shown_bytes(nbytes: float) -> str:
-    """1536 → "1.5 KiB"."""
+    """Formats bytes: 1536 → "1.5 KiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= size:
             return f"{shown(nbytes / size)} {unit}"
@@ -21,7 +21,7 @@ def shown_bytes(nbytes: float) -> str:
 
 
 def shown_seconds(seconds: float) -> str:
-    """0.0042 → "4.2 ms", 4000 → "1 h 7 min"."""
+    """Formats seconds: 0.0042 → "4.2 ms", 4000 → "1 h 7 min"."""
     if not seconds < 1e12:
         return f"{seconds:.3g} s" if math.isfinite(seconds) else str(seconds)
     if seconds < 1e-3:
@@ -32,10 +32,10 @@ def shown_seconds(seconds: float) -> str:
         return f"{shown(seconds)} s"
     minutes = round(seconds / 60)
     if minutes < 60:
-        whole, rest = divmod(round(seconds), 60)
-        return f"{whole} min {rest} s" if rest else f"{whole} min"
-    hours, rest = divmod(minutes, 60)
-    return f"{hours} h {rest} min" if rest else f"{hours} h"
+        whole, remaining = divmod(round(seconds), 60)
+        return f"{whole} min {remaining} s" if remaining else f"{whole} min"
+    hours, remaining = divmod(minutes, 60)
+    return f"{hours} h {remaining} min" if remaining else f"{hours} h"
 
 
 def shown(value: float) -> str:
@@ -57,19 +57,19 @@ def shown(value: float) -> str:
 
 
 def shown_tick(value: float, size: float) -> str:
-    """A round value of an axis, with as many decimals as its neighbours, which are `size` apart."""
+    """Formats a round value of an axis with enough decimals to distinguish the next tick, which is `size` further."""
     if not value:
         return "0"
     if abs(value) >= 1e9 or size < 1e-4:
-        # As many figures as tell neighbours apart: 2e-5, 1.5e-5.
-        places = max(0, math.floor(math.log10(abs(value)) + 1e-9) - math.floor(math.log10(size) + 1e-9))
-        figures, _, power = f"{value:.{places}e}".partition("e")
+        # Use as many digits as are needed to distinguish neighboring ticks: 2e-5, 1.5e-5.
+        digits = max(0, math.floor(math.log10(abs(value)) + 1e-9) - math.floor(math.log10(size) + 1e-9))
+        figures, _, power = f"{value:.{digits}e}".partition("e")
         return f"{figures}e{int(power)}"
     return f"{value:,.{max(0, -math.floor(math.log10(size) + 1e-9))}f}"
 
 
 def shown_count(count: int) -> str:
-    """1234567 → "1.23 million"."""
+    """Formats a count: 1234567 → "1.23 million"."""
     for word, size in (("billion", 10**9), ("million", 10**6)):
         if count >= size:
             return f"{shown(count / size)} {word}"
@@ -83,19 +83,19 @@ def shown_share(part: float, whole: float) -> str:
     return f"{percent:.0f} %" if percent >= 10 else f"{percent:.1f} %" if percent >= 0.05 else "0 %"
 
 
-def several(count: int, what: str) -> str:
-    """ "1 step", "3 steps"."""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+def several(count: int, noun: str) -> str:
+    """Counts a noun: "1 step", "3 steps"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-# ---- What a report is made of, as values: the page draws them, and `hf-zero report --json` prints them ----
+# ---- A report as plain values: the page draws them, and `hf-zero report --json` prints them ----
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line of a plot: points by step, finite ones only, in the order of steps.
+    """A line of a plot: finite points in the order of steps.
 
     Attributes:
         role: "main" stands out, "beside" is drawn thin, "other" is dashed.
@@ -111,8 +111,8 @@ class Plot:
     """Values over steps.
 
     Attributes:
-        unit: of the values; "" where they have none.
-        zero: whether the axis of values begins at zero.
+        unit: the unit of the values; "" if they have none.
+        zero: whether the value axis begins at zero.
     """
 
     series: tuple[Series, ...]
@@ -122,11 +122,11 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A row of bars: the value, and optionally the planned value and another part.
+    """A bar with its value, and optionally the planned value and a second value.
 
     Attributes:
         shown: the value with its unit.
-        planned, other: on the same scale; None is not known.
+        planned, other: on the same scale; None means unknown.
         notes: further columns.
     """
 
@@ -143,7 +143,7 @@ class Bars:
     """A table of bars on one scale.
 
     Attributes:
-        columns: heads: of the names, of the values, and of the further columns.
+        columns: headings of the names, of the values, and of the further columns.
     """
 
     columns: tuple[str, ...]
@@ -152,7 +152,7 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """One row of a timeline: spans as (name, start, end) in seconds, and those in which training stood still."""
+    """A lane of a timeline: spans as (name, start, end) in seconds, and the spans in which training was blocked."""
 
     name: str
     spans: tuple[tuple[str, float, float], ...]
@@ -173,12 +173,12 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A figure with the sentence over it.
+    """A figure with a sentence above it.
 
     Attributes:
-        key: its name in JSON and its anchor.
-        sentence: what one sees.
-        note: how it was measured, and what it leaves out.
+        key: the name in JSON, and the anchor on the page.
+        sentence: the message of the figure.
+        note: how the figure was measured, and its limits.
     """
 
     key: str
@@ -190,14 +190,14 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A run at one look.
+    """The report of a run.
 
     Attributes:
-        state: how it ended, in a sentence.
-        answers: (question, answer, more) at the head.
-        found: what went wrong or was unusual, in sentences.
-        facts: what was run.
-        missing: what the folder does not tell, in sentences.
+        state: how the run ended, in a sentence.
+        answers: (question, answer, more), shown at the top.
+        found: sentences about problems and unusual events.
+        facts: model, settings and hardware of the run.
+        missing: sentences about data that the folder does not contain.
     """
 
     title: str
@@ -222,7 +222,7 @@ _RATE_NAMES = ("learning_rate", "lr", "train/lr", "train/learning_rate")
 
 
 def logged(run: RunLines, names: Sequence[str]) -> list[Point]:
-    """Returns the values of the first of these names that was logged at all; of a step logged twice, the last."""
+    """Returns the values of the first logged name of `names`. If a step was logged twice, the last value counts."""
     for name in names:
         found = {
             line["step"]: line["values"][name]
@@ -235,7 +235,7 @@ def logged(run: RunLines, names: Sequence[str]) -> list[Point]:
 
 
 def counted(run: RunLines, name: str) -> list[Point]:
-    """A value of the lines of steps."""
+    """Returns a field of the lines of steps."""
     return [(float(line["step"]), float(line[name])) for line in run.steps if is_finite(line.get(name))]
 
 
@@ -256,14 +256,14 @@ def norms(run: RunLines) -> list[Point]:
 
 
 def ends_of(points: Sequence[Point]) -> tuple[float, float]:
-    """Returns the means of the first and of the last tenth of the values, so that one batch decides nothing."""
+    """Returns the means of the first and the last tenth of the values, because single batches are noisy."""
     tenth = max(1, len(points) // 10)
     values = [value for _, value in points]
     return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
 
 
 def smoothed(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Running medians over a thirtieth of the points."""
+    """Returns running medians over a thirtieth of the points."""
     reach = max(1, len(points) // 60)
     values = [value for _, value in points]
     return tuple(
@@ -349,20 +349,21 @@ def rate_section(run: RunLines) -> Section | None:
 
 
 def training_seconds(line: Line) -> float:
-    """Sums the seconds of the steps themselves, without the time between them."""
+    """Sums the seconds of the steps, without the time between them."""
     return sum(float(line.get(name) or 0.0) for name in ("forward_s", "backward_s", "optimizer_s"))
 
 
 def speeds(run: RunLines, ranks: int) -> tuple[list[Point], str]:
-    """Tokens a second over all ranks or, where inputs are no tokens, rows or steps; and which of these.
+    """Returns the speed over all ranks in tokens per second, or in samples or steps if the inputs are no tokens, and the unit.
 
-    Time between steps is in it, apart from that of saves and evaluations.
+    The time between steps counts, except the time of saves and evaluations.
     """
     unit = next((unit for unit in ("tokens", "rows") if any(line.get(unit) for line in run.steps)), "steps")
-    aside = _aside_seconds(run)
+    excluded = _excluded_seconds(run)
     points = []
     for line in run.steps:
-        seconds = training_seconds(line) + max(0.0, float(line.get("between_s") or 0.0) - aside.get(line["step"], 0.0))
+        between = max(0.0, float(line.get("between_s") or 0.0) - excluded.get(line["step"], 0.0))
+        seconds = training_seconds(line) + between
         amount = line.get(unit) or 0
         speed = amount * (1 if unit == "steps" else ranks) / seconds if seconds > 0 else 0.0
         if speed and is_finite(speed):
@@ -370,22 +371,22 @@ def speeds(run: RunLines, ranks: int) -> tuple[list[Point], str]:
     return points, unit
 
 
-def _aside_seconds(run: RunLines) -> dict[int, float]:
-    """Seconds of saves and evaluations, by the step of the line whose time between steps they are in."""
+def _excluded_seconds(run: RunLines) -> dict[int, float]:
+    """Seconds of saves and evaluations, by the step of the line with this time in `between_s`."""
     ends = [line["step"] for line in run.steps]
     found: dict[int, float] = {}
     for step, seconds in [*stall_points(run, "save"), *evaluations(run)]:
-        behind = next((end for end in ends if end > step), None)
-        if behind is not None:
-            found[behind] = found.get(behind, 0.0) + seconds
+        following = next((end for end in ends if end > step), None)
+        if following is not None:
+            found[following] = found.get(following, 0.0) + seconds
     return found
 
 
 def stall_points(run: RunLines, what: str | None = None) -> list[Point]:
-    """Seconds for which saves held training up, by step.
+    """Returns the seconds for which saves blocked training, by step.
 
     Args:
-        what: of the save: "save" for the call itself, "copy" for what it leaves to the next step; None is both.
+        what: "save" for the call itself, "copy" for the work that the save leaves to the next step; None means both.
     """
     found: dict[float, float] = {}
     for line in run.stalls:
@@ -395,7 +396,7 @@ def stall_points(run: RunLines, what: str | None = None) -> list[Point]:
 
 
 def evaluations(run: RunLines) -> list[Point]:
-    """Seconds of evaluations, as Trainer logs them, by step."""
+    """Returns the seconds of evaluations by step, as Trainer logs them."""
     return logged(run, ("eval_runtime",))
 
 

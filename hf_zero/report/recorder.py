@@ -1,4 +1,4 @@
-"""Records a training run: losses, times, memory, traces of steps."""
+"""Records a training run: losses, times, memory, and the trace of a step."""
 
 import sys
 import time
@@ -20,15 +20,15 @@ from ..engine.report_tables import CommReport
 from ..hooks.weak import WeakHook
 from .run_files import LogFile, read_lines
 
-# ---- Steps, rows, tokens and seconds of a run, counted by the host's clock as its hooks are called ----
+# ---- Counts steps, samples, tokens and seconds of a run with the host's clock, as the hooks are called ----
 
 
 @dataclass(kw_only=True)
 class Totals:
-    """Since training began here.
+    """Sums since training began in this process.
 
     Attributes:
-        rows, tokens: that this rank's forwards were given.
+        rows, tokens: samples and tokens that this rank's forwards received.
         forward_s, backward_s, optimizer_s: seconds of steps; clipping is part of backward.
         between_s: seconds from the end of a step to the next forward.
     """
@@ -50,7 +50,7 @@ class Counts:
     """Adds up amounts between the calls of hooks.
 
     Attributes:
-        totals: so far.
+        totals: the sums so far.
     """
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class Counts:
         self._is_between = self._is_in_backward = False
 
     def forward(self, now_s: float, first: torch.Tensor | None) -> None:
-        """A training forward begins.
+        """Records the start of a training forward.
 
         Args:
-            first: its first tensor: its rows and, where it has whole numbers in two dimensions, its tokens are counted.
+            first: the forward's first tensor. Its samples are counted and, if it has two dimensions of integers, its tokens.
         """
         if self._is_between:
             self.totals.between_s += now_s - self._since_s
@@ -80,7 +80,7 @@ class Counts:
         self._since_s, self._is_in_backward = now_s, True
 
     def step(self, now_s: float) -> None:
-        """The optimizer's step begins."""
+        """Records the start of the optimizer's step."""
         if self._is_in_backward:
             self.totals.backward_s += now_s - self._since_s
         self._since_s, self._is_in_backward = now_s, False
@@ -91,7 +91,7 @@ class Counts:
         self._since_s, self._is_between = now_s, True
 
     def taken(self) -> dict[str, int | float]:
-        """Returns the amounts since the last call, as fields of a line."""
+        """Returns the amounts since the previous call, as fields of a log line."""
         before, self._before = self._before, replace(self.totals)
         return {name: _rounded(value - getattr(before, name)) for name, value in vars(self._before).items()}
 
@@ -100,16 +100,16 @@ def _rounded(value: float) -> int | float:
     return round(value, 6) if isinstance(value, float) else value
 
 
-# ---- One step, span by span: computation, collectives, and waits ----
+# ---- Traces one step: computation, collectives, and waits ----
 
 
 class StepTrace:
     """Traces from the end of one optimizer step to the end of the next, by the training device's clock.
 
-    It costs that step two moments a collective and one a phase; nothing waits for them.
+    The traced step records two moments per collective and one per phase. Nothing waits for these moments.
 
     Args:
-        step: that is followed.
+        step: the step to trace.
     """
 
     def __init__(self, ledger: Ledger, step: int):
@@ -122,26 +122,26 @@ class StepTrace:
         ledger.traced = self._spans
 
     def enter(self, phase: str) -> None:
-        """Ends the former phase and begins `phase`."""
+        """Ends the previous phase and begins `phase`."""
         self._phases.append((phase, self._ledger.now()))
 
     def end(self) -> None:
-        """The step has been taken."""
+        """Ends the trace after the optimizer step."""
         self._phases.append(("", self._ledger.now()))
         self._ledger.traced = None
 
     @property
     def is_past(self) -> bool:
-        """Whether the device has reached the end of the trace. Asking does not stop the device."""
+        """Whether the device has reached the end of the trace. This check does not block the device."""
         return self._phases[-1][1].is_past
 
     def as_line(self) -> dict[str, Any]:
-        """Seconds since the step before: phases, spans under way, and waits, as [name, start, end]."""
+        """Returns seconds since the previous step: phases, spans under way, and waits, as [name, start, end]."""
         marks = [(phase, self._seconds(moment)) for phase, moment in self._phases]
         total_s = marks[-1][1]
         spans: dict[str, list[list[Any]]] = {"under_way_seconds": [], "wait_seconds": []}
         for kind, attribute, start, end in self._spans:
-            # What was started in the step before has run since its end, too.
+            # A collective from the previous step is shown from the end of the previous step.
             began_s, ended_s = max(0.0, self._seconds(start)), min(total_s, self._seconds(end))
             if ended_s > began_s:
                 spans[attribute].append([kind, round(began_s, 7), round(ended_s, 7)])
@@ -158,12 +158,12 @@ class StepTrace:
         return self._begin.seconds_until(moment)
 
 
-# ---- Writes the log of a run: hooks on the model and its optimizer count, and write a line now and then ----
+# ---- Writes the log of a run: hooks on the model and its optimizer count, and write a line from time to time ----
 
 _TRACED_STEP = 5
 _SHORTEST_S = 0.05
 _LINES = 500
-"""A line of steps comes when this part of the time so far has passed: a day of training has a few thousand of them."""
+"""A line of steps is written after this fraction of the time so far, so a day of training has a few thousand lines."""
 
 _MIB = 2**20
 
@@ -171,18 +171,18 @@ _MIB = 2**20
 class RunRecorder:
     """Records the training of one engine's model, on rank 0 only. No method is collective.
 
-    Accelerate and Trainer record by `report: true`. In another loop, put `with RunRecorder(engine, "runs/first") as run:` around
-    the loop, and call `run.log({"loss": ...})` for each loss.
+    Accelerate and Trainer record if `report: true` is set. In another loop, put
+    `with RunRecorder(engine, "runs/first") as run:` around the loop, and call `run.log({"loss": ...})` for each loss.
 
     Args:
-        folder: where the log is written and, at the end, the page.
+        folder: where the log and, at the end, the page are written.
         step: the optimizer step from which a resumed run continues.
-        plan: bytes a rank by kind as planned, and what DDP would hold, as {"plan": {kind: bytes}, "ddp": {kind: bytes}}.
+        plan: planned bytes per rank by kind, and DDP's bytes, as {"plan": {kind: bytes}, "ddp": {kind: bytes}}.
 
     Attributes:
-        step: optimizer steps so far, those before a resume among them.
-        folder: that the log is in.
-        is_open: until the end, on rank 0.
+        step: optimizer steps so far, including those before a resume.
+        folder: the folder of the log.
+        is_open: True on rank 0 until the end.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class RunRecorder:
         self.is_open = engine.world_groups.rank == 0
         self._engine = engine
         self._plan = plan or {}
-        # Where nobody reads times, nobody asks for them.
+        # The ledger only measures times if somebody reads them, and only rank 0 does.
         comm = engine.comm_report() if self.is_open else CommReport(rows=())
         self._at_start = {row.kind: row for row in comm.rows}
         self._counts = Counts()
@@ -216,7 +216,7 @@ class RunRecorder:
 
     def _install(self, entry: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         return [
-            # Before the engine's own, which waits for parameters.
+            # Run before the engine's own hook, which waits for parameters.
             entry.register_forward_pre_hook(
                 WeakHook(self, RunRecorder._before_forward), with_kwargs=True, prepend=True
             ),
@@ -232,7 +232,7 @@ class RunRecorder:
         self.end("finished" if error is None else in_one_line(error))
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Adds the numbers among `values`, from a script or Trainer."""
+        """Logs the numbers among `values`, from a script or Trainer."""
         if not self.is_open:
             return
         numbers = {name: _number(value) for name, value in values.items()}
@@ -241,24 +241,24 @@ class RunRecorder:
             self._write("log", self.step if step is None else step, values=known)
 
     def stall(self, seconds: float, what: str, folder: Path | None = None) -> None:
-        """Training has stood still for a save.
+        """Records a save's pause of training.
 
         Args:
-            what: "save", or "copy" for what a save behind training leaves to the next step.
-            folder: that was saved to.
+            what: "save", or "copy" for the work that a background save leaves to the next step.
+            folder: the folder of the save.
         """
         if self.is_open:
             where = {} if folder is None else {"folder": str(folder.resolve())}
             self._write("stall", self.step, seconds=round(seconds, 4), what=what, **where)
 
     def go_on_from(self, folder: Path) -> None:
-        """Continues the count of steps behind the save of `folder`, if this log has it."""
+        """Continues the count of steps from the save of `folder`, if this log contains the save."""
         saved, lines = str(folder.resolve()), read_lines(self.folder)
         found = [line["step"] for _, line in lines if line is not None and line.get("folder") == saved]
         self.step = found[-1] if found else self.step
 
     def figures(self) -> dict[str, float]:
-        """Returns the mean figures of a step since the last call, as `zero/...`; empty without a step since."""
+        """Returns mean figures per step since the previous call, as `zero/...`; empty if no step ran since."""
         (before, sent_before), now = self._shown, self._counts.totals
         steps, seconds, ranks = now.steps - before.steps, now.seconds - before.seconds, self._engine.groups.world_size
         if not steps or seconds <= 0:
@@ -276,7 +276,7 @@ class RunRecorder:
         return {name: float(f"{value:.6g}") for name, value in figures.items() if value}
 
     def end(self, how: str = "finished") -> None:
-        """The last lines, and the page; later calls do nothing. `how`: "finished", or what ended the run."""
+        """Writes the last lines and the page. Later calls do nothing. `how`: "finished", or why the run ended."""
         if not self.is_open:
             return
         for handle in self._handles:
@@ -317,7 +317,8 @@ class RunRecorder:
         if self._trace is not None:
             self._trace.enter("optimizer step")
         elif self._counts.totals.steps and now_s >= self._memory_due_s:
-            # The first step has made the state, and gradients are there. A walk through all tensors, so seldom.
+            # After the first step the optimizer state exists, and at this point the gradients exist too. Write the report
+            # rarely, because it visits every tensor.
             self._memory_due_s = now_s + max(60.0, 0.1 * (now_s - self._began_s))
             self._write_memory()
             self._write_comm()
@@ -361,7 +362,7 @@ class RunRecorder:
         )
 
     def _flush(self) -> None:
-        """A line for the steps since the last one."""
+        """Writes a line for the steps since the previous line."""
         self._flushed_s = time.perf_counter()
         self._write_waiting()
         engine, (before, sent_before) = self._engine, self._before
@@ -387,7 +388,7 @@ class RunRecorder:
             self._write_trace()
 
     def _write_waiting(self) -> None:
-        """The line before: an accelerator has long copied its values to the host when the next one comes."""
+        """Writes the previous line. By the time the next line is due, an accelerator has copied its values to the host."""
         if self._waiting is not None:
             (values, under_way), self._waiting = self._waiting, None
             scalars = {name: value.value() for name, value in under_way.items()}
@@ -414,7 +415,7 @@ class RunRecorder:
         return [row.kind, *(getattr(row, name) - getattr(before, name) for name in names)]
 
     def _write_page(self) -> None:
-        # Here, not above: a run that goes on needs neither the page nor its template engine.
+        # Imported only here: a running training needs neither the page nor its template engine.
         from .page import write_page
 
         try:
@@ -425,7 +426,7 @@ class RunRecorder:
 
 
 def _loss_in(outputs: object) -> torch.Tensor | None:
-    """Finds the scalar loss in a model's output: of transformers, or of a model that returns the loss alone."""
+    """Finds the scalar loss in a model output of transformers, or in an output of only the loss."""
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
     return found.detach() if isinstance(found, torch.Tensor) and found.numel() == 1 else None
 
@@ -437,7 +438,7 @@ def _number(value: object) -> float | int | None:
 
 
 def _said(settings: Mapping[str, Any], usual: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings that are not at their defaults, under dotted names."""
+    """Returns the settings with values other than their defaults, under dotted names."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The files of a recorded run: written line by line, read without trust."""
+"""The files of a recorded run: written line by line, and read with checks of each value."""
 
 import json
 import math
@@ -16,49 +16,49 @@ from ..checkpoint.files import CheckpointError, no_folder, open_in_place, read_m
 from ..checkpoint.structure import LOG_NAME, STATE_NAME, is_finite, is_number, is_step
 from ..config.checks import SpeltError
 
-# ---- The log of a run: one JSON object a line, only appended, so that it survives any end ----
+# ---- The log of a run: one JSON object per line, only appended, so that the log survives a crash ----
 #
 # [Note: lines of the log]
-# Each line has a `kind`, the wall clock's `time` in seconds and the optimizer `step` that it was written behind.
+# Each line has a `kind`, the wall clock's `time` in seconds, and the optimizer `step` after which it was written.
 #
-# | kind | what it tells |
+# | kind | contents |
 # |---|---|
-# | `start` | training begins or goes on: ranks, settings, bytes by the plan |
-# | `steps` | some steps together: seconds, rows, tokens, loss, norm, learning rate, bytes sent, seconds waited |
-# | `log` | what the script or Trainer logged |
-# | `memory` | bytes that the rank holds, by kind |
+# | `start` | training begins or continues: ranks, settings, planned bytes |
+# | `steps` | several steps together: seconds, samples, tokens, loss, norm, learning rate, bytes sent, seconds waited |
+# | `log` | values logged by the script or Trainer |
+# | `memory` | bytes held by the rank, by kind |
 # | `comm` | calls, bytes and waits by kind of collective, since the line `start` |
 # | `trace` | one step's time, span by span |
-# | `stall` | seconds for which a save held training up |
+# | `stall` | seconds for which a save blocked training |
 # | `end` | how the run ended |
 #
-# A float that is not finite is written as the text "nan", "inf" or "-inf", which JSON has no number for.
+# JSON has no number for NaN and infinity, so such a float is written as the text "nan", "inf" or "-inf".
 
 _LONGEST_TEXT = 2000
 
 
 class LogFile:
-    """Appends to the log in a folder, and makes the folder if need be.
+    """Appends to the log in a folder, and creates the folder if needed.
 
-    Each line goes to the system at once: a process that is killed leaves all of them but perhaps a part of the last. Where one
-    cannot be written, as on a full disk, that is said once and no more are: training goes on.
+    Each line is flushed at once: a killed process loses at most a part of its last line. If a line cannot be written, for example
+    on a full disk, one message is printed, later lines are dropped, and training continues.
 
     Attributes:
-        path: of the file.
+        path: the path of the file.
     """
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG_NAME
         try:
-            # Others may write to the folder of a run, and a link there could name any file of this user.
+            # Other users may have write access to the folder, and a link there could point at any file of this user.
             handle = open_in_place(self.path, os.O_RDWR | os.O_APPEND)
         except CheckpointError as error:
             raise ReportError(f"hf_zero: {error}.") from error
         self._file = os.fdopen(handle, "a", encoding="utf-8")
         size = os.fstat(self._file.fileno()).st_size
         if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
-            # A killed run has left a part of a line.
+            # A killed run left an unfinished line.
             self._file.write("\n")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
@@ -73,13 +73,13 @@ class LogFile:
             self.close()
 
     def close(self) -> None:
-        # What could not be written would be tried again here.
+        # Closing would try to write the buffered line again.
         with suppress(OSError):
             self._file.close()
 
 
 def plain(value: Any) -> Any:
-    """Converts a value for JSON: numbers that are not finite, and objects, become text."""
+    """Converts a value for JSON: NaN, infinities and objects become text."""
     if isinstance(value, bool) or value is None or isinstance(value, int | str):
         return value
     if isinstance(value, float):
@@ -92,7 +92,7 @@ def plain(value: Any) -> Any:
 
 
 def read_lines(folder: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yields the lines of the log in a folder with their numbers, from 1; None for a foreign or cut line."""
+    """Yields the lines of the log in a folder with their numbers, from 1. A foreign or truncated line is None."""
     with (folder / LOG_NAME).open("rb") as file:
         for number, text in enumerate(file, 1):
             if text.strip():
@@ -111,7 +111,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _as_meant(value: Any) -> Any:
-    """Numbers that are not finite are text in JSON; other text is made fit to be shown."""
+    """Converts the texts for NaN and infinities back to numbers, and makes other text safe to show."""
     if isinstance(value, str):
         return float(value) if value in ("nan", "inf", "-inf") else shown(value, _LONGEST_TEXT)
     if isinstance(value, dict):
@@ -119,13 +119,13 @@ def _as_meant(value: Any) -> Any:
     return [_as_meant(inner) for inner in value] if isinstance(value, list) else value
 
 
-# ---- What the files in a run's folder tell: our log or, without one, the state that Trainer saved ----
+# ---- Reads a run's folder: our log or, without a log, the state that Trainer saved ----
 
 Line = dict[str, Any]
 
 
 class ReportError(SpeltError):
-    """A folder of which no report can be made."""
+    """No report can be made from a folder."""
 
 
 @dataclass
@@ -133,10 +133,10 @@ class RunLines:
     """Lines of a run by kind, in order; see [Note: lines of the log].
 
     Attributes:
-        has_log: whether our log was there; else `logs` is all that is known.
-        earlier: lines of runs in the same folder that began anew afterwards.
-        taken_again: steps that a resumed run has taken a second time; the first are left out.
-        unread: numbers of lines that are no JSON, such as the last of a run that was killed.
+        has_log: whether our log exists; otherwise only `logs` is known.
+        earlier: number of runs that started in this folder before the last run that started at step 0.
+        taken_again: steps that a resumed run repeated; their first lines are left out.
+        unread: numbers of lines that are not JSON, such as the last line of a killed run.
     """
 
     folder: Path
@@ -177,7 +177,7 @@ def _is_list(value: object) -> bool:
 
 _AMOUNTS = ("forward_s", "backward_s", "optimizer_s", "between_s", "wait_s", "sent_bytes", "peak_bytes", "seconds")
 _COUNTS = ("steps", "rows", "tokens", "skipped")
-_WHAT_IS_WHAT: dict[str, dict[str, Callable[[object], bool]]] = {
+_CHECKS: dict[str, dict[str, Callable[[object], bool]]] = {
     "start": {
         "ranks": lambda value: _is_count(value) and value != 0,
         "parameters": _is_count,
@@ -201,7 +201,7 @@ _WHAT_IS_WHAT: dict[str, dict[str, Callable[[object], bool]]] = {
     "stall": {"seconds": _is_amount},
     "end": {"how": _is_text},
 }
-"""Of each kind of line, the fields that are relied on; one with another value is taken for one that is not there."""
+"""By kind of line, the checks of the fields that the report reads. A field that fails its check counts as missing."""
 
 _LISTS = {
     "steps": "steps",
@@ -215,7 +215,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def read_run(folder: Path) -> RunLines:
-    """The run in a folder. Raises `ReportError`: there is no such folder, or neither log nor trainer state in it."""
+    """Reads the run in a folder. Raises `ReportError` if the folder is missing, or has neither a log nor a trainer state."""
     if not folder.is_dir():
         raise ReportError(f"hf_zero: {no_folder(folder)}.")
     log = folder / LOG_NAME
@@ -251,12 +251,12 @@ def _of_log(folder: Path) -> RunLines:
 
 
 def _checked(line: Line) -> Line:
-    known = _WHAT_IS_WHAT.get(line["kind"], {})
+    known = _CHECKS.get(line["kind"], {})
     return {name: value for name, value in line.items() if name not in known or known[name](value)}
 
 
 def _begin(run: RunLines, start: Line) -> None:
-    """Clears the log: all of it for a new run, the lines behind the starting step for a resumed one."""
+    """Drops the lines replaced by a start: all lines for a new run, the lines after the starting step for a resumed one."""
     step = start["step"]
     last = max((line["step"] for line in run.steps), default=0)
     if step == 0 and run.starts:
@@ -265,7 +265,7 @@ def _begin(run: RunLines, start: Line) -> None:
     run.taken_again += max(0, last - step) if step else 0
     for name in _LISTS.values():
         setattr(run, name, [line for line in getattr(run, name) if 0 < line["step"] <= step])
-    # It counts from the last start.
+    # Each start begins these counts at zero.
     run.comm = []
     run.starts.append(start)
     run.end = None
@@ -275,7 +275,7 @@ def _newest_state(folder: Path) -> Path | None:
     found = [path for path in folder.glob(f"checkpoint-*/{STATE_NAME}") if _CHECKPOINT.fullmatch(path.parent.name)]
     found.sort(key=lambda path: int(path.parent.name.rpartition("-")[2]))
     own = folder / STATE_NAME
-    # Trainer writes its folder's own at the end.
+    # Trainer writes the state in the output folder itself at the end.
     return own if own.is_file() else found[-1] if found else None
 
 

@@ -1,4 +1,4 @@
-"""Sections of the report page: costs, findings and the run at a glance."""
+"""Sections of the report page: costs, findings, and an overview of the run."""
 
 import time
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from .run_files import RunLines, read_run
 
 # ---- Time, memory and bytes of a run ----
 
-# Of the memory report's kinds → the plan's.
+# Kinds of the memory report → kinds of the plan.
 _PLANNED = {
     "parameters": ("parameters", "parameters kept whole"),
     "frozen": ("frozen parameters and buffers", "frozen parameters"),
@@ -68,9 +68,9 @@ def time_section(run: RunLines) -> Section | None:
     saves = sum(seconds for _, seconds in stall_points(run, "save"))
     evals = sum(seconds for _, seconds in evaluations(run))
     within = sums["forward_s"] + sums["backward_s"] + sums["optimizer_s"]
-    rest = max(0.0, sums["between_s"] - saves - evals)
-    total = within + saves + evals + rest
-    # An accelerator's host only queues: what it has done by when says nothing of a step's parts.
+    between = max(0.0, sums["between_s"] - saves - evals)
+    total = within + saves + evals + between
+    # An accelerator's host only queues work, so the host's clock says nothing about the parts of a step.
     parts = (
         [("training steps", within)]
         if on_accelerator(run)
@@ -80,8 +80,8 @@ def time_section(run: RunLines) -> Section | None:
             ("optimizer step", sums["optimizer_s"]),
         ]
     )
-    aside = [("evaluation", evals), ("saves", saves)]
-    parts += [(name, seconds) for name, seconds in aside if seconds] + [("between steps: data, logging", rest)]
+    pauses = [("evaluation", evals), ("saves", saves)]
+    parts += [(name, seconds) for name, seconds in pauses if seconds] + [("between steps: data, logging", between)]
     rows = tuple(
         Bar(name=name, value=seconds, shown=shown_seconds(seconds), notes=(shown_share(seconds, total),))
         for name, seconds in parts
@@ -105,7 +105,7 @@ def time_section(run: RunLines) -> Section | None:
 
 
 def timeline_section(run: RunLines) -> Section | None:
-    """Shows one step's spans."""
+    """Shows the spans of one step."""
     if not run.traces:
         return None
     trace = run.traces[-1]
@@ -138,7 +138,7 @@ def timeline_section(run: RunLines) -> Section | None:
     else:
         sentence += "No parameters and gradients were sent between ranks in it."
     if agreements:
-        # A few bytes, such as those of the gradient norm: no traffic that could be hidden.
+        # Agreements send only a few bytes, such as the gradient norm, so there is no traffic to hide.
         agreed = shown_seconds(_covered(agreements))
         sentence += f" For {agreed} more it waited in agreements of a few bytes, mostly for ranks that came later."
     return Section(
@@ -152,7 +152,7 @@ def timeline_section(run: RunLines) -> Section | None:
 
 
 def _spans(value: Any, seconds: float) -> list[tuple[str, float, float]]:
-    """(name, start, end) of each span in a step of so many seconds."""
+    """Returns (name, start, end) of each span in a step of length `seconds`."""
     rows = value if isinstance(value, list) else []
     return [
         (row[0], min(max(0.0, float(row[1])), seconds), min(max(0.0, float(row[2])), seconds))
@@ -166,7 +166,7 @@ def _spans(value: Any, seconds: float) -> list[tuple[str, float, float]]:
 
 
 def _is_agreement(kind: str) -> bool:
-    """Whether ranks only exchanged a number: the time of that is one rank waiting for another."""
+    """Whether ranks only exchanged a number, so the time is one rank waiting for another."""
     return kind.startswith("agreement")
 
 
@@ -175,7 +175,7 @@ def _first(kind: str, *spans: Sequence[tuple[str, float, float]]) -> float:
 
 
 def _covered(spans: Sequence[tuple[str, float, float]]) -> float:
-    """Returns the seconds that are in at least one of the spans."""
+    """Returns the seconds covered by at least one of the spans."""
     total, reached = 0.0, 0.0
     for _, start, end in sorted(spans, key=lambda span: span[1]):
         total += max(0.0, end - max(start, reached))
@@ -184,7 +184,7 @@ def _covered(spans: Sequence[tuple[str, float, float]]) -> float:
 
 
 def memory_section(run: RunLines) -> Section | None:
-    """Bytes by kind against the plan and DDP."""
+    """Shows bytes by kind, compared with the plan and DDP."""
     rows = [row for row in _rows(run.memory, 4) if is_finite(row[1]) and is_finite(row[2])]
     if not rows:
         return None
@@ -231,7 +231,7 @@ def _peak(run: RunLines) -> float:
 
 
 def peak_bytes(run: RunLines) -> float:
-    """The most that rank 0 has held."""
+    """Returns the largest peak of rank 0."""
     return _peak(run)
 
 
@@ -241,13 +241,13 @@ def _rows(lines: Sequence[dict[str, Any]], width: int) -> list[list[Any]]:
 
 
 def bytes_section(run: RunLines) -> Section | None:
-    """Bytes and waits by kind of collective, a step."""
+    """Shows bytes and waits per step by kind of collective."""
     rows = [row for row in _rows(run.comm, 6) if all(map(is_finite, row[1:]))]
     if not rows or not run.comm:
         return None
     begun = run.starts[-1]["step"] if run.starts else 0
     steps = max(1, run.comm[-1]["step"] - begun)
-    sent, between = (sum(row[place] for row in rows) for place in (2, 3))
+    sent, between = (sum(row[column] for row in rows) for column in (2, 3))
     waited, agreed = (sum(row[4] for row in rows if _is_agreement(str(row[0])) is told) for told in (False, True))
     columns = ["kind", "calls a step", "sent a step", "waited a step"]
     if between:
@@ -275,7 +275,7 @@ def bytes_section(run: RunLines) -> Section | None:
 
 
 def saves_section(run: RunLines) -> Section | None:
-    """Seconds of standing still, by save."""
+    """Shows the seconds for which each save blocked training."""
     points = stall_points(run)
     if not points:
         return None
@@ -297,7 +297,7 @@ def saves_section(run: RunLines) -> Section | None:
 _SAVES_SHOWN = 12
 
 
-# ---- What went wrong in a run, or was out of the ordinary ----
+# ---- Problems and unusual events of a run ----
 
 _SPIKE = 10.0
 _SLOW = 3.0
@@ -305,7 +305,7 @@ _GROWTH = 1.1
 
 
 def findings(run: RunLines) -> tuple[str, ...]:
-    """Lists findings in sentences, the gravest first."""
+    """Lists findings in sentences, the most serious first."""
     return tuple(
         sentence
         for find in (_ending, _not_finite, _skipped, _spikes, _slow_steps, _growth, _resumed, _damage)
@@ -373,7 +373,7 @@ def _spikes(run: RunLines) -> list[str]:
 
 
 def _slow_steps(run: RunLines) -> list[str]:
-    # The first line has what is done once.
+    # Skip the first line, which contains one-time work.
     times = [
         (line["step"], training_seconds(line) / line["steps"])
         for line in run.steps[1:]
@@ -421,13 +421,13 @@ def _damage(run: RunLines) -> list[str]:
     ]
 
 
-# ---- A report of the run in a folder: figures, sentences, and what is missing ----
+# ---- The report of the run in a folder: figures, sentences, and missing data ----
 
 _YEAR_9999_S = 2.5e11
 
 
 def make_report(folder: Path) -> Report:
-    """Makes the report of a run's folder. Raises `ReportError`: it has neither our log nor a trainer state."""
+    """Makes the report of a run's folder. Raises `ReportError` if the folder has neither our log nor a trainer state."""
     run = read_run(folder)
     ranks = _ranks(run)
     sections = (
@@ -455,7 +455,7 @@ def make_report(folder: Path) -> Report:
 
 
 def _title(run: RunLines) -> str:
-    """Titles a report by model, settings and date, so that reports of several runs differ."""
+    """Builds a title from model, settings and date, to distinguish reports of several runs."""
     start = run.starts[-1] if run.starts else {}
     stage, ranks, begun_s = (start.get(name) for name in ("stage", "ranks", "time"))
     parts = [str(start["model"])] if start.get("model") else []

@@ -14,7 +14,8 @@ from command_runs import hf_zero, refusals
 from hf_zero.checkpoint.structure import LOG_NAME, PAGE_NAME
 from hf_zero.report import page
 from hf_zero.report.curves import Plot, Series, shown, shown_bytes, shown_seconds, shown_tick
-from hf_zero.report.page import draw, render_page, thinned, ticks_between
+from hf_zero.report.figures import draw, thinned, ticks_between
+from hf_zero.report.page import render_page
 from hf_zero.report.run_files import ReportError
 from hf_zero.report.sections import make_report
 
