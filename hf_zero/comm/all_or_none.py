@@ -1,4 +1,4 @@
-"""Runs work that succeeds on every rank or raises on every rank, so that no rank goes on alone.
+"""Runs work that succeeds on every rank or raises on every rank, so no rank continues alone.
 
 Callers pass a function that exchanges a small value between the ranks.
 """
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 Exchange = Callable[[object], list]
-"""Every rank's picklable value, in rank order. Collective."""
+"""Returns every rank's picklable value, in rank order. Collective."""
 
 Errors = tuple[type[Exception], ...]
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Unexpected:
-    """Tells the other ranks of an exception that is not among the expected ones."""
+    """Reports an exception outside of the expected ones to the other ranks."""
 
     text: str
 
@@ -37,14 +37,14 @@ def all_or_none(
     """Runs `work` on every rank; returns this rank's result if every rank has one. Collective: one exchange, after the work.
 
     Args:
-        expected: exceptions of `work` that all ranks are to raise as one.
-        error: makes that one from the lowest rank that failed and what it told.
-        tell: what the other ranks learn of an expected exception; picklable.
+        expected: exceptions of `work` that all ranks should raise as one error.
+        error: makes this error from the lowest failed rank and its report.
+        tell: makes the report of an expected exception for the other ranks; picklable.
 
     Raises:
-        what `error` returns, on every rank; where this rank failed too, its own exception is the cause. An `Exception` that is
-        not expected is raised as it is on its own rank, and as a RuntimeError that names the rank on the others. What is no
-        `Exception`, such as KeyboardInterrupt, is raised at once: the others learn it from the end of the process.
+        The result of `error`, on every rank. If this rank failed as well, its own exception is the cause. An unexpected
+        `Exception` is raised unchanged on its own rank, and as a RuntimeError with the rank's number on the others. An exception
+        that is not an `Exception`, such as KeyboardInterrupt, is raised at once. The other ranks notice the end of the process.
     """
     result, fault = _attempt(work)
     raise_on_all(exchange, fault, expected=expected, error=error, tell=tell)
@@ -59,7 +59,7 @@ def all_results_or_none(
     error: Callable[[int, Any], Exception],
     tell: Callable[[Exception], Any] = str,
 ) -> list[Result]:
-    """Works like `all_or_none`, and returns every rank's result in rank order. Results are picklable."""
+    """Works like `all_or_none`, and returns every rank's result in rank order. Results must be picklable."""
     result, fault = _attempt(work)
     results: list[Result] = []
 
@@ -80,18 +80,18 @@ def raise_on_all(
     error: Callable[[int, Any], Exception],
     tell: Callable[[Exception], Any] = str,
 ) -> None:
-    """The exchange of `all_or_none`, for work that is done: raises as that does if any rank passes a fault. Collective.
+    """Raises like `all_or_none` if any rank passes a fault of finished work. Collective.
 
     Args:
-        fault: what has failed on this rank; None is nothing.
+        fault: this rank's failure; None without one.
     """
     is_expected = isinstance(fault, expected)
     told: object = None
     if fault is not None:
         told = (tell(fault),) if is_expected else _Unexpected(f"{type(fault).__name__}: {fault}")
-    # Agreement before raise: a rank that raised first would leave the others waiting in this exchange.
+    # Agree before raising: a rank raising first would leave the others waiting in this exchange.
     everyones = exchange(told)
-    # Its own error, with its own traceback: a bug is looked for on the rank that has it.
+    # Raise this rank's own error with its own traceback, because a bug is debugged on the rank of the bug.
     if fault is not None and not is_expected:
         raise fault
     for rank, theirs in enumerate(everyones):
@@ -102,15 +102,15 @@ def raise_on_all(
 
 
 def first_difference(exchange: Exchange, facts: Mapping[str, str]) -> str | None:
-    """Compares what the ranks hold under each name; returns the first difference to rank 0 in words, None without any.
+    """Compares the ranks' values under each name; returns the first difference to rank 0 in words, None without any.
 
-    Collective: one exchange, and a second one where ranks differ.
+    Collective: one exchange, and a second one if ranks differ.
     """
-    # The digest first: there may be thousands of facts, and only an error needs them.
+    # Compare digests first: there may be thousands of facts, and only an error needs them.
     digests = exchange(hashlib.sha256(json.dumps(facts).encode()).hexdigest())
     if len(set(digests)) == 1:
         return None
-    # With the rank of the run: a transport of some of the ranks counts its own from 0.
+    # Name the rank of the run, because a transport of some of the ranks counts its own ranks from 0.
     everyone = exchange((dist.get_rank() if dist.is_initialized() else 0, facts))
     first, reference = everyone[0]
     for rank, theirs in everyone:
@@ -123,14 +123,14 @@ def first_difference(exchange: Exchange, facts: Mapping[str, str]) -> str | None
 
 def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     try:
-        # Not of KeyboardInterrupt and the like: a process that is told to end must not wait for others first.
+        # Do not catch KeyboardInterrupt and the like: a process asked to end must not wait for others first.
         return work(), None
     except Exception as error:
         return None, error
 
 
 def exchange_between_ranks(value: object) -> list:
-    """An `Exchange` by the default process group, for callers without an engine; this rank alone where there is no group."""
+    """An `Exchange` through the default process group, for callers without an engine. Without a group, only this rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

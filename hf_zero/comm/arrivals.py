@@ -1,4 +1,4 @@
-"""Waits for ranks to arrive, names those that do not, and tells a lost peer from a slow one."""
+"""Waits for ranks to arrive, names the missing ones, and distinguishes a lost peer from a slow one."""
 
 import json
 import os
@@ -20,17 +20,17 @@ from torch.distributed.distributed_c10d import _world
 
 from .store import CALL_S, Keys, StoreSilentError, opened_store
 
-# ---- Errors of failed collectives, and how waits that would go on are made to fail ----
+# ---- Errors of failed collectives, and a way to make unfinished waits fail ----
 
 _TAG = 0x5A4B0000
 _AT_ONCE = timedelta(milliseconds=1)
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed. Names the collective, the culprit, and the state of each rank.
+    """A collective failed. The message names the collective, the culprit, and the state of each rank.
 
     Attributes:
-        culprits: the ranks that are the reason, where they are known.
+        culprits: the responsible ranks, if known.
     """
 
     def __init__(self, message: str, culprits: Sequence[int] = ()):
@@ -51,20 +51,20 @@ class PeerFailure(RuntimeError):
 
 
 def break_all_groups() -> None:
-    """Makes all collectives that this process waits in fail. No process group can be used afterwards."""
+    """Makes all running collectives of this process fail. No process group can be used afterwards."""
     for group in list(_world.pg_map):
-        # Such as "cpu:gloo,cuda:nccl".
+        # The config is text such as "cpu:gloo,cuda:nccl".
         for each in dist.get_backend_config(group).split(","):
             _break(group._get_backend(torch.device(each.partition(":")[0])), group)
 
 
 def _break(backend: Any, group: dist.ProcessGroup) -> None:
-    # torch's types know nothing of what a backend can do.
+    # torch's types do not describe the methods of individual backends.
     if backend.name() != "gloo":
-        # In a thread: NCCL's abort may wait for its device, which waits for the lost rank.
+        # Run in a thread, because NCCL's abort may wait for its device, which waits for the lost rank.
         threading.Thread(target=backend.abort, name="hf_zero abort", daemon=True).start()
         return
-    # gloo's own `abort` leaves waits that have begun. It closes all connections of a group in which one wait is out of time.
+    # gloo's own `abort` does not end running waits. But gloo closes all connections of a group after one wait has timed out.
     other = 1 if group.rank() == 0 else 0
     try:
         group.recv([torch.zeros(1)], other, _TAG).wait(_AT_ONCE)
@@ -72,40 +72,40 @@ def _break(backend: Any, group: dist.ProcessGroup) -> None:
         return
 
 
-# ---- Which of the ranks' processes have ended, are stopped, or have come to their end ----
+# ---- Which of the ranks' processes have ended, are stopped, or have finished ----
 #
-# [Note: ranks that are started again] torchrun restarts ranks with the store that their predecessors had, and what those
-# have told of themselves is still in it. All ranks tell it once their process group is there, so what was told before this
-# process began is of a predecessor.
+# [Note: ranks that are started again] torchrun restarts ranks with the store of their predecessors, including all old entries.
+# All ranks publish their process as soon as their process group exists, so an entry from before the start of this process
+# belongs to a predecessor.
 #
-# [Note: the end of a run] Finished ranks wait for the others. With thousands of ranks, a finished rank cannot ask about each of
-# the others, so the store counts the processes that have left or ended. A process adds itself when it leaves. One that has
-# ended without a word is added by the ranks of its host, which are listed in the store. The name of rank 0's process is part of
-# the counter's name, because a restarted run may have its predecessor's store.
+# [Note: the end of a run] Finished ranks wait for the others. With thousands of ranks, a finished rank cannot query each of the
+# others, so the store counts the processes that have left or ended. A process adds itself when leaving. A process that ended
+# without a message is added by the ranks of its host, which are listed in the store. The counter's name contains the name of
+# rank 0's process, because a restarted run may have its predecessor's store.
 
 _PAUSE_S, _LONG_PAUSE_S = 0.02, 0.2
 
 
 def _pid_namespace() -> str:
-    """Names the processes among which a pid is unique; a name of this process alone where the system has none."""
+    """Names the set of processes in which a pid is unique; a name only of this process if the system has no such set."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not (boot.exists() and namespace.exists()):
         return uuid.uuid4().hex
-    # The number of a namespace is the same on many hosts, and containers of one host have their own processes.
+    # Many hosts use the same namespace numbers, so add the boot id. Containers of one host have their own processes.
     return f"{boot.read_text().strip()}/{namespace.stat().st_ino}"
 
 
 def _since_boot_s() -> float:
-    """Reads the clock by which Linux dates the start of a process; 0 on other systems."""
+    """Reads Linux's clock for the start of a process; 0 on other systems."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
 
 
 def _began_s() -> float:
-    """Returns the start of this process, by that clock."""
+    """Returns the start of this process, by the clock of `_since_boot_s`."""
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return 0.0
-    # Behind the name of the program, which may hold spaces; see proc(5).
+    # The fields follow the name of the program, which may contain spaces; see proc(5).
     ticks = stat.read_text().rpartition(")")[2].split()[19]
     return int(ticks) / os.sysconf("SC_CLK_TCK")
 
@@ -115,8 +115,8 @@ class RankProcess:
     """Describes the process of one rank to the others.
 
     Attributes:
-        pid: inside of `namespace`.
-        began_s, told_s: when it began, and when it made this, in seconds since its host has booted.
+        pid: the process id inside of `namespace`.
+        began_s, told_s: start of the process, and creation of this description, in seconds since the boot of the host.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -127,20 +127,20 @@ class RankProcess:
 
     @property
     def name(self) -> str:
-        """Names the process, unlike any other of any start of the run."""
+        """A name of the process, unique over all starts of the run."""
         return f"{self.host} {self.namespace} {self.pid} {self.began_s}"
 
     def is_of_an_earlier_start(self) -> bool:
-        """See [Note: ranks that are started again]. False of processes of other hosts and containers."""
+        """See [Note: ranks that are started again]. False for processes of other hosts and containers."""
         return self.namespace == _pid_namespace() and self.told_s < _began_s()
 
     def has_ended(self) -> bool:
-        """Whether the process has ended. False of processes of other hosts and containers, which cannot be seen."""
-        # A process that its parent has not taken note of is still listed.
+        """Whether the process has ended. False for processes of other hosts and containers, which are invisible from here."""
+        # A process whose parent has not collected its status yet is still listed, as a zombie.
         return self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger holds the process, as far as this host can see."""
+        """Whether a signal or a debugger stops the process, as far as this host can see."""
         return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     def _status(self) -> str | None:
@@ -156,7 +156,7 @@ class RankProcess:
 class RankProcesses:
     """Knows the processes of all ranks of the default group, through the launcher's store.
 
-    A rank is known from when its process has called `register`.
+    A rank is known after its process has called `register`.
     """
 
     def __init__(self, store: Keys):
@@ -166,13 +166,13 @@ class RankProcesses:
         self._counted: set[str] = set()
 
     def register(self) -> None:
-        """Publishes this process, also after `leave`: a script may make its groups again."""
+        """Publishes this process, also after `leave`, because a script may make its groups again."""
         rank, process = dist.get_rank(), RankProcess()
         self._store.set(f"process {rank}", json.dumps(asdict(process)))
         if self._store.add(f"listed {process.name}", 1) == 1:
             number = self._store.add(f"here {process.namespace}", 1)
             self._store.set(f"here {process.namespace} {number}", str(rank))
-        # Left over from groups that the script has destroyed: others would take this rank for gone.
+        # Remove entries from groups destroyed by the script; otherwise this rank would look gone to the others.
         if self._store.check(f"left {rank}"):
             self._store.delete(f"left {rank}")
             if (counter := self._counter()) is not None and self._store.check(f"counted {process.name}"):
@@ -189,7 +189,7 @@ class RankProcesses:
         return self._known.get(rank)
 
     def has_gone(self, rank: int) -> bool:
-        """Whether a rank has left or, as far as this host can see, ended. Other hosts are their launcher's to watch."""
+        """Whether a rank has left or, as far as this host can see, ended. The launcher watches other hosts."""
         return self.has_left(rank) or self.has_ended(rank)
 
     def has_left(self, rank: int) -> bool:
@@ -197,7 +197,7 @@ class RankProcesses:
         process = self.known(rank)
         if process is None or not self._store.check(f"left {rank}"):
             return False
-        # A predecessor's farewell is no farewell of this start.
+        # Ignore an entry of a predecessor of the rank.
         return self._store.get(f"left {rank}").decode() == process.name
 
     def has_ended(self, rank: int) -> bool:
@@ -205,17 +205,17 @@ class RankProcesses:
         return process is not None and process.has_ended()
 
     def announce_end(self, rank: int | None = None) -> None:
-        """Publishes that this rank has finished.
+        """Publishes the end of this rank's work.
 
         Args:
-            rank: of this process, which need not be in a process group any more.
+            rank: the rank of this process, which may not be in a process group any more.
         """
         name = RankProcess().name
         self._store.set(f"left {dist.get_rank() if rank is None else rank}", name)
         self._count(name)
 
     def all_have_gone(self, world_size: int) -> bool:
-        """Whether all ranks have left or ended. Asks as much for any number of ranks; see [Note: the end of a run]."""
+        """Whether all ranks have left or ended. The cost does not depend on the number of ranks; see [Note: the end of a run]."""
         namespace = _pid_namespace()
         for number in range(len(self._here) + 1, self._store.add(f"here {namespace}", 0) + 1):
             if not self._store.check(f"here {namespace} {number}"):
@@ -229,7 +229,7 @@ class RankProcesses:
         return counter is not None and self._store.add(counter, 0) >= world_size
 
     def _count(self, name: str) -> None:
-        """Counts a process that has left or ended, unless it is counted already."""
+        """Counts a process as left or ended, unless already counted."""
         counter = self._counter()
         if counter is not None:
             self._counted.add(name)
@@ -237,7 +237,7 @@ class RankProcesses:
                 self._store.add(counter, 1)
 
     def _counter(self) -> str | None:
-        """Names the counter of processes that have gone; None before rank 0 has registered."""
+        """Names the counter of gone processes; None before rank 0 has registered."""
         first = self.known(0)
         return None if first is None else f"gone with {first.name}"
 
@@ -256,7 +256,7 @@ def register_process() -> None:
 
 
 def leave_together(patience_s: float) -> list[int]:
-    """Publishes that this rank has finished, and waits for the others; returns those still at work after `patience_s`."""
+    """Publishes the end of this rank's work, and waits for the others; returns the unfinished ones after `patience_s`."""
     deadline_s = time.monotonic() + patience_s
     try:
         with opened_store(CALL_S) as store:
@@ -269,41 +269,41 @@ def leave_together(patience_s: float) -> list[int]:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONG_PAUSE_S)
     except (StoreSilentError, dist.DistNetworkError):
-        # The store is kept for as long as anyone works: whoever keeps it has left.
+        # The store exists as long as any rank works, so without a store its owner has left.
         return []
     return []
 
 
 # ---- A barrier before each process group ----
 #
-# torch's `new_group` waits in the store for the addresses of all ranks for as long as the group's collectives may take,
-# half an hour by default, and a store does not tell that a rank has died. Behind this barrier all ranks are alive.
+# torch's `new_group` waits in the store for the addresses of all ranks, for as long as the group's collectives may take (half an
+# hour by default), and a store does not report a dead rank. After this barrier, all ranks are known to be alive.
 #
-# [Note: a call and its answers] torchrun may start ranks again with the store that their predecessors had, so nothing that
-# lies in it says by itself that a rank is here. Rank 0 calls under a name that nobody has used, the others answer that call
-# by a name of their own, and rank 0's last word holds their names. A rank whose name is missing there has read the word of
-# an earlier call, and waits on.
+# [Note: a call and its answers] torchrun may restart ranks with the store of their predecessors, so an entry in the store alone
+# does not prove that a rank has arrived. Rank 0 calls under a new name. The others answer this call with a name of their own, and
+# rank 0's last word contains all of these names. If a rank's name is missing, the word belongs to an earlier call, and the rank
+# continues to wait.
 
 _LOOK_S = 0.5
 NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
-"""After these waits, the awaited ranks are printed."""
+"""After each of these times, the missing ranks are printed."""
 _WORD_S = 10.0
-"""What rank 0's last word may take beyond its time limit."""
+"""Additional time for rank 0's last word, after its time limit."""
 
 
 def await_all_ranks(timeout_s: float, number: int) -> None:
     """Waits for every rank of the default group, before a process group is made. Collective.
 
     Args:
-        timeout_s: how long a rank is waited for.
-        number: the same on all ranks, and another one each time.
+        timeout_s: time limit for a rank.
+        number: the same on all ranks, and different for each call.
 
     Raises:
-        CommunicationError: `timeout_s` have passed, or a rank has ended or left without coming; names it.
+        CommunicationError: `timeout_s` have passed, or a rank has ended or left without arriving. The error names the rank.
     """
     try:
         with opened_store(max(timeout_s, CALL_S)) as store:
-            # Before the wait: a rank that waits for this one looks up its process to learn whether it still lives.
+            # Register first: a rank waiting for this one looks up its process to find out whether this rank is alive.
             RankProcesses(store).register()
             (_Caller if dist.get_rank() == 0 else _Answerer)(store, timeout_s, number).hold()
     except StoreSilentError as error:
@@ -328,13 +328,13 @@ def ended_ranks(ranks: Sequence[int]) -> list[int]:
 
 
 def in_words(ranks: Sequence[int], most: int | None = None) -> str:
-    """Returns `rank 1`, or `ranks 1, 2`; and of more than `most` ranks, `ranks 1, 2 and 3 more`."""
+    """Formats ranks: `rank 1`, `ranks 1, 2`, or for more than `most` ranks `ranks 1, 2 and 3 more`."""
     more = f" and {len(ranks) - most} more" if most is not None and len(ranks) > most else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:most]))}{more}"
 
 
 class _Barrier:
-    """Waits until all ranks are here; see [Note: a call and its answers]."""
+    """Waits until all ranks have arrived; see [Note: a call and its answers]."""
 
     def __init__(self, store: Keys, timeout_s: float, number: int):
         self._processes = RankProcesses(store)
@@ -359,11 +359,11 @@ class _Barrier:
         return time.monotonic() - self._began_s
 
     def _is_over(self) -> bool:
-        """Whether all ranks are here, as far as this one has to know."""
+        """Whether all ranks have arrived, as far as this rank needs to know."""
         raise NotImplementedError
 
     def _look(self) -> None:
-        """Raises where waiting is in vain."""
+        """Raises if further waiting is useless."""
         raise NotImplementedError
 
     def _notice(self, missing: Sequence[int]) -> None:
@@ -378,7 +378,7 @@ class _Barrier:
 
 
 class _Caller(_Barrier):
-    """Rank 0."""
+    """The barrier on rank 0."""
 
     def __init__(self, store: Keys, timeout_s: float, number: int):
         super().__init__(store, timeout_s, number)
@@ -405,7 +405,7 @@ class _Caller(_Barrier):
         self._notice(missing)
 
     def _give_up(self, why: str, culprits: Sequence[int]) -> None:
-        # Before the raise: the answering ranks wait for this word, not for this process.
+        # Publish before raising, because the answering ranks wait for this word, not for this process.
         self._say(why, culprits)
         raise CommunicationError(why, culprits)
 
@@ -418,7 +418,7 @@ class _Caller(_Barrier):
 
 
 class _Answerer(_Barrier):
-    """Any other rank."""
+    """The barrier on the other ranks."""
 
     def __init__(self, store: Keys, timeout_s: float, number: int):
         super().__init__(store, timeout_s, number)
@@ -433,7 +433,7 @@ class _Answerer(_Barrier):
         call = self._read("call")
         if call != self._call:
             self._call = call
-            # A new call may come long after this rank did: the limit counts from the call that is answered.
+            # A new call may come long after this rank's arrival, so the time limit starts at the call.
             self._began_s = time.monotonic()
             self._look_s = _LOOK_S
             self._store.set(f"answer {dist.get_rank()}", f"{call} {self._name}")
@@ -444,7 +444,7 @@ class _Answerer(_Barrier):
             raise CommunicationError(_ended([0]), [0])
         if self._waited_s >= self._timeout_s + _WORD_S * (self._call is not None):
             raise CommunicationError(_did_not_come([0], self._timeout_s), [0])
-        # Rank 1 alone speaks for all ranks that wait for rank 0.
+        # Only rank 1 prints, for all ranks waiting for rank 0.
         if self._call is None and dist.get_rank() == 1:
             self._notice([0])
 

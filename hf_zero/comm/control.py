@@ -16,15 +16,15 @@ from .groups import Groups
 from .ledger import Watch, first_line, hidden_from_profiler
 from .rank_state import script_line
 
-# ---- Do all ranks gather the same parameters in the same order? A device backend cannot tell ----
+# ---- A check of the order of gathers, which a device backend does not check ----
 #
-# NCCL's collectives have no tags. Ranks that gathered different layers of equal size at a time would get each other's values in
-# silence. So each rank keeps a checksum of the gathers that it has started, and the ranks compare them whenever they agree on
-# something, at the latest at the end of each backward.
+# NCCL's collectives have no tags. If ranks gathered different layers of equal size at the same time, each would silently get the
+# other's values. So each rank keeps a checksum of its started gathers, and the ranks compare the checksums in every agreement, at
+# the latest at the end of each backward.
 
 
 class GatherOrder:
-    """A checksum of the gathers that this rank has started. `ranks`: those that gather together."""
+    """A checksum of the gathers started by this rank. `ranks`: the ranks that gather together."""
 
     def __init__(self, ranks: tuple[int, ...]):
         self.ranks = frozenset(ranks)
@@ -35,16 +35,16 @@ class GatherOrder:
         self.checksum = zlib.crc32(what.encode(), self.checksum)
 
 
-# ---- Sends and receives between ranks of one gloo group, awaited together for a bounded time ----
+# ---- Sends and receives between ranks of one gloo group, awaited together for a limited time ----
 
 _LEAST_S = 1e-3
 _NEARLY_S = 0.1
-"""By which a backend's clock may be ahead of this one."""
+"""A backend's clock may be ahead of this one by this time."""
 
 _ABANDONED: list[dist.Work] = []
-"""Sends and receives that were under way when the last reference to their handle went, as with an engine that is dropped
-behind its last step. gloo takes a receive back whose work object goes, and the pair of ranks hangs in what it does next; so
-they are kept here until the next transport is made."""
+"""Sends and receives whose handle was dropped while they were running, for example by an engine dropped right after its last
+step. gloo cancels a receive when its work object is deleted, and the pair of ranks would hang in their next transfer. So the
+work objects are kept here until the next transport is created."""
 
 
 class Transfers:
@@ -52,7 +52,7 @@ class Transfers:
 
     Args:
         works: each with the rank at its other end.
-        timeout_s: for all of them together, from the moment when they are waited for.
+        timeout_s: time limit for all of them together, from the start of the wait.
     """
 
     def __init__(self, works: Sequence[tuple[int, dist.Work]], timeout_s: float):
@@ -65,31 +65,31 @@ class Transfers:
             _ABANDONED.extend(work for _, work in self._works)
 
     def wait(self, deadline_s: float | None = None) -> None:
-        """Waits for all.
+        """Waits for all transfers.
 
         Args:
             deadline_s: on the monotonic clock; by default the time limit from now.
 
         Raises:
-            PeerFailure: a peer has ended, or does not come in time.
+            PeerFailure: a peer has ended, or did not arrive in time.
         """
         self._is_awaited = True
         if deadline_s is None:
             deadline_s = time.monotonic() + self._timeout_s
         for rank, work in self._works:
-            # One deadline for all: a limit each would add up to ranks times the limit.
+            # Use one deadline for all: separate limits would add up to ranks times the limit.
             left_s = max(_LEAST_S, deadline_s - time.monotonic())
             try:
                 work.wait(timedelta(seconds=left_s))
             except RuntimeError as error:
-                # By the clock: gloo raises one class for a time limit and for a closed connection.
+                # Decide by the clock, because gloo raises the same class for a time limit and for a closed connection.
                 if time.monotonic() >= deadline_s - _NEARLY_S:
                     raise PeerFailure(rank, f"did not come within {self._timeout_s:.0f} s") from error
                 raise PeerFailure(rank, "closed its connection") from error
 
 
 def finish_abandoned(timeout_s: float) -> None:
-    """Waits for the transfers of engines that are gone. Raises `CommunicationError`: it does not arrive."""
+    """Waits for the transfers of dropped engines. Raises `CommunicationError` if a transfer fails."""
     while _ABANDONED:
         try:
             _ABANDONED.pop().wait(timedelta(seconds=timeout_s))
@@ -100,32 +100,32 @@ def finish_abandoned(timeout_s: float) -> None:
             ) from error
 
 
-# ---- Exchanges of small host values between the ranks, in messages that name their purpose ----
+# ---- Exchanges of small host values between the ranks, in messages with the name of their purpose ----
 #
 # [Note: a rank that comes alone]
-# If ranks call different collectives of gloo, each takes the other's message for its own, and one of another size ends the
-# process in gloo's thread. Here each message carries the purpose and the number of its exchange. A rank whose neighbor has come
-# to a different exchange marks its later messages, so after the last round all ranks know that their calls differ. They then
-# list the calls of all ranks, and each rank raises an error that names a rank with a different call.
+# If ranks call different collectives of gloo, each mistakes the other's message for its own, and a message of another size ends
+# the process in gloo's thread. Here each message contains the purpose and the number of its exchange. If a rank's neighbor called
+# a different exchange, the rank marks its later messages, so after the last round all ranks know about the different calls. Then
+# the ranks list all calls, and each rank raises an error with the name of a rank with a different call.
 #
 # [Note: rounds]
 # A rank does not send its value to every other rank, because the work would grow with the number of ranks at the end of every
-# backward. In each round it sends all that it knows to a few ranks at fixed distances, and it knows three times as many values
-# after the round. Four rounds reach 64 ranks, eight rounds 4,096, with at most two messages a round. A maximum may count a
-# value twice, so its messages do not grow.
+# backward. In each round, a rank sends all of its known values to a few ranks at fixed distances, and knows three times as many
+# values after the round. Four rounds reach 64 ranks, eight rounds 4,096, with at most two messages per round. A maximum may
+# count a value twice, so its messages do not grow.
 
 _Value = TypeVar("_Value")
 _MESSAGE_BYTES = 1024
 _PREFIX, _HEAD = struct.Struct("<QHB"), struct.Struct("<QQQ")
-"""Bytes of data, bytes of the head, and how far the calls differ; in the head, the exchange's number, the checksum of gathers and
-the size that all ranks' values have, before the purpose."""
+"""Prefix: bytes of data, bytes of the head, and the difference of the calls. Head: the number of the exchange, the checksum of
+gathers, and the size of all ranks' values (if equal), followed by the purpose."""
 _LONGEST_PURPOSE = 200
-_TAG, _TAG_OF_THE_REST = 0x5A480000, 0x5A490000
+_TAG, _REMAINDER_TAG = 0x5A480000, 0x5A490000
 
 _SAME, _ORDERS_DIFFER, _CALLS_DIFFER = range(3)
 
 _MOST_TIMES = 3
-"""How many times as many values a rank knows after a round. More of them would save rounds and cost messages."""
+"""Factor by which the number of known values grows in a round. A larger factor would save rounds and cost messages."""
 
 
 def rounds(size: int) -> list[range]:
@@ -142,7 +142,7 @@ def rounds(size: int) -> list[range]:
 
 
 class _Listed:
-    """One value of any size for each rank: this rank's first, then those of the ranks before it."""
+    """One value of any size for each rank: first this rank's value, then the values of the ranks before this one."""
 
     same_nbytes = 0
 
@@ -154,16 +154,16 @@ class _Listed:
         return pickle.dumps(self._found[:count])
 
     def add(self, data: bytearray) -> None:
-        """Adds the values of a message. A rank receives messages in the order of the ranks before it."""
+        """Adds the values of a message. A rank receives messages in the order of the ranks before this one."""
         self._found += pickle.loads(data)
 
-    def in_order(self, place: int) -> list[bytes | bytearray]:
-        """Returns the values in the order of the ranks; `place` is this rank's."""
-        return [self._found[place - each] for each in range(len(self._found))]
+    def in_order(self, index: int) -> list[bytes | bytearray]:
+        """Returns the values in the order of the ranks; `index` is this rank's index."""
+        return [self._found[index - each] for each in range(len(self._found))]
 
 
 class _Stacked(_Listed):
-    """As `_Listed`, of tensors that have the same size on all ranks."""
+    """Like `_Listed`, for tensors of the same size on all ranks."""
 
     def __init__(self, own: torch.Tensor):
         super().__init__(_bytes_of(own))
@@ -176,9 +176,9 @@ class _Stacked(_Listed):
     def add(self, data: bytearray) -> None:
         self._found += [data[start : start + self.same_nbytes] for start in range(0, len(data), self.same_nbytes)]
 
-    def result(self, place: int) -> torch.Tensor:
+    def result(self, index: int) -> torch.Tensor:
         """Returns the tensors stacked in rank order."""
-        everyone = bytearray(b"".join(self.in_order(place)))
+        everyone = bytearray(b"".join(self.in_order(index)))
         return torch.frombuffer(everyone, dtype=self._dtype).view(-1, *self._shape)
 
 
@@ -194,10 +194,10 @@ class _Largest:
 
     def add(self, data: bytearray) -> None:
         found = self._found
-        # Not in place: the first operand is the caller's.
+        # Do not work in place, because the first operand belongs to the caller.
         self._found = torch.maximum(found, torch.frombuffer(data, dtype=found.dtype).view(found.shape))
 
-    def result(self, _place: int) -> torch.Tensor:
+    def result(self, _index: int) -> torch.Tensor:
         return self._found
 
 
@@ -206,11 +206,11 @@ def _bytes_of(values: torch.Tensor) -> bytes:
 
 
 class _Exchange:
-    """An exchange that has started its first round.
+    """An exchange after the start of its first round.
 
     Args:
-        values: this rank's, to which those of the other ranks are added.
-        head: begins the messages of all ranks that have come to this exchange.
+        values: this rank's values, to which the values of the other ranks are added.
+        head: the beginning of the messages of all ranks in this exchange.
     """
 
     def __init__(self, control: "Control", values: "_Listed | _Largest", head: bytes):
@@ -228,7 +228,7 @@ class _Exchange:
         return bool(self._left)
 
     def finish(self) -> int:
-        """Waits for all rounds. Returns how far the ranks' calls differ: `_SAME`, `_ORDERS_DIFFER` or `_CALLS_DIFFER`."""
+        """Waits for all rounds. Returns the difference of the ranks' calls: `_SAME`, `_ORDERS_DIFFER` or `_CALLS_DIFFER`."""
         if not self.is_finished:
             deadline_s = time.monotonic() + self._control.timeout_s
             self._end_round(deadline_s)
@@ -239,19 +239,19 @@ class _Exchange:
         return self._differ
 
     def _begin_round(self) -> None:
-        """Sends what this rank knows, and asks for the messages of this round."""
+        """Sends the known values, and starts to receive the messages of this round."""
         control, values, head = self._control, self._values, self._head
-        group, ranks, places = control.group, control.ranks, self._left.pop(0)
-        # Receives before sends: a peer that has failed shows in its missing message, while a send may lie in a buffer.
-        sends, receives, rests, found, known = [], [], [], [], 0
+        group, ranks, steps = control.group, control.ranks, self._left.pop(0)
+        # Wait for receives before sends: a failed peer shows in its missing message, while a send may sit in a buffer.
+        sends, receives, remainders, found, known = [], [], [], [], 0
         with hidden_from_profiler():
-            for receiver, sender, count in places:
+            for receiver, sender, count in steps:
                 if count != known:
-                    # After different calls the values mean nothing to each other.
+                    # After different calls, the values are meaningless to the other rank.
                     data = b"" if self._differ == _CALLS_DIFFER else values.data(count)
                     begin = _PREFIX.pack(len(data), len(head), self._differ) + head
                     room = _MESSAGE_BYTES - len(begin)
-                    # Of a fixed size, so that receives start before the size of the data is known.
+                    # The message has a fixed size, so receives can start before the size of the data is known.
                     message = torch.frombuffer(
                         bytearray(begin + data[:room]).ljust(_MESSAGE_BYTES, b"\0"), dtype=torch.uint8
                     )
@@ -261,15 +261,15 @@ class _Exchange:
                 sends.append((ranks[receiver], group.send([message], receiver, _TAG)))
                 if len(data) > room:
                     more = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
-                    rests.append((ranks[receiver], group.send([more], receiver, _TAG_OF_THE_REST)))
+                    remainders.append((ranks[receiver], group.send([more], receiver, _REMAINDER_TAG)))
                 theirs = bytearray(_MESSAGE_BYTES)
                 found.append((sender, theirs))
                 work = group.recv([torch.frombuffer(theirs, dtype=torch.uint8)], sender, _TAG)
                 receives.append((ranks[sender], work))
         self._found = found
         self._transfers = Transfers(receives + sends, control.timeout_s)
-        # Waited for last: a send ends once its receiver has asked for it, which is after the first messages here.
-        self._rests = Transfers(rests, control.timeout_s) if rests else None
+        # Wait for these last: such a send ends once its receiver has asked for the data, after the first messages.
+        self._remainders = Transfers(remainders, control.timeout_s) if remainders else None
 
     def _end_round(self, deadline_s: float) -> None:
         """Waits for the messages of this round, and adds their values."""
@@ -284,35 +284,35 @@ class _Exchange:
                 self._values.add(message[len(begin) : end])
 
     def _add_all(self, deadline_s: float) -> None:
-        """Adds the values of messages that are longer than one message, or begin in another way than this rank's."""
+        """Adds the values of messages with more than one part, or with a different beginning than this rank's."""
         control, begun = self._control, [_PREFIX.unpack_from(message) for _, message in self._found]
         room = _MESSAGE_BYTES - _PREFIX.size
-        rests = [bytearray(max(0, nbytes + length - room)) for nbytes, length, _ in begun]
+        remainders = [bytearray(max(0, nbytes + length - room)) for nbytes, length, _ in begun]
         with hidden_from_profiler():
             receives = [
                 (
                     control.ranks[sender],
-                    control.group.recv([torch.frombuffer(rest, dtype=torch.uint8)], sender, _TAG_OF_THE_REST),
+                    control.group.recv([torch.frombuffer(remainder, dtype=torch.uint8)], sender, _REMAINDER_TAG),
                 )
-                for (sender, _), rest in zip(self._found, rests)
-                if rest
+                for (sender, _), remainder in zip(self._found, remainders)
+                if remainder
             ]
         Transfers(receives, control.timeout_s).wait(deadline_s)
-        if self._rests is not None:
-            self._rests.wait(deadline_s)
-        for (_, message), (nbytes, length, differ), rest in zip(self._found, begun, rests):
+        if self._remainders is not None:
+            self._remainders.wait(deadline_s)
+        for (_, message), (nbytes, length, differ), remainder in zip(self._found, begun, remainders):
             end = _PREFIX.size + length
             theirs = message[_PREFIX.size : end]
             if theirs != self._head:
                 differ = max(differ, _difference(theirs, self._head))
             self._differ = max(self._differ, differ)
-            # Before the values are unpickled: they may belong to another exchange.
+            # Check before unpickling the values, which may belong to another exchange.
             if self._differ != _CALLS_DIFFER:
-                self._values.add(message[end : end + nbytes] + rest)
+                self._values.add(message[end : end + nbytes] + remainder)
 
 
 def _difference(theirs: bytes | bytearray, own: bytes) -> int:
-    """Compares two heads: only the orders of gathers may differ, or the calls."""
+    """Compares two heads: either the calls differ, or only the orders of gathers."""
     (count, _, nbytes), (own_count, _, own_nbytes) = _HEAD.unpack_from(theirs), _HEAD.unpack_from(own)
     is_same = (count, nbytes) == (own_count, own_nbytes) and theirs[_HEAD.size :] == own[_HEAD.size :]
     return _ORDERS_DIFFER if is_same else _CALLS_DIFFER
@@ -322,12 +322,12 @@ class Control:
     """Exchanges values between all ranks of some groups; see [Note: rounds].
 
     Args:
-        watch: is told of each wait.
-        order: of this rank's gathers, compared in each exchange; None where nothing is gathered, or messages have tags.
+        watch: is informed of each wait.
+        order: this rank's gathers, which are compared in each exchange; None if nothing is gathered, or if messages have tags.
 
     Attributes:
-        group, timeout_s, ranks: as of the groups.
-        rounds: for each round (rank to send to, rank to receive from, number of values to send), by their indices in the group.
+        group, timeout_s, ranks: from the groups.
+        rounds: for each round, (rank to send to, rank to receive from, number of values to send), as indices in the group.
     """
 
     def __init__(self, groups: Groups, watch: Watch, order: GatherOrder | None):
@@ -335,11 +335,11 @@ class Control:
         self.timeout_s = groups.timeout_s
         self._watch = watch
         self.ranks = groups.world.ranks
-        self._place = groups.world.index
+        self._index = groups.world.index
         size = len(self.ranks)
         self.rounds = [
             [
-                ((self._place + each) % size, (self._place - each) % size, min(distances.start, size - each))
+                ((self._index + each) % size, (self._index - each) % size, min(distances.start, size - each))
                 for each in distances
             ]
             for distances in rounds(size)
@@ -352,23 +352,23 @@ class Control:
         """Returns every rank's picklable value, in rank order.
 
         Raises:
-            CommunicationError: a rank does not come in time, has ended, or came for another purpose.
+            CommunicationError: a rank did not arrive in time, has ended, or had another purpose.
         """
         values = _Listed(pickle.dumps(value))
         with self._watch.inside(purpose):
             self._start(values, purpose)()
-        everyone = values.in_order(self._place)
-        return [value if place == self._place else pickle.loads(data) for place, data in enumerate(everyone)]
+        everyone = values.in_order(self._index)
+        return [value if index == self._index else pickle.loads(data) for index, data in enumerate(everyone)]
 
     def start_swap(self, own: torch.Tensor, purpose: object, *, stacks: bool = False) -> Callable[[], torch.Tensor]:
         """Sends a small tensor in host memory, and returns without waiting for the other ranks.
 
         Args:
-            stacks: keep every rank's tensor, in place of their maximum.
+            stacks: keep every rank's tensor, instead of their maximum.
 
         Returns:
-            A function to call once. It waits for the other ranks and returns the elementwise maximum, or all tensors stacked in
-            rank order: (ranks, *own.shape). Errors: as of `exchange`.
+            A function to be called once. It waits for the other ranks, and returns the elementwise maximum, or all tensors
+            stacked in rank order: (ranks, *own.shape). It raises the errors of `exchange`.
         """
         values = _Stacked(own) if stacks else _Largest(own)
         with self._watch.inside(purpose):
@@ -377,15 +377,15 @@ class Control:
         def take() -> torch.Tensor:
             with self._watch.inside(purpose):
                 wait()
-            return values.result(self._place)
+            return values.result(self._index)
 
         return take
 
     def _start(self, values: "_Listed | _Largest", purpose: str) -> Callable[[], None]:
-        """Starts an exchange; returns a function that waits for all ranks. All ranks start overlapping exchanges in one order."""
+        """Starts an exchange; returns a function to wait for all ranks. Overlapping exchanges start in the same order."""
         if self._open is not None:
-            # Its later rounds come first on all ranks. It may also be of a pass that an exception has ended here, and the other
-            # ranks wait for it.
+            # The later rounds of the open exchange come first on all ranks. The exchange may also belong to a pass ended by an
+            # exception on this rank, while the other ranks still wait.
             self._open.finish()
         self._count += 1
         name = purpose.encode()[:_LONGEST_PURPOSE]
@@ -403,29 +403,29 @@ class Control:
         return wait
 
     def _refuse_differences(self, own: bytes) -> None:
-        """Lists the calls of all ranks, and raises for one that differs from this rank's. Collective."""
+        """Lists the calls of all ranks, and raises for a call different from this rank's. Collective."""
         values = _Listed(own)
         _Exchange(self, values, b"").finish()
         name, order = own[_HEAD.size :], _HEAD.unpack_from(own)[1]
-        for place, theirs in enumerate(values.in_order(self._place)):
+        for index, theirs in enumerate(values.in_order(self._index)):
             if _difference(theirs, own) == _CALLS_DIFFER:
                 raise CommunicationError(
-                    f"hf_zero: the ranks called different collectives: rank {self.ranks[self._place]} the "
-                    f"{name.decode(errors='replace')} ({script_line()[0]}), rank {self.ranks[place]} the "
+                    f"hf_zero: the ranks called different collectives: rank {self.ranks[self._index]} the "
+                    f"{name.decode(errors='replace')} ({script_line()[0]}), rank {self.ranks[index]} the "
                     f"{theirs[_HEAD.size :].decode(errors='replace')}. Call each on every rank, in one order, outside of `if "
                     "is_main_process`."
                 )
-            # Values in the wrong layer raise no error by themselves: this is the only place that notices.
-            if _HEAD.unpack_from(theirs)[1] != order and self.ranks[place] in self._order.ranks:
+            # Values in the wrong layer raise no error by themselves, so this check is the only one.
+            if _HEAD.unpack_from(theirs)[1] != order and self.ranks[index] in self._order.ranks:
                 raise CommunicationError(
-                    f"hf_zero: rank {self.ranks[self._place]} and rank {self.ranks[place]} have gathered parameters in "
+                    f"hf_zero: rank {self.ranks[self._index]} and rank {self.ranks[index]} have gathered parameters in "
                     f"different orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. "
                     "Call layers outside of the model's forward on all ranks alike."
                 )
 
 
 class FakeControl:
-    """Answers for torch's fake backend, which sends nothing: every other rank has this rank's value."""
+    """The exchanges of torch's fake backend, which sends nothing: every other rank has this rank's value."""
 
     def __init__(self, groups: Groups):
         self._size = groups.world.size

@@ -1,4 +1,4 @@
-"""Finds the rank that is late or has ended, and describes it."""
+"""Finds the late or ended rank, and describes its state."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from .rank_state import RankState, ScriptCollective, in_brackets, script_frame
 _LISTED = 8
 _FOR_WANT_OF = " failed for want of "
 _DETAILED = 2
-"""Ranks whose stacks are shown."""
+"""Number of ranks whose stacks are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,12 @@ class RankReport:
     """Describes a rank that others wait for.
 
     Attributes:
-        rank: the described one.
+        rank: the described rank.
         process: None before the rank has registered.
         has_ended, is_stopped: as far as this host can see.
-        has_left: the rank has reached the end of its script.
-        words, culprits: its last error, and the ranks that it blamed; itself for an error of its own.
-        where: its answer; None of a rank that does not answer.
+        has_left: whether the rank has reached the end of its script.
+        words, culprits: its last error, and the ranks blamed by the error; the rank itself for an error of its own.
+        where: its answer; None for a rank without an answer.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class RankReport:
         return self.where is not None and self.where.waits_in is not None and not self.is_over
 
     def waits_for(self, begun: Mapping[str, int]) -> bool:
-        """Whether the rank waits in a collective that a rank with these counts of started collectives has not begun."""
+        """Whether the rank waits in a collective not begun by a rank with these counts of started collectives."""
         where = self.where
         if where is None or where.kind is None:
             return False
@@ -69,16 +69,16 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerReport:
-    """Relates a wait of this rank to the states of the others.
+    """Compares a wait of this rank with the states of the other ranks.
 
     Attributes:
-        rank, line: of this rank, and the line of the script that it waits in.
-        wait: that has failed, or that takes long.
-        late: the rank that the connection was to, where that is known.
-        silence: why nothing is known of the others.
-        place: where training is on this rank, in words.
-        began, begun, starts: as of this rank's own `RankState`.
-        recent: its last collectives; empty where they are not to be told.
+        rank, line: this rank, and the line of the script in which it waits.
+        wait: a failed or a long wait.
+        late: the rank at the other end of the connection, if known.
+        silence: the reason why nothing is known about the others.
+        place: the current part of training on this rank, in words.
+        began, begun, starts: see `RankState`; of this rank.
+        recent: the last collectives of this rank; empty if they should not be shown.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class StragglerReport:
 
     @property
     def is_late(self) -> bool:
-        """Whether some rank stands still or is held up elsewhere. False where all ranks wait for one transfer."""
+        """Whether some rank is blocked or busy elsewhere. False if all ranks wait for the same transfer."""
         held_up = (
             rank in self.rank_reports
             and not (self.rank_reports[rank].is_waiting or self._is_here(self.rank_reports[rank]))
@@ -105,7 +105,7 @@ class StragglerReport:
 
     @property
     def in_vain(self) -> bool:
-        """Whether two ranks wait in collectives that only the one of them has started: neither wait can end."""
+        """Whether two ranks wait in collectives that only one of them has started, so that neither wait can end."""
         mine = self.wait.name
         return self.wait.kind is not None and any(
             (theirs := each.where.waits_in) is not None
@@ -118,7 +118,7 @@ class StragglerReport:
 
     @property
     def others_apart(self) -> list[int]:
-        """Lists the ranks that wait in other collectives than this one."""
+        """Lists the ranks waiting in other collectives than this one."""
         return [
             rank
             for rank, each in self.rank_reports.items()
@@ -139,9 +139,9 @@ class StragglerReport:
 
     @property
     def culprits(self) -> list[int]:
-        """Lists the ranks that the others wait for: those that ended, else those that are silent, else those elsewhere."""
+        """Lists the ranks that the others wait for: ended ranks, else silent ranks, else ranks outside of the collective."""
         found = self.rank_reports
-        # A rank that failed for want of another one has ended too, and is not the reason.
+        # A rank that failed because of another rank has ended too, but is not the reason.
         innocent = {rank for rank, each in found.items() if each.culprits and rank not in each.culprits}
         for is_reason in (
             lambda each: each.is_over,
@@ -158,7 +158,7 @@ class StragglerReport:
 
     @property
     def came_late(self) -> bool:
-        """Whether other ranks gave up waiting for this rank, in a collective that this rank came to afterwards."""
+        """Whether other ranks gave up waiting for this rank, in a collective that this rank reached afterwards."""
         gave_up = (
             each.words is not None and _FOR_WANT_OF in each.words and self.rank in each.culprits
             for each in self.rank_reports.values()
@@ -167,7 +167,7 @@ class StragglerReport:
 
     @property
     def finding(self) -> str:
-        """Says in one line which collective failed, and because of whom."""
+        """Says in one line which collective failed, and because of which ranks."""
         culprits, at = self.culprits, in_brackets(self.wait.holds, self.place, self.line)
         if culprits == [self.rank]:
             return f"the {self.wait.what} failed: the other ranks had given up waiting for rank {self.rank}{at}"
@@ -176,7 +176,7 @@ class StragglerReport:
 
     @property
     def in_lines(self) -> str:
-        """Says where each rank is, in a line each."""
+        """Describes the state of each rank, one line per rank."""
         at = in_brackets(self.wait.holds, self.place, self.line)
         return "\n".join(
             [f"  rank {self.rank} has waited {self.wait.seconds:.0f} s in the {self.wait.what}{at}", *self._others]
@@ -199,7 +199,7 @@ class StragglerReport:
         return "\n".join([f"hf_zero: {self.finding}.", *lines, *self._details(), self._advice()])
 
     def _apart(self) -> list[str]:
-        """Says which ranks wait in which collective, where they differ."""
+        """Lists the collectives in which the ranks wait, if they differ."""
         if not self.others_apart:
             return []
         ranks_in: dict[str, list[int]] = {}
@@ -211,7 +211,7 @@ class StragglerReport:
         return [f"  the ranks are in different collectives: {', '.join(found)}"]
 
     def _details(self) -> list[str]:
-        """Lists stacks and last collectives of the culprits that are alive, and the last collectives of this rank."""
+        """Lists stacks and last collectives of living culprits, and the last collectives of this rank."""
         found = []
         for rank in self.culprits[:_DETAILED]:
             where = self.rank_reports[rank].where if rank in self.rank_reports else None
@@ -255,7 +255,7 @@ class StragglerReport:
                 f"Rank {rank} came to its end while rank {self.rank} goes on: the ranks have different numbers of batches or "
                 f"steps. {batches}"
             )
-        # A loss that is gathered in a loop with different numbers of batches ends here, too.
+        # This also happens if a loss is gathered in a loop with different numbers of batches.
         call = self.line or f"the {self.wait.what}"
         return (
             f"Rank {rank} came to its end without the call that rank {self.rank} waits in: {call}. Call it on every rank, "
@@ -275,33 +275,31 @@ def _ranks(ranks: list[int]) -> str:
 
 # ---- Ends waits for a late rank, long before the backend's own limit ----
 #
-# [Note: how a wait is ended] A thread of each rank looks twice a second at what the main thread waits in, a collective that
-# the script called by itself included. A wait that has taken `comm.late_s` has the other ranks asked where they are. If one
-# is the reason, all waits of this process are made to fail, and the error of the one that was late is what has been found.
-# A rank that is alive and is the reason is in no wait that could fail: it is told by way of the store, and its own thread
-# ends its process.
+# [Note: how a wait is ended] Twice a second, a thread of each rank checks the wait of the main thread, which may also be a
+# collective called by the script itself. If a wait has taken `comm.late_s`, the thread asks the other ranks for their state. If
+# one of them is the reason, all waits of this process are made to fail, and the late wait raises the diagnosis as its error. A
+# culprit that is alive is in no wait that could fail, so it is informed through the store, and its own thread ends its process.
 #
-# Two ranks that wait in collectives of training which each has started and the other has not wait for each other for ever,
-# as where one calls the model once more. That is looked for after a few seconds, and ended at once.
+# If two ranks wait in collectives of training that each has started and the other has not, both wait forever, for example if
+# one rank calls the model once more. This is checked after a few seconds, and ended at once.
 #
-# Not every wait may be ended for a rank that is elsewhere and alive. Ranks meet in barriers and in exchanges of words
-# behind work that a single rank may do for long (loading, saving). There a rank is late only if it has ended, does not
-# answer, or waits as long in another collective; in a collective of training it is late wherever it is. In a save a rank is
-# late that has not begun as many saves, wherever it is: one that has begun this one may write for long. Nothing is ended
-# where all ranks wait in the same collective: a slow link is no late rank.
+# Not every wait may be ended because of a living rank outside of the collective. Ranks meet in barriers and exchanges after work
+# that takes a single rank long (loading, saving). There a rank is late only if it has ended, does not answer, or has waited as
+# long in another collective. In a collective of training, a rank is late wherever it is. In a save, a rank is late if it has
+# begun fewer saves, wherever it is: a rank that has begun this save may write for long. Nothing is ended if all ranks wait in the
+# same collective, because a slow link is not a late rank.
 #
-# An accelerator's host does not wait for a collective: its queue does, and the host stands in the next call that asks for a
-# result. There the last collective that was started so long ago is taken for a wait, and a rank is late that has not
-# started as many.
+# An accelerator's host does not wait for a collective: its queue does, and the host blocks in its next call that needs a result.
+# There the last collective counts as a wait if it was started long enough ago, and a rank is late if it has started fewer.
 
 _IDLE_S, _IDLE_SHARE = 0.05, 0.02
-"""The most that a thread computes that stands in a single call: so long, and so much of the time."""
+"""The most CPU time of a thread that is blocked in a single call, in seconds and as a share of the time."""
 _AS_LONG = 0.5
-"""Of this rank's wait, the part that another one's takes at least where the two wait for each other."""
+"""If two ranks wait for each other, the other's wait lasts at least this part of this rank's wait."""
 
 
 class ScriptCall:
-    """Finds a collective of torch.distributed that the script itself has called in the main thread."""
+    """Finds a collective of torch.distributed that the script itself called in the main thread."""
 
     def __init__(self):
         self._wait: Wait | None = None
@@ -309,17 +307,17 @@ class ScriptCall:
         self._since_cpu_s = self._last_cpu_s = 0.0
 
     def look(self) -> Wait | None:
-        """Returns that call as a wait: the same object while the thread stands still in the call."""
+        """Returns the call as a wait. The object stays the same while the thread is blocked in the call."""
         cpu_s = _main_cpu_s()
         is_idle, self._last_cpu_s = cpu_s - self._last_cpu_s < _IDLE_S, cpu_s
-        # A thread that computes is in no such call, and its frames are not asked for.
+        # A computing thread is in no such call, so do not inspect its frames.
         frame, call = script_frame() if is_idle else (None, None)
         if frame is None or call is None:
             self._wait = None
             return None
         line, wait = f"{frame.f_code.co_filename}:{frame.f_lineno}", self._wait
         is_same = wait is not None and (wait.name, self._line) == (call, line)
-        # One such call after the other takes little time of the processor in each look, and some in all.
+        # A sequence of such calls needs little CPU time per look, but some in total.
         if wait is None or not is_same or cpu_s - self._since_cpu_s > _IDLE_S + _IDLE_SHARE * wait.seconds:
             wait = self._wait = Wait(ScriptCollective(call))
             self._line, self._since_cpu_s = line, cpu_s
@@ -327,10 +325,10 @@ class ScriptCall:
 
 
 class DeviceQueue:
-    """Takes the last collective of an accelerator's queue for a wait once the start is long ago.
+    """Treats the last collective in an accelerator's queue as a wait if it was started long ago.
 
     Args:
-        limit_s: how long ago.
+        limit_s: minimum time since the start.
     """
 
     def __init__(self, limit_s: float):
@@ -339,13 +337,13 @@ class DeviceQueue:
         self._wait: Wait | None = None
 
     def look(self, log: CollectiveLog) -> Wait | None:
-        """Returns that wait: the same object until another collective is started."""
+        """Returns the wait. The object stays the same until another collective is started."""
         entry = log.entries[-1] if log.entries else None
         if entry is None or time.monotonic() - entry[STARTED] < self._limit_s:
             return None
         if entry is not self._entry or self._wait is None:
             self._entry, self._wait = entry, Wait(entry[LABEL])
-            # From the collective's start, not from this look: `comm.late_s` would count twice.
+            # Count from the collective's start, not from this look: otherwise `comm.late_s` would count twice.
             self._wait.since_s = entry[STARTED]
         return self._wait
 
@@ -353,7 +351,7 @@ class DeviceQueue:
 def others_are_behind(report: StragglerReport, begun: Mapping[str, int], kind: str | None) -> bool:
     """Whether a rank is stopped, or has started fewer collectives of the awaited kind.
 
-    A rank that has ended or is silent says nothing about that: this rank may be busy alone, with no collective under way.
+    An ended or silent rank does not count, because this rank may be busy by itself without a running collective.
     """
     kind = kind or ""
     alive = [each for each in report.rank_reports.values() if not each.is_over]
@@ -371,7 +369,7 @@ def _main_cpu_s() -> float:
 
 
 def is_to_end(report: StragglerReport) -> bool:
-    """Whether a wait that has taken too long must fail; see [Note: how a wait is ended]."""
+    """Whether a wait has taken too long and must fail; see [Note: how a wait is ended]."""
     rank_reports, wait = report.rank_reports, report.wait
     if report.silence is not None:
         return True
@@ -386,9 +384,9 @@ def is_to_end(report: StragglerReport) -> bool:
         for rank, each in rank_reports.items()
         if rank in report.others_apart
     )
-    # Two ranks in two collectives wait for each other; a rank that has just come to another one may yet come here.
+    # Two ranks in two collectives wait for each other. A rank that only just entered another collective may still come here.
     if any(waits_as_long):
         return True
-    # In barriers and exchanges one rank may work for long (loading, saving): those wait on.
+    # Do not end barriers and exchanges, before which one rank may work for long (loading, saving).
     is_of_training = wait.kind is not None or (wait.is_of_script and "barrier" not in str(wait.what))
     return is_of_training and report.is_late

@@ -21,51 +21,52 @@ from ..config import AUTO, CommConfig, ConfigError
 from ..hooks.replaced import replaced
 from .arrivals import CommunicationError, await_all_ranks, ended_ranks, in_words
 
-# ---- Process groups that only engines use ----
+# ---- Process groups used only by engines ----
 #
-# A script's own collectives in the default group, such as a barrier on one rank alone, would mix with the engine's there; and
-# the default group has the script's time limit.
+# In the default group, the script's own collectives (such as a barrier on one rank only) would mix with the engine's, and the
+# default group has the script's time limit.
 #
-# [Note: a lock and a core] gloo's thread may not touch a connection while another thread starts a send or receive on it,
-# and asks again at once until it may. A message that arrives just then wakes gloo's thread, and where all cores are busy
-# the system gives it the core of the very thread that it waits for. It then asks for milliseconds, for a call that takes
-# microseconds: with two ranks on two cores that was most of what a small collective cost. A batch thread takes no core from
-# a thread that runs. It takes a free one as before, and else has its turn when the other waits or has used up its own.
+# [Note: a lock and a core] gloo's thread may not touch a connection while another thread starts a send or receive on the
+# connection, and retries in a busy loop. A message arriving at this moment wakes gloo's thread. If all cores are busy, the system
+# may give gloo's thread the core of the very thread that holds the lock. gloo's thread then retries for milliseconds, for a call
+# of microseconds: with two ranks on two cores, this was most of the cost of a small collective. A batch thread does not preempt a
+# running thread. As before, a batch thread uses a free core, and otherwise runs when the other thread waits or has used up its
+# time slice.
 
 _MADE: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup | None]]" = (
     weakref.WeakKeyDictionary()
 )
-"""By the default group that they belong to. torch keeps each group that it ever made, with its connections and threads, until
-the default group goes; so engines that are built one after the other take the same ones."""
+"""By default group. torch keeps each group, with its connections and threads, until the default group is destroyed. Engines that
+are built one after the other therefore use the same groups."""
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _GLOO_THREAD = "gloo_tcp_loop"
 _THREADS = Path("/proc/self/task")
 
 _MAKING_S, _MAKING_S_A_RANK = 30.0, 0.2
-"""What ranks that are all there may take to connect to each other. One that dies just then is waited for that long."""
+"""Time limit for connecting ranks that have all arrived. A rank that dies in this phase is waited for until the limit."""
 
 
 def own_group(
     groups: Sequence[tuple[int, ...]], timeout: timedelta, backend: str | None = None, *, is_urgent: bool = False
 ) -> dist.ProcessGroup | None:
-    """Makes the one of some groups that this rank is in. Collective: every rank calls it with the same groups, in one order.
+    """Makes the group of this rank, out of some groups. Collective: every rank passes the same groups, in the same order.
 
     Args:
-        groups: hold each rank once.
-        backend: None for that of the default group.
-        is_urgent: on an accelerator, its collectives go before kernels that wait for room.
+        groups: contain each rank exactly once.
+        backend: None means the backend of the default group.
+        is_urgent: on an accelerator, the group's collectives run before kernels that wait for multiprocessors.
 
     Returns:
         None for a group of one rank.
 
     Raises:
-        CommunicationError: a rank did not come, or ended before it was connected.
+        CommunicationError: a rank did not arrive, or ended before it was connected.
     """
     made = _MADE.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
     key = (tuple(groups), timeout, backend, is_urgent)
     if key not in made:
-        # `new_group` waits half an hour for a rank that has died. Here all ranks are known to be alive first.
+        # `new_group` would wait half an hour for a dead rank, so first make sure that all ranks are alive.
         if dist.get_backend() != "fake":
             await_all_ranks(timeout.total_seconds(), len(made))
         ranks = next(each for each in groups if dist.get_rank() in each)
@@ -76,14 +77,14 @@ def own_group(
 
 
 def _named(name: str) -> AbstractContextManager[None]:
-    """Makes torch give the next group this name, which the group's ranks share and no other group has."""
-    # A rank makes its own groups only: with 4,096 ranks there may be a thousand others. torch then names a group by its ranks
-    # and by how many groups this process has, which may differ between ranks, so that they would wait for each other.
+    """Sets the name of torch's next group. The group's ranks share the name, and no other group has the same name."""
+    # A rank only makes its own groups: with 4,096 ranks there may be a thousand others. torch names a group by its ranks and by
+    # the number of this process's groups, which may differ between ranks, and then the ranks would wait for each other.
     return replaced(distributed_c10d, "_process_group_name", lambda *_args, **_options: name)
 
 
 def _connected(ranks: list[int], timeout: timedelta, backend: str | None, options: object | None) -> dist.ProcessGroup:
-    """Connects a new group of this rank. gloo's ranks connect inside, and have less time for that than for a collective."""
+    """Connects a new group of this rank. gloo's ranks connect inside this call, with a shorter limit than for collectives."""
     limit = timeout
     has_gloo = "gloo" in (backend or str(dist.get_backend_config()))
     if has_gloo:
@@ -92,8 +93,8 @@ def _connected(ranks: list[int], timeout: timedelta, backend: str | None, option
         try:
             group = dist.new_group(ranks, limit, backend, options, use_local_synchronization=True)
             if has_gloo:
-                # All ranks go on together. A rank that ends at once, with an error that all ranks raise, would break the
-                # connections of ranks that still connect, and they would report that in place of the error.
+                # Make all ranks leave together. If a rank ended at once with an error common to all ranks, the ranks still
+                # connecting would report a broken connection instead of the error.
                 dist.all_reduce(torch.zeros(1), group=group)
         except RuntimeError as error:
             ended = ended_ranks(ranks)
@@ -101,22 +102,24 @@ def _connected(ranks: list[int], timeout: timedelta, backend: str | None, option
             if ended:
                 why = f"{in_words(ended)} ended: look at what was said there last"
             elif has_gloo:
-                place = f"interface {interface}" if interface else f"the address of {socket.gethostname()}"
-                why = f"gloo listens at {place}; set {_GLOO_INTERFACE} to an interface that other hosts reach. {why}"
+                listens_at = f"interface {interface}" if interface else f"the address of {socket.gethostname()}"
+                why = (
+                    f"gloo listens at {listens_at}; set {_GLOO_INTERFACE} to an interface that other hosts reach. {why}"
+                )
             raise CommunicationError(f"hf_zero: {in_words(ranks)} could not connect. {why}", ended) from error
     if limit < timeout:
-        # Short while connecting, where a rank may be gone; then the limit of a collective, which may take long.
+        # The limit is short while connecting, because a rank may be gone. A collective may take longer.
         set_limit(timeout, group)
     return group
 
 
 @contextmanager
 def _reachable() -> Iterator[str | None]:
-    """Makes gloo listen at the interface that reaches the other hosts; yields that, or None for gloo's own choice.
+    """Makes gloo listen at the interface towards the other hosts. Yields the interface, or None for gloo's own choice.
 
-    gloo listens at the address of the host's name. In many containers and clusters the name stands for the loopback address, and
-    ranks of other hosts connect in vain, while NCCL finds an interface without the name. GLOO_SOCKET_IFNAME goes first. A default
-    group of gloo that has connected by an address beyond the loopback stands, too.
+    gloo listens at the address of the host's name. In many containers and clusters, the name means the loopback address, and
+    ranks of other hosts fail to connect, while NCCL finds an interface without the name. GLOO_SOCKET_IFNAME has priority. If
+    the default group is already connected by gloo with an address other than the loopback, nothing is changed either.
     """
     chosen = os.environ.get(_GLOO_INTERFACE)
     is_connected = "gloo" in str(dist.get_backend_config()) and not _is_loopback(_address_of(socket.gethostname()))
@@ -124,19 +127,19 @@ def _reachable() -> Iterator[str | None]:
     if interface is None:
         yield chosen
         return
-    # gloo reads the variable when a group is made, and only then.
+    # gloo reads the variable only when a group is made.
     os.environ[_GLOO_INTERFACE] = interface
     try:
         yield interface
     finally:
-        # Groups that the script makes keep the choice of torch.
+        # Groups made by the script keep torch's choice.
         os.environ.pop(_GLOO_INTERFACE)
         if chosen is not None:
             os.environ[_GLOO_INTERFACE] = chosen
 
 
 def _interface_of_nccl() -> str | None:
-    """The first interface that NCCL_SOCKET_IFNAME names: a list of beginnings, or after "=" of whole names; "^" leaves out."""
+    """Returns the first interface of NCCL_SOCKET_IFNAME: a list of prefixes, or after "=" of names; "^" excludes."""
     words = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not words or words.startswith("^"):
         return None
@@ -148,11 +151,11 @@ def _interface_of_nccl() -> str | None:
 
 
 def _interface_to_master() -> str | None:
-    """The interface of the route to MASTER_ADDR; where the route is the loopback, the first interface that leaves this host."""
+    """Returns the interface of the route to MASTER_ADDR or, if this is the loopback, the first interface leaving this host."""
     found = interfaces()
     address = _address_of(os.environ.get("MASTER_ADDR", ""), is_route=True)
     if _is_loopback(address) and os.environ.get("LOCAL_WORLD_SIZE") != str(dist.get_world_size()):
-        # As NCCL does: bridges of containers reach no other host.
+        # Like NCCL, skip bridges of containers, which reach no other host.
         bridges = ("docker", "br-", "veth", "virbr")
         beyond = [name for name in found if not name.startswith(bridges)]
         return next((name for name in beyond if not all(map(_is_loopback, found[name]))), None)
@@ -160,7 +163,7 @@ def _interface_to_master() -> str | None:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Lists the addresses of each interface that is up."""
+    """Lists the addresses of each active interface."""
     up = psutil.net_if_stats()
     return {
         name: [each.address.partition("%")[0] for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
@@ -170,14 +173,14 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def _address_of(host: str, *, is_route: bool = False) -> str | None:
-    """Returns the address of a host's name, or this host's address on the route there; None without one."""
+    """Returns the address of a host's name, or this host's address on the route to the host; None if there is none."""
     try:
-        for family, _, _, _, place in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
+        for family, _, _, _, found in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
             if not is_route:
-                return str(place[0])
+                return str(found[0])
             with socket.socket(family, socket.SOCK_DGRAM) as asking:
-                # Sends nothing: the kernel looks the route up.
-                asking.connect(place)
+                # `connect` on a datagram socket sends nothing; the kernel only looks the route up.
+                asking.connect(found)
                 return str(asking.getsockname()[0])
     except OSError:
         return None
@@ -189,43 +192,43 @@ def _is_loopback(address: str | None) -> bool:
 
 
 def urgent_options(backend: str | None, timeout: timedelta) -> object | None:
-    """NCCL's options for a stream of high priority; None for other backends, which have none."""
+    """Returns NCCL's options for a stream of high priority; None for other backends, which have no such options."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # `new_group` warns of any other.
+    # Set the same limit, because `new_group` warns about a different one.
     options._timeout = timeout
     return options
 
 
 @contextmanager
 def _in_batch() -> Iterator[None]:
-    """Makes gloo's new threads run as batch threads; see [Note: a lock and a core]. On Linux alone."""
+    """Makes gloo's new threads run as batch threads, on Linux only; see [Note: a lock and a core]."""
     if not (hasattr(os, "SCHED_BATCH") and _THREADS.is_dir()):
         yield
         return
-    # gloo's threads have no handle: those that are new behind `new_group` are this group's.
+    # gloo's threads have no handle. The threads new after `new_group` belong to this group.
     before = receiving_threads()
     yield
     for thread in receiving_threads() - before:
         try:
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
         except PermissionError:
-            # A sandbox may forbid it. Training is the same, and slower where all cores are busy.
+            # A sandbox may forbid this. Training gives the same results, only slower if all cores are busy.
             return
         except ProcessLookupError:
-            # Its group has gone meanwhile.
+            # The thread's group was destroyed in the meantime.
             continue
 
 
 def receiving_threads() -> set[int]:
-    """Lists the threads of this process in which gloo receives, by the system's numbers."""
+    """Lists the receiving threads of gloo in this process, by the system's numbers."""
     found = set()
     for each in _THREADS.iterdir():
         try:
             name = (each / "comm").read_text().strip()
         except (FileNotFoundError, ProcessLookupError):
-            # A thread that has ended since they were listed.
+            # The thread has ended since the listing.
             continue
         if name == _GLOO_THREAD:
             found.add(int(each.name))
@@ -234,36 +237,35 @@ def receiving_threads() -> set[int]:
 
 # ---- Shard groups, replicate groups and nodes ----
 #
-# [Note: two communicators] A communicator of NCCL takes its collectives one after the other, in one order on all ranks. At
-# stage 3 a layer's gather would so wait for the gradients of the layers before it, and forward and backward wait for the
-# gather, where nothing waits for the gradients until backward ends; also, gathers follow the order of forward and backward
-# and reductions the order of buckets. Below stage 3 a broadcast of buffers before a forward would wait for all gathers
-# behind the step. So on an accelerator the parameters' all-gathers have a communicator of their own, with a stream of high
-# priority: a collective that has its data, and finds all multiprocessors taken by backward's kernels, goes before the
-# kernels that have not begun. gloo's messages have no such order: there a second group has gained nothing, and all go
-# through one.
+# [Note: two communicators] A communicator of NCCL runs its collectives one after the other, in the same order on all ranks. At
+# stage 3, a layer's gather would therefore wait for the gradients of the layers before, and forward and backward wait for the
+# gather, while nothing waits for the gradients until backward ends. Also, gathers follow the order of forward and backward, but
+# reductions follow the order of buckets. Below stage 3, a broadcast of buffers before a forward would wait for all gathers after
+# the step. So on an accelerator the parameters' all-gathers have their own communicator, with a stream of high priority: if
+# backward's kernels occupy all multiprocessors, a ready collective runs before the kernels that have not started yet. gloo's
+# messages have no such order, and a second group brought no gain there, so all messages use one group.
 #
-# Two communicators may hang where one would not: a rank runs the first's collective and has no room for the second's, and
-# its peer the other way round. NCCL 2.26 and later keep to the order in which the host has asked, where
-# NCCL_LAUNCH_ORDER_IMPLICIT is 1, and that order is the same on all ranks. NCCL reads the variable once, with the first
-# communicator of the process: `import hf_zero` sets the variable, unless the environment has another value or NCCL may have
-# run before. Without the variable all collectives share one communicator.
+# Two communicators may deadlock: one rank runs a collective of the first and has no multiprocessors left for the second, while
+# its peer does the opposite. NCCL 2.26 and later keep the host's launch order, which is the same on all ranks, if
+# NCCL_LAUNCH_ORDER_IMPLICIT is 1. NCCL reads the variable once, with the first communicator of the process. `import hf_zero` sets
+# the variable, unless the environment has another value or NCCL may already have run. Without the variable, all collectives share
+# one communicator.
 
 _USUAL_LIMIT_S = 1800.0
-"""torch's own default, for backends that do not say theirs."""
+"""torch's own default, for backends that do not report their limit."""
 
 _LATE_S, _LATE_ON_ACCELERATORS_S = 120.0, 600.0
 
 
 def set_limit(limit: timedelta, group: dist.ProcessGroup) -> None:
-    """Sets how long a collective of a group may take."""
-    # Backends that are not torch's own need not have a limit.
+    """Sets the time limit for collectives of a group."""
+    # Backends from outside of torch may not support a limit.
     with suppress(RuntimeError):
         group.set_timeout(limit)
 
 
 def with_time_limits(comm: CommConfig, device_type: str) -> CommConfig:
-    """The settings with `timeout_s` in seconds, by default the default group's own, and a `late_s` that is no longer."""
+    """Returns the settings with `timeout_s` in seconds, by default the default group's limit, and `late_s` at most as long."""
     timeout_s = _own_limit_s(device_type) if comm.timeout_s == AUTO else float(comm.timeout_s)
     usual = _LATE_S if device_type in ("cpu", "meta") else _LATE_ON_ACCELERATORS_S
     late_s = usual if comm.late_s == AUTO else float(comm.late_s)
@@ -277,18 +279,18 @@ def _own_limit_s(device_type: str) -> float:
     try:
         return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
-        # A plan is of models on the meta device, for which the group has no backend. Backends that are not torch's own need not
-        # have options: torch 2.14 raises there, older ones have None or no attribute.
+        # A plan uses models on the meta device, for which the group has no backend. Backends from outside of torch may have no
+        # options: torch 2.14 raises for them, older releases return None or have no attribute.
         return _USUAL_LIMIT_S
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """Ranks that take part in the same collectives.
+    """Ranks that run the same collectives.
 
     Attributes:
         ranks: in the order of their parts.
-        index: of this rank among them.
+        index: index of this rank among them.
         handle: their process group; None for a group of one rank, which sends nothing.
     """
 
@@ -310,26 +312,27 @@ class RankGroup:
 class Groups:
     """The ranks of one engine.
 
-    The shard group holds one copy of the sharded state between its ranks; the replicate group holds the ranks that own
-    the same shard. Stage 0 is a shard group of one rank in a replicate group of all; stages 1 to 3 are a shard group of all,
-    unless `comm.shard_group_size` makes several, of neighbouring ranks. Where a model is itself split over ranks (tensor or
-    expert parallel), all of these are of the ranks that hold the same part of it. With `comm.sync_every` the shard groups step by
-    themselves most of the time: each replicate group is this rank alone then, and `outer` has those that it was made of.
+    The ranks of a shard group together hold one copy of the sharded state. The ranks of a replicate group hold the same shard. At
+    stage 0, each shard group is one rank, and the replicate group contains all ranks. At stages 1 to 3, the shard group contains
+    all ranks, unless `comm.shard_group_size` makes several shard groups of neighboring ranks. If the model itself is split over
+    ranks (tensor or expert parallel), all of these groups only contain ranks with the same part of the model. With
+    `comm.sync_every`, the shard groups step independently most of the time: each replicate group is then a single rank, and
+    `outer` contains the ranks of the original replicate group.
 
     Attributes:
-        timeout_s: how long a rank is waited for.
-        late_s: after which a rank is late, and all end for it; 0 is never.
+        timeout_s: time limit for a rank.
+        late_s: time after which a rank is late and all ranks are ended; 0 means never.
         backend: name of the data backend; "local" for one rank without a process group.
-        world: all ranks that train the model, or where it is split over ranks, the same part of it; in order.
+        world: all ranks that train the model (or the same part of a split model), in order.
         shard, replicate: this rank's groups.
-        gather: the shard group for the parameter all-gathers; with a communicator of its own where that pays, see [Note: two
+        gather: the shard group for the parameter all-gathers, with its own communicator if that is faster; see [Note: two
             communicators].
-        control: gloo group of the host's small agreements, so that agreeing does not stop a device's queue. Where all goes
-            through gloo, it is the group of the world too.
+        control: gloo group for small agreements between hosts, which do not stop a device's queue. If all collectives use gloo,
+            this is also the group of the world.
         nodes: the node of each rank of the run.
-        node: the ranks of the shard group that are on this rank's node; None where nothing is asked of them.
-        outer: the ranks that hold the same shard of models that only outer steps bring together; None where there are none.
-        shard_control: as `control`, for the shard group.
+        node: the ranks of the shard group on this rank's node; None if no setting needs them.
+        outer: the ranks with the same shard of models that are only combined in outer steps; None without outer steps.
+        shard_control: like `control`, for the shard group.
     """
 
     backend: str
@@ -347,7 +350,7 @@ class Groups:
 
     @property
     def control_group(self) -> dist.ProcessGroup:
-        """Returns `control`, which groups of several ranks have."""
+        """Returns `control`, which exists in groups of several ranks."""
         if self.control is None:
             raise AssertionError(
                 f"hf_zero: bug: ranks of the backend {self.backend} have no control group. Open an issue with this "
@@ -359,17 +362,17 @@ class Groups:
     def create(
         cls, *, stage: int, device_type: str, comm: CommConfig, apart: Sequence[Sequence[int]] | None = None
     ) -> "Groups":
-        """Makes the groups of this process, with `comm.timeout_s` as their limit. Collective: every rank calls it.
+        """Makes the groups of this process, with the time limit `comm.timeout_s`. Collective: every rank calls it.
 
-        Needs no process group at world size 1.
+        With a world size of 1, no process group is needed.
 
         Args:
-            apart: sets of ranks, in ascending order, as many in each, that have groups of their own; by default all ranks are
-                together.
+            apart: sets of ranks, in ascending order and of equal size, which get separate groups; by default all ranks form one
+                set.
 
         Raises:
-            ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves `comm.sync_every` one group. The launcher
-                has started several processes, and there is no process group.
+            ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves only one group for `comm.sync_every`; or the
+                launcher has started several processes, but there is no process group.
         """
         comm = with_time_limits(comm, device_type)
         if not (dist.is_available() and dist.is_initialized()):
@@ -381,9 +384,9 @@ class Groups:
         timeout = timedelta(seconds=comm.limit_s)
         backend = _backend_for(device_type)
         has_queue = backend not in ("gloo", "fake")
-        # An accelerator's groups take host tensors too, where the default group does.
+        # An accelerator's groups also support host tensors if the default group does.
         kind = "gloo" if backend == "gloo" else None
-        # First, and of all ranks: the node names below are exchanged over it.
+        # Make this group first, for all ranks, because the names of nodes are exchanged through the group below.
         control = None if backend == "fake" else own_group([tuple(everyone)], timeout, "gloo")
         nodes = _nodes(comm, len(everyone), control)
         sets: Sequence[Sequence[int]] = [everyone] if apart is None else apart
@@ -397,7 +400,7 @@ class Groups:
         world = _make(sets, rank, timeout, kind)
         shard = gather = _make(shards, rank, timeout, kind)
         replicate = _make([ranks[start::size] for ranks in sets for start in range(size)], rank, timeout, kind)
-        # A second communicator only where launch order is kept: else two communicators may wait for each other.
+        # Use a second communicator only if launch order is kept; otherwise the two may wait for each other.
         if has_queue and stage > 0 and (backend != "nccl" or keeps_launch_order()):
             gather = _make(shards, rank, timeout, backend, is_urgent=True)
         outer, shard_control = None, control
@@ -438,7 +441,7 @@ class Groups:
         )
 
     def of_a_step(self) -> "Groups":
-        """Returns the ranks that take each step together, as if there were no others."""
+        """Returns the ranks of a common step, as if there were no other ranks."""
         if self.outer is None:
             return self
         return replace(
@@ -471,24 +474,24 @@ class Groups:
         return self.shard.index
 
     def peers_elsewhere(self, group: RankGroup) -> int:
-        """Counts the other ranks of a group on other nodes."""
+        """Counts the ranks of a group on other nodes."""
         here = self.nodes[group.ranks[group.index]]
         return sum(self.nodes[rank] != here for rank in group.ranks)
 
 
 _LAUNCHED_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Variables in which launchers tell each process how many there are: torchrun, MPI's, and srun. WORLD_SIZE decides if it is set,
-so that WORLD_SIZE=1 makes independent runs of processes that srun or mpirun starts together."""
+"""Variables in which launchers set the number of processes: torchrun, MPI, and srun. If WORLD_SIZE is set, its value counts, so
+WORLD_SIZE=1 turns processes started together by srun or mpirun into independent runs."""
 
 
 def launched_ranks() -> tuple[str, int]:
-    """Returns the number of processes that the launcher has started, and the variable with it; ("", 1) without a launcher."""
+    """Returns the variable and the number of the launcher's processes; ("", 1) without a launcher."""
     found = ((name, os.environ.get(name, "")) for name in _LAUNCHED_RANKS)
     return next(((name, int(value)) for name, value in found if value.isdigit()), ("", 1))
 
 
 def _refuse_ranks_without_group() -> None:
-    """Raises `ConfigError` for one of several launched processes that has no process group, as DDP does."""
+    """Raises `ConfigError` for one of several launched processes if there is no process group, as DDP does."""
     variable, ranks = launched_ranks()
     if ranks > 1:
         raise ConfigError(
@@ -509,7 +512,7 @@ def _shard_size(stage: int, comm: CommConfig, nodes: Sequence[int]) -> int:
     if size == AUTO:
         size = world_size
         if comm.sync_every > 1:
-            # Links inside a node are fast; where there is one node only, no two ranks are nearer than others.
+            # Links inside a node are fast. With a single node, all ranks are equally near.
             size = nodes.count(nodes[0]) if len(set(nodes)) > 1 else 1
     most = world_size
     if comm.sync_every > 1:
@@ -529,7 +532,7 @@ def _within_nodes(shards: Sequence[Sequence[int]], nodes: Sequence[int]) -> list
     """Lists the ranks of each shard group on each of its nodes.
 
     Raises:
-        ConfigError: there is one node or one rank on each, or there are more ranks on one node than on another.
+        ConfigError: there is only one node, or one rank per node, or nodes have different numbers of ranks.
     """
     found = [
         [rank for rank in shard if nodes[rank] == node]
@@ -554,11 +557,11 @@ def _make(
     *,
     is_urgent: bool = False,
 ) -> RankGroup:
-    """Makes this rank's group, of some groups that hold each rank once. Collective.
+    """Makes this rank's group, out of some groups that contain each rank exactly once. Collective.
 
     Args:
-        backend: None for that of the default group.
-        is_urgent: on an accelerator, its collectives go before kernels that wait for room.
+        backend: None means the backend of the default group.
+        is_urgent: on an accelerator, the group's collectives run before kernels that wait for multiprocessors.
     """
     everyone = [tuple(each) for each in groups]
     own = next((each for each in everyone if rank in each), None)
@@ -572,7 +575,7 @@ def _make(
 
 
 def _nodes(comm: CommConfig, world_size: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Returns the node of each rank: from the config, else from the launcher's numbers, else from host names."""
+    """Returns the node of each rank, from the config, else from the launcher's numbers, else from host names."""
     if comm.node_size != AUTO:
         return tuple(each // comm.node_size for each in range(world_size))
     if dist.get_backend() == "fake":
@@ -584,7 +587,7 @@ def _nodes(comm: CommConfig, world_size: int, control: dist.ProcessGroup | None)
 
 
 def _backend_for(device_type: str) -> str:
-    # A group made with "cpu:gloo,cuda:nccl" has a backend a device type; one made with "gloo" has that for all.
+    # A group made with "cpu:gloo,cuda:nccl" has one backend per device type; a group made with "gloo" uses it for all.
     config = dist.get_backend_config()
     pairs = dict(part.split(":") for part in str(config).split(",") if ":" in part)
     return pairs.get(device_type, dist.get_backend())

@@ -1,4 +1,4 @@
-"""The state of a rank: its collective, or its line of the script."""
+"""The state of a rank: its current collective, or its line of the script."""
 
 import gc
 import linecache
@@ -14,14 +14,14 @@ from types import FrameType, TracebackType
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _PYTHON = str(Path(os.__file__).parent) + os.sep
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
-"""Those that may lie in a checkout of their source, where nothing says that they are installed."""
+"""Libraries that may be used from a source checkout, where no metadata shows that they are installed."""
 _COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 _INNERMOST = 20
-"""Frames of a stack that are told."""
+"""Number of frames of a stack that are shown."""
 
 
 class ScriptCollective(str):
-    """The name of a function of torch.distributed that the script called by itself."""
+    """The name of a function of torch.distributed called by the script itself."""
 
     __slots__ = ()
 
@@ -34,18 +34,18 @@ class RankState:
     """A rank's answer about itself.
 
     Attributes:
-        waits_in: the collective of hf_zero that it waits in, or is failing in.
-        kind: of that collective, where it is one of training's.
-        seconds: since when.
-        failure: why that fails, where it does.
-        torch_call: the function of torch.distributed that it is in by itself, outside of hf_zero.
-        line: of the script that it is in.
-        begun: how often each kind of collective has been started.
-        holds: the module or the parameters that the bucket of `waits_in` holds.
-        place: where training is: backward, evaluate, ..., and the step.
-        began: where training was when `waits_in` was started.
-        starts: how often each collective has been started, by its name.
-        stack, recent: of the main thread, and its last collectives. These and `starts` are empty unless they were asked for.
+        waits_in: the collective of hf_zero in which the rank waits or is failing.
+        kind: the kind of this collective, if it belongs to training.
+        seconds: duration of the wait.
+        failure: the reason of the failure, if the collective is failing.
+        torch_call: the function of torch.distributed that the rank is in, outside of hf_zero.
+        line: the current line of the script.
+        begun: how often each kind of collective was started.
+        holds: the module or the parameters of the bucket of `waits_in`.
+        place: the current part of training (backward, evaluate, ...), and the step.
+        began: the part of training at the start of `waits_in`.
+        starts: how often each collective was started, by its name.
+        stack, recent: the stack of the main thread, and the last collectives. Like `starts`, these are empty unless requested.
     """
 
     waits_in: str | None
@@ -64,7 +64,7 @@ class RankState:
 
     @property
     def collective(self) -> str | None:
-        """Names the awaited collective and its place; None outside of one."""
+        """Names the awaited collective and the part of training; None outside of a collective."""
         if self.waits_in is not None:
             return f"{self.waits_in}{in_brackets(self.holds, self.place)}"
         return None if self.torch_call is None else f"{ScriptCollective(self.torch_call)}{in_brackets(self.place)}"
@@ -81,13 +81,13 @@ class RankState:
 
 
 def script_line() -> tuple[str, str | None]:
-    """Returns the script's line in the main thread, and the function of torch.distributed that it called."""
+    """Returns the main thread's line of the script, and the function of torch.distributed called there."""
     frame, torch_call = script_frame()
     return "" if frame is None else _in_words(frame, frame.f_lineno), torch_call
 
 
 def script_frame() -> tuple[FrameType | None, str | None]:
-    """Returns the main thread's innermost frame in the script, else of all, and the function of torch.distributed inside."""
+    """Returns the main thread's innermost frame, preferably in the script, and the function of torch.distributed inside."""
     frame = innermost = _main_frame()
     torch_call = None
     while frame is not None:
@@ -101,7 +101,7 @@ def script_frame() -> tuple[FrameType | None, str | None]:
 
 
 def torch_call_in(trace: TracebackType | None) -> str | None:
-    """Returns the function of torch.distributed in which an error was raised; None outside of one."""
+    """Returns the function of torch.distributed with the error; None for other errors."""
     names = (
         frame.f_code.co_name for frame, _ in traceback.walk_tb(trace) if frame.f_code.co_filename.endswith(_COLLECTIVES)
     )
@@ -124,7 +124,7 @@ def _is_of_script(frame: FrameType) -> bool:
 def _is_library(path: str) -> bool:
     """Whether a file belongs to Python's own library or to an installed package.
 
-    A cluster's libraries may lie in several folders: of the system, of a user, of `pip install --target`.
+    On a cluster, libraries may be in several folders: of the system, of a user, of `pip install --target`.
     """
     folders = [os.path.dirname(getattr(sys.modules.get(name), "__file__", None) or "") for name in _LIBRARIES]
     return path.startswith((_PYTHON, *(folder + os.sep for folder in folders if folder))) or _is_installed(path)
@@ -132,7 +132,7 @@ def _is_library(path: str) -> bool:
 
 @cache
 def _is_installed(path: str) -> bool:
-    """Whether a folder above a file is one of pip's."""
+    """Whether a folder above a file was installed by pip."""
     return any(next(folder.glob("*.dist-info"), None) is not None for folder in Path(path).parents)
 
 
@@ -141,8 +141,8 @@ def _main_frame() -> FrameType | None:
     main, collects = threading.main_thread().ident, gc.isenabled()
     if main is None:
         return None
-    # A collection inside of `_current_frames` (Python before 3.11.8 and 3.12.2, gh-106883) may reach a finalizer that
-    # waits for another thread, whose end waits for `_current_frames`: neither ends.
+    # A garbage collection inside of `_current_frames` (Python before 3.11.8 and 3.12.2, gh-106883) may run a finalizer waiting
+    # for another thread, whose end waits for `_current_frames`: a deadlock.
     gc.disable()
     try:
         return sys._current_frames().get(main)
@@ -152,7 +152,7 @@ def _main_frame() -> FrameType | None:
 
 
 def in_brackets(*words: str) -> str:
-    """Joins the non-empty words in brackets, with a space in front."""
+    """Joins the non-empty words in brackets, with a leading space."""
     found = "; ".join(filter(None, words))
     return f" ({found})" if found else ""
 
@@ -165,7 +165,7 @@ def main_stack() -> str:
 
 def _in_words(frame: FrameType, number: int) -> str:
     path = frame.f_code.co_filename
-    # None of a file that another thread looks up just now.
+    # getlines returns None for a file being looked up by another thread.
     lines = linecache.getlines(path) or []
     source = lines[number - 1].strip() if 0 < number <= len(lines) else ""
     return f"{Path(path).name}:{number}{f': {source[:100]}' if source else ''}"

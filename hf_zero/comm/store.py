@@ -1,6 +1,6 @@
 """Calls the ranks' store, always with a time limit, and keeps a store for torchrun's agents.
 
-No other file holds a store of torch's: whoever needs one gets a `Keys`, whose calls have a limit.
+No other file uses torch's store directly. Other code gets a `Keys`, whose calls have a time limit.
 """
 
 import os
@@ -20,17 +20,17 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 # ---- Calls to the launcher's store, each with a time limit ----
 #
-# A store whose host is stopped, or whose link is cut, does not answer, and torch's calls then wait without limit.
+# A store on a stopped host or behind a broken link does not answer, and torch's calls would then wait without limit.
 
 T = TypeVar("T")
 
 _GLANCE_S = 0.5
-"""A thread that waits for an answer looks this often whether the limit has been shortened."""
+"""Interval at which a thread waiting for an answer checks whether the limit was shortened."""
 
 _JOIN_S = 1.0
 
 CALL_S = 10.0
-"""Time limit of a single call to the store, and of the thread's other work before that call."""
+"""Time limit of a single call to the store, and of the thread's other work before the call."""
 
 
 class StoreSilentError(RuntimeError):
@@ -38,19 +38,19 @@ class StoreSilentError(RuntimeError):
 
 
 class StoreThread:
-    """Makes one store call after the other, in a thread and over a connection of its own.
+    """Makes one store call after the other, in its own thread and over its own connection.
 
     Args:
-        within_s: the time limit of a call for which `ask` is given none.
-        each: called in every `period_s`, until it returns False.
+        within_s: the time limit of a call without an explicit limit.
+        each: called every `period_s`, until it returns False.
 
     Attributes:
-        within_s: may be shortened while a call is waited for.
+        within_s: may be shortened while a call is running.
         is_closing: the current call must end soon.
     """
 
     def __init__(self, within_s: float, each: Callable[["Keys"], bool] | None = None, period_s: float = 0.0):
-        # Where this process keeps the store, others need it longer than this one's process group lasts.
+        # If this process keeps the store, others need the store for longer than this one's process group exists.
         self._kept = _get_default_store()
         self._own: dist.Store | None = None
         self._each = each
@@ -69,11 +69,11 @@ class StoreThread:
         """Runs a call in the thread and returns its result.
 
         Raises:
-            StoreSilentError: it has not returned in time.
+            StoreSilentError: the call has not returned in time.
             dist.DistNetworkError: the store is gone.
         """
         if threading.current_thread() is self._thread:
-            # Part of a call that another thread waits for, with the limit of that.
+            # This call is a part of another thread's call, and has its time limit.
             return call(self.keys)
         answer: Future[T] = Future()
         began_s = time.monotonic()
@@ -90,7 +90,7 @@ class StoreThread:
 
     @property
     def is_of_rank_0(self) -> bool:
-        """Whether the store lives in rank 0's process, and ends with it."""
+        """Whether the store lives in rank 0's process, and ends with the process."""
         store: Any = self._kept
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
@@ -98,7 +98,7 @@ class StoreThread:
         return isinstance(store, dist.TCPStore) and not by_launcher
 
     def close(self, within_s: float = _JOIN_S) -> None:
-        """Ends the thread after the calls in its queue, and waits for that."""
+        """Ends the thread after the queued calls, and waits for the end."""
         self.is_closing = True
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
@@ -107,14 +107,14 @@ class StoreThread:
     # ---- in the thread ----
 
     def connection(self) -> dist.Store:
-        """Returns the thread's own connection to the store; only for calls inside of the thread."""
+        """Returns the thread's own connection to the store. Only for calls inside the thread."""
         if threading.current_thread() is not self._thread:
             raise AssertionError(
                 "hf_zero: bug: the store was called outside of its thread. Open an issue with this traceback."
             )
         if self._own is None:
-            # A connection serves one call at a time: on a shared one, a call here would hold training's up.
-            # In the thread, since a store that is silent does not answer a new connection either.
+            # A connection serves one call at a time, so a call here would block training on a shared connection. Connect in this
+            # thread, because a silent store does not answer a new connection either.
             self._own = cast(Any, self._kept).clone()
         return self._own
 
@@ -135,22 +135,22 @@ class StoreThread:
                 answer.set_result(call(self.keys))
             except Exception as error:
                 answer.set_exception(error)
-            # A call may hold the watchdog. Kept here until the next call, it
-            # would keep the watchdog alive, and this thread with it.
+            # A call may reference the watchdog. Kept until the next call, the reference would keep the watchdog and this thread
+            # alive.
             del pair, call, answer
 
     def _beat(self) -> bool:
         try:
             return self._each is not None and self._each(self.keys)
         except RuntimeError:
-            # The store has ended. Who needs it is told on its next call.
+            # The store has ended. The next call of another thread raises an error.
             return False
 
 
 class Keys:
-    """The keys of the ranks' store below a prefix. Errors of each call: as of `StoreThread.ask`.
+    """The keys of the ranks' store below a prefix. Each call raises the errors of `StoreThread.ask`.
 
-    Calls from the store's own thread run at once; the limit is then that of the call they are part of.
+    Calls from the store's own thread run at once, within the time limit of the enclosing call.
     """
 
     def __init__(self, thread: StoreThread, prefix: str = ""):
@@ -161,11 +161,11 @@ class Keys:
         return Keys(self._thread, f"{self._prefix}{prefix}/")
 
     def check(self, key: str) -> bool:
-        """Whether the key is there."""
+        """Whether the key exists."""
         return self._ask(lambda store, name: store.check([name]), key)
 
     def get(self, key: str) -> bytes:
-        """Returns the value of a key; waits for the key if it is not there."""
+        """Returns the value of a key. Waits for a missing key."""
         return self._ask(lambda store, name: store.get(name), key)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -183,7 +183,7 @@ class Keys:
 
 @contextmanager
 def opened_store(within_s: float) -> Iterator[Keys]:
-    """Opens a connection for a few calls. `within_s`: time limit of each."""
+    """Opens a connection for a few calls. `within_s`: time limit of each call."""
     thread = StoreThread(within_s)
     try:
         yield thread.keys
@@ -191,39 +191,39 @@ def opened_store(within_s: float) -> Iterator[Keys]:
         thread.close()
 
 
-# ---- A rendezvous store for torchrun's agents, kept by a process outside of the nodes that may be lost ----
+# ---- A rendezvous store for torchrun's agents, kept by a process outside of the nodes at risk ----
 
 LOOPBACK = "127.0.0.1"
 
 PORT = 29400
-"""torchrun's own default."""
+"""torchrun's default port."""
 
 _TIMEOUT_S = 60
 
 
 def keep_store(port: int = PORT, host: str | None = None) -> dist.TCPStore:
-    """Opens a store on one address of this host. The store lives as long as the returned object.
+    """Opens a store on one address of this host. The store exists as long as the returned object.
 
-    Agents reach it by `torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0 ...`. Without it one of the
-    agents keeps the store, and the loss of its node ends all of them.
+    Agents connect with `torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0 ...`. Without this store,
+    one of the agents keeps the store, and the loss of its node ends all agents.
 
     Args:
-        port: 0 is a free one, which the store's `port` tells.
-        host: name or address to listen on; by default this host's name. 0.0.0.0 is all addresses: torch's store answers everyone
-            who reaches it.
+        port: 0 selects a free port, which the store's `port` returns.
+        host: name or address to listen on; by default this host's name. 0.0.0.0 means all addresses, and torch's store answers
+            anybody who connects.
 
     Raises:
-        OSError: the name has no address here, or the port is taken.
+        OSError: the name has no address on this host, or the port is in use.
     """
-    place = _listening(host or socket.gethostname(), port)
-    return dist.TCPStore(**place, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_TIMEOUT_S))
+    listening = _listening(host or socket.gethostname(), port)
+    return dist.TCPStore(**listening, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_TIMEOUT_S))
 
 
 def _listening(host: str, port: int) -> dict[str, Any]:
-    """Listens on one address. Returns the arguments by which a `TCPStore` takes that over. Raises `OSError`."""
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    # Bound here, and not by torch, which would listen on all addresses of the host.
-    listener = socket.create_server(place[:2], family=family)
+    """Listens on one address. Returns the arguments with which a `TCPStore` uses the listener. Raises `OSError`."""
+    family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # Bind here instead of in torch, which would listen on all addresses of the host.
+    listener = socket.create_server(found[:2], family=family)
     address, port = listener.getsockname()[:2]
     return {"host_name": address, "port": port, "master_listen_fd": listener.detach()}
 
@@ -232,7 +232,7 @@ def _listening(host: str, port: int) -> dict[str, Any]:
 
 
 class LoopbackStore(dist.TCPStore):
-    """A `TCPStore` whose server listens on the loopback address only. The arguments are those of `TCPStore`."""
+    """A `TCPStore` whose server only listens on the loopback address. Its arguments are the same."""
 
     def __init__(
         self,
@@ -245,10 +245,10 @@ class LoopbackStore(dist.TCPStore):
     ):
         if is_master:
             try:
-                taken_over = _listening(LOOPBACK, port)
+                listening = _listening(LOOPBACK, port)
             except OSError as error:
-                # As torch does. torchrun then tries to reach the store of another agent.
+                # The same error as torch's. torchrun then tries to reach the store of another agent.
                 raise dist.DistNetworkError(f"hf_zero: port {port} cannot be had: {error}") from error
-            host_name, port = taken_over.pop("host_name"), taken_over.pop("port")
-            kwargs |= taken_over
+            host_name, port = listening.pop("host_name"), listening.pop("port")
+            kwargs |= listening
         super().__init__(host_name, port, world_size, is_master, *args, **kwargs)

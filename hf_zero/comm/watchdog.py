@@ -1,4 +1,4 @@
-"""Watches the waits of all ranks through the store, and ends a run whose rank is lost."""
+"""Watches the waits of all ranks through the store, and ends a run with a lost rank."""
 
 import atexit
 import json
@@ -26,35 +26,34 @@ T = TypeVar("T")
 
 # ---- The watchdog of a rank: asks the other ranks for their state, and answers for this one ----
 #
-# [Note: who is asked] A rank that has waited long, or whose wait has failed, asks a question by the store, and a thread of
-# each other rank answers it with its `RankState`. So nothing is written while all goes well, and a rank that does not
-# answer has told enough: its process is stopped, or its host cannot be reached. What the connections themselves say is
-# less. gloo closes all connections of a group in which one wait has failed, so that most ranks see the end of a rank that
-# is as innocent as they are.
+# [Note: who is asked] If a rank has waited long, or its wait has failed, the rank asks a question through the store, and a thread
+# of each other rank answers with its `RankState`. So nothing is written while all goes well. A rank without an answer is stopped,
+# or its host cannot be reached. The connections themselves give less information: gloo closes all connections of a group after
+# one failed wait, so most ranks see the end of a rank as innocent as themselves.
 
 _BEAT_S = 0.5
 _ANSWER_S = 2.5
 """Time limit of an answer: a rank looks for questions every `_BEAT_S`."""
 _STORE_S = 1.0
-"""Time limit of a few store calls, on top."""
+"""Additional time limit for a few store calls."""
 _GLANCE_S = 0.05
 _LOOK_S = 1.0
 _LISTED = 8
 _WORDS_S = 60.0
-"""For so long, the state that a rank has left counts as its present one."""
+"""A state left by a rank counts as its present state for this time."""
 _GIVEN_UP_S = 15.0
-"""For so long after a failed wait, a rank counts as having given up there."""
+"""A rank counts as having given up for this time after a failed wait."""
 _HEARD_S = 2.0
-"""Time limit for a late rank to hear of its end, before this process ends, and perhaps the store with it."""
+"""Time for a late rank to receive the order to end, before this process (and perhaps the store with it) ends."""
 _FAREWELL_S = 8.0
-"""For so long, the process that keeps the store waits at its end for ranks that ask for the reason."""
+"""At its end, the process with the store waits this long for ranks that ask for the reason."""
 _CLOSELY = "closely"
-"""A question that is answered with stack and last collectives, too."""
+"""A question whose answer also contains the stack and the last collectives."""
 _APART_S = 4.0
-"""From then on, two ranks that wait for each other are looked for: no slow rank or link causes that."""
+"""After this time, check for two ranks that wait for each other, which no slow rank or link can cause."""
 _ASK_AGAIN_S = 10.0
 _GRACE_S = 8.0
-"""After that, a wait that was made to fail, and has not, ends with its process."""
+"""After this time, a wait that should have failed but did not is ended together with its process."""
 
 
 class Watchdog(Watch):
@@ -62,12 +61,12 @@ class Watchdog(Watch):
 
     Args:
         rank, world_size: of the default group.
-        name: the same on all ranks, and of this object alone.
-        late_s: after which a wait for a rank ends; 0 for never.
-        has_queue: collectives run in the queue of an accelerator.
+        name: the same on all ranks, and unique to this object.
+        late_s: time after which a wait for a rank is ended; 0 means never.
+        has_queue: whether collectives run in the queue of an accelerator.
 
     Attributes:
-        script_wait: the collective that the main thread is in by the script's own call.
+        script_wait: the collective that the script itself called in the main thread.
     """
 
     def __init__(self, rank: int, world_size: int, name: str, late_s: float = 0.0, *, has_queue: bool = False):
@@ -82,15 +81,15 @@ class Watchdog(Watch):
         reference = weakref.ref(self)
         self._thread = StoreThread(_STORE_S, lambda store: _beat(reference, store), _BEAT_S)
         self._thread.ask(lambda store: self._seen_by(store).register(), _STORE_S + _ANSWER_S)
-        # Also before Python ends: a thread that returns from a call to torch after that ends the process with an abort.
+        # Close before Python ends as well: a thread returning from torch after the end would abort the process.
         weakref.finalize(self, self._thread.close, _STORE_S)
         self._has_announced_end = False
-        # Python calls what was registered last first, and so this before that close.
+        # Python calls the last registered function first, so this one runs before the close above.
         atexit.register(_announce_at_exit, reference)
         if late_s:
             weakref.finalize(self, StragglerWatch(self, late_s, has_queue=has_queue).close, _HEARD_S + _STORE_S)
 
-    # ---- what fails ----
+    # ---- failures ----
 
     def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
         if wait.end is not None:
@@ -100,7 +99,7 @@ class Watchdog(Watch):
         return CommunicationError(str(report), report.culprits)
 
     def diagnose(self, wait: Wait) -> StragglerReport:
-        """Diagnoses a wait of this rank that takes long."""
+        """Diagnoses a long wait of this rank."""
         return self._diagnose(wait, None, script_line()[0])
 
     def _diagnose(self, wait: Wait, late: int | None, line: str) -> StragglerReport:
@@ -111,7 +110,7 @@ class Watchdog(Watch):
             rank_reports = self._survey(store, enough=late, question=_CLOSELY)
             report = StragglerReport(**known, rank_reports=rank_reports, recent=self.log.last_lines())
             if wait.failure is not None:
-                # Left before the error is raised: this rank may be gone when the others ask.
+                # Write the reason before the error is raised: this rank may be gone when the others ask.
                 self.write_reason(store, report.finding, report.culprits)
             return report
 
@@ -121,7 +120,7 @@ class Watchdog(Watch):
             return StragglerReport(**known, silence=str(silence))
 
     def end_stragglers(self, report: StragglerReport) -> None:
-        """Publishes the diagnosis, and ends the processes of culprits that are alive and in no collective."""
+        """Publishes the diagnosis, and ends the processes of living culprits outside of collectives."""
         elsewhere = [
             rank
             for rank in report.culprits
@@ -137,7 +136,7 @@ class Watchdog(Watch):
             number = mine.add("questions", 1)
             mine.set(f"question {number}", json.dumps({"ends": elsewhere, "by": self._rank, "said": report.finding}))
             deadline_s = time.monotonic() + _HEARD_S
-            # This process may keep the store: it stays until the late ranks have heard, and answers them meanwhile.
+            # This process may keep the store, so stay until the late ranks have heard, and answer questions in the meantime.
             while time.monotonic() < deadline_s and not all(mine.check(f"heard {rank}") for rank in elsewhere):
                 self.answer(store)
                 time.sleep(_GLANCE_S)
@@ -145,7 +144,7 @@ class Watchdog(Watch):
         try:
             self._thread.ask(tell, _HEARD_S + _STORE_S)
         except (StoreSilentError, RuntimeError):
-            # Nobody is there to read it.
+            # No rank is left to read the reason.
             return
 
     def explain_call(self, call: str, line: str, error: RuntimeError) -> CommunicationError | None:
@@ -175,27 +174,27 @@ class Watchdog(Watch):
         try:
             self._thread.ask(lambda store: self.write_reason(store, words, [self._rank]), _STORE_S)
         except (StoreSilentError, RuntimeError):
-            # Nobody is there to read them.
+            # No rank is left to read the reason.
             return
 
     def write_reason(self, store: Keys, words: str, culprits: Sequence[int]) -> None:
-        """Leaves the reason of this rank to give up, for ranks that ask when it no longer answers."""
+        """Writes this rank's reason to give up, for ranks asking after this rank has stopped answering."""
         left = {"words": words, "culprits": list(culprits), "where": asdict(self._rank_state()), "at": time.time()}
         self._in(store).set(f"reason {self._rank}", json.dumps(left))
 
-    # ---- what has not come ----
+    # ---- missing ranks ----
 
     def with_store(self, call: Callable[[Keys], T], within_s: float) -> T:
-        """Runs a call with the launcher's store. Errors: as of `StoreThread.ask`."""
+        """Runs a call with the launcher's store. Raises the errors of `StoreThread.ask`."""
         return self._thread.ask(call, within_s)
 
     def gone(self, store: Keys, ranks: Sequence[int]) -> list[int]:
-        """Returns those that have ended or left."""
+        """Returns the ended ranks among `ranks`, including ranks that left."""
         processes = self._seen_by(store)
         return [rank for rank in ranks if processes.has_gone(rank)]
 
     def lines(self, wait: Wait, enough: int | None = None) -> str:
-        """Says where each rank is, in a line each. `enough`: as of `_survey`."""
+        """Describes the state of each rank, one line per rank. `enough`: see `_survey`."""
 
         def look(store: Keys) -> str:
             found = self._survey(store, enough)
@@ -204,7 +203,7 @@ class Watchdog(Watch):
         return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
 
     def look_for(self, missing: Sequence[int], wait: Wait) -> str | None:
-        """Says where each rank is, if a missing one waits for this one in another collective; None while it may yet come."""
+        """Describes the state of each rank if a missing rank waits for this one in another collective; None otherwise."""
 
         def proof(store: Keys) -> str | None:
             found = self._survey(store)
@@ -217,7 +216,7 @@ class Watchdog(Watch):
     # ---- the end ----
 
     def leave(self, patience_s: float) -> list[int]:
-        """Waits for the others to finish, unless one waits for a collective that this rank will not join."""
+        """Waits for the others to finish, unless another rank waits for a collective without this rank."""
         try:
             self._thread.ask(self.announce_end, _STORE_S)
             at_work = self._await_the_others(time.monotonic() + patience_s)
@@ -225,30 +224,30 @@ class Watchdog(Watch):
                 self._keep_store()
             return at_work
         except (StoreSilentError, dist.DistNetworkError):
-            # The store is kept for as long as anyone works: whoever keeps it has left.
+            # The store exists as long as any rank works, so without a store its owner has left.
             return []
         finally:
             self._thread.close(_STORE_S)
 
     def announce_end(self, store: Keys) -> None:
-        """Publishes once that this rank has finished."""
+        """Publishes once the end of this rank's work."""
         if not self._has_announced_end:
             self._has_announced_end = True
             self._seen_by(store).announce_end(self._rank)
 
     def end(self) -> None:
-        """Publishes the end of Python, unless `leave` is called, and keeps the store for ranks that ask for the reason."""
+        """Publishes the end of Python, unless other code calls `leave`. Keeps the store for ranks asking for the reason."""
         if self._thread.is_closing or (self.is_left_by_others and dist.is_initialized()):
             return
         try:
             self._thread.ask(self.announce_end, _STORE_S)
             self._keep_store()
         except (StoreSilentError, dist.DistNetworkError):
-            # Nobody is there to hear it.
+            # No rank is left to hear of the end.
             return
 
     def _await_the_others(self, deadline_s: float) -> list[int]:
-        """Returns the ranks still at work when this one must not or need not wait any more."""
+        """Waits; returns the ranks still working when this rank must not or need not wait any longer."""
         look_s = time.monotonic()
         seen: dict[tuple, int] = {}
         while not self._thread.ask(self._all_have_gone, _STORE_S + _ANSWER_S):
@@ -256,7 +255,7 @@ class Watchdog(Watch):
                 return self._thread.ask(self._at_work, _STORE_S + _ANSWER_S)
             if time.monotonic() >= look_s:
                 misses, waiting, turn = self._thread.ask(self._missed_by, _STORE_S + _ANSWER_S)
-                # In a collective of the script's own, which ends soon where all have been in it, it has to be seen twice.
+                # A call of the script itself may end soon if all ranks are in the call, so only count calls seen twice.
                 if misses or any(seen.get(each, turn) != turn for each in waiting):
                     return self._thread.ask(self._at_work, _STORE_S + _ANSWER_S)
                 look_s, seen = time.monotonic() + _LOOK_S, dict.fromkeys(waiting, turn)
@@ -264,11 +263,11 @@ class Watchdog(Watch):
         return []
 
     def _keep_store(self) -> None:
-        """Keeps a store that would end with this process until the others have looked this rank up."""
+        """Keeps a store of this process until the others have looked this rank up."""
         if self._rank != 0 or not self._thread.is_of_rank_0:
             return
         if dist.is_initialized():
-            # What waits for this rank fails now, and not with this process.
+            # Waits for this rank fail now, instead of at the end of this process.
             break_all_groups()
         deadline_s = time.monotonic() + _FAREWELL_S
         while time.monotonic() < deadline_s and not self._thread.ask(self._all_have_gone, _STORE_S):
@@ -282,9 +281,9 @@ class Watchdog(Watch):
         return [rank for rank in self._others if rank not in gone]
 
     def _missed_by(self, store: Keys) -> tuple[bool, list[tuple], int]:
-        """Whether a rank waits in a collective that this one has not begun; the waits in calls of the script; and which look."""
+        """Returns whether a rank waits in a collective not begun here, the waits in the script's calls, and the turn."""
         mine, turn = self._in(store), int(time.time() / _LOOK_S)
-        # One finished rank asks the others, and all finished ranks read its answer from the store.
+        # One finished rank asks the others, and all finished ranks read the result from the store.
         if mine.add(f"look {turn}", 1) == 1:
             begun: Counter[str] = Counter()
             calls = []
@@ -303,7 +302,7 @@ class Watchdog(Watch):
     # ---- questions and answers, all in the thread of the store ----
 
     def answer(self, store: Keys) -> None:
-        """Answers questions since the last time with the state of this rank."""
+        """Answers new questions with the state of this rank."""
         mine, asked = self._in(store), self._answered
         closely = False
         while mine.check(f"question {asked + 1}"):
@@ -327,7 +326,7 @@ class Watchdog(Watch):
         )
 
     def notice(self, store: Keys) -> None:
-        """Prints the awaited ranks, on the first of the waiting ones, once a wait has taken long."""
+        """Prints the missing ranks after a long wait. Only the first of the waiting ranks prints."""
         wait = self.longest
         if wait is None or wait.failure is not None:
             return
@@ -348,7 +347,7 @@ class Watchdog(Watch):
         """Asks the other ranks for their states.
 
         Args:
-            enough: a rank whose end explains all: others need not be waited for.
+            enough: a rank whose end explains everything, so that the other answers are not needed.
         """
         mine = self._in(store)
         number = mine.add("questions", 1)
@@ -360,7 +359,7 @@ class Watchdog(Watch):
             for rank in self._others:
                 if rank not in found and (rank_report := self._look_at(store, rank, number, ask_again=in_time)):
                     found[rank] = rank_report
-            # The others would be asked for seconds, and the error says the same.
+            # Waiting for the others would take seconds and not change the error.
             has_reason = enough in found and found[enough].is_over
             if len(found) == len(self._others) or has_reason:
                 return found
@@ -368,7 +367,7 @@ class Watchdog(Watch):
             time.sleep(_GLANCE_S)
 
     def _look_at(self, store: Keys, rank: int, number: int, *, ask_again: bool) -> RankReport | None:
-        """Describes a rank; None while an answer may yet come."""
+        """Describes a rank; None while an answer may still arrive."""
         mine, processes = self._in(store), self._seen_by(store)
         has_ended, has_left = processes.has_ended(rank), processes.has_left(rank)
         has_words = mine.check(f"reason {rank}")
@@ -380,7 +379,7 @@ class Watchdog(Watch):
         if where is None and not (has_ended or has_left or rank in culprits) and ask_again:
             return None
         if where is None and words and time.time() - words["at"] < _WORDS_S:
-            # It has given up, and answers no more.
+            # The rank has given up, and no longer answers.
             where = RankState(**words["where"])
         process = processes.known(rank)
         return RankReport(
@@ -397,7 +396,7 @@ class Watchdog(Watch):
     def _rank_state(self, *, closely: bool = False) -> RankState:
         wait, (line, torch_call) = self.longest, script_line()
         if wait is None and torch_call is None and self.given_up is not None:
-            # Its error may be on its way through the script, or be shown just now.
+            # The error of the last wait may be on its way through the script, or may be printed right now.
             is_recent = time.monotonic() - self.given_up.since_s - self.given_up.seconds < _GIVEN_UP_S
             wait = self.given_up if is_recent else None
         if wait is not None and wait.failure is not None:
@@ -408,7 +407,7 @@ class Watchdog(Watch):
             kind=None if wait is None else self.kind_of(wait),
             seconds=0.0 if timed is None else timed.seconds,
             failure=None if wait is None else wait.failure,
-            # Of a collective of the engine, the function is torch's too.
+            # In a collective of the engine, the function of torch was not called by the script.
             torch_call=torch_call if wait is None else None,
             line=line,
             begun=dict(self.begun),
@@ -430,11 +429,11 @@ class Watchdog(Watch):
 
 
 class StragglerWatch:
-    """Ends waits for a late rank. A thread of its own: the store's thread may hang in a call to a lost host.
+    """Ends waits for a late rank, in its own thread, because the store's thread may hang in a call to a lost host.
 
     Args:
         limit_s: `comm.late_s`.
-        has_queue: collectives run in the queue of an accelerator.
+        has_queue: whether collectives run in the queue of an accelerator.
     """
 
     def __init__(self, watchdog: "Watchdog", limit_s: float, *, has_queue: bool = False):
@@ -449,7 +448,7 @@ class StragglerWatch:
         self._thread.start()
 
     def close(self, within_s: float) -> None:
-        """Ends the thread at its next look, and waits: a thread inside torch would end Python with an abort."""
+        """Ends the thread at its next look, and waits for the end: a thread inside torch would abort Python's exit."""
         self._is_over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(within_s)
@@ -460,11 +459,11 @@ class StragglerWatch:
             if watchdog is None:
                 return
             self._look(watchdog)
-            # Not kept while the next look is waited for.
+            # Keep no reference while waiting for the next look.
             del watchdog
 
     def _look(self, watchdog: "Watchdog") -> None:
-        # A wait of hf_zero goes first: the frame inside of it is torch's too.
+        # Prefer a wait of hf_zero, whose innermost frame also belongs to torch.
         own = watchdog.longest
         watchdog.script_wait = self._call.look() if own is None else None
         queued = None if self._queue is None else self._queue.look(watchdog.log)
@@ -490,15 +489,15 @@ class StragglerWatch:
             is_over = report.in_vain or (is_over and not is_early)
         if not is_over:
             return
-        # Before the late rank hears of it: its end is the end of its connections, and so of this wait.
+        # Set the error before the late rank is ended: its end closes its connections, and so ends this wait.
         wait.end = CommunicationError(str(report), report.culprits)
         watchdog.ended = wait.end
         watchdog.end_stragglers(report)
         self._broken = wait, time.monotonic()
         if wait.is_of_script:
-            # Its error is torch's, of addresses.
+            # The script would only see torch's error, which names addresses.
             print(report, file=sys.stderr, flush=True)
-        # Last: a broken group ends the waits, and with them perhaps the process that has to tell the others.
+        # Break the groups last: broken groups end the waits, and perhaps the process before the others are informed.
         break_all_groups()
 
     def _end_if_it_goes_on(self, wait: Wait) -> None:
@@ -513,7 +512,7 @@ def _beat(reference: "weakref.ref[Watchdog]", store: Keys) -> bool:
     watchdog.answer(store)
     watchdog.notice(store)
     if not dist.is_initialized():
-        # By the script, or by accelerate's `end_training`.
+        # The group was destroyed by the script, or by accelerate's `end_training`.
         watchdog.announce_end(store)
     return True
 
