@@ -20,9 +20,9 @@ from torch.utils.dlpack import to_dlpack
 
 # ---- Read-ahead of memory-mapped files ----
 #
-# When a mapped page is first touched, Linux reads its surroundings up to the disk's read-ahead size (8 MiB on cloud disks). If
-# ranks share a file, most of that belongs to other ranks. So such files are mapped without read-ahead (MADV_RANDOM), and each
-# rank requests its own part as a whole before reading.
+# When a mapped page is first touched, Linux reads its surroundings up to the disk's read-ahead size (8 MiB on cloud disks). In a
+# file shared by ranks, most of these bytes belong to other ranks. So such files are mapped without read-ahead (MADV_RANDOM), and
+# each rank requests its own part as a whole before reading.
 
 _ASKED_BYTES = 128 << 10
 """Bytes for one call. For more than the disk's read-ahead size (by default 128 KiB), Linux reads the beginning only."""
@@ -31,18 +31,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def ask_for(values: torch.Tensor) -> None:
-    """Asks the system to start reading the pages of these values, if they are in a mapped file."""
+    """Asks the system to start reading the pages of these values, for values in a mapped file."""
     if values.device.type != "cpu" or not values.is_contiguous() or not values.nbytes:
         return
     # madvise requires an address at the start of a page.
     begin = values.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = values.data_ptr() + values.nbytes
     for start in range(begin, end, _ASKED_BYTES):
-        # This is only advice: if the system ignores it, pages are read one at a time.
+        # The system may ignore this advice. Pages are then read one at a time.
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(min(_ASKED_BYTES, end - start)), mmap.MADV_WILLNEED)
 
 
-# ---- One interface to host and accelerators: allocation that returns memory to the system, and memory in use ----
+# ---- One interface to host and accelerators: allocation, which returns memory to the system, and memory in use ----
 
 ACCELERATORS = ("cuda", "xpu", "npu", "hpu", "mlu", "musa")
 """Modules of torch for accelerators: NVIDIA and AMD (`cuda`), Intel, Ascend, Gaudi, Cambricon and Moore Threads."""
@@ -53,7 +53,7 @@ def accelerators() -> tuple[str, int]:
     for kind in ACCELERATORS:
         # A package such as torch_npu adds its module when torch is imported.
         module = getattr(torch, kind, None)
-        # A driver that is too old for this torch still counts devices.
+        # A driver too old for this torch still counts devices.
         if module is not None and module.is_available():
             return kind, module.device_count()
     return "cpu", 0
@@ -124,14 +124,14 @@ def pin(tensor: torch.Tensor, device: torch.device) -> bool:
             f"hf_zero: {tensor.nbytes} bytes of host memory cannot be pinned (CUDA error {code}). Raise the limit of locked "
             "memory (ulimit -l), or offload less."
         )
-    # After a fork, for example of a data loader's workers, the next write to a page would copy it. The device would continue to
-    # use the old page, and the process the copy.
+    # After a fork, for example of a data loader's workers, the next write to a page would copy the page. The device would
+    # continue to use the old page, and the process would use the copy.
     _advise(tensor, "MADV_DONTFORK")
     return True
 
 
 def unpin(tensor: torch.Tensor, device: torch.device) -> None:
-    """Undoes a `pin` that returned True."""
+    """Undoes a successful `pin`."""
     runtime = _runtime(device)
     if runtime is not None:
         with current(device):
@@ -148,7 +148,7 @@ def _advise(tensor: torch.Tensor, advice: str) -> None:
 
 
 def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocates host memory (uint8) of exactly this size. With an accelerator, it is pinned while any view exists.
+    """Allocates host memory (uint8) of exactly this size, pinned (with an accelerator) while any view exists.
 
     torch's pinned allocator rounds up to a power of two and keeps freed memory. This function frees at once, and does not track
     copies: drop the tensor only after copies from and to it have finished.
@@ -157,8 +157,8 @@ def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
     if not nbytes or device.type == "cpu" or not pin(memory, device):
         return memory
     views = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr())
-    # The callback keeps the mapping alive until it is unpinned, because pages must not be freed earlier. `atexit` is False
-    # because nothing must be freed when the process ends, and copies may still be running.
+    # The callback keeps the mapping alive until the pages are unpinned, because pages must not be freed earlier. `atexit` is
+    # False because nothing must be freed when the process ends, and copies may still be running.
     weakref.finalize(views, unpin, memory, device).atexit = False
     return torch.frombuffer(views, dtype=torch.uint8)
 
@@ -178,7 +178,7 @@ class PinnedPool:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Returns `nbytes` (above 0) of memory. Without an accelerator it is newly allocated each time."""
+        """Returns `nbytes` (above 0) of memory. Without an accelerator, each call allocates new memory."""
         if self._device.type == "cpu":
             return pinned(nbytes, self._device)
         free = self._free.setdefault(nbytes, [])
@@ -224,7 +224,7 @@ class Moment:
 
 
 class _QueueMoment(Moment):
-    """An event in the current queue, after all work that the host has queued before."""
+    """An event in the current queue, after all work queued by the host so far."""
 
     def __init__(self, clock: "_QueueClock"):
         self._clock = clock
@@ -268,32 +268,32 @@ class _QueueClock:
 
 
 def clock(device: torch.device) -> Callable[[], Moment]:
-    """Returns a function that creates a moment of `device` at the present point."""
+    """Returns a function to create a moment of `device` at the present point."""
     return Moment if device.type == "cpu" else _QueueClock(device)
 
 
 @cache
 def _settings_of_events(kind: type[torch.Event]) -> dict[str, bool]:
-    # With this setting, a host thread that waits for an event sleeps; otherwise it keeps a core busy.
+    # With this setting, a host thread waiting for an event sleeps; otherwise the thread keeps a core busy.
     return {"blocking": True} if "blocking" in inspect.signature(kind).parameters else {}
 
 
 class Arrival:
-    """A started copy. This class represents a copy that has already finished."""
+    """A started copy. This class represents a finished copy."""
 
     def wait(self) -> None:
         """Waits until the copy has finished."""
 
 
 class Mark(Arrival):
-    """A point in the work of a `SideQueue`. On the host, it is reached when it is created."""
+    """A point in the work of a `SideQueue`. On the host, the point is reached at its creation."""
 
     def hold_up_device(self) -> None:
         """Makes the device's own queue wait for this point. The host does not wait."""
 
 
 class SideQueue:
-    """Copies between host and device, in parallel with the device's own queue. On the host, copies finish before they return."""
+    """Copies between host and device, in parallel with the device's own queue. On the host, copies are synchronous."""
 
     def aside(self, *, behind: Mark | None = None) -> AbstractContextManager[None]:
         """Queues the work inside the context after `behind`, in parallel with later work of the device.
@@ -344,7 +344,7 @@ class _StreamQueue(SideQueue):
     @contextmanager
     def aside(self, *, behind: Mark | None = None) -> Iterator[None]:
         if behind is None:
-            # The copy reads what the device's queue writes, so without this wait it would read old values.
+            # Wait for the device's queue, which writes the source of the copy. Otherwise the copy would read old values.
             self._stream.wait_stream(self._module.current_stream(self._device))
         else:
             cast(_Event, behind).hold_up(self._stream)
@@ -381,7 +381,7 @@ class Reservation(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Frees the memory of `flat` except that of `own`."""
+        """Frees the memory of `flat` except the memory of `own`."""
 
 
 class HostReservation(Reservation):
@@ -403,13 +403,13 @@ class HostReservation(Reservation):
         # a huge page.
         self._region = mmap.mmap(-1, max(nbytes, PAGE_BYTES) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         everything = torch.frombuffer(self._region, dtype=torch.uint8)
-        # `own` starts or ends at the start of a huge page, so that the memory on that side is freed in whole huge pages.
+        # `own` starts or ends at the start of a huge page, so the memory next to this boundary is freed in whole huge pages.
         boundary = own.stop if own.stop < nbytes else own.start
         self._offset = (-everything.data_ptr() - boundary) % _HUGE_PAGE_BYTES if huge else 0
         self._end = self._offset + nbytes
         if huge:
             start = _page_below(self._offset)
-            # A tail that does not fill its huge page uses small pages, which need less memory and no more time.
+            # A tail smaller than its huge page uses small pages, which need less memory and no more time.
             spare = -(self._offset + everything.data_ptr() + nbytes) % _HUGE_PAGE_BYTES
             self._end += spare if spare < _HUGE_PAGE_BYTES // 4 else 0
             self._region.madvise(mmap.MADV_HUGEPAGE, start, self._end - start)
@@ -419,12 +419,12 @@ class HostReservation(Reservation):
         self._passing = [(0, own.start), (own.stop, nbytes)]
 
     def restore(self) -> None:
-        """Does nothing, because pages are allocated when they are written."""
+        """Does nothing, because pages are allocated by their first write."""
 
     def release(self) -> None:
         """Frees whole pages, which contain zeros afterwards."""
         for start, stop in self._passing:
-            # Free only pages without elements of `own`; otherwise those elements would become zero.
+            # Free only pages without elements of `own`; otherwise these elements would become zero.
             first = _page_below(self._offset + start + PAGE_BYTES - 1)
             # There is nothing after the end, in the last page and in a huge page.
             last = _page_below(self._end + PAGE_BYTES - 1 if stop == self.flat.nbytes else self._offset + stop)
@@ -433,7 +433,7 @@ class HostReservation(Reservation):
 
 
 class ResizedReservation(Reservation):
-    """A storage that the device's allocator resizes to nothing and back. Tensors that autograd saved share the storage."""
+    """A storage resized to nothing and back through the device's allocator. Tensors saved by autograd share the storage."""
 
     in_place = False
 
@@ -473,7 +473,7 @@ def alias(view: torch.Tensor) -> torch.Tensor:
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Returns an accelerator's bus address, such as "0000:3b:00.0"; None for the host, or if torch does not provide it."""
+    """Returns an accelerator's bus address, such as "0000:3b:00.0"; None for the host, or if torch has no address."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
@@ -500,7 +500,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def available_host_bytes(cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
-    """Returns the bytes that the processes of this host can still allocate, by the system or a stricter cgroup.
+    """Returns the bytes still available to the processes of this host, by the system or a stricter cgroup.
 
     Args:
         cgroup: mount point of the control groups.
@@ -520,7 +520,7 @@ def _left_by_groups(cgroup: Path, membership: Path) -> Iterator[int]:
             root, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # In a container, the path may be the host's, of which only the root is visible.
+        # In a container, the path may belong to the host, and only the root is visible.
         below = root / path.lstrip("/")
         for folder in (below, *below.parents):
             limit, used = _number_in(folder / names[0]), _number_in(folder / names[1])
@@ -538,12 +538,12 @@ def _number_in(path: Path, pattern: str = r"^(\d+)$") -> int | None:
 
 
 def ranks_on_this_host() -> int:
-    """Returns the number of ranks that share this host's memory, from the launcher's variables."""
+    """Returns the number of ranks sharing this host's memory, from the launcher's variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes that this process can still allocate on its device; on the host, an equal part for each rank."""
+    """Returns the bytes still available to this process on its device; on the host, an equal part for each rank."""
     if device.type == "cpu":
         # The ranks of a host call this at about the same time, and each would count on all free memory.
         return available_host_bytes() // ranks_on_this_host()

@@ -1,4 +1,4 @@
-"""The version of hf_zero, and the oldest releases of its libraries that it supports."""
+"""The version of hf_zero, and the oldest supported releases of its libraries."""
 
 import functools
 import importlib.metadata
@@ -11,7 +11,7 @@ OLDEST = {"torch": (2, 11), "transformers": (5, 17), "accelerate": (1, 15)}
 
 
 def release_of(library: str) -> str | None:
-    """Returns the installed version of `library`, or None if it is not installed."""
+    """Returns the installed version of `library`; None for a missing library."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""Arithmetic on flat tensors in torch; Triton kernels do the same arithmetic if they can run."""
+"""Arithmetic on flat tensors in torch. Triton kernels do the same arithmetic where Triton runs."""

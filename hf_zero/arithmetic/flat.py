@@ -46,7 +46,7 @@ def has_triton() -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether kernels on tensors of `device` run in Triton. On the CPU, they do so only under TRITON_INTERPRET=1."""
+    """Whether kernels on tensors of `device` run in Triton. On the CPU, this needs TRITON_INTERPRET=1."""
     if device.type in _GIVEN_UP:
         return False
     if device.type == "cpu":

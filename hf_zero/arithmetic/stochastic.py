@@ -24,7 +24,7 @@ _LOW_32 = 0xFFFFFFFF
 
 
 def counters_for(numel: int) -> int:
-    """Number of counters that rounding `numel` elements uses. Increase `offset` by this number to get different bits."""
+    """Number of counters used to round `numel` elements. Increase `offset` by this number to get different bits."""
     return ceil_div(numel, REGION_NUMEL) * LANES
 
 

@@ -54,7 +54,7 @@ def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         total = parts[0]
         for part in parts[1:-1]:
             total.add_(part)
-        # Write to `out` last, because `out` may share memory with a part that still has to be added.
+        # Write to `out` last, because `out` may share memory with a part not yet added.
         torch.add(total, parts[-1], out=out)
         return
     out.copy_(parts[0])

@@ -1,4 +1,4 @@
-"""`hf-zero doctor`: checks whether this machine and its settings would break training or slow it down."""
+"""`hf-zero doctor`: finds faults of this machine and its settings which break training or slow training down."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Diagnosis:
 def doctor(
     folder: str | Path = ".", processes: int | None = None, *, tp_size: int = 1, measure: bool = True
 ) -> Diagnosis:
-    """Checks versions, devices, limits, conflicting settings, the speed of a disk, and the links between ranks that it starts.
+    """Checks versions, devices, limits, conflicting settings, the speed of a disk, and the links between newly started ranks.
 
     Call this function in one process, not on each rank.
 

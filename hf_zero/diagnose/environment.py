@@ -1,4 +1,4 @@
-"""Checks of environment variables and config files that conflict with hf_zero or slow it down."""
+"""Checks of environment variables and config files for conflicts with hf_zero and for slow settings."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "megatron_l
 
 _AXES = [f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_SHARD", "CP", "TP")]
 
-# Variable → (values that slow training down, reason). Without values, all but 0 do.
+# For each variable, the values that slow training down, and the reason. Without values, all values but 0 count.
 _SLOW: dict[str, tuple[tuple[str, ...], str]] = {
     "NCCL_P2P_DISABLE": ((), "GPUs of one host talk through host memory"),
     "NCCL_SHM_DISABLE": ((), "GPUs without peer access talk through the network"),
@@ -57,7 +57,7 @@ def _other_engines() -> Iterator[Finding]:
         yield bad("another engine", f"{variable} asks for {_ENGINES[variable]}", advice)
     sizes = {variable: os.environ.get(variable, "") for variable in _AXES}
     if os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1") != "1":
-        # accelerate counts the ranks that share a sequence under this name, and state is sharded over all of them.
+        # Under this name, accelerate counts the ranks sharing a sequence, and state is sharded over all of them.
         sizes.pop("PARALLELISM_CONFIG_DP_SHARD_SIZE")
     split = {variable: size for variable, size in sizes.items() if size not in ("", "1")}
     if split and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _YES:
@@ -72,7 +72,7 @@ def _other_engines() -> Iterator[Finding]:
 
 
 def default_config_file() -> Path:
-    """Returns the file that `accelerate launch` reads without --config_file."""
+    """Returns the config file of `accelerate launch` without --config_file."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     home = Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser()
     yaml_file, json_file = (home / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json"))
@@ -180,7 +180,7 @@ def _interfaces() -> Iterator[Finding]:
     there = [name for _, name in socket.if_nameindex()]
     for variable in _INTERFACES:
         value = os.environ.get(variable, "")
-        # "=eth0" is exactly that interface, "^docker" all others, and "eth" all whose name starts with it.
+        # "=eth0" is exactly this interface, "^docker" all others, and "eth" all interfaces whose name starts with "eth".
         if not value or value.startswith("^"):
             continue
         wanted = [name.strip() for name in value.removeprefix("=").split(",")]

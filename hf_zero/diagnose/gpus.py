@@ -1,4 +1,4 @@
-"""Checks of GPUs, and whether they suit a model that transformers splits over ranks."""
+"""Checks of GPUs, also for models split over ranks by transformers."""
 
 import time
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ def _pinned() -> Finding:
     return good("pinned memory", f"{gb:.1f} GB/s to the GPU")
 
 
-# ---- Whether this machine can train a model that transformers splits over ranks ----
+# ---- Whether this machine can train a model split over ranks by transformers ----
 
 _LEAST_TRANSFORMERS = (5, 23)
 

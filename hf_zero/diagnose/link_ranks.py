@@ -1,4 +1,4 @@
-"""Local ranks that measure their links and test each collective of the engine; started by links.py.
+"""Local ranks, started by links.py, which measure their links and test each collective of the engine.
 
 python -m hf_zero.diagnose.link_ranks FOLDER RANK WORLD_SIZE BACKEND TP_SIZE
 """
@@ -57,7 +57,7 @@ def _copy_of(rank: int, tp_size: int) -> tuple[int, ...]:
 
 
 def measure(axis: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, float] | None:
-    """Measures all-reduce and all-gather: latency in microseconds, and 1e9 bytes per second that a rank sends.
+    """Measures all-reduce and all-gather: latency in microseconds, and 1e9 bytes sent per rank and second.
 
     All groups of the axis send at the same time, as in training.
 
@@ -105,7 +105,7 @@ def _seconds(call: Callable[[], object], device: torch.device, turns: int) -> fl
 
 
 def wrong_collectives(copies: ModelCopies, device: torch.device) -> list[str]:
-    """Lists collectives of the engine's transport with a wrong result, between ranks that hold the same part of a model."""
+    """Lists collectives of the engine's transport with a wrong result, between ranks with the same part of a model."""
     comm = CommConfig(timeout_s=_TIMEOUT_S)
     groups = Groups.create(stage=2, device_type=device.type, comm=comm, apart=copies.dp_groups)
     transport = choose_transport(groups, device, _TIMEOUT_S)

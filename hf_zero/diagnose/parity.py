@@ -60,7 +60,7 @@ class PlainCopies:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Replaces the gradients by their means over the copies. A gradient that no copy has stays None. Collective."""
+        """Replaces the gradients by their means over the copies. A gradient missing in all copies stays None. Collective."""
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
         used = used.to(_local(trained[0]).device)
@@ -75,13 +75,13 @@ class PlainCopies:
                 split: Any = parameter
                 parameter.grad = split.grad.redistribute(placements=split.placements)
             gradient = _local(parameter.grad)
-            # An expert's gradient is the sum over the batches of all ranks that send tokens to the expert.
+            # An expert's gradient is the sum over the batches of all ranks with tokens for the expert.
             dist.all_reduce(gradient, group=self._expert_group if parameter in self._experts else self._group)
             gradient.div_(self._size)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Scales the gradients so that the norm of the whole model is at most `max_norm`; returns the norm before. Collective."""
+        """Scales the gradients to a norm of the whole model of at most `max_norm`; returns the norm before. Collective."""
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         norm = torch.stack([put_together(each).double().square().sum() for each in gradients]).sum().sqrt()
         for gradient in gradients:
@@ -110,7 +110,7 @@ class LocalValues:
 
 
 def _own_group(copies: ModelCopies) -> dist.ProcessGroup | None:
-    """Makes the group of the ranks that hold the same part of the model as this rank. Collective."""
+    """Makes the group of the ranks with the same part of the model as this rank. Collective."""
     made = [(alike, dist.new_group(list(alike))) for alike in copies.dp_groups]
     return next(group for alike, group in made if dist.get_rank() in alike)
 
@@ -209,7 +209,7 @@ class Recorder:
             self._write("start", full_parameters(named, engine))
             self._write_facts(optimizer, named, engine)
         self._write(f"gradients-{self._step}", full_gradients(named, engine))
-        # Registered during the step, so that the hook runs after the engine's own hook.
+        # Register during the step, so the hook runs after the engine's own hook.
         handle = optimizer.register_step_post_hook(lambda *_: self._after_step(named, engine, handle))
 
     def _after_step(self, named: Mapping[str, nn.Parameter], engine: ZeroEngine | None, handle: Any) -> None:
@@ -306,7 +306,7 @@ LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """The training that both runs repeat."""
+    """The training of both runs."""
 
     model: nn.Module
     batches: Sequence[Any]

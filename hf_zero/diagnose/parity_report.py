@@ -22,7 +22,7 @@ Tensors = Mapping[str, torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts of a run that decide whether another run can have the same bits.
+    """The facts of a run which decide whether another run can have the same bits.
 
     Attributes:
         config: the engine's settings; None for a run without the engine.
@@ -65,12 +65,12 @@ class Recording:
 
     @property
     def norms(self) -> list[float | None]:
-        """Returns the norm that clipping returned in each step; None without a clip."""
+        """Returns the result of clipping in each step; None without a clip."""
         return self._traces[0]["norms"] if self._traces else []
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps that were recorded completely."""
+        """Number of completely recorded optimizer steps."""
         return len(self.norms)
 
     def start(self) -> Tensors:
@@ -78,7 +78,7 @@ class Recording:
         return self._load("start")
 
     def gradients(self, step: int) -> Tensors:
-        """Returns the gradients that the optimizer received in a step."""
+        """Returns the optimizer's gradients in a step."""
         return self._load(f"gradients-{step}")
 
     def parameters(self, step: int) -> Tensors:
@@ -267,7 +267,7 @@ class ParityReport:
         return not self.reasons
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts the report for JSON, with texts for numbers that are not finite."""
+        """Converts the report for JSON, with texts for NaN and infinities."""
         return _plain(dataclasses.asdict(self) | {"bitwise_expected": self.bitwise_expected})
 
     def __str__(self) -> str:
@@ -449,7 +449,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _unjudged(gradients: Tensors, allowed: float) -> set[str]:
-    """Returns parameters that are not judged: an adaptive optimizer makes full steps even from a gradient of rounding errors."""
+    """Returns unjudged parameters: an adaptive optimizer makes full steps even from a gradient of rounding errors."""
     if not allowed:
         return set()
     if allowed >= INEXACT:

@@ -39,7 +39,7 @@ def parity_of_script(
     port: int | None = None,
     sp: int | None = None,
 ) -> ParityReport:
-    """Runs a script that does not use hf_zero twice under accelerate's launcher, and compares its first steps.
+    """Runs a script without hf_zero twice under accelerate's launcher, and compares its first steps.
 
     Both runs end after these steps. They write all gradients and parameters to a temporary folder: 8 bytes for each float32
     parameter, step and run.
@@ -81,7 +81,7 @@ def parity_of_script(
             )
         return Recording(folder, every=in_sequences or 1)
 
-    # Check that `sp` divides the ranks before a run of several minutes.
+    # First check whether `sp` divides the ranks, because the run takes several minutes.
     launch_of(words, processes=processes, cpu=cpu, sp=sp)
     with tempfile.TemporaryDirectory(prefix="hf-zero-parity-") as root:
         stock, engine = run("stock", "--stock"), run("engine")
@@ -119,7 +119,7 @@ def main(words: list[str] | None = None) -> None:
 
 @contextmanager
 def recording(folder: Path, steps: int) -> Iterator[None]:
-    """Records the first steps of all optimizers that accelerate prepares, then ends the script with SystemExit."""
+    """Records the first steps of all optimizers prepared by accelerate, then ends the script with SystemExit."""
     accelerators: list[Accelerator] = []
 
     def models() -> list[nn.Module]:

@@ -90,7 +90,7 @@ def _rows(batch: Any, rows: int, start: int, stop: int) -> Any:
     return batch
 
 
-# ---- Micro-batches that run out of memory, repeated in parts ----
+# ---- Micro-batches repeated in parts after running out of memory ----
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class Rescue:
         return loss, None
 
     def _cut_more(self, reason: str) -> None:
-        """Doubles the number of parts, if any micro-batch of the step has that many rows on some rank."""
+        """Doubles the number of parts, if any micro-batch of the step has enough rows on some rank."""
         rows = [rows_of(each.batch) for each in self._taken]
         mine = 0 if None in rows else max(row for row in rows if row is not None)
         everyone = self._engine.world.exchange(mine)

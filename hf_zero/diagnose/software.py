@@ -1,4 +1,4 @@
-"""Checks of versions and of what Triton needs to compile."""
+"""Checks of versions and of Triton's needs for compiling."""
 
 import importlib.util
 import os
@@ -48,7 +48,7 @@ def _python() -> Finding:
 
 
 def library(name: str, least: tuple[int, ...], user: str = "hf_zero") -> Finding:
-    """Checks that the library `name` is installed with at least the release `least`, which `user` needs."""
+    """Checks whether the library `name` is installed with at least the release `least`, as `user` needs."""
     wanted = f"{name}>={in_words(least)}"
     found = release_of(name)
     if found is None:
@@ -74,7 +74,7 @@ def _nccl() -> Finding:
 
 
 def driver() -> Finding:
-    """Checks NVIDIA's driver, and whether this torch can use it."""
+    """Checks NVIDIA's driver, and whether this torch works with the driver."""
     if shutil.which(_DRIVER[0]) is None:
         return absent("driver", "no GPU")
     try:

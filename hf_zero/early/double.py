@@ -36,7 +36,7 @@ class Double:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the stored master is the one that a step in `optimizer.step()` would read."""
+        """Whether a step in `optimizer.step()` would read the stored master."""
         # If the script has edited a parameter, its master differs from the file.
         return self.state.shard is None or not self.state.bucket.edited_rows
 
@@ -46,7 +46,7 @@ class Double:
 
     @torch.no_grad()
     def step(self, seen: Seen, scratch: torch.Tensor, buffer: torch.Tensor | None) -> Stepped:
-        """Computes the step that `seen` describes on copies. Runs in the step thread, one call after the other.
+        """Computes the step described by `seen` on copies. Runs in the step thread, one call after the other.
 
         Args:
             scratch: (at least shard_numel,) of the master dtype, because some optimizers write to gradients.
@@ -73,7 +73,7 @@ class Double:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies in memory while they wait for the next step."""
+        """Bytes of the copies in memory, before the next step."""
         return self.state.master.aside_bytes + self.state.state.aside_bytes
 
     def _marks(self) -> tuple[tuple[Any, Any], ...]:

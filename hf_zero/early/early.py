@@ -19,7 +19,7 @@ from .trust import EarlySteps
 
 
 class Early(StepTiming):
-    """Steps a bucket on copies as soon as its gradient has arrived; `optimizer.step()` uses the steps that are still valid.
+    """Steps a bucket on copies as soon as its gradient has arrived; `optimizer.step()` uses the steps still valid by then.
 
     Args:
         tier, files, placeholders: see `StepsBeside`.

@@ -97,8 +97,7 @@ def step_on(
     states: Mapping[Row, dict[str, Any]],
     scratch: torch.Tensor,
 ) -> dict[Row, dict[str, Any]]:
-    """Computes the step that `seen` describes on the caller's `master` and `states`; returns the state of the rows after the
-    step.
+    """Computes the step described by `seen` on the caller's `master` and `states`; returns the state of the rows afterwards.
 
     Args:
         master: (shard_numel,), modified in place.
@@ -111,7 +110,7 @@ def step_on(
         # A step may read attributes of parameters.
         double.__dict__ = row.tensor.__dict__
     group = settings_of(seen.settings) | {"params": list(doubles.values())}
-    # Leave empty entries out, because they would look like a step.
+    # Leave empty entries out, because an empty entry would look like a step.
     register: dict[torch.Tensor, dict[str, Any]] = {doubles[row]: state for row, state in states.items() if state}
     twin = double_of(optimizer, group, register)
     note_arguments(twin, seen.arguments)

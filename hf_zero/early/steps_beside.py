@@ -24,14 +24,14 @@ from ..optimizer.bucket_state import (
 from .double import Double, Stepped
 from .seen import Seen
 
-# ---- The thread that computes early steps during training ----
+# ---- The thread for early steps, in parallel with training ----
 
 _HOST = torch.device("cpu")
 _Result = TypeVar("_Result")
 
 
 class StepThread:
-    """A thread that computes one step after the other, with its own number of CPU threads for torch's operations.
+    """Computes one step after the other in a thread, with its own number of CPU threads for torch's operations.
 
     Args:
         cores: cores for torch's operations.
@@ -44,7 +44,7 @@ class StepThread:
         self._scratch: torch.Tensor | None = None
         before = torch.get_num_threads()
         self._thread.submit(cores.enter).result()
-        # Threads that start later use the last number that any thread has set, so restore the previous one.
+        # Threads started later use the last number set in any thread, so restore the previous one.
         torch.set_num_threads(before)
 
     def submit(self, call: Callable[..., _Result], *arguments) -> Future[_Result]:
@@ -68,7 +68,7 @@ class StepThread:
 
 
 class StepsBeside:
-    """The copies of buckets, and the threads that step them.
+    """The copies of buckets, and the threads for their steps.
 
     A single thread computes, so steps run one after the other. Reads and writes of files use the threads and buffers of the usual
     walk over files.
@@ -96,11 +96,11 @@ class StepsBeside:
         self._most_copy_bytes += memory_bytes
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Bucket]:
-        """Returns the optimizer's buckets that are stepped early."""
+        """Returns the optimizer's buckets with early steps."""
         return [bucket for bucket, double in self.doubles.items() if double.optimizer is optimizer]
 
     def start(self, bucket: Bucket, seen: Seen, arrival: Arrival) -> Future[Stepped]:
-        """Starts the step that `seen` describes; it waits for the gradient to arrive."""
+        """Starts the step described by `seen`, which waits for the gradient to arrive."""
         double = self.doubles[bucket]
         if self._files is None or double.state.shard is None:
             self._running[bucket] = self._thread.submit(self._step_in_memory, double, seen, arrival)
@@ -178,7 +178,7 @@ class StepsBeside:
             buffer = self._files.window.make_buffer(self._largest)
         try:
             shard.read(buffer)
-            # Wait after the read, which needs no gradient, so that the disk works while the gradient is copied.
+            # Wait only after the read, which needs no gradient: the disk works while the gradient is copied.
             arrival.wait()
             stepped = self._thread.submit(self._step, double, seen, buffer).result()
             shard.write_aside(buffer)
@@ -197,7 +197,7 @@ class StepsBeside:
         return max(shard.nbytes for shard in shards if shard is not None)
 
     def _no_buffers(self) -> SimpleQueue[torch.Tensor | None]:
-        """Makes a queue with one entry for each buffer. A buffer is allocated when it is first used."""
+        """Makes a queue with one entry for each buffer. A buffer is allocated at its first use."""
         buffers: SimpleQueue[torch.Tensor | None] = SimpleQueue()
         for _ in range(0 if self._files is None else self._files.window.size + 1):
             buffers.put(None)
@@ -214,7 +214,7 @@ def try_aside(optimizer: torch.optim.Optimizer, state: BucketState) -> tuple[Tri
     if trial is not None and trial.hindrance is not None:
         return trial, trial.hindrance
     if bucket.layout.intact:
-        # It may even read several parameters: some versions of LAMB compute a norm over all of them.
+        # Some optimizers even read several parameters: some versions of LAMB compute a norm over all of them.
         return trial, f"{name} looks at whole parameters"
     if trial is None:
         return None, f"{name} cannot be tried beforehand"

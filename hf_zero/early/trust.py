@@ -14,7 +14,7 @@ _MOST_IN_VAIN = 1
 
 
 class EarlySteps:
-    """Starts a bucket's step as soon as its gradient has arrived, on copies that `optimizer.step()` uses or drops.
+    """Starts a bucket's step as soon as its gradient has arrived, on copies to be used or dropped by `optimizer.step()`.
 
     Hooks, clipping and the script run between the two as usual.
 
@@ -36,9 +36,9 @@ class EarlySteps:
         self.trust = Trust()
 
     def landed(self, bucket: Bucket, arrival: Arrival, *, may_begin: bool) -> None:
-        """Records that the gradient of a bucket has arrived. `may_begin`: the bucket may be stepped early."""
+        """Records the arrival of a bucket's gradient. `may_begin`: the bucket may be stepped early."""
         if bucket in self._begun:
-            # Another backward adds to the gradient, or replaces a gradient that was not stepped.
+            # Another backward adds to the gradient, or replaces a gradient without a step.
             del self._begun[bucket]
             self._is_in_vain = True
         if not may_begin:
@@ -47,10 +47,10 @@ class EarlySteps:
         self._begun[bucket] = (seen, self._start(bucket, seen, arrival) if self.trust.holds else None)
 
     def take(self, is_due: Callable[[Bucket], bool]) -> dict[Bucket, Stepped]:
-        """Waits for the started steps of buckets that are due, and returns the valid ones. The others are dropped."""
+        """Waits for the started steps of due buckets, and returns the valid ones. The others are dropped."""
         mine = [bucket for bucket in self._begun if is_due(bucket)]
         begun = {bucket: self._begun.pop(bucket) for bucket in mine}
-        # Get all results first, so that an error in a step's thread is raised before anything has changed.
+        # Get all results first: an error in a step's thread must be raised before anything has changed.
         stepped = {bucket: future.result() for bucket, (_, future) in begun.items() if future is not None}
         current = {bucket for bucket, (seen, _) in begun.items() if seen.equals(self._seen(bucket))}
         held = {bucket: step for bucket, step in stepped.items() if bucket in current}

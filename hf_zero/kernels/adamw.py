@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """The settings of one step. `step` counts from 1; a step that `found_inf` stops must not be counted."""
+    """The settings of one step. `step` counts from 1; a step stopped by `found_inf` must not be counted."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -76,7 +76,7 @@ def adamw_reference(place: Place, settings: AdamW) -> None:
     g, exp_avg = place.unscaled_gradient, place.states["exp_avg"]
     m = exp_avg + (g - exp_avg) * one_minus_beta1
     v = place.states["exp_avg_sq"] * beta2 + g * one_minus_beta2 * g
-    # On the host, torch's float32 square root may be off by one unit in the last place; via double it is correctly rounded.
+    # On the host, torch's float32 square root may be off by one unit in the last place; via double, rounding is correct.
     root = v.double().sqrt_().float()
     w = place.weights.float() * decay - m * step_size / (root * inverse_bias2_sqrt + eps)
     place.write(w, {"exp_avg": m, "exp_avg_sq": v})

@@ -99,7 +99,7 @@ def adamw_in_blocks_triton(place: Place, settings: AdamW) -> None:
 
 @functools.cache
 def _tables_of_both(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns values, first codes and thresholds; those of the first moment come before those of the second."""
+    """Returns values, first codes and thresholds, each for the first and then for the second moment."""
     signed, unsigned = tables_of(SIGNED, device), tables_of(UNSIGNED, device)
     return (
         torch.cat([signed.values, unsigned.values]),
@@ -116,7 +116,7 @@ def _unpacked(codes, scale, values, offsets, mask):
 
 @kernel
 def _scale_of(x, SMALLEST: tl.constexpr, IS_SIGNED: tl.constexpr):
-    """Returns a block's largest magnitude: 0 if it is subnormal, NaN if it is not finite."""
+    """Returns a block's largest magnitude: 0 for a subnormal magnitude, NaN for one that is not finite."""
     magnitude = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), axis=0)
     scale = magnitude
     if IS_SIGNED:
@@ -172,7 +172,7 @@ def _adamw_in_blocks(
     m_scale, v_scale = _scale_of(m, SMALLEST, True), _scale_of(v, SMALLEST, False)
     tl.store(exp_avg + offsets, _nearest(m, m_scale, first, thresholds), mask=mask)
     tl.store(exp_avg_sq + offsets, _nearest(v, v_scale, first + 65536, thresholds + 256), mask=mask)
-    # A block may be padded at its end, but it always has a first element.
+    # A block may be padded at its end, but always has a first element.
     is_stepped = tl.max(mask.to(tl.int32), axis=0) > 0
     tl.store(exp_avg_scales + block, m_scale, mask=is_stepped)
     tl.store(exp_avg_sq_scales + block, v_scale, mask=is_stepped)

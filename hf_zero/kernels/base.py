@@ -1,4 +1,4 @@
-"""How kernels are compiled at first use, and how they round."""
+"""Kernels compiled at first use, and their rounding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-# ---- Triton kernels whose triton is imported at their first launch ----
+# ---- Triton kernels that import triton at their first launch ----
 #
-# Importing triton needs a quarter of a second, and most machines that import this package have no device for it, or no triton.
+# Importing triton takes a quarter of a second, and most machines with this package have no triton, or no device for triton.
 # So each file of this package defines its kernel as a plain function under `@kernel`, imports `tl` only under `TYPE_CHECKING`,
 # and can be imported anywhere for its torch reference.
 
@@ -62,7 +62,7 @@ class Kernel:
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         # Triton launches on the current device, which may not be the device of the tensors.
         with current(next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))):
-            # Disable fused multiply-adds, so that a kernel rounds like its reference. Releases have different defaults.
+            # Disable fused multiply-adds, because a kernel must round like its reference. Releases have different defaults.
             self.jit[grid](*arguments, enable_fp_fusion=False, **constants)
 
 
@@ -70,7 +70,7 @@ kernel = Kernel
 
 
 def is_interpreted() -> bool:
-    """Whether this process interprets launches. Kernels that must round manually in that case read this."""
+    """Whether this process interprets launches. Some kernels must round manually in this case."""
     import triton
 
     return triton.knobs.runtime.interpret

@@ -39,7 +39,7 @@ NORM, COEFFICIENT, MULTIPLIER, FOUND_INF = range(4)
 
 
 def gradient_statistics(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Computes the sum of squares, and the number of elements that are NaN or infinite, over all shards.
+    """Computes the sum of squares, and the number of NaN and infinite elements, over all shards.
 
     Args:
         shards: flat, contiguous, float32, bfloat16 or float16, all on one device; at least one.
@@ -80,7 +80,7 @@ def statistics_triton(shards: Sequence[torch.Tensor]) -> torch.Tensor:
             )
         first += part_count
     out = torch.empty(2, dtype=torch.float64, device=device)
-    # Round up to a power of two, so that shards of many sizes share a few compiled kernels.
+    # Round up to a power of two, so shards of many sizes share a few compiled kernels.
     steps = 1 << (ceil_div(parts, PARTS_A_STEP) - 1).bit_length() if parts else 0
     _sum_of_parts[(1,)](squares, counts, out, parts, STEPS=steps, BLOCK=PARTS_A_STEP)
     return out
@@ -173,16 +173,16 @@ def _scalars(statistics, inverse_scale, out, max_norm):
 
 # ---- A test launch of the smallest kernel, before training depends on one ----
 #
-# Importing triton proves little. It compiles at the first launch, which needs a C compiler, Python's headers, a writable folder
-# and a supported driver.
+# Importing triton proves little. Triton compiles at the first launch, which needs a C compiler, Python's headers, a writable
+# folder and a supported driver.
 
 
 def launch_fault(device: torch.device) -> str | None:
-    """Returns the reason why Triton kernels do not run on `device`, in one line; None if they run."""
+    """Returns why Triton kernels do not run on `device`, in one line; None if they run."""
     try:
         step_scalars(torch.ones(2, dtype=torch.float64, device=device), max_norm=1.0).tolist()
     except Exception as error:
-        # Errors have many classes: triton raises those of its compiler, of the C compiler's process and of the driver.
+        # Errors have many classes: of triton's compiler, of the C compiler's process and of the driver.
         first_line = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {first_line}"
     return None

@@ -1,4 +1,4 @@
-"""A rank's elements of a tensor that tensor or expert parallelism has split along its dimensions."""
+"""A rank's elements of a tensor split along its dimensions by tensor or expert parallelism."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """Returns the box that covers the whole tensor."""
+        """Returns the box of the whole tensor."""
         return cls(tuple(shape), tuple((Interval(0, size),) for size in shape))
 
     def split(self, dim: int, parts: int, place: int, *, repeats: int = 1) -> "Box":
@@ -65,7 +65,7 @@ class Box:
         )
 
     def runs(self, interval: Interval) -> Iterator[tuple[Interval, int]]:
-        """Yields runs of the part's elements that are also contiguous in the whole tensor.
+        """Yields runs of the part's elements, if contiguous in the whole tensor as well.
 
         Args:
             interval: elements of the part, in row-major order.

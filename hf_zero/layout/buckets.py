@@ -26,7 +26,7 @@ class Alignment:
     shard_numel: int = SHARD_ALIGN_NUMEL
 
     def and_also(self, other: "Alignment") -> "Alignment":
-        """Returns the smallest alignment that satisfies both."""
+        """Returns the smallest alignment to satisfy both."""
         return Alignment(
             slot_numel=math.lcm(self.slot_numel, other.slot_numel),
             shard_numel=math.lcm(self.shard_numel, other.shard_numel),
@@ -82,16 +82,16 @@ class BucketLayout:
 
     @cached_property
     def padding(self) -> list[Interval]:
-        """The intervals of the bucket that belong to no parameter."""
+        """The intervals of the bucket without a parameter."""
         return uncovered(Interval(0, self.numel), [slot.interval for slot in self.slots])
 
     def shard(self, rank: int) -> Interval:
-        """The elements of the bucket that `rank` of the shard group owns."""
+        """The elements of the bucket owned by `rank` of the shard group."""
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
 
 class _OpenBucket:
-    """A bucket that is being filled with parameters of one key."""
+    """A bucket while parameters of one key are added."""
 
     def __init__(self, key: Hashable, align: Alignment):
         self.key = key
@@ -160,7 +160,7 @@ def plan_buckets(
 def _in_a_row(
     specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int, align: Alignment
 ) -> Iterator[BucketLayout]:
-    """Yields buckets of one key that shards may cut anywhere; `index` is the arrival of the last gradient."""
+    """Yields buckets of one key, which shards may cut anywhere; `index` is the arrival of the last gradient."""
     bucket = _OpenBucket(specs[0][1].key, align)
     for arrival, spec in specs:
         if not bucket.takes(spec.numel, bucket_numel):
@@ -184,7 +184,7 @@ def _dealt(
             for (shard, start), spec in zip(places, mine)
         ]
         yield BucketLayout(
-            # Indices are ascending, so the last one belongs to the gradient that completes the bucket.
+            # Indices are ascending, so the last index belongs to the gradient completing the bucket.
             index=specs[indices[-1]][0],
             key=mine[0].key,
             # Sorted by position, because flat views of a bucket are made in the order of the slots.

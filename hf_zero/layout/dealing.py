@@ -1,4 +1,4 @@
-"""Assigns parameters that may not be cut to buckets and to shards.
+"""Assigns uncuttable parameters to buckets and to shards.
 
 Collectives move shards of equal size, so the fullest shard sets the size and the others are padded. Padding is small if a bucket
 has several parameters for each rank. A parameter larger than one rank's part of a bucket increases the size of all shards, so
@@ -23,7 +23,7 @@ def group(numels: Sequence[int], *, bucket_numel: int, shards: int) -> list[list
     for seed in sorted(large, key=lambda index: -numels[index]):
         # An earlier, larger seed may already have used this parameter as filling.
         if seed in left:
-            # Prefer parameters that arrive at about the same time, so that the bucket completes early.
+            # Prefer parameters with gradients arriving at about the same time, so the bucket completes early.
             nearest = sorted(left, key=lambda index: abs(index - seed))
             groups.append(_take(nearest, left, numels, room=numels[seed] * shards, skips=True))
     while left:
@@ -32,7 +32,7 @@ def group(numels: Sequence[int], *, bucket_numel: int, shards: int) -> list[list
 
 
 def _take(candidates: list[int], left: dict[int, None], numels: Sequence[int], *, room: int, skips: bool) -> list[int]:
-    """Moves candidates out of `left` until `room` elements are used. `skips`: passes over candidates that are too large."""
+    """Moves candidates out of `left` until `room` elements are used. `skips`: passes over candidates too large for the room."""
     taken: list[int] = []
     total = 0
     for index in candidates:
@@ -62,7 +62,7 @@ def deal(numels: Sequence[int], *, shards: int, align_numel: int) -> list[tuple[
     """
     places = [(0, 0)] * len(numels)
     ends = [(0, shard) for shard in range(shards)]
-    # Ties are broken by index and by shard. All ranks must agree, or they would add gradients of different parameters.
+    # Break ties by index and by shard, because otherwise ranks could disagree and add gradients of different parameters.
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
         end, shard = heapq.heappop(ends)
         places[index] = (shard, end)

@@ -1,4 +1,4 @@
-"""Sizes of the buffers that hold whole gradients of a bucket at stages 2 and 3."""
+"""Sizes of the buffers for whole gradients of a bucket at stages 2 and 3."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -30,7 +30,7 @@ class BufferKind(Enum):
 
 
 def shared_numel(buckets: Sequence[BucketLayout]) -> int:
-    """Elements of the largest shared buffer, which is that of the largest bucket that is not oversize; 0 without one."""
+    """Elements of the largest shared buffer, for the largest bucket below the oversize limit; 0 without one."""
     return max((bucket.numel for bucket in buckets if not bucket.oversize), default=0)
 
 

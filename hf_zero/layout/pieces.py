@@ -1,4 +1,4 @@
-"""Finds the saved pieces that fill a wanted interval, so that any world size reads any other's files."""
+"""Finds the saved pieces for a wanted interval, so any world size can read the files of any other."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Piece(Generic[Source]):
 
 
 def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> list[Piece[Source]]:
-    """Returns the copies that fill `wanted` from saved (interval, source) pairs, each element exactly once.
+    """Returns the copies from saved (interval, source) pairs to `wanted`, with each element exactly once.
 
     Raises:
         ValueError: an element of `wanted` is in no saved interval, or in more than one.

@@ -1,4 +1,4 @@
-"""Extra: sequences that several ranks compute together.
+"""Extra: sequences computed by several ranks together.
 
 The core imports this package only through `hf_zero/extras.py`, and trains without the folder.
 """

@@ -1,4 +1,4 @@
-"""Functions that the kernels of all codes share."""
+"""Functions shared by the kernels of all codes."""
 
 from __future__ import annotations
 

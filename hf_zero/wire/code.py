@@ -1,4 +1,4 @@
-"""The interface of a code for elements that have been divided by the scale of their block."""
+"""The interface of a code for elements divided by the scale of their block."""
 
 from abc import ABC, abstractmethod
 
@@ -9,7 +9,7 @@ from ..kernels.base import Kernel
 
 
 class Code(ABC):
-    """A code for elements that have been divided by the scale of their block.
+    """A code for elements divided by the scale of their block.
 
     Attributes:
         name: name in the config.

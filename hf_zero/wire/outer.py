@@ -28,7 +28,7 @@ _PARTS = 3
 
 
 class Anchor:
-    """One rank's part of the common model of a bucket, and the optimizer that updates the part.
+    """One rank's part of the common model of a bucket, and the optimizer of the part.
 
     Attributes:
         own: the elements of the bucket's master in this part.
@@ -82,7 +82,7 @@ class Anchor:
         anchors.finish()
         with self._at_hand(bucket):
             bucket.master.copy_(flat[:numel])
-            # Parameters follow the master, so that the next forward starts from the common model.
+            # Parameters follow the master, because the next forward must start from the common model.
             bucket.write_back()
         self.steps = 0
 
@@ -139,13 +139,13 @@ class SyncedEvery:
         self._anchors = {bucket: Anchor(bucket, among, comm.outer, at_hand) for bucket in buckets}
 
     def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """Must be called after each step of an optimizer on all its `buckets`; returns the buckets that an outer step changed."""
+        """Must be called after each step of an optimizer on all its `buckets`; returns the buckets changed by outer steps."""
         for bucket in buckets:
             self._anchors[bucket].steps += 1
         return self._step([bucket for bucket in buckets if self._anchors[bucket].steps == self._sync_every])
 
     def finish(self) -> list[Bucket]:
-        """Performs pending outer steps early; returns the buckets that they changed. Collective."""
+        """Performs pending outer steps early; returns the changed buckets. Collective."""
         return self._step([bucket for bucket, anchor in self._anchors.items() if anchor.steps])
 
     def _step(self, buckets: list[Bucket]) -> list[Bucket]:
@@ -158,7 +158,7 @@ class SyncedEvery:
         return buckets
 
     def start_from_masters(self) -> None:
-        """Makes masters that were replaced, and are equal in all groups, the common model."""
+        """Makes replaced masters, which are equal in all groups, the common model."""
         for anchor in self._anchors.values():
             anchor.start_from_master()
 
@@ -177,7 +177,7 @@ class SyncedEvery:
                 yield StateRow(kind=_KIND, name=name, interval=in_parameter, own_shape=None, tensor=values)
 
     def fill(self, read: Read, kinds_of: KindsOf) -> None:
-        """Replaces the momentum by that of a checkpoint; for the arguments see `fill_rows`."""
+        """Replaces the momentum by the momentum of a checkpoint; for the arguments see `fill_rows`."""
         self.start_from_masters()
         for anchor in self._anchors.values() if self._has_momentum else ():
             anchor.drop_momentum()

@@ -36,12 +36,12 @@ class BlockFormat:
         return self.blocks(numel) * self.block_numel * self.code.bits // 8
 
     def round_in_place(self, values: torch.Tensor) -> None:
-        """Rounds values to the values that a receiver would dequantise."""
+        """Rounds values to the values after a receiver's dequantisation."""
         round_to_blocks(values, values, self)
 
 
 # Format of a flat tensor of n elements in blocks of B: ceil(n / B) scales, and B codes for each block; the last block is padded
-# with zeros. The codes are `int8` and `int4`; their files describe how they are written.
+# with zeros. The codes are `int8` and `int4`; their files describe the encoding.
 #
 # The scale of a block is its largest magnitude divided by the largest value of the code, and at least the smallest normal
 # float32. A code is the element divided by the scale, rounded to the nearest value of the code, ties to even. Therefore a block
@@ -101,7 +101,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, for
 
 
 def round_to_blocks(values: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
-    """Writes the values that a receiver would dequantise into `out`, which has the shape of `values` or is `values`."""
+    """Writes the values after a receiver's dequantisation into `out`, which has the shape of `values` or is `values`."""
     codes = torch.empty(format.code_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     scales = torch.empty(format.blocks(values.numel()), dtype=torch.float32, device=values.device)
     quantise(values, codes, scales, format)
@@ -193,9 +193,9 @@ def dequantise_sum_reference(codes: torch.Tensor, scales: torch.Tensor, out: tor
         shape = (format.blocks(length), size)
         total, term = (memory[: shape[0] * size].view(shape) for memory in (whole, scratch))
         for rank in range(len(codes)):
-            place = term if rank else total
-            format.code.read(code_rows[rank, blocks], place)
-            place.mul_(scales[rank, blocks, None])
+            target = term if rank else total
+            format.code.read(code_rows[rank, blocks], target)
+            target.mul_(scales[rank, blocks, None])
             if rank:
                 total.add_(term)
         out[start : start + length].copy_(total.view(-1)[:length])

@@ -1,4 +1,4 @@
-"""Sums of gradients that travel in blocks, inside a shard group and between shard groups."""
+"""Sums of gradients sent in blocks, inside a shard group and between shard groups."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -137,7 +137,7 @@ class _Sampling:
 
 
 class QuantisedReduction(Reduction):
-    """A sum of quantised gradients that samples its own error. Nothing is quantised if one rank has all state of a bucket.
+    """A sum of quantised gradients with a sampled error. Nothing is quantised if one rank has all state of a bucket.
 
     Args:
         exact: the same sum without quantisation, for the samples and for buckets that are not quantised.
@@ -190,7 +190,7 @@ class QuantisedReduction(Reduction):
     def error(self) -> float | None:
         for sampling in self._samplings.values():
             if sampling.squares is not None:
-                # This makes the host wait for the device, so it must not run in a backward.
+                # Reading makes the host wait for the device, so do not read during a backward.
                 lost, whole = sampling.squares.tolist()
                 sampling.squares, sampling.error = None, (lost / whole) ** 0.5 if whole else 0.0
         return max((each.error for each in self._samplings.values() if each.error is not None), default=None)

@@ -68,13 +68,13 @@ class Residuals:
                 )
 
     def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
-        """Replaces all residuals by those of a checkpoint; for the arguments see `fill_rows`."""
+        """Replaces all residuals by the residuals of a checkpoint; for the arguments see `fill_rows`."""
         self._of.clear()
         for bucket in buckets:
             for name, in_parameter, in_residual in self._cuts(bucket):
                 for kind in (kind for kind in kinds_of(name) if self._takes(kind, bucket.group.groups)):
-                    place = self.of(bucket)[in_residual]
-                    place.add_(read(kind, name, in_parameter).to(place.device))
+                    target = self.of(bucket)[in_residual]
+                    target.add_(read(kind, name, in_parameter).to(target.device))
 
     def _cuts(self, bucket: Bucket) -> Iterator[tuple[str, Interval, slice]]:
         """Yields (name, interval of the parameter, slice of the residual) for each parameter in the residual."""
