@@ -20,7 +20,8 @@ from ..hooks.tensors import set_all
 from ..hooks.weak import WeakMethod
 from ..layout.buckets import BucketLayout, RowLayout, rows_of_shard
 from ..layout.intervals import Interval
-from ..offload.tiers import Region, Tier
+from ..offload.shards import Region
+from ..offload.tiers import Tier
 from .memory import ParameterMemory, clear_padding
 from .precision import Precision, forget_loaded, wanted_dtype
 from .sharded import (

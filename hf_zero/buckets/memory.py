@@ -13,7 +13,8 @@ from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..layout.buckets import BucketLayout
 from ..layout.intervals import Interval
-from ..offload.tiers import HostToDevice, ParameterShard, ParameterTier, Region
+from ..offload.copies import HostToDevice
+from ..offload.shards import ParameterShard, ParameterTier, Region
 from .sharded import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
 
 # ---- What lies between and behind the parameters of a flat buffer: zeros ----

@@ -24,9 +24,11 @@ from ..config import AUTO, ConfigError, OffloadConfig, OuterConfig, ZeroConfig
 from ..device import available_host_bytes, free_bytes, ranks_on_this_host, with_index
 from ..extras import extra, is_installed
 from ..offload.activations import ActivationsInHostMemory
+from ..offload.choice import Placement, choose_tiers
 from ..offload.files import free_disk_bytes
 from ..offload.host_memory import disk_fault, host_memory_fault
-from ..offload.tiers import ParameterTier, Placement, Tier, choose_tiers
+from ..offload.shards import ParameterTier
+from ..offload.tiers import Tier
 from ..optimizer.bucket_state import Placeholders, tier_bytes_needed
 from ..optimizer.holder import StateHolder, StepChoice, StepTiming
 from ..optimizer.places import Places

@@ -29,7 +29,8 @@ from ..config import AUTO, ConfigError, ZeroConfig
 from ..hooks.weak import engine_attached_to
 from ..layout.blocks import IN_BLOCKS
 from ..layout.buckets import Alignment, BucketLayout, ParameterSpec, plan_buckets
-from ..offload.tiers import ParameterTier, Placement
+from ..offload.choice import Placement
+from ..offload.shards import ParameterTier
 from ..optimizer.scope import find_scope, keeps_intact, refuse_wrapper
 from ..optimizer.trial import UpdateScope
 from .buffers import ignored_by_ddp, ignored_parameters

@@ -20,7 +20,8 @@ from ..device import Arrival, Reservation, reserve
 from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..layout.gradient_buffers import GRAD_BUFFERS, BufferKind, kind_of_buffer, shared_numel
-from ..offload.tiers import DeviceToHost, Tier
+from ..offload.copies import DeviceToHost
+from ..offload.tiers import Tier
 from .collectives import Reduction
 
 # ---- A pool of bucket-sized gradient buffers, which stages 2 and 3 fill and reduce one after the other ----

@@ -1,1 +1,1 @@
-"""Tiers for a shard's state and parameters, and for activations."""
+"""Tiers: the memory of a shard's state and parameters, and of activations, outside of the training device."""

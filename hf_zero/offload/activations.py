@@ -1,12 +1,13 @@
-"""Tensors that autograd saves in a forward, kept in another memory until the backward.
+"""Keeps autograd's saved tensors in host memory from a forward to the backward.
 
 [Note: which tensors move]
-A storage moves whole, the first time that a tensor of it is saved: views of it that are saved too (the parts of an attention's
-projection) find it there, and none of them keeps memory on the device. A tensor that was written into since is another one, and
-moves again. Parameters and buffers last anyway, and small tensors are not worth a copy: these stay.
+A whole storage is moved the first time that one of its tensors is saved. Other saved views of the storage (such as the parts of
+an attention's projection) use the same copy, so none of them keeps memory on the device. If a tensor was written to in the
+meantime, its storage is moved again. Parameters and buffers stay on the device, because they exist permanently anyway. Small
+tensors stay as well, because they are not worth a copy.
 
-Autograd itself does not look any more whether a tensor that hooks have saved was written into before backward. What has moved
-is what it was when it was saved. For what stays, the look is ours.
+Autograd does not check whether a tensor saved by hooks was modified before backward. A moved tensor keeps its saved values. For
+tensors that stay, this file checks the version.
 """
 
 from collections import deque
@@ -20,21 +21,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..device import Mark, SideQueue, passing_host_bytes, side_queue
 
 SMALL_BYTES = 4096
-"""Storages below this stay where they are."""
+"""Smaller storages stay on the device."""
 
 _ON_THE_WAY = 2
-"""Storages that are copied down at a time before the device waits, and fetched ahead of the one in use."""
+"""Number of storages copied to the host before the device waits, and number of storages fetched ahead of the one in use."""
 
 
 class ActivationsInHostMemory:
-    """Copies tensors that a training forward saves to host memory behind the forward, and back ahead of the backward.
+    """Copies tensors saved by a training forward to host memory during the forward, and back before backward needs them.
 
     Args:
-        device: on which they are made; tensors elsewhere stay.
+        device: the training device. Tensors on other devices stay there.
 
     Attributes:
-        held_bytes: in host memory now.
-        most_bytes: the most that has been there at a time.
+        held_bytes: bytes in host memory now.
+        most_bytes: the maximum of `held_bytes` so far.
     """
 
     def __init__(self, device: torch.device):
@@ -49,28 +50,27 @@ class ActivationsInHostMemory:
         self._hooks: AbstractContextManager | None = None
 
     def begin(self, lasting: Iterable[torch.Tensor]) -> None:
-        """A training forward starts. `lasting`: tensors of the storages that stay."""
-        # If the last forward has ended without `end`, its hooks are still
-        # entered, and would move tensors that other code saves.
+        """Starts to move tensors, at the start of a training forward. `lasting`: tensors of storages to leave on the device."""
+        # If the last forward ended without `end`, its hooks are still entered and would move tensors saved by other code.
         self.end()
-        # What the last backward had fetched ahead and did not use would keep memory on the device.
+        # Unused fetches of the last backward would keep memory on the device.
         self._drop_ahead(0)
         self._moved = {key: entry for key, entry in self._moved.items() if entry[0]() is not None}
-        # By identity: torch keeps one Python object for a storage while the storage lives.
+        # Compare identities: torch keeps one Python object for a storage while the storage exists.
         self._lasting = {id(tensor.untyped_storage()) for tensor in lasting}
         self._last = None
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
 
     def end(self) -> None:
-        """The forward is over, or an exception has ended it. May be called without `begin`."""
+        """Ends the forward, also after an exception. May be called without `begin`."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__(None, None, None)
-        self._let_go(0)
+        self._free_sent(0)
 
     def moved(self) -> list["_Moved"]:
-        """The storages that are in host memory now."""
+        """Returns the storages now in host memory."""
         return [found for _, known in self._moved.values() if (found := known()) is not None]
 
     def _pack(self, tensor: torch.Tensor) -> "_Kept | _View":
@@ -79,7 +79,7 @@ class ActivationsInHostMemory:
         storage = tensor.untyped_storage()
         key = id(storage), tensor._version
         alive, known = self._moved.get(key, (None, None))
-        # One that is gone may have left its identity to another.
+        # A new object may have the id of a deleted storage, so check the weak reference.
         moved = known() if alive is not None and known is not None and alive() is storage else None
         if moved is None:
             moved = self._move(storage)
@@ -87,7 +87,7 @@ class ActivationsInHostMemory:
         return _View(tensor, moved)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
-        # `_View` makes plain tensors or their conjugates again: a subclass would lose its class, a negated view its sign.
+        # `_View` only restores plain tensors and conjugates: a subclass would lose its class, and a negated view its sign.
         return (
             type(tensor) is torch.Tensor
             and tensor.layout is torch.strided
@@ -101,18 +101,18 @@ class ActivationsInHostMemory:
         values = passing_host_bytes(storage.nbytes(), self._device)
         with self._queue.aside():
             values.copy_(_bytes_of(storage), non_blocking=True)
-        # Its memory may be given to another tensor only when the copy has ended.
+        # Keep the storage until the copy has ended; otherwise its memory could be reused too early.
         self._leaving.append((self._queue.mark(), storage))
-        self._let_go(_ON_THE_WAY)
+        self._free_sent(_ON_THE_WAY)
         moved = _Moved(self, values, self._last)
-        # Weak: autograd decides how long moved bytes stay. A strong chain would keep the bytes of tensors whose graph is gone.
+        # A weak reference: autograd decides how long moved bytes exist. A strong chain would keep bytes of deleted graphs.
         self._last = ref(moved)
         self.held_bytes += values.nbytes
         self.most_bytes = max(self.most_bytes, self.held_bytes)
         return moved
 
-    def _let_go(self, count: int) -> None:
-        """Lets go of all but the `count` storages whose copies began last."""
+    def _free_sent(self, count: int) -> None:
+        """Frees all storages except the `count` storages with the latest copies."""
         while len(self._leaving) > count:
             mark, _ = self._leaving.popleft()
             mark.hold_up_device()
@@ -122,7 +122,7 @@ class ActivationsInHostMemory:
             return saved.tensor()
         moved = saved.moved
         found = saved.on(moved.storage(self._device, self._queue))
-        # Backward asks for the last one first; those before it come up meanwhile.
+        # Backward uses the last storage first, so fetch the previous ones in the meantime.
         before = moved.before
         for _ in range(_ON_THE_WAY):
             earlier = before() if before is not None else None
@@ -137,14 +137,14 @@ class ActivationsInHostMemory:
 
     def _drop_ahead(self, count: int) -> None:
         while len(self._ahead) > count:
-            # One that nobody needs any more has given up by itself.
+            # The object may already be deleted, which dropped the fetch.
             moved = self._ahead.popleft()()
             if moved is not None:
                 moved.forget_fetch()
 
 
 class _Kept:
-    """A tensor that stays."""
+    """A tensor left on the device."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor
@@ -161,7 +161,7 @@ class _Kept:
 
 
 class _View:
-    """A tensor on a storage that has moved."""
+    """A tensor on a moved storage."""
 
     def __init__(self, tensor: torch.Tensor, moved: "_Moved"):
         self.moved = moved
@@ -170,17 +170,17 @@ class _View:
         self._is_conj = tensor.is_conj()
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The same tensor, on the storage that has its bytes."""
+        """Returns the same tensor on `storage`, which has its bytes."""
         tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
         tensor.set_(storage, self._offset, self._size, self._stride)
         return tensor.conj() if self._is_conj else tensor
 
 
 class _Moved:
-    """A storage's bytes in host memory, and on the device while somebody uses them or is about to.
+    """A storage's bytes in host memory, and on the device while in use or fetched ahead.
 
     Attributes:
-        before: what moved before it in the same forward, while anybody needs it.
+        before: the previously moved storage of the same forward, as long as the storage exists.
     """
 
     def __init__(self, owner: ActivationsInHostMemory, values: torch.Tensor, before: "ReferenceType[_Moved] | None"):
@@ -191,29 +191,29 @@ class _Moved:
         self._in_use: ReferenceType[torch.UntypedStorage] | None = None
 
     def start_fetch(self, device: torch.device, queue: SideQueue) -> None:
-        """Begins to bring the bytes up, if they are not there."""
+        """Starts to copy the bytes to the device, unless a copy exists."""
         if self._fetched is None and self._at_hand() is None:
             self._fetched = self._fetch(device, queue)
 
     def storage(self, device: torch.device, queue: SideQueue) -> torch.UntypedStorage:
-        """The bytes on the device, which later calls find there as long as somebody holds them."""
+        """Returns the bytes on the device. Later calls return the same storage as long as a tensor uses it."""
         held = self._at_hand()
         if held is None:
             (held, mark), self._fetched = self._fetched or self._fetch(device, queue), None
             mark.hold_up_device()
-            # Weak: memory on the device goes with the last tensor that autograd holds on it.
+            # A weak reference: the device memory must be freed together with autograd's last tensor on the storage.
             self._in_use = ref(held)
         return held
 
     def forget_fetch(self) -> None:
-        """Drops a fetch that was not used."""
+        """Drops an unused fetch."""
         if self._fetched is not None:
-            # Its memory may be given to another tensor only when the copy has ended.
+            # Wait for the copy; otherwise the memory could be reused too early.
             self._fetched[1].hold_up_device()
             self._fetched = None
 
     def _fetch(self, device: torch.device, queue: SideQueue) -> tuple[torch.UntypedStorage, Mark]:
-        # Outside of `aside`: memory belongs to the queue in which it is allocated. The computing queue reads and frees this.
+        # Allocate outside of `aside`, because memory belongs to the queue of its allocation, and the computing queue uses this.
         there = torch.empty_like(self._values, device=device, pin_memory=False)
         with queue.aside():
             there.copy_(self._values, non_blocking=True)

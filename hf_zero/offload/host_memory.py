@@ -1,4 +1,4 @@
-"""The host memory that a run may take, and the cores near its device."""
+"""Host memory available to a run, and the cores near its device."""
 
 import os
 import re
@@ -10,11 +10,11 @@ import torch
 
 from ..device import PAGE_BYTES, pci_address, ranks_on_this_host
 
-# ---- Does it fit in host memory? Asked before any of it is allocated ----
+# ---- A check of the host memory before anything is allocated ----
 
 
 def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int, setting: str) -> str | None:
-    """Says that `ranks` times this setting's `needed_bytes` do not fit in host memory; None if they fit."""
+    """Returns an error text if `ranks` times this setting's `needed_bytes` do not fit in host memory; None otherwise."""
     if needed_bytes * ranks <= available_bytes:
         return None
     return (
@@ -25,7 +25,7 @@ def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int, setti
 
 
 def disk_fault(needed_bytes: int, free_bytes: int, ranks: int, path: str, setting: str) -> str | None:
-    """Says that `ranks` times this setting's `needed_bytes` do not fit on the disk of `path`; None if they fit."""
+    """Returns an error text if `ranks` times this setting's `needed_bytes` do not fit on the disk of `path`; None otherwise."""
     if needed_bytes * ranks <= free_bytes:
         return None
     short = needed_bytes * ranks - free_bytes
@@ -40,10 +40,10 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f}"
 
 
-# ---- The cores near a rank's accelerator: NUMA nodes, as the system describes them ----
+# ---- The cores near a rank's accelerator, from the system's description of NUMA nodes ----
 
 SYSTEM = Path("/sys")
-"""Where Linux tells of devices: https://www.kernel.org/doc/html/latest/admin-guide/abi-stable.html."""
+"""Linux's description of devices: https://www.kernel.org/doc/html/latest/admin-guide/abi-stable.html."""
 
 
 def near_cores(
@@ -54,17 +54,17 @@ def near_cores(
     ranks: int,
     system: Path = SYSTEM,
 ) -> frozenset[int] | None:
-    """Returns the cores for a rank's host steps; None to let the system choose.
+    """Returns the cores for a rank's host steps; None lets the system choose.
 
-    These are the cores of the accelerator's node. Ranks whose accelerator has no known node are dealt over the nodes evenly,
-    neighbours together. The system chooses on a host with one node or without information on nodes, and if a launcher has
-    confined the rank to one node already.
+    These are the cores of the accelerator's node. Ranks whose accelerator has no known node are distributed evenly over the
+    nodes, neighboring ranks together. The system chooses if the host has one node or no information about nodes, and if a
+    launcher has already confined the rank to one node.
 
     Args:
         allowed: cores that this process may run on.
-        pci_address: of the rank's accelerator, "0000:3b:00.0"; None without one.
-        local_rank: of the `ranks` on this host.
-        system: where /sys is.
+        pci_address: address of the rank's accelerator, such as "0000:3b:00.0"; None without one.
+        local_rank: index of the rank among the `ranks` on this host.
+        system: the path of /sys.
     """
     reachable = {node: cores & allowed for node, cores in _nodes(system).items() if cores & allowed}
     if len(reachable) < 2:
@@ -76,7 +76,7 @@ def near_cores(
 
 
 def _nodes(system: Path) -> dict[int, frozenset[int]]:
-    """Node → its cores. Some nodes are memory alone, and have none."""
+    """Maps each node to its cores. Nodes without cores, which only have memory, are left out."""
     found = {}
     for folder in (system / "devices" / "system" / "node").glob("node[0-9]*"):
         listed = folder / "cpulist"
@@ -87,13 +87,13 @@ def _nodes(system: Path) -> dict[int, frozenset[int]]:
 
 
 def _node_of(pci_address: str, system: Path) -> int | None:
-    """A device's node; -1 where the firmware says nothing, None where the system does not."""
-    told = system / "bus" / "pci" / "devices" / pci_address / "numa_node"
-    return int(told.read_text()) if told.is_file() else None
+    """Returns a device's node: -1 if the firmware does not know the node, None if the system does not."""
+    node = system / "bus" / "pci" / "devices" / pci_address / "numa_node"
+    return int(node.read_text()) if node.is_file() else None
 
 
 def _parsed(listed: str) -> frozenset[int]:
-    """`0-3,8` → 0, 1, 2, 3, 8."""
+    """Parses a list of cores: `0-3,8` → 0, 1, 2, 3, 8."""
     spans = re.finditer(r"(\d+)(?:-(\d+))?", listed)
     return frozenset(core for span in spans for core in range(int(span[1]), int(span[2] or span[1]) + 1))
 
@@ -102,43 +102,43 @@ def _parsed(listed: str) -> frozenset[int]:
 
 
 class HostCores:
-    """Sets threads and cores of a step: the script's own in its thread, `threads` of them in hf_zero's.
+    """Sets the threads and cores of a step: the script's own in the script's thread, `threads` of them in hf_zero's threads.
 
     [Note: whose threads step]
-    A step beside training runs in a thread of hf_zero's own, which `enter`s once, for good. A step that the script's
-    thread takes (`optimizer.step()`) borrows that thread: `take` before, `release` behind, and nothing is left of it.
+    A step in parallel with training runs in a thread of hf_zero, which calls `enter` once. A step in the script's thread
+    (`optimizer.step()`) borrows the thread: it calls `take` before and `release` after the step, which undoes everything.
 
-    Either one has helpers, which torch's OpenMP makes when a loop first wants them, with the number and the cores that the
-    asking thread has then. Launchers leave a rank beside an accelerator one thread, so that its first helpers are made within
-    a step, and stay. Helpers that the script's thread has had before (training on the CPU) stay where they are, since they
-    cannot be reached from here; there a launcher has to bind the process.
+    Each of these threads has OpenMP helper threads. torch creates them at the first parallel loop, with the number of threads and
+    the cores that the calling thread has at that moment. On a host with accelerators, launchers give a rank one thread, so its
+    first helpers are created within a step, and stay. Helpers that the script's thread created earlier (training on the CPU)
+    keep their cores, because they cannot be reached from here. In that case a launcher has to bind the process.
     """
 
     def __init__(self, threads: int):
         self.threads = threads
 
     def enter(self) -> None:
-        """Sets the calling thread's number of threads, and its cores, from now on."""
-        # torch takes the process's number into each thread at its first question, and would do so after this.
+        """Sets the calling thread's number of threads and its cores permanently."""
+        # On the first query in a thread, torch applies the process's number to the thread, which would undo an earlier setting.
         torch.get_num_threads()
         torch.set_num_threads(self.threads)
 
     def take(self) -> None:
-        """Sets them until `release`. A second call changes nothing."""
+        """Sets threads and cores until `release`. A second call changes nothing."""
 
     def release(self) -> None:
-        """Undoes `take`, in the same thread; without `take`, nothing."""
+        """Undoes `take`, in the same thread. Does nothing without `take`."""
 
     def near(self) -> AbstractContextManager[None]:
-        """Places host memory that is first written to inside near these cores."""
+        """Allocates host memory near these cores, if the memory is first written inside the context."""
         return nullcontext()
 
     def touch(self, flat: torch.Tensor) -> None:
-        """Writes to fresh host memory of zeros from these cores."""
+        """Writes to newly allocated host memory of zeros from these cores."""
 
 
 class ShareOfCores(HostCores):
-    """`threads` for every step, on any cores."""
+    """Uses `threads` threads for every step, on any cores."""
 
     def __init__(self, threads: int):
         super().__init__(threads)
@@ -156,10 +156,10 @@ class ShareOfCores(HostCores):
 
 
 class NodeCores(ShareOfCores):
-    """`threads` for every step on some cores only, with memory near to them.
+    """Uses `threads` threads for every step on some cores only, with memory near these cores.
 
     Args:
-        numbers: of the cores; the calling process may run on all of them.
+        numbers: the cores. The calling process may run on all of them.
     """
 
     def __init__(self, threads: int, numbers: frozenset[int]):
@@ -168,7 +168,7 @@ class NodeCores(ShareOfCores):
         self._numbers_before: set[int] | None = None
 
     def enter(self) -> None:
-        # First: helpers inherit it. 0 is the calling thread, not the process.
+        # Set the cores first, because helper threads inherit them. 0 means the calling thread, not the process.
         os.sched_setaffinity(0, self.numbers)
         super().enter()
 
@@ -185,7 +185,7 @@ class NodeCores(ShareOfCores):
 
     @contextmanager
     def near(self) -> Iterator[None]:
-        """A page belongs to the node of the core that first writes to it."""
+        """See `HostCores.near`. A page belongs to the node of the core with the first write."""
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self.numbers)
         try:
@@ -195,27 +195,27 @@ class NodeCores(ShareOfCores):
 
     def touch(self, flat: torch.Tensor) -> None:
         with self.near():
-            # By numpy, since torch would have helpers write.
+            # Use numpy, because torch would write in helper threads.
             flat.view(torch.uint8).numpy()[::PAGE_BYTES] = 0
 
 
 def choose_host_cores(device: torch.device, system: Path = SYSTEM) -> HostCores:
-    """Chooses the cores for host steps of a rank that trains on `device`.
+    """Chooses the cores for host steps of a rank training on `device`.
 
-    Threads are torch's own number where training is on the CPU, whose cores launchers share out among ranks. Beside an
-    accelerator they give each rank one thread unless told otherwise, and host steps need the rank's part of the cores.
+    When training on the CPU, use torch's own number of threads, because launchers distribute the cores among ranks. With an
+    accelerator, launchers give each rank one thread by default, but host steps need the rank's share of the cores.
 
     Args:
-        system: where /sys is.
+        system: the path of /sys.
     """
     ranks, knows_cores = ranks_on_this_host(), hasattr(os, "sched_getaffinity")
     allowed = frozenset(os.sched_getaffinity(0) if knows_cores else range(os.cpu_count() or 1))
-    local_rank, place = int(os.environ.get("LOCAL_RANK", "0")), pci_address(device)
+    local_rank, address = int(os.environ.get("LOCAL_RANK", "0")), pci_address(device)
     numbers = None
     if knows_cores:
-        numbers = near_cores(allowed, pci_address=place, local_rank=local_rank, ranks=ranks, system=system)
+        numbers = near_cores(allowed, pci_address=address, local_rank=local_rank, ranks=ranks, system=system)
     fair = torch.get_num_threads() if device.type == "cpu" else max(1, len(allowed) // ranks)
     if numbers is not None:
-        # More threads than the node has cores would take turns there.
+        # More threads than cores in the node would only take turns.
         return NodeCores(min(fair, len(numbers)), numbers)
     return HostCores(fair) if device.type == "cpu" else ShareOfCores(fair)

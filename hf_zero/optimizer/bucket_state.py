@@ -18,7 +18,7 @@ from ..buckets.precision import Precision
 from ..buckets.rows import NESTED, PackedPart, kind_of, name_of
 from ..layout.blocks import block_bytes, is_in_blocks
 from ..offload.files import StoredShard
-from ..offload.tiers import Region
+from ..offload.shards import Region
 
 # ---- Finds the state that an optimizer keeps, by a trial step of a copy before its first step ----
 

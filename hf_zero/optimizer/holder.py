@@ -19,8 +19,9 @@ from ..comm.transport import LocalTransport, Transport
 from ..device import Arrival
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakHook
-from ..offload.files import OffloadError, StoredShard, Window
+from ..offload.files import OffloadError, StoredShard
 from ..offload.tiers import StateFiles
+from ..offload.walk import Window
 from .bucket_state import DUE, BucketState, EarlyReport, KernelReport, StatePlace, group_with, own_step
 
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")

@@ -15,7 +15,8 @@ from ..device import allocate
 from ..layout.blocks import BLOCK_NUMEL, block_bytes, blocks, has_blocks, is_in_blocks
 from ..layout.intervals import Interval
 from ..offload.files import Kind, StoredShard
-from ..offload.tiers import Region, StateFiles, Tier
+from ..offload.shards import Region
+from ..offload.tiers import StateFiles, Tier
 from .bucket_state import (
     BucketState,
     MasterPlace,

@@ -17,7 +17,7 @@ from ..forecast.peak import Activations, Forecast, Passing, forecast, forecast_d
 from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
 from ..layout.buckets import USUAL_ALIGNMENT, BucketLayout
 from ..layout.gradient_buffers import GRAD_BUFFERS
-from ..offload.files import WINDOW
+from ..offload.walk import WINDOW
 from ..optimizer.bucket_state import state_itemsizes
 from .search import Machine, Piece, StepTime, Work, simulate
 

@@ -28,7 +28,7 @@ from hf_zero.checkpoint.files import CheckpointError, hashes_of
 from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.config import ZeroConfig
 from hf_zero.integrations.resume import alone_in_output_dir
-from hf_zero.offload.files import RunFolder
+from hf_zero.offload.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(180)
 

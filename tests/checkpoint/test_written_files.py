@@ -46,8 +46,8 @@ WRITES = {
     ("integrations/trainer_saves.py", "_write_the_rest", "trainer.state.save_to_json"): OWN_FOLDER,
     # Offloaded state, in a folder that only this user can enter.
     ("offload/files.py", "__init__", "os.open"): OWN_FOLDER,
-    ("offload/files.py", "_locked", "os.open"): NEW,
-    ("offload/files.py", "_remove_if_dead", "os.open"): LOCK,
+    ("offload/run_folder.py", "_locked", "os.open"): NEW,
+    ("offload/run_folder.py", "_remove_if_dead", "os.open"): LOCK,
     ("offload/files.py", "mapped", "torch.from_file"): GIVEN,
     # Pushes and pictures.
     ("hub/push.py", "_place", "os.link"): OWN_FOLDER,

@@ -25,7 +25,7 @@ from hf_zero.engine import assemble
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
 from hf_zero.layout import gradient_buffers
-from hf_zero.offload import tiers
+from hf_zero.offload import choice
 from hf_zero.offload.files import ALIGNMENT, OffloadError, aligned
 from hf_zero.offload.host_memory import ShareOfCores
 
@@ -207,7 +207,7 @@ def test_early_steps_have_their_own_number_of_threads(monkeypatch):
     seen = set()
     stock = Double.step
     monkeypatch.setattr(Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
-    monkeypatch.setattr(tiers, "choose_host_cores", lambda _: ShareOfCores(own + 2))
+    monkeypatch.setattr(choice, "choose_host_cores", lambda _: ShareOfCores(own + 2))
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"])
     for _ in range(3):
         one_step(model, optimizer)

@@ -19,7 +19,7 @@ from hf_zero.layout.buckets import SHARD_ALIGN_NUMEL, SLOT_ALIGN_NUMEL, Paramete
 from hf_zero.layout.gradient_buffers import pool_growth, pool_numel
 from hf_zero.layout.intervals import Interval, doubly_covered, uncovered
 from hf_zero.layout.pieces import pieces_for
-from hf_zero.offload.tiers import landing_in, widen_in_place
+from hf_zero.offload.copies import landing_in, widen_in_place
 
 parameters = st.lists(
     st.tuples(st.integers(0, 3000), st.sampled_from(["decay", "plain", "half"])), min_size=1, max_size=25

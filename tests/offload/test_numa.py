@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import adam
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.offload import tiers
+from hf_zero.offload import choice, tiers
 from hf_zero.offload.host_memory import HostCores, NodeCores, ShareOfCores, choose_host_cores, near_cores
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,7 +45,7 @@ def two_nodes(tmp_path, monkeypatch) -> list[set[int]]:
     half = len(HERE) // 2
     nodes = [set(HERE[:half]), set(HERE[half:])]
     system = tree(tmp_path / "sys", {node: ",".join(map(str, sorted(cores))) for node, cores in enumerate(nodes)})
-    monkeypatch.setattr(tiers, "choose_host_cores", partial(choose_host_cores, system=system))
+    monkeypatch.setattr(choice, "choose_host_cores", partial(choose_host_cores, system=system))
     return nodes
 
 

@@ -31,9 +31,11 @@ from hf_zero.engine import assemble
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
 from hf_zero.layout.intervals import Interval
-from hf_zero.offload import files
-from hf_zero.offload.files import ALIGNMENT, AlignedFile, Kind, OffloadError, RunFolder, StoredShard, Window, aligned
+from hf_zero.offload import files, run_folder
+from hf_zero.offload.files import ALIGNMENT, AlignedFile, Kind, OffloadError, StoredShard, aligned
 from hf_zero.offload.host_memory import HostCores
+from hf_zero.offload.run_folder import RunFolder
+from hf_zero.offload.walk import Window
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -292,9 +294,9 @@ def test_paths_that_cannot_be_used_are_named(monkeypatch, tmp_path):
     ):
         # Whoever runs the tests: only root may write there at all.
         with monkeypatch.context() as as_root:
-            as_root.setattr("hf_zero.offload.files.os.access", lambda *_: True)
+            as_root.setattr("hf_zero.offload.run_folder.os.access", lambda *_: True)
             built(nvme(Path("/proc")))
-    monkeypatch.setattr("hf_zero.offload.files.os.access", lambda *_: False)
+    monkeypatch.setattr("hf_zero.offload.run_folder.os.access", lambda *_: False)
     with pytest.raises(ConfigError, match="in which this user may not write"):
         built(nvme(tmp_path))
 
@@ -513,7 +515,7 @@ HOLD = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from hf_zero.offload.files import RunFolder
+from hf_zero.offload.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 (folder.path / "bucket-0.state").write_bytes(bytes(4096))
 print(folder.path, flush=True)
@@ -595,7 +597,7 @@ def test_a_failed_write_ends_the_walk_and_leaves_no_thread_at_work(tmp_path):
 @pytest.mark.timeout(20)
 def test_a_folder_that_is_collected_while_another_is_made_is_removed_and_waits_for_nothing(tmp_path, monkeypatch):
     """An engine that was dropped without `close()` goes whenever the garbage collector runs."""
-    stock = files._remove_dead
+    stock = run_folder._remove_dead
 
     def collects_first(parent):
         gc.collect()
@@ -604,7 +606,7 @@ def test_a_folder_that_is_collected_while_another_is_made_is_removed_and_waits_f
     cycle = [RunFolder(tmp_path)]
     cycle.append(cycle)
     dropped = cycle[0].path
-    monkeypatch.setattr(files, "_remove_dead", collects_first)
+    monkeypatch.setattr(run_folder, "_remove_dead", collects_first)
     del cycle
     made = RunFolder(tmp_path)
     assert not dropped.exists() and made.path.exists()

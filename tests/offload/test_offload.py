@@ -35,10 +35,11 @@ from hf_zero.device import available_host_bytes
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce, state_plan
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, seal_state, write_state
-from hf_zero.offload import files
-from hf_zero.offload.files import RunFolder
+from hf_zero.offload import run_folder
+from hf_zero.offload.choice import Placement
 from hf_zero.offload.host_memory import HostCores, host_memory_fault
-from hf_zero.offload.tiers import HostTier, Placement
+from hf_zero.offload.run_folder import RunFolder
+from hf_zero.offload.tiers import HostTier
 from hf_zero.optimizer.bucket_state import state_kinds
 from hf_zero.optimizer.holder import BucketStep
 
@@ -509,7 +510,7 @@ def test_folders_of_other_users_are_left_alone(tmp_path, monkeypatch, capsys):
     dead = tmp_path / "hf_zero-run-1-0"
     dead.mkdir()
     user = os.getuid()
-    monkeypatch.setattr(files.os, "getuid", lambda: user + 1)
+    monkeypatch.setattr(run_folder.os, "getuid", lambda: user + 1)
     ours = RunFolder(tmp_path)
     assert dead.is_dir() and theirs.path.is_dir() and not capsys.readouterr().err
     ours.close()
@@ -612,7 +613,7 @@ def test_a_new_folder_that_another_process_takes_away_is_made_again(tmp_path, mo
             folder.rmdir()
         stock(lock, kind)
 
-    monkeypatch.setattr(files.fcntl, "flock", takes_the_first)
+    monkeypatch.setattr(run_folder.fcntl, "flock", takes_the_first)
     folder = RunFolder(tmp_path)
     assert folder.path != taken[0] and (folder.path / "lock").is_file()
     folder.close()

@@ -30,7 +30,7 @@ from hf_zero.device import SideQueue, pinned, queue_end, side_queue
 from hf_zero.engine.collectives import Gather
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import plan_state
-from hf_zero.offload.tiers import RoundedHostToDevice
+from hf_zero.offload.copies import RoundedHostToDevice
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 

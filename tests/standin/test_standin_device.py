@@ -29,9 +29,11 @@ from hf_zero.device import PAGE_BYTES, HostValue, PinnedPool, alias, pinned, wit
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.schedule import AgreedOrder
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
-from hf_zero.offload.files import Window
+from hf_zero.offload.copies import PART_BYTES
 from hf_zero.offload.host_memory import HostCores
-from hf_zero.offload.tiers import PART_BYTES, FileMover, HostTier
+from hf_zero.offload.shards import FileMover
+from hf_zero.offload.tiers import HostTier
+from hf_zero.offload.walk import Window
 from hf_zero.optimizer.loss_scale import GradScaler
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]

@@ -27,7 +27,7 @@ from hf_zero.checkpoint import writer
 from hf_zero.comm import diagnosis
 from hf_zero.device import PinnedPool
 from hf_zero.extras import is_installed
-from hf_zero.offload import files, tiers
+from hf_zero.offload import copies, walk
 from hf_zero.offload.files import AlignedFile
 
 SCRIPT = "script"
@@ -346,12 +346,12 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         (ThreadPoolExecutor, "submit", submit),
         (Future, "result", result),
         (Future, "exception", exception),
-        (files, "wait", wait_for),
+        (walk, "wait", wait_for),
         *early,
         (Thread, "start", start),
         (Thread, "run", run),
         (Thread, "join", join),
-        (tiers, "Lock", HandedLock),
+        (copies, "Lock", HandedLock),
         (writer, "threading", SimpleNamespace(Lock=HandedLock)),
         (writer.LivePieces, "secure", secure),
         (device, "weakref", SimpleNamespace(finalize=finalize)),
