@@ -1,7 +1,7 @@
-"""The extras: packages that the core works without. Each is switched on by a setting or a command.
+"""The extras: optional packages, each switched on by a setting or a command.
 
-If the core needs an extra, `extra` imports the module and returns the function or class. A run that uses no extra imports none,
-and the core trains if their folders are missing.
+If the core needs an extra, `extra` imports the module and returns the function or class. A run without extras imports none of
+them, and the core also trains if their folders are missing.
 """
 
 import importlib
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """A package of hf_zero that the core works without.
+    """An optional package of hf_zero.
 
     Attributes:
-        what: one sentence that describes the package.
+        what: one sentence about the package.
         switch: the setting, function or command that uses the package.
-        factories: all names that other packages use, as `file:name`.
+        factories: all names used by other packages, as `file:name`.
     """
 
     what: str
@@ -37,7 +37,7 @@ EXTRAS = {
         ),
     ),
     "early": Extra(
-        what="Steps of offloaded state that are taken while backward goes on.",
+        what="Early steps of offloaded state, while backward still runs.",
         switch="`offload.speculate_bytes`",
         factories=("early:Early",),
     ),
@@ -52,12 +52,12 @@ EXTRAS = {
         ),
     ),
     "sequence": Extra(
-        what="Sequences that several ranks compute together.",
+        what="Sequences computed by several ranks together.",
         switch="`sp_size` of accelerate's ParallelismConfig",
         factories=("seat:seat_sequence", "seat:seat_of"),
     ),
     "planner": Extra(
-        what="Which settings fit a machine, what they cost, and which to choose.",
+        what="The settings that fit a machine, their costs, and a recommendation.",
         switch="`hf-zero plan`, `hf_zero.make_plan` or `stage: auto`",
         factories=(
             "planner:make_plan",
@@ -69,7 +69,7 @@ EXTRAS = {
         ),
     ),
     "diagnose": Extra(
-        what="Whether a machine and a run do as they should, and micro-batches that are halved where memory runs out.",
+        what="Checks of a machine and of a run, and micro-batches halved when memory runs out.",
         switch="`hf-zero doctor`, `hf-zero parity` or `out_of_memory: halve`",
         factories=(
             "doctor:doctor",
@@ -81,7 +81,7 @@ EXTRAS = {
         ),
     ),
     "report": Extra(
-        what="The log of a run, and the page that is made of it.",
+        what="The log of a run, and a page made from the log.",
         switch="`report`, `hf_zero.RunRecorder` or `hf-zero report`",
         factories=("recorder:RunRecorder", "page:write_page", "sections:make_report", "run_files:ReportError"),
     ),
@@ -98,7 +98,7 @@ EXTRAS = {
         ),
     ),
     "hub": Extra(
-        what="The model of a run on the Hub, with a card of what the run tells.",
+        what="The model of a run on the Hub, with a card of the run.",
         switch="`push_to_hub` or `hf-zero push`",
         factories=(
             "trainer_push:make_trainer_repo",
@@ -118,23 +118,23 @@ class MissingExtraError(ImportError):
     """Raised if a setting or command uses an extra whose folder is missing."""
 
 
-def extra(room: str, name: str) -> Any:
+def extra(folder: str, name: str) -> Any:
     """Imports and returns the function or class `name` of an extra.
 
     Raises:
         MissingExtraError: the folder of the extra is missing.
     """
-    if not is_installed(room):
+    if not is_installed(folder):
         installed = ", ".join(filter(is_installed, EXTRAS)) or "none"
         raise MissingExtraError(
-            f"hf_zero: {EXTRAS[room].switch} needs the extra `{room}`, whose folder is missing. Installed extras: {installed}. "
-            "Install hf-zero anew, or do without."
+            f"hf_zero: {EXTRAS[folder].switch} needs the extra `{folder}`, whose folder is missing. Installed extras: "
+            f"{installed}. Install hf-zero anew, or do without."
         )
-    # Look the name up in the table only. A name that is missing from the table raises an error here, so the table stays complete.
-    [file] = [file for file, _, found in (each.partition(":") for each in EXTRAS[room].factories) if found == name]
-    return getattr(importlib.import_module(f".{room}.{file}", __package__), name)
+    # Only accept names in the table, so that the table stays complete.
+    [file] = [file for file, _, found in (each.partition(":") for each in EXTRAS[folder].factories) if found == name]
+    return getattr(importlib.import_module(f".{folder}.{file}", __package__), name)
 
 
-def is_installed(room: str) -> bool:
+def is_installed(folder: str) -> bool:
     """Whether the folder of an extra exists. Nothing is imported."""
-    return Path(__file__).with_name(room).joinpath("__init__.py").is_file()
+    return Path(__file__).with_name(folder).joinpath("__init__.py").is_file()

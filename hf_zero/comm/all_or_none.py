@@ -1,4 +1,4 @@
-"""Runs work that succeeds on every rank or raises on every rank, so no rank continues alone.
+"""Runs work with the same outcome on every rank: all ranks succeed, or all ranks raise.
 
 Callers pass a function that exchanges a small value between the ranks.
 """

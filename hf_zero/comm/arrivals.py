@@ -131,7 +131,7 @@ class RankProcess:
         return f"{self.host} {self.namespace} {self.pid} {self.began_s}"
 
     def is_of_an_earlier_start(self) -> bool:
-        """See [Note: ranks that are started again]. False for processes of other hosts and containers."""
+        """Whether this entry belongs to a predecessor; see [Note: ranks that are started again]. False for other hosts."""
         return self.namespace == _pid_namespace() and self.told_s < _began_s()
 
     def has_ended(self) -> bool:

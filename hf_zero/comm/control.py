@@ -24,7 +24,7 @@ from .rank_state import script_line
 
 
 class GatherOrder:
-    """A checksum of the gathers started by this rank. `ranks`: the ranks that gather together."""
+    """A checksum of the gathers started by this rank. `ranks`: the ranks in these gathers."""
 
     def __init__(self, ranks: tuple[int, ...]):
         self.ranks = frozenset(ranks)
@@ -129,7 +129,7 @@ _MOST_TIMES = 3
 
 
 def rounds(size: int) -> list[range]:
-    """Lists the distances to the ranks that each rank sends to, by round; see [Note: rounds]."""
+    """Lists by round the distances from each rank to its receivers; see [Note: rounds]."""
     count = 0
     while _MOST_TIMES**count < size:
         count += 1

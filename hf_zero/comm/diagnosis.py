@@ -17,7 +17,7 @@ _DETAILED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """Describes a rank that others wait for.
+    """Describes a rank awaited by others.
 
     Attributes:
         rank: the described rank.
@@ -105,7 +105,7 @@ class StragglerReport:
 
     @property
     def in_vain(self) -> bool:
-        """Whether two ranks wait in collectives that only one of them has started, so that neither wait can end."""
+        """Whether two ranks each wait in a collective not started by the other, so neither wait can end."""
         mine = self.wait.name
         return self.wait.kind is not None and any(
             (theirs := each.where.waits_in) is not None
@@ -128,7 +128,7 @@ class StragglerReport:
         ]
 
     def _is_past(self, where: RankState) -> bool:
-        """Whether another rank gave up in a collective that this rank has begun as well."""
+        """Whether another rank gave up in a collective also begun by this rank."""
         kind = where.kind
         return where.failure is not None and kind is not None and self.begun.get(kind, 0) >= where.begun.get(kind, 0)
 
@@ -139,9 +139,9 @@ class StragglerReport:
 
     @property
     def culprits(self) -> list[int]:
-        """Lists the ranks that the others wait for: ended ranks, else silent ranks, else ranks outside of the collective."""
+        """Lists the awaited ranks: ended ranks, else silent ranks, else ranks outside of the collective."""
         found = self.rank_reports
-        # A rank that failed because of another rank has ended too, but is not the reason.
+        # A rank with an error about another rank has ended too, but is not the reason.
         innocent = {rank for rank, each in found.items() if each.culprits and rank not in each.culprits}
         for is_reason in (
             lambda each: each.is_over,
@@ -158,7 +158,7 @@ class StragglerReport:
 
     @property
     def came_late(self) -> bool:
-        """Whether other ranks gave up waiting for this rank, in a collective that this rank reached afterwards."""
+        """Whether other ranks gave up waiting for this rank, in a collective reached by this rank afterwards."""
         gave_up = (
             each.words is not None and _FOR_WANT_OF in each.words and self.rank in each.culprits
             for each in self.rank_reports.values()
@@ -199,7 +199,7 @@ class StragglerReport:
         return "\n".join([f"hf_zero: {self.finding}.", *lines, *self._details(), self._advice()])
 
     def _apart(self) -> list[str]:
-        """Lists the collectives in which the ranks wait, if they differ."""
+        """Lists the collectives with waiting ranks, if there are several."""
         if not self.others_apart:
             return []
         ranks_in: dict[str, list[int]] = {}
@@ -299,7 +299,7 @@ _AS_LONG = 0.5
 
 
 class ScriptCall:
-    """Finds a collective of torch.distributed that the script itself called in the main thread."""
+    """Finds a call of the script to a collective of torch.distributed, in the main thread."""
 
     def __init__(self):
         self._wait: Wait | None = None
@@ -325,7 +325,7 @@ class ScriptCall:
 
 
 class DeviceQueue:
-    """Treats the last collective in an accelerator's queue as a wait if it was started long ago.
+    """Treats the last collective in an accelerator's queue as a wait after a minimum time.
 
     Args:
         limit_s: minimum time since the start.
@@ -384,7 +384,7 @@ def is_to_end(report: StragglerReport) -> bool:
         for rank, each in rank_reports.items()
         if rank in report.others_apart
     )
-    # Two ranks in two collectives wait for each other. A rank that only just entered another collective may still come here.
+    # Two ranks in two collectives wait for each other. A rank new in another collective may still come here.
     if any(waits_as_long):
         return True
     # Do not end barriers and exchanges, before which one rank may work for long (loading, saving).

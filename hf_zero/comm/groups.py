@@ -66,7 +66,7 @@ def own_group(
     made = _MADE.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
     key = (tuple(groups), timeout, backend, is_urgent)
     if key not in made:
-        # `new_group` would wait half an hour for a dead rank, so first make sure that all ranks are alive.
+        # `new_group` would wait half an hour for a dead rank, so first check for dead ranks.
         if dist.get_backend() != "fake":
             await_all_ranks(timeout.total_seconds(), len(made))
         ranks = next(each for each in groups if dist.get_rank() in each)
@@ -286,7 +286,7 @@ def _own_limit_s(device_type: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """Ranks that run the same collectives.
+    """Ranks of the same collectives.
 
     Attributes:
         ranks: in the order of their parts.
@@ -427,7 +427,7 @@ class Groups:
 
     @classmethod
     def _of_one(cls, rank: int, comm: CommConfig, *, nodes: tuple[int, ...]) -> "Groups":
-        """Describes a rank that shares nothing with others."""
+        """Describes a rank without other ranks."""
         alone = RankGroup(ranks=(rank,), index=0)
         return cls(
             backend="local",
@@ -557,7 +557,7 @@ def _make(
     *,
     is_urgent: bool = False,
 ) -> RankGroup:
-    """Makes this rank's group, out of some groups that contain each rank exactly once. Collective.
+    """Makes this rank's group, out of disjoint groups of all ranks. Collective.
 
     Args:
         backend: None means the backend of the default group.
@@ -587,7 +587,7 @@ def _nodes(comm: CommConfig, world_size: int, control: dist.ProcessGroup | None)
 
 
 def _backend_for(device_type: str) -> str:
-    # A group made with "cpu:gloo,cuda:nccl" has one backend per device type; a group made with "gloo" uses it for all.
+    # A group made with "cpu:gloo,cuda:nccl" has one backend per device type; with "gloo", all device types have the same.
     config = dist.get_backend_config()
     pairs = dict(part.split(":") for part in str(config).split(",") if ":" in part)
     return pairs.get(device_type, dist.get_backend())
