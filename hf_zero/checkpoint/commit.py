@@ -36,7 +36,7 @@ from .files import (
     shown,
     sync,
 )
-from .manifest import MANIFEST_NAME, Manifest
+from .manifest import MANIFEST_NAME, Manifest, row_file
 
 # ---- A step of a checkpoint succeeds on all ranks, or raises the first failure's reason on all ----
 
@@ -254,12 +254,13 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
     def write() -> None:
         there = {name for part in parts for name, _ in part}
         # Against the parts of all ranks: each disk may have some of the files, and a file that is on none has been taken away.
-        lost = sorted({f"{folder}/{row.file}" for row in manifest.rows} - there)
+        written = [row_file(rank, manifest.world_size) for rank in manifest.writers()]
+        lost = [f"{folder}/{file}" for file in written if f"{folder}/{file}" not in there]
         if lost:
             raise CheckpointError(f"{lost[0]} has been written and is gone")
         if disk.leads:
             files = _records(root, [parts[rank] for rank in disk.ranks])
-            elsewhere = sorted({row.file for row in manifest.rows if f"{folder}/{row.file}" not in files})
+            elsewhere = [file for file in written if f"{folder}/{file}" not in files]
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             replace(manifest, files=files, elsewhere=tuple(elsewhere), written_at=now).write(root / folder)
             # A folder's names are data of their own: without a sync of the folder, a power cut loses files that are

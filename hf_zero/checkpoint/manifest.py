@@ -5,16 +5,16 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import torch
 import xxhash
 
 from ..layout.boxes import Box
-from ..layout.intervals import Interval
+from ..layout.intervals import EvenCuts, Interval, even_cuts, joined_intervals
 from .files import (
     HASH_DIGITS,
     CheckpointError,
@@ -32,7 +32,7 @@ from .files import (
 )
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 WEIGHTS = "weights"
 """The kind of the rows that hold the model itself, in a checkpoint of layout `sharded`."""
@@ -46,14 +46,97 @@ _LARGEST_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRow:
-    """A run of one parameter's state: 1-D in `file` under `key`; dtype as safetensors spells it ("F32")."""
+    """A run of one parameter's state in the file of `rank`, 1-D under `key`; dtype as safetensors spells it ("F32").
+
+    `interval` counts the elements of `box`, the part of the parameter that the rank has; None is the whole parameter.
+    """
 
     kind: str
     name: str
     interval: Interval
-    file: str
-    key: str
+    rank: int
     dtype: str
+    box: Box | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRows:
+    """Rows of one kind of state of one parameter, next to each other in the files of evenly spaced ranks.
+
+    The manifest keeps these instead of every row, and computes rows when they are needed: its size does not depend on the number
+    of ranks. A row that continues no other is a `SavedRows` of one rank.
+    """
+
+    kind: str
+    name: str
+    cuts: EvenCuts
+    ranks: range
+    dtype: str
+    box: Box | None = None
+
+    def row(self, index: int) -> SavedRow:
+        return SavedRow(
+            kind=self.kind,
+            name=self.name,
+            interval=self.cuts.interval(index),
+            rank=self.ranks[index],
+            dtype=self.dtype,
+            box=self.box,
+        )
+
+    def about(self, wanted: Interval) -> Iterator[SavedRow]:
+        """Yields the rows that have an element of `wanted`, which counts elements of the box."""
+        return map(self.row, self.cuts.about(wanted))
+
+    def __iter__(self) -> Iterator[SavedRow]:
+        return map(self.row, range(len(self.ranks)))
+
+
+def joined_rows(rows: Iterable[SavedRow]) -> tuple[SavedRows, ...]:
+    """Describes all ranks' rows by as few `SavedRows` as their cuts allow."""
+    alike: dict[tuple[str, str, str, Box | None], list[tuple[Interval, int]]] = {}
+    for row in rows:
+        alike.setdefault((row.kind, row.name, row.dtype, row.box), []).append((row.interval, row.rank))
+    return tuple(
+        SavedRows(kind=kind, name=name, cuts=cuts, ranks=ranks, dtype=dtype, box=box)
+        for (kind, name, dtype, box), parts in alike.items()
+        for cuts, ranks in even_cuts(parts)
+    )
+
+
+def _ranks_of(rows: Iterable[SavedRows]) -> list[range]:
+    """Returns the ranks whose files have these rows. Ranges with different steps may share ranks."""
+    # Rows of different parameters are in overlapping ranges of ranks. Joined, they have as many ranks as the run had, and not as
+    # many as there are rows.
+    found: dict[tuple[int, int], list[Interval]] = {}
+    for each in rows:
+        index, offset = divmod(each.ranks.start, each.ranks.step)
+        found.setdefault((each.ranks.step, offset), []).append(Interval(index, index + len(each.ranks)))
+    return [
+        range(offset + start * step, offset + stop * step, step)
+        for (step, offset), indices in found.items()
+        for start, stop in joined_intervals(indices)
+    ]
+
+
+def row_file(rank: int, world_size: int) -> str:
+    """Names the file of a rank's rows."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+_ROW_FILE = re.compile(r"rank-(\d{5,19})-of-\d{5,19}\.safetensors")
+
+
+def rank_of(file: str, world_size: int) -> int | None:
+    """Returns the rank whose rows a file has by its name, or None for a file of another name or number of ranks."""
+    found = _ROW_FILE.fullmatch(file)
+    return (
+        int(found[1]) if found and file == row_file(int(found[1]), world_size) and int(found[1]) < world_size else None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +203,7 @@ class Manifest:
         shapes: parameter name → its whole shape.
         kinds: parameter name → kinds of state it has rows of, so that a kind whose rows are lost is missed.
         scalars: parameter name → state name → value that holds for all its elements.
+        rows: of masters, optimizer state and weights, of all ranks.
         own_shapes: parameter name → kind → shape, for kinds that have not one value an element of the parameter. Their rows
             count the state tensor's own elements.
         optimizers: for each optimizer its class, and its groups: settings and parameter names.
@@ -131,8 +215,6 @@ class Manifest:
         save: ID that all parts of the checkpoint have, on whichever disk; "" in formats 4 and 5.
         step: that it was written behind; None in old states of accelerate loops.
         written_at: date and time, UTC, in ISO 8601; "" before it is written.
-        boxes: file → parameter name → which part of the parameter the file's rows of it count the elements of; all of it for
-            those that are not here.
         written: what this rank wrote, as it was in memory; not part of the file.
     """
 
@@ -140,7 +222,7 @@ class Manifest:
     stage: int
     shapes: dict[str, tuple[int, ...]]
     kinds: dict[str, tuple[str, ...]]
-    rows: tuple[SavedRow, ...]
+    rows: tuple[SavedRows, ...]
     scalars: dict[str, dict[str, Any]]
     optimizers: tuple[dict[str, Any], ...]
     own_shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -152,7 +234,6 @@ class Manifest:
     elsewhere: tuple[str, ...] = ()
     step: int | None = None
     written_at: str = ""
-    boxes: dict[str, dict[str, Box]] = field(default_factory=dict)
     save: str = ""
     written: tuple[Written, ...] = field(default=(), compare=False)
 
@@ -167,10 +248,17 @@ class Manifest:
             written_at=self.written_at,
         )
 
-    def box_of(self, row: SavedRow) -> Box:
+    def box_of(self, row: SavedRow | SavedRows) -> Box:
         """Returns the part of the whole tensor whose elements the row's interval counts."""
-        box = self.boxes.get(row.file, {}).get(row.name)
-        return Box.whole(self.whole_shape(row.kind, row.name) or ()) if box is None else box
+        return Box.whole(self.whole_shape(row.kind, row.name) or ()) if row.box is None else row.box
+
+    def file_of(self, row: SavedRow) -> str:
+        """Names the file that a row is in."""
+        return row_file(row.rank, self.world_size)
+
+    def writers(self) -> list[int]:
+        """Lists the ranks whose files have rows, in order."""
+        return sorted({rank for ranks in _ranks_of(self.rows) for rank in ranks})
 
     def with_files(self, files: Mapping[str, FileRecord]) -> "Manifest":
         """Returns the same manifest with these files."""
@@ -190,6 +278,8 @@ class Manifest:
         Raises:
             CheckpointError: it would be longer than `read` takes.
         """
+        boxes = dict.fromkeys(rows.box for rows in self.rows if rows.box is not None)
+        numbers = {box: number for number, box in enumerate(boxes)}
         content = {
             "format_version": FORMAT_VERSION,
             "save": self.save,
@@ -203,7 +293,13 @@ class Manifest:
             "own_shapes": {
                 name: {kind: list(shape) for kind, shape in shapes.items()} for name, shapes in self.own_shapes.items()
             },
-            "rows": [[r.kind, r.name, *r.interval, r.file, r.key, r.dtype] for r in self.rows],
+            "rows": [
+                [
+                    *(r.kind, r.name, r.dtype, None if r.box is None else numbers[r.box], r.ranks.start, r.ranks.step),
+                    *(r.cuts.start, r.cuts.cut, r.cuts.numel, r.cuts.stop),
+                ]
+                for r in self.rows
+            ],
             "weights": {name: [weight.dtype, list(weight.shape)] for name, weight in self.weights.items()},
             "is_kept": self.is_kept,
             "base": self.base,
@@ -211,17 +307,15 @@ class Manifest:
             "written_at": self.written_at,
             "elsewhere": list(self.elsewhere),
             "files": {name: [record.size, "".join(record.xxh3)] for name, record in self.files.items()},
-            "boxes": {
-                file: {name: [list(box.shape), box.ranges] for name, box in boxes.items()}
-                for file, boxes in self.boxes.items()
-            },
+            "boxes": [[list(box.shape), box.ranges] for box in numbers],
         }
         text = _text({**content, "xxh3": _hash(content)})
         # Here, and not at a resume, when the run that could have been saved in another way is over. The text is ASCII.
         if len(text) > _LARGEST_BYTES:
             raise CheckpointError(
-                f"{MANIFEST_NAME} would have {len(text)} bytes, and at most {_LARGEST_BYTES} are read: {len(self.rows)} rows of "
-                f"{self.world_size} ranks. Train with a larger `bucket_bytes`, or shard within groups (`comm.shard_group_size`)"
+                f"{MANIFEST_NAME} would have {len(text)} bytes, and at most {_LARGEST_BYTES} are read: {len(self.rows)} entries "
+                f"for rows, and checksums of {sum(record.size for record in self.files.values())} bytes in {len(self.files)} "
+                "files. Train with a larger `bucket_bytes`, or shard within groups (`comm.shard_group_size`)"
             )
         replace_file(folder / MANIFEST_NAME, text)
 
@@ -263,13 +357,16 @@ class Manifest:
 
 
 def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
-    held = _as_fields(content, "the manifest", {"format_version", *_FIELDS[content["format_version"]]})
+    version = content["format_version"]
+    held = _as_fields(content, "the manifest", {"format_version", *_FIELDS[version]})
+    world_size = _as_size(held["world_size"], "world_size")
+    rows = _rows(held, world_size) if version == FORMAT_VERSION else _rows_one_by_one(folder, held, world_size)
     return Manifest(
-        world_size=_as_size(held["world_size"], "world_size"),
+        world_size=world_size,
+        rows=rows,
         stage=_as_size(held["stage"], "stage"),
         shapes=_as_mapping(held["shapes"], "shapes", _as_shape),
         kinds=_as_mapping(held["kinds"], "kinds", lambda kinds, what: _as_list(kinds, what, _as_text)),
-        rows=_as_list(held["rows"], "rows", lambda row, what: _row(folder, row, what)),
         scalars=_as_mapping(held["scalars"], "scalars", lambda values, what: _as_mapping(values, what, _as_scalar)),
         optimizers=_as_list(held["optimizers"], "optimizers", _as_optimizer),
         own_shapes=_as_mapping(
@@ -286,53 +383,97 @@ def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
             name: _record(folder, name, *record)
             for name, record in _as_mapping(held["files"], "files", _size_and_hashes).items()
         },
-        boxes=_as_mapping(held.get("boxes", {}), "boxes", lambda boxes, what: _as_mapping(boxes, what, _box)),
         save=_as_save(held.get("save", ""), "save"),
     )
 
 
-_ALL_FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest)) - {"written"}
+_ALL_FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest)) - {"written"} | {"boxes"}
 _FIELDS = {
     4: _ALL_FIELDS - {"boxes", "save"},
     # Of models that are split over ranks.
     5: _ALL_FIELDS - {"save"},
+    # Lists each row of each rank.
+    6: _ALL_FIELDS,
     FORMAT_VERSION: _ALL_FIELDS,
 }
 """Format version → the fields that a manifest of it has."""
 
 
 def _refuse_contradictions(manifest: Manifest) -> None:
-    """Raises `FieldError` where a field names a parameter, a kind or elements that the others do not have."""
+    """Raises `_FieldError` if a field names a parameter, a kind, elements or a file that the others do not have."""
     for name in ("kinds", "scalars", "own_shapes"):
         _refuse_unknown(manifest.shapes, getattr(manifest, name), name)
     for optimizer in manifest.optimizers:
         for group in optimizer["groups"]:
             _refuse_unknown(manifest.shapes, dict.fromkeys(group["parameters"]), "optimizers")
             _refuse_mixed({name: manifest.scalars.get(name, {}) for name in group["parameters"]}, "scalars")
-    for row in manifest.rows:
-        whole = manifest.whole_shape(row.kind, row.name)
+    for rows in manifest.rows:
+        whole = manifest.whole_shape(rows.kind, rows.name)
         if whole is None:
-            raise _FieldError(f"rows have {row.kind[:200]!r} of {row.name[:200]!r}, and `kinds` has not")
-        box = manifest.box_of(row)
+            raise _FieldError(f"rows have {rows.kind[:200]!r} of {rows.name[:200]!r}, and `kinds` has not")
+        box = manifest.box_of(rows)
         if box.shape != whole:
-            raise _FieldError(f"`boxes` have a part of {box.shape} of {row.name[:200]!r}, which is {whole}")
-        _refuse_beyond(*row.interval, box.local_shape, f"a row of {row.kind} of {row.name[:200]!r}")
+            raise _FieldError(f"`boxes` have a part of {box.shape} of {rows.name[:200]!r}, which is {whole}")
+        _refuse_beyond(*rows.cuts.whole, box.local_shape, f"a row of {rows.kind} of {rows.name[:200]!r}")
+    # After this, no loop over ranks is longer than the lists of files, however many ranks a row counts.
+    files = {*manifest.elsewhere, *(PurePosixPath(name).name for name in manifest.files)}
+    for rank in (rank for ranks in _ranks_of(manifest.rows) for rank in ranks):
+        file = row_file(rank, manifest.world_size)
+        if file not in files:
+            raise _FieldError(f"{file} has rows and is not among the files")
 
 
-def _row(folder: Path, row: Any, what: str) -> SavedRow:
-    kind, name, start, stop, file, key, dtype = _as_items(row, what, 7)
-    if not is_inside(_as_text(file, f"{what}.file")) or Path(file).name != file:
-        raise CheckpointError(
-            f"hf_zero: {folder / MANIFEST_NAME} names {file[:200]!r}, which is not a file of that folder."
+def _rows(held: Mapping[str, Any], world_size: int) -> tuple[SavedRows, ...]:
+    boxes = _as_list(held["boxes"], "boxes", _box)
+
+    def rows(value: Any, what: str) -> SavedRows:
+        kind, name, dtype, number, *counts = _as_items(value, what, 10)
+        first, step, start, cut, numel, stop = (_as_size(count, f"{what}[{at}]") for at, count in enumerate(counts, 4))
+        cuts = EvenCuts(start, cut, numel, stop)
+        if not cuts.is_valid:
+            raise _FieldError(f"{what} cuts elements {start} to {stop} at {cut} and every {numel}")
+        if step < 1 or first + (cuts.count - 1) * step >= world_size:
+            raise _FieldError(f"{what} is of {cuts.count} of {world_size} ranks from {first} on, each {step}th")
+        if number is not None and _as_size(number, f"{what}.box") >= len(boxes):
+            raise _FieldError(f"{what} has box {number} of {len(boxes)}")
+        return SavedRows(
+            kind=_as_text(kind, f"{what}.kind"),
+            name=_as_text(name, f"{what}.name"),
+            cuts=cuts,
+            ranks=range(first, first + (cuts.count - 1) * step + 1, step),
+            dtype=_as_text(dtype, f"{what}.dtype"),
+            box=None if number is None else boxes[number],
         )
-    return SavedRow(
-        kind=_as_text(kind, f"{what}.kind"),
-        name=_as_text(name, f"{what}.name"),
-        interval=Interval(_as_size(start, f"{what}.start"), _as_size(stop, f"{what}.stop")),
-        file=file,
-        key=_as_text(key, f"{what}.key"),
-        dtype=_as_text(dtype, f"{what}.dtype"),
-    )
+
+    return _as_list(held["rows"], "rows", rows)
+
+
+def _rows_one_by_one(folder: Path, held: Mapping[str, Any], world_size: int) -> tuple[SavedRows, ...]:
+    """The rows of formats before 7: each with its file and key, and the boxes of each file."""
+    boxes = _as_mapping(held.get("boxes", {}), "boxes", lambda boxes, what: _as_mapping(boxes, what, _box))
+
+    def row(value: Any, what: str) -> SavedRow:
+        kind, name, start, stop, file, key, dtype = _as_items(value, what, 7)
+        rank = rank_of(_as_text(file, f"{what}.file"), world_size)
+        if rank is None:
+            raise CheckpointError(
+                f"hf_zero: {folder / MANIFEST_NAME} names {file[:200]!r}, which is not a file of that folder."
+            )
+        found = SavedRow(
+            kind=_as_text(kind, f"{what}.kind"),
+            name=_as_text(name, f"{what}.name"),
+            interval=Interval(_as_size(start, f"{what}.start"), _as_size(stop, f"{what}.stop")),
+            rank=rank,
+            dtype=_as_text(dtype, f"{what}.dtype"),
+            box=boxes.get(file, {}).get(name) if isinstance(name, str) else None,
+        )
+        if key != found.key:
+            raise _FieldError(f"{what} is under {str(key)[:200]!r}, where {found.key[:200]!r} is due")
+        if found.interval.start > found.interval.stop:
+            raise _FieldError(f"{what} has elements {start} to {stop}")
+        return found
+
+    return joined_rows(_as_list(held["rows"], "rows", row))
 
 
 def _box(value: Any, what: str) -> Box:

@@ -3,7 +3,7 @@
 import math
 import mmap
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from ..layout.pieces import pieces_for
 from .files import CheckpointError, is_whole_safetensors, read_fault, refuse_links, save_in, spans_in
-from .manifest import Manifest, SavedRow, named_save, refuse_other_save
+from .manifest import Manifest, SavedRow, SavedRows, named_save, refuse_other_save
 from .writer import DTYPE_NAMES
 
 # ---- Tensors of a safetensors file in memory-mapped pages, none of which is read before somebody looks at it ----
@@ -85,10 +85,11 @@ class CheckpointReader:
                 str(folder.parent), self.manifest.identity, str(other.parent), Manifest.read(other).identity
             )
         self._files: dict[str, dict[str, torch.Tensor]] = {}
-        self._rows: dict[tuple[str, str], list[SavedRow]] = {}
+        self._paths: dict[str, Path] = {}
+        self._rows: dict[tuple[str, str], list[SavedRows]] = {}
         self._runs: dict[tuple[str, str], _Runs] = {}
-        for row in self.manifest.rows:
-            self._rows.setdefault((row.kind, row.name), []).append(row)
+        for rows in self.manifest.rows:
+            self._rows.setdefault((rows.kind, rows.name), []).append(rows)
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -136,8 +137,9 @@ class CheckpointReader:
         if runs is None:
             # Sorted once a tensor: a resume asks for each parameter's rows separately.
             runs = self._runs[kind, name] = _Runs(self.manifest, self._rows.get((kind, name), []))
+        saved = list(self._here(runs.about(interval)))
         try:
-            pieces = pieces_for(interval, runs.about(interval))
+            pieces = pieces_for(interval, saved)
         except ValueError as error:
             raise CheckpointError(
                 f"hf_zero: {self._folder}: {kind} of {name!r}: {error}; the checkpoint is damaged, resume from an earlier one."
@@ -145,19 +147,33 @@ class CheckpointReader:
         parts = [self._slice(piece.source[0], piece.in_source.shift(piece.source[1])) for piece in pieces]
         if not parts and (kind, name) in self._rows:
             # Of a tensor without elements, whose dtype the row has.
-            return self._slice(self._rows[kind, name][0], Interval(0, 0))
+            return self._slice(self._rows[kind, name][0].row(0), Interval(0, 0))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _here(
+        self, runs: Iterable[tuple[Interval, tuple[SavedRow, int]]]
+    ) -> Iterator[tuple[Interval, tuple[SavedRow, int]]]:
+        """Yields the runs, each after its file has been found: a manifest may count more ranks than there are files."""
+        for interval, (row, start) in runs:
+            self._path_of(self.manifest.file_of(row))
+            yield interval, (row, start)
+
+    def _path_of(self, file: str) -> Path:
+        if file not in self._paths:
+            found = [folder / file for folder in self._folders if (folder / file).is_file()]
+            if not found:
+                raise CheckpointError(
+                    f"hf_zero: {self._folder} has no {file}: the disks of several hosts have a part of this checkpoint each. "
+                    "Resume on the same hosts with as many ranks, or give `hf-zero consolidate` the other parts (--part)."
+                )
+            self._paths[file] = found[0]
+        return self._paths[file]
+
     def _slice(self, row: SavedRow, interval: Interval) -> torch.Tensor:
-        found = [folder / row.file for folder in self._folders if (folder / row.file).is_file()]
-        if not found:
-            raise CheckpointError(
-                f"hf_zero: {self._folder} has no {row.file}: the disks of several hosts have a part of this checkpoint each. "
-                "Resume on the same hosts with as many ranks, or give `hf-zero consolidate` the other parts (--part)."
-            )
-        path = found[0]
+        file = self.manifest.file_of(row)
+        path = self._path_of(file)
         try:
-            if row.file not in self._files:
+            if file not in self._files:
                 # Once a file, before it is opened: the manifest's names are checked, the file system may still lead
                 # elsewhere.
                 refuse_links(path.parent.parent, [path])
@@ -167,8 +183,8 @@ class CheckpointReader:
                         f"hf_zero: {path} is of {named_save(save)}, and the manifest of {self.manifest.identity}; put the file "
                         "of that save there, or resume from another checkpoint."
                     )
-                self._files[row.file] = tensors
-            whole = self._files[row.file][row.key]
+                self._files[file] = tensors
+            whole = self._files[file][row.key]
         except KeyError as error:
             raise CheckpointError(
                 f"hf_zero: {path} has no {error}; the checkpoint is damaged, resume from an earlier one."
@@ -190,26 +206,33 @@ class CheckpointReader:
 
 
 class _Runs:
-    """Sorts the runs of one kind of state of a whole parameter by their first element.
+    """The runs of one kind of state of a whole parameter that are also contiguous in the files' boxes, by their first element.
 
-    A row of a parameter that is split over ranks may be many runs of the whole.
+    A box of a parameter that is split over ranks may be many runs of the whole.
     """
 
-    def __init__(self, manifest: Manifest, rows: Sequence[SavedRow]):
+    def __init__(self, manifest: Manifest, saved: Sequence[SavedRows]):
         found = [
-            (Interval(start, start + run.numel), (row, run.start - row.interval.start))
-            for row in rows
-            for run, start in manifest.box_of(row).runs(row.interval)
+            (Interval(start, start + run.numel), (rows, run.start))
+            for rows in saved
+            for run, start in manifest.box_of(rows).runs(rows.cuts.whole)
         ]
         self._runs = sorted(found, key=lambda pair: pair[0])
         self._starts = [run.start for run, _ in self._runs]
         self._most = max((run.numel for run, _ in self._runs), default=0)
 
-    def about(self, interval: Interval) -> list[tuple[Interval, tuple[SavedRow, int]]]:
-        """Returns the runs that may have elements of the interval."""
+    def about(self, interval: Interval) -> Iterator[tuple[Interval, tuple[SavedRow, int]]]:
+        """Yields the parts of the runs that have elements of the interval, each with its row and its start in that row."""
         # A run that begins before the interval may reach into the interval, but no run is longer than `_most`.
         first = bisect_left(self._starts, interval.start - self._most)
-        return self._runs[first : bisect_left(self._starts, interval.stop)]
+        for run, (rows, at) in self._runs[first : bisect_left(self._starts, interval.stop)]:
+            wanted = run.intersect(interval)
+            if wanted is not None:
+                in_box = wanted.shift(at - run.start)
+                for row in rows.about(in_box):
+                    part = row.interval.intersect(in_box)
+                    assert part is not None
+                    yield part.shift(run.start - at), (row, part.start - row.interval.start)
 
 
 def _revive(value: Any) -> Any:

@@ -4,7 +4,7 @@ import fnmatch
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path, PurePosixPath
@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from ..comm.all_or_none import Exchange
 from ..extras import MissingExtraError, extra
 from ..layout.boxes import Box
-from ..layout.intervals import Interval, doubly_covered, uncovered
+from ..layout.intervals import Interval, doubly_covered, joined_intervals, uncovered
 from .commit import Disk
 from .files import (
     CHUNK_BYTES,
@@ -37,7 +37,17 @@ from .files import (
     tensors_in,
     untold,
 )
-from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow, SaveIdentity, named_save
+from .manifest import (
+    MANIFEST_NAME,
+    WEIGHTS,
+    Manifest,
+    SavedRow,
+    SavedRows,
+    SaveIdentity,
+    named_save,
+    rank_of,
+    row_file,
+)
 
 # ---- Do a checkpoint's parts fit together? Checksums say that files are as written, not that they were right ----
 
@@ -104,14 +114,22 @@ def may_be_edited(name: str, folder: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _SMALL_PICKLES) or not name.endswith(_TENSOR_SUFFIXES)
 
 
-def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[str]:
-    """Lists in words the contradictions to the manifest, checksums aside.
+def structure_faults(
+    checkpoint: Path, folder: str, manifest: Manifest, *, rank: int = 0, world_size: int = 1
+) -> list[str]:
+    """Lists in words the contradictions to the manifest, checksums aside, that one of `world_size` ranks looks for.
+
+    The ranks share the files of rows, whose headers have an entry for each row; the first one looks at everything else.
 
     Args:
         folder: below the checkpoint, in which the manifest lies. Those of further models, `folder_1` and so on, too.
     """
-    # Files are looked at only for rows that make sense: else each fault would be told twice.
-    faults = row_faults(manifest) or list(_row_file_faults(checkpoint / folder, manifest))
+
+    def of_rows(zero: Path, its: Manifest) -> list[str]:
+        # Files are looked at only for rows that make sense: otherwise each fault would be reported twice.
+        return row_faults(its) or list(_row_file_faults(zero, its, rank, world_size))
+
+    faults = of_rows(checkpoint / folder, manifest)
     for other in sorted(path for path in checkpoint.glob(f"{folder}_*") if path.is_dir()):
         try:
             further = Manifest.read(other)
@@ -120,10 +138,11 @@ def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[
             continue
         if further.save != manifest.save:
             faults.append(f"{other.name} is of {named_save(further.save)}, and {folder} of {manifest.identity}")
-        faults += row_faults(further) or _row_file_faults(other, further)
+        faults += of_rows(other, further)
+    if rank:
+        return faults
     return [
         *faults,
-        *_lost_files(manifest, folder),
         *_strange_files(checkpoint, folder, manifest),
         *_step_faults(checkpoint, manifest),
     ]
@@ -218,9 +237,9 @@ def read_position(folder: Path) -> dict[str, int] | None:
 def row_faults(manifest: Manifest) -> list[str]:
     """Lists elements of a parameter's state without a row, or with several."""
     rows: dict[tuple[str, str], dict[Box, list[Interval]]] = {}
-    for row in manifest.rows:
-        of_box = rows.setdefault((row.kind, row.name), {})
-        of_box.setdefault(manifest.box_of(row), []).append(row.interval)
+    for saved in manifest.rows:
+        of_box = rows.setdefault((saved.kind, saved.name), {})
+        of_box.setdefault(manifest.box_of(saved), []).append(saved.cuts.whole)
     wanted = [(kind, name) for name, kinds in manifest.kinds.items() for kind in kinds]
     wanted += [(WEIGHTS, name) for name in manifest.weights]
     faults = []
@@ -236,12 +255,6 @@ def row_faults(manifest: Manifest) -> list[str]:
         ):
             faults.append(f"{kind} of {name} is not there once for each element")
     return faults
-
-
-def _lost_files(manifest: Manifest, folder: str) -> Iterator[str]:
-    for file in dict.fromkeys(row.file for row in manifest.rows):
-        if file not in manifest.elsewhere and f"{folder}/{file}" not in manifest.files:
-            yield f"{folder}/{file} has rows and is not among the files that {MANIFEST_NAME} vouches for"
 
 
 def _strange_files(checkpoint: Path, folder: str, manifest: Manifest) -> Iterator[str]:
@@ -290,17 +303,16 @@ def accept_edits(checkpoint: Path, folder: str) -> None:
     sync(checkpoint / folder)
 
 
-def _row_file_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Lists rows that differ from the manifest. Reads the files' headers."""
-    rows: dict[str, list[SavedRow]] = {}
-    for row in manifest.rows:
-        rows.setdefault(row.file, []).append(row)
-    for file, in_file in rows.items():
+def _row_file_faults(folder: Path, manifest: Manifest, rank: int, world_size: int) -> Iterator[str]:
+    """Lists rows that differ from the manifest, in this rank's share of the files. Reads the files' headers."""
+    for writer in manifest.writers()[rank::world_size]:
+        file = row_file(writer, manifest.world_size)
         spans = spans_in(folder / file)
         if spans is not None:
             save = save_in(folder / file)
             if save != manifest.save:
                 yield f"{folder.name}/{file} is of {named_save(save)}, and the manifest of {manifest.identity}"
+            in_file = [saved.row(saved.ranks.index(writer)) for saved in manifest.rows if writer in saved.ranks]
             yield from _faults_of_rows(f"{folder.name}/{file}", in_file, spans, manifest)
         elif not (folder / file).exists() and file not in manifest.elsewhere:
             yield f"{folder.name}/{file} is missing"
@@ -315,7 +327,7 @@ def _faults_of_rows(
         weight = manifest.weights.get(row.name) if row.kind == WEIGHTS else None
         if span is None:
             yield f"{file} has no {row.key}"
-        elif row.key in seen or row.key != f"{row.kind}/{row.name}":
+        elif row.key in seen:
             yield f"{row.kind} of {row.name} is under {row.key} in {file}, which is another row's"
         elif span.shape != (numel,):
             yield f"{row.key} has shape {span.shape} in {file}, and {numel} elements are due"
@@ -394,97 +406,154 @@ def weight_shards_of(folder: Path) -> list[Path]:
 # Otherwise it is a guess, which costs reading and nothing else: every byte is some rank's in any case.
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """Bytes of a file, and where they stand among all that the ranks have written, from 0 to 1."""
-
-    begin: int
-    end: int
-    first: float
-    last: float
-
-    def position(self, at: int) -> float:
-        return self.first + (self.last - self.first) * (at - self.begin) / max(1, self.end - self.begin)
-
-
 def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) -> list[Chunk]:
     """The chunks of a checkpoint's recorded files that one of `world_size` ranks looks at.
 
-    Several look at a chunk of which each will load a part, and all at the headers of safetensors files.
+    Several look at a chunk of which each will load a part, and all at the headers of safetensors files. The time depends on the
+    number of parameters and on this rank's chunks, not on the number of ranks that wrote the checkpoint.
 
     Args:
         root: the checkpoint.
     """
-    owned = _owned_runs(manifest)
+    writers = sorted({number for name in manifest.files if (number := _writer(name, manifest)) is not None})
+    owned = _owned_rows(manifest, writers)
     chunks = []
-    for name, whole in _whole_runs(manifest).items():
+    for name, whole in _whole_files(manifest, writers).items():
         tensors = tensors_in(root / name) if name.endswith(".safetensors") else {}
-        runs = sorted(
-            (
-                _Run(begin=begin + run.begin * itemsize, end=begin + run.end * itemsize, first=run.first, last=run.last)
-                for tensor, (begin, itemsize) in tensors.items()
-                for run in owned.get(tensor, ())
-            ),
-            key=lambda run: run.begin,
-        )
-        begins, ends = [run.begin for run in runs], [run.end for run in runs]
+        runs = [
+            _Run(begin=begin, itemsize=itemsize, rows=rows, place=place, writers=writers)
+            for tensor, (begin, itemsize) in tensors.items()
+            for rows, place in owned.get(tensor, ())
+        ]
+        # Headers on all ranks: a damaged one would lead a rank to other bytes than those that it has checked.
         header_bytes = min((begin for begin, _ in tensors.values()), default=0)
-        for index in range(chunks_in(whole.end)):
-            begin, end = index * CHUNK_BYTES, min(whole.end, (index + 1) * CHUNK_BYTES)
-            inside = runs[bisect_right(ends, begin) : bisect_left(begins, end)] or [whole]
-            positions = [run.position((max(begin, run.begin) + min(end, run.end)) // 2) for run in inside]
-            readers = {min(world_size - 1, int(position * world_size)) for position in positions}
-            # Headers on all ranks: a damaged one would lead a rank to other bytes than those that it has checked.
-            if rank in readers or begin < header_bytes:
-                chunks.append((name, index))
+        indices = set(range(min(chunks_in(whole.nbytes), -(-header_bytes // CHUNK_BYTES))))
+        for run in runs:
+            indices.update(run.chunks_of(rank, world_size, whole.nbytes))
+        for gap in _chunks_between([run.bytes for run in runs], whole.nbytes):
+            indices.update(whole.chunks_of(gap, rank, world_size))
+        chunks += [(name, index) for index in sorted(indices)]
     return chunks
 
 
-def _whole_runs(manifest: Manifest) -> dict[str, _Run]:
-    """Returns each file as one run: at a writer's place for a rank's rows, else by its bytes."""
-    writers = sorted({row.file for row in manifest.rows})
-    runs: dict[str, _Run] = {}
-    others = {n: r.size for n, r in sorted(manifest.files.items()) if PurePosixPath(n).name not in writers}
+def _writer(name: str, manifest: Manifest) -> int | None:
+    """Returns the rank whose rows a recorded file has; those of further models lie in folders of their own."""
+    return rank_of(PurePosixPath(name).name, manifest.world_size)
+
+
+def _reader(position: float, world_size: int) -> int:
+    return min(world_size - 1, int(position * world_size))
+
+
+def _chunks_between(runs: Iterable[Interval], nbytes: int) -> Iterator[range]:
+    """Yields the chunks of a file that have no byte of the runs."""
+    at = 0
+    for run in joined_intervals(run for run in runs if run.numel):
+        yield range(at, run.start // CHUNK_BYTES)
+        at = -(-run.stop // CHUNK_BYTES)
+    yield range(at, chunks_in(nbytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WholeFile:
+    """A file of `nbytes`, and its position among everything that the ranks have written, `first` to `last` of 0 to 1."""
+
+    nbytes: int
+    first: float
+    last: float
+
+    def chunks_of(self, chunks: range, rank: int, world_size: int) -> range:
+        """Returns those of `chunks` that this rank looks at."""
+
+        def reader(index: int) -> int:
+            middle = (index * CHUNK_BYTES + min(self.nbytes, (index + 1) * CHUNK_BYTES)) // 2
+            return _reader(self.first + (self.last - self.first) * middle / max(1, self.nbytes), world_size)
+
+        return chunks[bisect_left(chunks, rank, key=reader) : bisect_right(chunks, rank, key=reader)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """The bytes of a tensor in a file of weights whose state lies in `rows`.
+
+    Attributes:
+        begin: the tensor's first byte.
+        place: of the parameter's elements among those of all parameters, from 0 to 1. A rank writes its part of each parameter in
+            the order of all parameters, so this is about their position in any rank's file.
+        writers: the ranks that wrote rows, in order.
+    """
+
+    begin: int
+    itemsize: int
+    rows: SavedRows
+    place: tuple[float, float]
+    writers: Sequence[int]
+
+    @property
+    def bytes(self) -> Interval:
+        start, stop = self.rows.cuts.whole
+        return Interval(self.begin + start * self.itemsize, self.begin + stop * self.itemsize)
+
+    def chunks_of(self, rank: int, world_size: int, file_bytes: int) -> Iterator[int]:
+        """Yields the chunks that this rank looks at since it is at the position of their writer."""
+        every = range(len(self.rows.ranks))
+        first, last = self.place
+        # Ranks ascend along the rows, and with them the readers.
+        own = every[
+            bisect_left(every, rank, key=lambda index: _reader(self._position(index, last), world_size)) : bisect_right(
+                every, rank, key=lambda index: _reader(self._position(index, first), world_size)
+            )
+        ]
+        for index in own:
+            start, stop = self.rows.cuts.interval(index)
+            begin, end = self.begin + start * self.itemsize, self.begin + stop * self.itemsize
+            for chunk in range(begin // CHUNK_BYTES, -(-min(end, file_bytes) // CHUNK_BYTES)):
+                middle = (max(begin, chunk * CHUNK_BYTES) + min(end, (chunk + 1) * CHUNK_BYTES)) // 2
+                fraction = first + (last - first) * (middle - begin) / max(1, end - begin)
+                if _reader(self._position(index, fraction), world_size) == rank:
+                    yield chunk
+
+    def _position(self, index: int, fraction: float) -> float:
+        return (bisect_left(self.writers, self.rows.ranks[index]) + fraction) / max(1, len(self.writers))
+
+
+def _whole_files(manifest: Manifest, writers: Sequence[int]) -> dict[str, _WholeFile]:
+    """Returns each recorded file: at its writer's position for a rank's rows, otherwise by its bytes."""
+    files: dict[str, _WholeFile] = {}
+    numbers = {writer: number for number, writer in enumerate(writers)}
+    others = {n: r.size for n, r in sorted(manifest.files.items()) if _writer(n, manifest) is None}
     total, before = max(1, sum(others.values())), 0
     for name, record in sorted(manifest.files.items()):
-        if name in others:
+        writer = _writer(name, manifest)
+        if writer is None:
             first, last = before / total, (before + record.size) / total
             before += record.size
         else:
-            number = writers.index(PurePosixPath(name).name)
-            first, last = number / len(writers), (number + 1) / len(writers)
-        runs[name] = _Run(begin=0, end=record.size, first=first, last=last)
-    return runs
+            first, last = numbers[writer] / len(writers), (numbers[writer] + 1) / len(writers)
+        files[name] = _WholeFile(nbytes=record.size, first=first, last=last)
+    return files
 
 
-def _owned_runs(manifest: Manifest) -> dict[str, list[_Run]]:
-    """Parameter → runs of its elements, each where the rank stands that had their state."""
-    writers = sorted({row.file for row in manifest.rows})
-    numels = dict.fromkeys(writers, 0)
-    rows = list(_one_kind_of_each(manifest))
-    for row in rows:
-        numels[row.file] += row.interval.numel
-    before = dict.fromkeys(writers, 0)
-    runs: dict[str, list[_Run]] = {}
-    for row in rows:
-        start, number = before[row.file], writers.index(row.file)
-        before[row.file] += row.interval.numel
-        first, last = ((number + at / numels[row.file]) / len(writers) for at in (start, before[row.file]))
-        runs.setdefault(row.name, []).append(
-            _Run(begin=row.interval.start, end=row.interval.stop, first=first, last=last)
-        )
-    return runs
+def _owned_rows(manifest: Manifest, writers: Sequence[int]) -> dict[str, list[tuple[SavedRows, tuple[float, float]]]]:
+    """Parameter → its rows of one kind of state, and their place among those of all parameters, from 0 to 1."""
+    rows = list(_one_kind_of_each(manifest)) if writers else []
+    total, before = max(1, sum(each.cuts.whole.numel for each in rows)), 0
+    found: dict[str, list[tuple[SavedRows, tuple[float, float]]]] = {}
+    for each in rows:
+        first, before = before, before + each.cuts.whole.numel
+        found.setdefault(each.name, []).append((each, (first / total, before / total)))
+    return found
 
 
-def _one_kind_of_each(manifest: Manifest) -> Iterator[SavedRow]:
+def _one_kind_of_each(manifest: Manifest) -> Iterator[SavedRows]:
     """Rows of a state that has one value an element of its parameter."""
     kind_of = {
         name: next((kind for kind in kinds if kind not in manifest.own_shapes.get(name, {})), None)
         for name, kinds in manifest.kinds.items()
     }
-    for row in manifest.rows:
-        if row.kind == kind_of.get(row.name, WEIGHTS) and row.interval.numel:
-            yield row
+    for rows in manifest.rows:
+        if rows.kind == kind_of.get(rows.name, WEIGHTS) and rows.cuts.whole.numel:
+            yield rows
 
 
 # ---- Is this checkpoint good? Which is the newest that is? ----
@@ -586,12 +655,13 @@ def _findings(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_p
     of_edits = {n for n, _ in found if may_be_edited(n, folder) and (n != STATE_NAME or (checkpoint / n).is_file())}
     edits = [fault for name, fault in found if name in of_edits]
     faults = list(dict.fromkeys(fault for name, fault in found if name not in of_edits))
-    # Of files that are not as they were written, no more is asked.
-    # The first rank of a disk looks at the structure for all: others would read the same headers and find the same faults.
-    if not faults and not rank:
-        added = _added(checkpoint, folder, manifest)
-        edits += [f"{name} is not among the files that {MANIFEST_NAME} vouches for" for name in added]
-        faults = structure_faults(checkpoint, folder, manifest) or _unreadable(checkpoint)
+    # The structure of files that are not as they were written does not matter.
+    if not faults:
+        faults = structure_faults(checkpoint, folder, manifest, rank=rank, world_size=world_size)
+        if not rank:
+            added = _added(checkpoint, folder, manifest)
+            edits += [f"{name} is not among the files that {MANIFEST_NAME} vouches for" for name in added]
+            faults = faults or _unreadable(checkpoint)
         # An edit that contradicts the rest is a fault, and told once.
         edits = [] if faults else edits
     return Findings(faults=tuple(faults), edits=tuple(dict.fromkeys(edits)), identity=manifest.identity)

@@ -21,11 +21,11 @@ from ..comm.all_or_none import Exchange
 from ..device import Mark, allocate, in_units, pinned, queue_end, side_queue
 from ..layout.boxes import Box
 from ..layout.dealing import aligned
-from ..layout.intervals import Interval
+from ..layout.intervals import Interval, even_cuts
 from ..versions import __version__
 from .commit import on_all_ranks
 from .files import SAVE_KEY, CheckpointError, Written
-from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
+from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRows, row_file
 
 # ---- Tensors of an accelerator on their way into files, through two pinned buffers that take turns ----
 
@@ -570,11 +570,6 @@ _THEN = (
 )
 
 
-def row_file(rank: int, world_size: int) -> str:
-    """Names the file of a rank's rows."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
 def plan_rows(
     folder: Path,
     *,
@@ -627,13 +622,17 @@ def plan_rows(
             )
             for kind, name, _, tensor in rows
         )
-        places = [
-            (kind, name, tuple(interval), file, f"{kind}/{name}", dtype_name(name, tensor.dtype))
-            for kind, name, interval, tensor in rows
-        ]
+        # By interval: all ranks get the reports of all, and the kinds of a parameter's state are mostly cut at the same elements.
+        parts: dict[tuple[str, Interval], list[tuple[str, str]]] = {}
+        for kind, name, interval, tensor in rows:
+            parts.setdefault((name, interval), []).append((kind, dtype_name(name, tensor.dtype)))
         own = {name for _, name, _, _ in rows}
-        return {"shapes": shapes, "scalars": _plain(scalars), "rows": places, "own_shapes": own_shapes or {}} | {
-            "file": file,
+        return {
+            "shapes": shapes,
+            "scalars": _plain(scalars),
+            "rows": [(name, tuple(interval), tuple(kinds)) for (name, interval), kinds in parts.items()],
+            "own_shapes": own_shapes or {},
+            "rank": rank,
             "boxes": {name: box for name, box in (boxes or {}).items() if name in own},
         }
 
@@ -679,31 +678,31 @@ def _manifest(
     shapes: dict[str, tuple[int, ...]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    rows: list[SavedRow] = []
-    boxes = {report["file"]: report["boxes"] for report in reports if report["boxes"]}
     kinds: dict[str, dict[str, None]] = {}
+    alike: dict[tuple[str, tuple[tuple[str, str], ...], Box | None], list[tuple[Interval, int]]] = {}
     for report in reports:
         shapes.update(report["shapes"])
         scalars.update(report["scalars"])
         own_shapes.update(report["own_shapes"])
-        rows.extend(
-            SavedRow(kind=kind, name=name, interval=Interval(*interval), file=file, key=key, dtype=dtype)
-            for kind, name, interval, file, key, dtype in report["rows"]
-        )
-    for row in rows:
-        if row.kind != WEIGHTS:
-            kinds.setdefault(row.name, {})[row.kind] = None
+        for name, interval, of_part in report["rows"]:
+            alike.setdefault((name, of_part, report["boxes"].get(name)), []).append((interval, report["rank"]))
+    rows: list[SavedRows] = []
+    for (name, of_part, box), parts in alike.items():
+        kinds.setdefault(name, {}).update((kind, None) for kind, _ in of_part if kind != WEIGHTS)
+        for cuts, ranks in even_cuts(parts):
+            rows.extend(
+                SavedRows(kind=kind, name=name, cuts=cuts, ranks=ranks, dtype=dtype, box=box) for kind, dtype in of_part
+            )
     return Manifest(
         world_size=world_size,
         stage=stage,
         shapes=shapes,
-        kinds={name: tuple(found) for name, found in kinds.items()},
+        kinds={name: tuple(found) for name, found in kinds.items() if found},
         rows=tuple(rows),
         scalars=scalars,
         optimizers=tuple(optimizers),
         own_shapes=own_shapes,
         versions=dict(versions_of(*_LIBRARIES)),
-        boxes=boxes,
     )
 
 

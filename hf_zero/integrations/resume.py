@@ -16,7 +16,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..checkpoint.commit import Disk, clear_leftovers, disk_with, find_disk, held_alone, on_all_ranks, put_back
 from ..checkpoint.files import CheckpointError, Progress, read_fault, read_mapping, shown
-from ..checkpoint.manifest import Manifest
+from ..checkpoint.manifest import Manifest, row_file
 from ..checkpoint.structure import (
     STATE_NAME,
     Candidate,
@@ -27,7 +27,6 @@ from ..checkpoint.structure import (
     newest_first,
     read_position,
 )
-from ..checkpoint.writer import row_file
 from ..comm.all_or_none import exchange_between_ranks
 from ..hooks.replaced import replaced
 from .elastic import trap_of_agents_store

@@ -1,6 +1,7 @@
 """Half-open intervals of elements, the unit of shards and of checkpoint files."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -44,4 +45,83 @@ def doubly_covered(parts: Iterable[Interval]) -> list[Interval]:
         if end is not None and part.start < end:
             found.append(Interval(part.start, min(end, part.stop)))
         end = part.stop if end is None else max(end, part.stop)
+    return found
+
+
+def joined_intervals(parts: Iterable[Interval]) -> list[Interval]:
+    """Returns the elements of all parts as intervals in order that do not touch."""
+    found: list[Interval] = []
+    for part in sorted(parts):
+        if found and part.start <= found[-1].stop:
+            found[-1] = Interval(found[-1].start, max(found[-1].stop, part.stop))
+        else:
+            found.append(part)
+    return found
+
+
+@dataclass(frozen=True)
+class EvenCuts:
+    """Intervals next to each other: the first ends at `cut`, each further one has `numel` elements, and the last ends at `stop`.
+
+    Shards of equal size cut a parameter this way, so four integers describe its parts on any number of ranks. A single interval
+    has `cut` and `stop` equal, and `numel` 0.
+    """
+
+    start: int
+    cut: int
+    numel: int
+    stop: int
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether these are intervals; only a single one may be empty."""
+        if self.cut == self.stop:
+            return self.start <= self.stop and self.numel == 0
+        return self.start < self.cut < self.stop and 0 < self.numel <= self.stop - self.cut
+
+    @property
+    def count(self) -> int:
+        return 1 + (-((self.cut - self.stop) // self.numel) if self.numel else 0)
+
+    @property
+    def whole(self) -> Interval:
+        """The elements of all intervals."""
+        return Interval(self.start, self.stop)
+
+    def interval(self, index: int) -> Interval:
+        if index == 0:
+            return Interval(self.start, self.cut)
+        start = self.cut + (index - 1) * self.numel
+        return Interval(start, min(start + self.numel, self.stop))
+
+    def about(self, wanted: Interval) -> range:
+        """Returns the indices of the intervals that share an element with `wanted`."""
+        common = self.whole.intersect(wanted)
+        if common is None:
+            return range(0)
+        first = 0 if common.start < self.cut else 1 + (common.start - self.cut) // self.numel
+        # Index of the interval with the last wanted element, plus one.
+        behind = 1 if common.stop <= self.cut else 2 + (common.stop - 1 - self.cut) // self.numel
+        return range(first, behind)
+
+
+def even_cuts(parts: Iterable[tuple[Interval, int]]) -> list[tuple[EvenCuts, range]]:
+    """Joins parts of one tensor, each with its rank, into as few `EvenCuts` on evenly spaced ranks as these allow."""
+    found: list[tuple[EvenCuts, range]] = []
+    start = cut = numel = stop = first = last = step = count = 0
+    # Plain integers: rank 0 joins the parts of all ranks, and there may be millions.
+    for (begin, end), rank in sorted(parts):
+        if begin == stop < end:
+            if count == 1 and start < cut and rank > last:
+                numel, step, stop, last, count = end - begin, rank - last, end, rank, 2
+                continue
+            # After an interval shorter than `numel` there is no other.
+            if count > 1 and rank - last == step and end - begin <= numel and not (stop - cut) % numel:
+                stop, last, count = end, rank, count + 1
+                continue
+        if count:
+            found.append((EvenCuts(start, cut, numel, stop), range(first, last + 1, step)))
+        start, cut, numel, stop, first, last, step, count = begin, end, 0, end, rank, rank, 1, 1
+    if count:
+        found.append((EvenCuts(start, cut, numel, stop), range(first, last + 1, step)))
     return found

@@ -2,6 +2,7 @@
 
     python scripts/bench/checkpoints.py                 # GPT-2's 124 M parameters, two ranks: some minutes and 8 GB of disk
     python scripts/bench/checkpoints.py --quick         # a tiny model: does the harness run?
+    python scripts/bench/checkpoints.py --manifests     # manifests of large models on many ranks: nothing is trained or saved
 
 Resumes are cold: the system is told to forget the checkpoint's pages before each. Seconds are of ranks that share a disk; bytes
 are counted where each rank has a copy of its own, as on hosts of their own, so that none is served by what another has read.
@@ -28,6 +29,11 @@ from safetensors.torch import save_file
 from tables import show_and_keep
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import Trainer, TrainerCallback
+
+from hf_zero.checkpoint.files import FileRecord, chunks_in
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedRows, row_file
+from hf_zero.layout import ParameterSpec, plan_buckets, rows_of_shard
+from hf_zero.layout.intervals import Interval, even_cuts
 
 LIMIT_S = 900
 
@@ -231,6 +237,70 @@ def measure_merges(options: argparse.Namespace, folder: Path) -> dict[str, dict[
     }
 
 
+# ---- The manifest of a large model on many ranks: its layout alone, without tensors ----
+
+LARGE = {"7 B": (291, 6_738_415_616, 192 * 2**20), "70 B": (723, 70_553_706_496, 256 * 2**20)}
+"""Parameters, their elements, and the bytes of a bucket in bf16."""
+
+WORLD_SIZES = (8, 64, 512, 4096)
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+def manifest_of(parameters: int, numel: int, bucket_bytes: int, ranks: int) -> tuple[Manifest, int]:
+    """Returns the manifest that `plan_rows` makes of a model's layout, and the number of rows that it describes."""
+    specs = [
+        ParameterSpec(name=f"model.layers.{i}.weight", numel=numel // parameters, key="x") for i in range(parameters)
+    ]
+    parts: dict[str, list[tuple[Interval, int]]] = {}
+    numels = [0] * ranks
+    for bucket in plan_buckets(specs, bucket_numel=bucket_bytes // 2, shards=ranks):
+        for rank in range(ranks):
+            for row in rows_of_shard(bucket, rank):
+                parts.setdefault(row.name, []).append((row.in_parameter, rank))
+                numels[rank] += len(KINDS) * row.in_parameter.numel
+    records = [FileRecord(size=4 * each, xxh3=("0" * 16,) * chunks_in(4 * each)) for each in numels]
+    manifest = Manifest(
+        world_size=ranks,
+        stage=3,
+        shapes={spec.name: (spec.numel,) for spec in specs},
+        kinds={spec.name: KINDS for spec in specs},
+        rows=tuple(
+            SavedRows(kind=kind, name=name, cuts=cuts, ranks=held, dtype="F32")
+            for name, of_name in parts.items()
+            for cuts, held in even_cuts(of_name)
+            for kind in KINDS
+        ),
+        scalars={spec.name: {"step": {"dtype": "float32", "value": 1.0}} for spec in specs},
+        optimizers=(),
+        files={f"zero/{row_file(rank, ranks)}": record for rank, record in enumerate(records)},
+    )
+    return manifest, len(KINDS) * sum(map(len, parts.values()))
+
+
+def show_manifests() -> None:
+    print("model  ranks       rows  entries       bytes  without checksums  write s  read s")
+    for model, sizes in LARGE.items():
+        for ranks in WORLD_SIZES:
+            manifest, rows = manifest_of(*sizes, ranks)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "zero"
+                path.mkdir()
+                clocks = Clocks()
+                manifest.write(path)
+                write_s = clocks.spent().cpu_s
+                clocks = Clocks()
+                back = Manifest.read(path)
+                read_s = clocks.spent().cpu_s
+                assert back == manifest
+                nbytes = (path / MANIFEST_NAME).stat().st_size
+            checksums = sum(len("".join(record.xxh3)) for record in manifest.files.values())
+            print(
+                f"{model:>5}  {ranks:>5} {rows:>10,}  {len(manifest.rows):>7,}  {nbytes:>10,}  {nbytes - checksums:>17,}  "
+                f"{write_s:>7.2f} {read_s:>7.2f}",
+                flush=True,
+            )
+
+
 def main() -> None:
     options = read_options(
         __doc__,
@@ -240,7 +310,11 @@ def main() -> None:
         repeats=3,
         stages=[1, 3],
         folder=(Path, "on the disk to measure; the system's temporary folder otherwise"),
+        manifests=(False, "bytes and CPU seconds of manifests of large models on many ranks, and nothing else"),
     )
+    if options.manifests:
+        show_manifests()
+        return
     PRELOADED_MODULES.extend(["transformers.trainer", "torch.distributed.checkpoint", "hf_zero.integrations.arguments"])
     with tempfile.TemporaryDirectory(prefix="io-", dir=options.folder) as folder:
         figures = {

@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -17,6 +16,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate_job import make_accelerator
 from cells import examples, short_of, short_rows
+from hostile_folders import list_rows, resign
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -30,12 +30,14 @@ from hf_zero import engine_of, gathered
 from hf_zero.checkpoint import files, structure
 from hf_zero.checkpoint.commit import Disk, seal
 from hf_zero.checkpoint.files import CHUNK_BYTES, CheckpointError, FileRecord, chunks_in, share_of, tensors_in
-from hf_zero.checkpoint.manifest import Manifest, SavedRow
+from hf_zero.checkpoint.manifest import Manifest, SavedRow, joined_rows, row_file
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.checkpoint.structure import checkpoint_faults, own_chunks
+from hf_zero.checkpoint.structure import checkpoint_faults, own_chunks, row_faults
 from hf_zero.checkpoint.writer import plan_rows, versions_of, write_pieces
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, plain_settings, restore_settings
+from hf_zero.layout.boxes import Box
+from hf_zero.layout.buckets import ParameterSpec, plan_buckets, rows_of_shard
 from hf_zero.layout.intervals import Interval
 from hf_zero.optimizer.bucket_state import flat_state, nested_state
 
@@ -43,19 +45,38 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def save_alone(folder, rows, scalars=None) -> Manifest:
-    manifest, pieces = plan_rows(
-        folder,
-        rank=0,
-        world_size=1,
-        stage=2,
-        save="",
-        rows=rows,
-        shapes={"w": (10, 3)},
-        scalars=scalars or {},
-        optimizers=list,
-        exchange=lambda value: [value],
-    )
-    manifest = write_pieces(pieces, folder, lambda value: [value], manifest)
+    return save_of_ranks(folder, [rows], scalars)
+
+
+def save_of_ranks(folder, rows_of_ranks, scalars=None) -> Manifest:
+    """Saves as these ranks would, one after the other."""
+    told: list[object] = []
+
+    def plan(rank: int, exchange) -> tuple[Manifest, list]:
+        return plan_rows(
+            folder,
+            rank=rank,
+            world_size=len(rows_of_ranks),
+            stage=2,
+            save="",
+            rows=rows_of_ranks[rank],
+            shapes={"w": (10, 3)},
+            scalars=scalars or {},
+            optimizers=list,
+            exchange=exchange,
+        )
+
+    def exchanged(value: object) -> list:
+        told.append(value)
+        return told
+
+    ranks = range(len(rows_of_ranks))
+    planned = [plan(rank, exchanged) for rank in ranks]
+    manifest = planned[-1][0]
+    for _, pieces in planned:
+        manifest = write_pieces(pieces, folder, lambda value: [value], manifest)
+    files = [row_file(rank, len(ranks)) for rank in ranks]
+    manifest = manifest.with_files({f"{folder.name}/{file}": FileRecord(size=0, xxh3=("0" * 16,)) for file in files})
     manifest.write(folder)
     return manifest
 
@@ -66,15 +87,62 @@ def test_any_split_reads_any_other(tmp_path_factory, cuts_then, cuts_now):
     folder = tmp_path_factory.mktemp("rows")
     values = torch.arange(30, dtype=torch.float32)
     edges = [0, *sorted(cuts_then), 30]
-    rows = [(f"part{i}", "w", Interval(a, b), values[a:b]) for i, (a, b) in enumerate(itertools.pairwise(edges))]
-    manifest = save_alone(folder, rows)
-    # Each part was saved under a kind of its own; one kind whose rows lie in all of them is what ranks write.
-    one_kind = tuple(replace(row, kind="exp_avg") for row in manifest.rows)
-    replace(manifest, rows=one_kind, kinds={"w": ("exp_avg",)}).write(folder)
+    save_of_ranks(folder, [[("exp_avg", "w", Interval(a, b), values[a:b])] for a, b in itertools.pairwise(edges)])
     edges = [0, *sorted(cuts_now), 30]
     with CheckpointReader(folder) as reader:
         for a, b in itertools.pairwise(edges):
             assert torch.equal(reader.read("exp_avg", "w", Interval(a, b)), values[a:b])
+
+
+sizes = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from(["a", "b"])), min_size=1, max_size=8)
+
+
+@given(sizes, st.booleans(), st.integers(1, 3000), st.integers(1, 40), st.integers(1, 3))
+def test_a_written_manifest_can_be_read_and_has_the_rows_of_all_ranks(
+    tmp_path_factory, sizes, intact, cap, shards, parts
+):
+    specs = [ParameterSpec(name=f"p{i}", numel=n, key=key, intact=intact) for i, (n, key) in enumerate(sizes)]
+    shapes = {spec.name: (parts * spec.numel, 2) for spec in specs}
+    # Each of `parts` neighboring ranks has another part of the model, and shares it with every further `parts`th rank.
+    boxes = [{name: Box.whole(shape).split(0, parts, part) for name, shape in shapes.items()} for part in range(parts)]
+    rows = [
+        SavedRow(
+            kind=kind,
+            name=row.name,
+            interval=Interval(2 * row.in_parameter.start, 2 * row.in_parameter.stop),
+            rank=shard * parts + part,
+            dtype="F32",
+            box=boxes[part][row.name] if parts > 1 else None,
+        )
+        for part in range(parts)
+        for shard in range(shards)
+        for bucket in plan_buckets(specs, bucket_numel=cap, shards=shards)
+        for row in rows_of_shard(bucket, shard)
+        for kind in ("master", "exp_avg")
+    ]
+    files = [row_file(rank, shards * parts) for rank in range(shards * parts)]
+    manifest = Manifest(
+        world_size=shards * parts,
+        stage=2,
+        shapes=shapes,
+        kinds={spec.name: ("master", "exp_avg") for spec in specs},
+        rows=joined_rows(rows),
+        scalars={},
+        optimizers=(),
+        files={f"zero/{file}": FileRecord(size=0, xxh3=("0" * 16,)) for file in files},
+    )
+    # One entry for all ranks that share a tensor, in any order of the reports.
+    assert len(manifest.rows) <= 2 * parts * len(specs) and set(joined_rows(reversed(rows))) == set(manifest.rows)
+    expanded = [row for each in manifest.rows for row in each]
+    assert len(expanded) == len(rows) and set(expanded) == set(rows)
+    assert manifest.writers() == sorted({row.rank for row in rows}) and row_faults(manifest) == []
+    folder = tmp_path_factory.mktemp("checkpoint") / "zero"
+    folder.mkdir()
+    manifest.write(folder)
+    assert Manifest.read(folder) == manifest
+    resign(folder.parent, list_rows)
+    assert json.loads((folder / "manifest.json").read_text())["format_version"] == 6
+    assert Manifest.read(folder) == manifest
 
 
 def test_a_manifest_is_written_if_and_only_if_it_can_be_read(tmp_path, monkeypatch):
@@ -87,7 +155,7 @@ def test_a_manifest_is_written_if_and_only_if_it_can_be_read(tmp_path, monkeypat
             manifest.write(tmp_path)
             assert Manifest.read(tmp_path) == manifest
         else:
-            with pytest.raises(CheckpointError, match=r"would have .* at most .* are read: 1 rows of 1 ranks"):
+            with pytest.raises(CheckpointError, match=r"would have .* at most .* are read: 1 entries for rows"):
                 manifest.write(tmp_path)
             assert not (tmp_path / "manifest.json").exists()
 
@@ -330,8 +398,7 @@ def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_kno
             kind="exp_avg",
             name=name,
             interval=interval,
-            file=f"rank-{writer}.safetensors",
-            key=f"exp_avg/{name}",
+            rank=writer,
             dtype="F32",
         )
         for writer, half in enumerate(halves)
@@ -340,14 +407,14 @@ def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_kno
     ]
     sizes = {"model.safetensors": (folder / "model.safetensors").stat().st_size}
     for writer, half in enumerate(halves):
-        sizes[f"zero/rank-{writer}.safetensors"] = 4 * sum(interval.numel for interval in half.values())
+        sizes[f"zero/{row_file(writer, 2)}"] = 4 * sum(interval.numel for interval in half.values())
     sizes |= {f"small{i}": size for i, size in enumerate(small)}
     manifest = Manifest(
         world_size=2,
         stage=3,
         shapes={name: tuple(value.shape) for name, value in weights.items()},
         kinds={name: ("exp_avg",) for name in weights},
-        rows=tuple(rows),
+        rows=joined_rows(rows),
         scalars={},
         optimizers=(),
         files={name: FileRecord(size=size, xxh3=("",) * chunks_in(size)) for name, size in sizes.items()},
@@ -358,9 +425,9 @@ def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_kno
         assert set().union(*looked_at) == everything
         assert all(("model.safetensors", 0) in chunks for chunks in looked_at)
         header_bytes = min(begin for begin, _ in tensors_in(folder / "model.safetensors").values())
-        if readers == 2 and len({row.file for row in rows}) == 2:
+        if readers == 2 and len({row.rank for row in rows}) == 2:
             for rank, half in enumerate(halves):
-                loads = sizes[f"zero/rank-{rank}.safetensors"] + 4 * sum(interval.numel for interval in half.values())
+                loads = sizes[f"zero/{row_file(rank, 2)}"] + 4 * sum(interval.numel for interval in half.values())
                 mine = [(name, index) for name, index in looked_at[rank] if not name.startswith("small")]
                 # Two chunks at each of four edges, and the header's.
                 assert 512 * len(mine) <= loads + 512 * 8 + header_bytes

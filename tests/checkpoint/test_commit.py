@@ -30,7 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import short_of
-from hostile_folders import record_of
+from hostile_folders import list_rows, record_of, resign
 from ranks import PRELOADED_MODULES, joined_process_group
 from shared_ranks import run_on_ranks
 from trainer_job import as_launched, history, make_trainer
@@ -717,8 +717,13 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(outside, checkpoint):
     manifest.with_files({**manifest.files, outside: FileRecord(size=14, xxh3=("0" * 16,))}).write(checkpoint / "zero")
     [fault] = checkpoint_faults(checkpoint, "zero")
     assert f"manifest.json names {outside!r}, which is not inside its checkpoint" in fault
-    rows = (replace(manifest.rows[0], file=outside), *manifest.rows[1:])
-    replace(manifest, rows=rows).write(checkpoint / "zero")
+
+    def change(content: dict) -> None:
+        list_rows(content)
+        content["rows"][0][4] = outside
+
+    manifest.write(checkpoint / "zero")
+    resign(checkpoint, change)
     [fault] = checkpoint_faults(checkpoint, "zero")
     assert f"manifest.json names {outside!r}, which is not a file of that folder" in fault
     with pytest.raises(CheckpointError, match="which is not a file of that folder"):
@@ -742,7 +747,7 @@ def test_a_header_length_of_10_gb_is_refused_with_the_files_name(name, checkpoin
     manifest = Manifest.read(checkpoint / "zero")
     manifest.with_files({**manifest.files, name: record_of(checkpoint / name)}).write(checkpoint / "zero")
     if name == ROWS:
-        row = next(row for row in manifest.rows if ROWS.endswith(row.file))
+        row = next(row for rows in manifest.rows for row in rows if ROWS.endswith(manifest.file_of(row)))
         with CheckpointReader(checkpoint / "zero") as reader:
             with pytest.raises(CheckpointError, match=rf"{ROWS} cannot be read \(.*[Hh]eader"):
                 reader.read(row.kind, row.name, row.interval)

@@ -17,7 +17,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cells import slow
-from hostile_folders import MANIFEST, by_command, cast, commands, every_command, make_card, resign, with_header
+from hostile_folders import (
+    MANIFEST,
+    by_command,
+    cast,
+    commands,
+    every_command,
+    list_rows,
+    make_card,
+    resign,
+    with_header,
+)
 from shared_ranks import run_on_ranks
 from trainer_job import as_launched, make_trainer
 from training import gpt2
@@ -401,11 +411,8 @@ SENDING = ("verify", "consolidate", "push")
 # ---- what fits its sums and nothing else ----
 
 
-def of_another_file(content: dict) -> None:
-    content["rows"][0][4] = "rank-00009-of-00002.safetensors"
-
-
 def of_another_key(content: dict) -> None:
+    list_rows(content)
     content["rows"][0][5] = "exp_avg/nothing"
 
 
@@ -413,25 +420,38 @@ def with_a_plain_step(content: dict) -> None:
     next(iter(content["scalars"].values()))["step"] = 0
 
 
-def beyond(content: dict) -> None:
-    content["rows"][0][3] += 10_000
+def changed_row(content: dict, *cuts: int, rank: int = 0) -> None:
+    content["rows"][0][4:] = [rank, 1, *cuts]
+
+
+def of_many_ranks(content: dict) -> None:
+    """Small in the file, and far more rows than there are files."""
+    content["world_size"] = 2**62
+    changed_row(content, 0, 1, 1, 2**61)
+    content["shapes"][content["rows"][0][1]] = [2**61]
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (of_another_file, "rank-00009-of-00002.safetensors is missing"),
-        (of_another_key, "has no exp_avg/nothing"),
-        (beyond, "has elements 0 to "),
-        (lambda content: content["files"].pop(f"zero/{ROWS}"), f"zero/{ROWS} has rows and is not among the files"),
+        (partial(changed_row, rank=9), "rows[0] is a list, where a list of 10 is due"),
+        (lambda content: changed_row(content, 0, 7, 0, 7, rank=9), "is of 1 of 2 ranks from 9 on"),
+        (lambda content: changed_row(content, 0, 7, 0, 8), "rows[0] cuts elements 0 to 8 at 7 and every 0"),
+        (of_many_ranks, "has rows and is not among the files"),
+        (of_another_key, "is under 'exp_avg/nothing', where 'exp_avg/"),
+        (lambda content: changed_row(content, 0, 10**9, 0, 10**9), "has elements 0 to 1000000000 of"),
+        (lambda content: content["files"].pop(f"zero/{ROWS}"), f"{ROWS} has rows and is not among the files"),
         (lambda content: content["files"].pop("model.safetensors"), "model.safetensors is not among the files"),
         (lambda content: content["files"].pop("scheduler.pt"), "scheduler.pt is not among the files"),
         (lambda content: content.update(step=3), "trainer_state.json is of step 4, and the checkpoint of 3"),
-        (lambda content: content["rows"][0].__setitem__(6, "F16"), "has dtype F32 in zero/rank-0000"),
+        (lambda content: content["rows"][0].__setitem__(2, "F16"), "has dtype F32 in zero/rank-0000"),
         (with_a_plain_step, "scalars has 'step' as a tensor for one of"),
     ],
     ids=[
-        "row's file",
+        "a short row",
+        "row's rank",
+        "row's cuts",
+        "many ranks",
         "row's key",
         "interval",
         "rows left out",

@@ -232,7 +232,7 @@ def test_parts_of_different_saves_are_refused_by_every_reader_of_several(tmp_pat
         [fault] = checkpoint_faults(merged, "zero")
         assert fault.startswith(f"zero/{rows} is of ") and "and the manifest of save" in fault
         with CheckpointReader(merged / "zero") as reader:
-            row = next(row for row in reader.manifest.rows if row.file == rows)
+            row = next(row for each in reader.manifest.rows for row in each if reader.manifest.file_of(row) == rows)
             with pytest.raises(CheckpointError, match="and the manifest of save"):
                 reader.read(row.kind, row.name, row.interval)
 

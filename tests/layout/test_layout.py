@@ -17,7 +17,7 @@ from hf_zero.layout.blocks import BLOCK_NUMEL, IN_BLOCKS
 from hf_zero.layout.boxes import Box
 from hf_zero.layout.buckets import SHARD_ALIGN_NUMEL, SLOT_ALIGN_NUMEL, ParameterSpec, plan_buckets, rows_of_shard
 from hf_zero.layout.gradient_buffers import pool_growth, pool_numel
-from hf_zero.layout.intervals import Interval, doubly_covered, uncovered
+from hf_zero.layout.intervals import Interval, doubly_covered, even_cuts, uncovered
 from hf_zero.layout.pieces import pieces_for
 from hf_zero.offload.copies import landing_in, widen_in_place
 
@@ -289,3 +289,20 @@ def test_values_are_widened_in_the_memory_that_they_have_come_to(numel, narrow):
     landing_in(target, narrow).copy_(values)
     widen_in_place(target, narrow)
     assert torch.equal(target, values.to(wide))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 4)), max_size=30), st.integers(0, 40), caps
+)
+def test_cuts_of_any_parts_have_exactly_these_parts(drawn, start, numel):
+    parts, end = [], 0
+    for gap, size, rank in drawn:
+        parts.append((Interval(end + gap // 2, end + gap // 2 + size), rank))
+        end = parts[-1][0].stop
+    joined = even_cuts(reversed(parts))
+    assert all(cuts.is_valid and cuts.count == len(ranks) for cuts, ranks in joined)
+    assert sorted(parts) == sorted((cuts.interval(i), rank) for cuts, ranks in joined for i, rank in enumerate(ranks))
+    wanted = Interval(start, start + numel % 50)
+    for cuts, ranks in joined:
+        held = [index for index in range(len(ranks)) if cuts.interval(index).intersect(wanted)]
+        assert list(cuts.about(wanted)) == held

@@ -9,7 +9,7 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 OPEN = {
     "scale_end": "the script counts a function that asks about one rank, which waiting ranks no longer call for every rank",
-    "scale_manifest": "a manifest lists each rank's part of each parameter",
+    "scale_manifest": "the script adds up the rows of all ranks itself, which manifests no longer list",
 }
 """Scripts whose fault still shows, and the reason."""
 

@@ -5,6 +5,7 @@ import os
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -42,12 +43,25 @@ def resign(checkpoint: Path, change: Callable[[dict], object] = lambda content: 
     path.write_text(json.dumps({**content, "xxh3": digest}, indent=1))
 
 
+def list_rows(content: dict) -> None:
+    """Makes a manifest one of format 6, which lists each row of each rank, and the boxes of each file."""
+    rows, boxes = [], {}
+    for kind, name, dtype, box, first, step, start, cut, numel, stop in content["rows"]:
+        for index, part in enumerate(pairwise([start, *range(cut, stop, numel or 1), stop])):
+            file = f"rank-{first + index * step:05d}-of-{content['world_size']:05d}.safetensors"
+            rows.append([kind, name, *part, file, f"{kind}/{name}", dtype])
+            if box is not None:
+                boxes.setdefault(file, {})[name] = content["boxes"][box]
+    content.update(format_version=6, rows=rows, boxes=boxes)
+
+
 def as_before_ids(checkpoint: Path) -> None:
     """Makes a checkpoint one of format 4, whose parts have no ID of their save."""
     for path in (checkpoint / "zero").glob("rank-*.safetensors"):
         with_header(path, lambda header: header.pop("__metadata__"))
 
     def change(content: dict) -> None:
+        list_rows(content)
         content["format_version"] = 4
         assert content.pop("save") and content.pop("boxes") == {}
 
