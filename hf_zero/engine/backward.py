@@ -230,8 +230,8 @@ class Gradients:
         """After a pass that reduces: leaves one hook in Python on buckets that fill in the same way each time."""
         for filling in self._fillings:
             if filling.last is None:
-                is_last = filling is self._fillings[-1]
-                takes_whole = self._is_announced and self.store.takes_whole(filling.bucket, is_last=is_last)
+                later = self._buckets[filling.place + 1 :]
+                takes_whole = self._is_announced and self.store.takes_whole(filling.bucket, later)
                 if takes_whole and filling.is_learned_now():
                     filling.learn(self)
             elif not filling.is_whole:

@@ -221,15 +221,25 @@ class GradientStore(ABC):
         """Whether the buffers of all buckets last until the step."""
         return True
 
-    def takes_whole(self, bucket: Bucket, *, is_last: bool) -> bool:
+    def takes_whole(self, bucket: Bucket, later: Sequence[Bucket]) -> bool:
         """Whether `put_whole` may take the bucket's gradients: they have the dtype in which they are reduced.
 
+        If all buffers last until the step, the gradients that wait for each other must not need more memory than the buffers
+        that have yet to be allocated. Otherwise a rank would hold more than all buffers.
+
         Args:
-            is_last: no bucket fills after this one.
+            later: buckets that fill after this one.
         """
-        # All other buffers are in memory when the last bucket fills. Several of its gradients would come on top of them.
-        fits = not (is_last and self.lasts_whole) or len(bucket.slots) == 1
-        return fits and bucket.slots[0].parameter.dtype == bucket.precision.reduce
+        if bucket.slots[0].parameter.dtype != bucket.precision.reduce:
+            return False
+        if not self.lasts_whole:
+            return True
+        numels = [slot.parameter.numel() for slot in bucket.slots]
+        # Autograd always has one gradient, and buckets of other keys may have been allocated: they fill at the same time.
+        waiting_bytes = (sum(numels) - max(numels)) * bucket.precision.reduce.itemsize
+        return waiting_bytes <= sum(
+            each.layout.numel * each.precision.reduce.itemsize for each in later if each.key == bucket.key
+        )
 
     def put_whole(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> bool:
         """Puts the shares of all gradients of a bucket, the first of this pass, and replaces `p.grad` as `put` does.

@@ -379,6 +379,21 @@ def test_gradients_that_wait_for_their_learned_bucket_count_as_a_buffer_of_the_p
     assert pool.most_bytes == watched - one_buffer > 0
 
 
+@pytest.mark.parametrize("width", [4, 64])
+def test_gradients_wait_for_their_bucket_if_the_buffers_still_to_come_need_as_much_memory(width):
+    model = nn.Sequential(nn.Linear(width, 16, bias=False), *(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = ZeroEngine(model, [optimizer], {"stage": 0, "bucket_bytes": 3 * 16 * 16 * 4})
+    for _ in range(3):
+        model(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # Two of three matrices wait while autograd has the third.
+    is_enough = width * 16 >= 2 * 16 * 16
+    assert [len(each.bucket.slots) for each in engine._step.gradients._fillings] == [3, 1]
+    assert [each.last is not None for each in engine._step.gradients._fillings] == [is_enough, True]
+
+
 # ---- A backward that fails, and whose exception the script catches. Each: (run, after how many layers it fails) ----
 
 
