@@ -233,6 +233,8 @@ class SequenceSeat:
     def _register(self, model: PreTrainedModel) -> None:
         kernel, reference = self._kernel, weakref.ref(self)
 
+        # No graph can hold these two functions: one sends to other ranks, and both read the state of the seat.
+        @torch.compiler.disable
         def attend(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
         ) -> Any:
@@ -246,6 +248,7 @@ class SequenceSeat:
                 )
             return _kernel(kernel, module)(module, query, key, value, mask, **kwargs)
 
+        @torch.compiler.disable
         def make_mask(**asked: Any) -> Any:
             make: Callable[..., Any] = AttentionMaskInterface()[kernel]
             seat = reference()
@@ -538,11 +541,6 @@ def _refuse_settings(engine: ZeroEngine, size: int) -> None:
         raise ConfigError(
             f"hf_zero: sp_size is {size}, and the optimizer also has parameters of no model, or of a second one, whose batches "
             "are not cut. Give these their own optimizer, or leave sp_size at 1."
-        )
-    if engine.entry is not engine.model:
-        raise ConfigError(
-            f"hf_zero: sp_size is {size} and the model is compiled. Attention exchanges heads between ranks, which a compiled "
-            "graph would trace. Leave torch.compile out, or sp_size at 1."
         )
     if config.comm.sync_every > 1:
         raise ConfigError(

@@ -150,6 +150,16 @@ def test_accelerates_loop_evaluates_whole_and_generates_as_on_one_rank(tp):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_compiled_model_trains_evaluates_and_generates_as_an_uncompiled_one(stage):
+    job = SequenceJob(kind="gpt2", trained=0.3, steps=3, size=2, settings={"stage": stage})
+    ours, _ = run_on_ranks(loop_with_accelerate, job=job, backend="aot_eager")
+    theirs, _ = run_on_ranks(loop_with_accelerate, job=job)
+    assert ours["losses"] == theirs["losses"] and ours["evaluated"] == theirs["evaluated"]
+    assert np.array_equal(ours["logits"], theirs["logits"]) and ours["made"] == theirs["made"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [

@@ -233,11 +233,16 @@ def rows_of(job: SequenceJob, count: int) -> list[dict[str, torch.Tensor]]:
     return [{name: values[0] for name, values in _batch(one, generator).items()} for _ in range(count)]
 
 
-def loop_with_accelerate(rank: int, world_size: int, job: SequenceJob) -> dict[str, Any]:
-    """Losses of a loop with accelerate, with those of an evaluation behind it, whole logits, and generated tokens."""
+def loop_with_accelerate(rank: int, world_size: int, job: SequenceJob, backend: str = "no") -> dict[str, Any]:
+    """Losses of a loop with accelerate, with those of an evaluation behind it, whole logits, and generated tokens.
+
+    Args:
+        backend: of torch.compile, by accelerate's flag.
+    """
     as_launched(rank, world_size)
     plugin = ZeroPlugin(job.settings, sp_size=job.size, tp_size=job.tp)
-    accelerator = Accelerator(parallelism_config=plugin, gradient_accumulation_steps=job.accumulation)
+    more = {"gradient_accumulation_steps": job.accumulation, "dynamo_backend": backend}
+    accelerator = Accelerator(parallelism_config=plugin, **more)
     model = model_of(job)
     optimizer = torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=0.9)
     count = job.steps * job.accumulation * job.rows * world_size // (job.size * job.tp)
