@@ -189,7 +189,8 @@ def untrained_precision(dtype: torch.dtype, gathered: torch.dtype | None = None)
     return Precision(param=param, kept=dtype, reduce=param, master=dtype)
 
 
-_AUTOCAST_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_AUTOCAST_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""Of accelerate's settings. Under fp8, linear layers cast to float8 in their forward, and autocast casts for the other ones."""
 
 
 def resolve_casts(config: ZeroConfig, mixed_precision: str) -> ZeroConfig:
@@ -218,21 +219,18 @@ def for_evaluation(config: ZeroConfig) -> ZeroConfig:
 
 
 def check_cast_owner(config: ZeroConfig, mixed_precision: str) -> str:
-    """Names the owner of the cast to a lower precision, for the plan. Refuses two owners that differ, and fp8.
+    """Names the owner of the cast to a lower precision, for the plan. Refuses two owners that differ.
 
     Args:
         mixed_precision: accelerate's or Trainer's setting: "no", "bf16", "fp16" or "fp8".
     """
-    if mixed_precision == "fp8":
-        raise ConfigError(
-            "hf_zero: mixed_precision='fp8' is not built yet. Use mixed_precision='bf16' (Trainer: --bf16), or `param_dtype: "
-            "bfloat16` in the hf_zero config without it."
-        )
     if mixed_precision == "no":
         if config.param_dtype != AUTO:
             return f"the engine, parameters to {config.param_dtype}"
         return "nobody: parameters stay in the model's dtype"
     dtype, autocast = _AUTOCAST_DTYPES[mixed_precision], f"autocast to {mixed_precision} (accelerate)"
+    if mixed_precision == "fp8":
+        autocast = "linear layers to fp8 (torchao), autocast to bf16 (accelerate)"
     if mixed_precision == "fp16" and config.gather_dtype == "bfloat16":
         raise ConfigError(
             "hf_zero: two owners of the cast: mixed_precision='fp16' autocasts to float16 and the config says `gather_dtype: "

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend, compile_regions
+from accelerate.utils.dataclasses import FP8BackendType
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -18,7 +19,7 @@ from ..buckets.precision import for_evaluation, is_loaded, resolve_casts
 from ..checkpoint.commit import put_back
 from ..checkpoint.manifest import Manifest
 from ..comm.ledger import naming_lost_ranks
-from ..config import ZeroConfig
+from ..config import ConfigError, ZeroConfig
 from ..device import ask_for
 from ..engine.bucketing import refuse_other_engines
 from ..engine.compiled import is_compiled
@@ -155,6 +156,11 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             for parameter in filter(is_loaded, model.parameters()):
                 ask_for(parameter.data)
         refuse_other_engines(model)
+        if self.mixed_precision == "fp8" and self.fp8_backend != FP8BackendType.AO:
+            raise ConfigError(
+                f"hf_zero: mixed_precision='fp8' by the backend {self.fp8_backend.value} is not built yet. Install torchao and "
+                "pass kwargs_handlers=[AORecipeKwargs()], or use mixed_precision='bf16'."
+            )
         compiler = self.state.dynamo_plugin
         settings = (self.mixed_precision, compiler.backend)
         # The model inside, too: of one that `prepare` has compiled, the script has the compiled wrapper.
@@ -207,6 +213,21 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         # A part of a prepared model is sharded with that.
         is_apart = all(engine_attached_to(parameter) is None for parameter in model.parameters())
         return config.stage == 3 and is_shared and is_apart and not _is_frozen(model)
+
+    def _prepare_ao(self, *args):
+        # accelerate's default replaces weights by tensors that FSDP2 casts before it gathers them. The optimizer holds the
+        # former weights, so the replaced ones would not be trained, as under DDP.
+        recipe = self.ao_recipe_handler
+        if recipe.config.enable_fsdp_float8_all_gather:
+            logger.warning_once(
+                "hf_zero: enable_fsdp_float8_all_gather of the fp8 recipe is off, because it is for FSDP2. Under DDP, accelerate "
+                "would not train the layers that it converts."
+            )
+            recipe.config = replace(recipe.config, enable_fsdp_float8_all_gather=False)
+        # Layers of a model that an engine trains have its hooks, and new layers in place of them would not.
+        models = [arg for arg in args if isinstance(arg, nn.Module) and self._engine_for(arg) is None]
+        super()._prepare_ao(*models)
+        return args
 
     def _prepare_tp(self, *args):
         # accelerate would look for the places of DTensors; the engine replaces them.

@@ -421,6 +421,13 @@ SEAMS = (
     ),
     Seam(
         owner="accelerate:Accelerator",
+        names=("_prepare_ao",),
+        where=("integrations/accelerator",),
+        why="Converts linear layers to fp8, and with its default replaces weights that the optimizer holds.",
+        test="test_fp8.py::test_losses_in_fp8_are_ddps_with_the_same_recipe",
+    ),
+    Seam(
+        owner="accelerate:Accelerator",
         names=("_prepare_tp",),
         where=("integrations/accelerator",),
         why="Looks for the optimizer's parameters among DTensors, which the engine replaces.",

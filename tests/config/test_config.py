@@ -335,8 +335,7 @@ def test_one_owner_of_the_cast():
             check_cast_owner(ZeroConfig(param_dtype=dtype), "fp16")
     with pytest.raises(ConfigError, match="autocasts to float16 and the config says `gather_dtype: bfloat16`"):
         check_cast_owner(ZeroConfig(stage=3, gather_dtype="bfloat16"), "fp16")
-    with pytest.raises(ConfigError, match="'fp8' is not built yet"):
-        check_cast_owner(ZeroConfig(), "fp8")
+    assert check_cast_owner(ZeroConfig(), "fp8") == "linear layers to fp8 (torchao), autocast to bf16 (accelerate)"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ ROWS = {
     "a training forward has": "`use_cache`, `logits_to_keep`",
     "dimensions, and sp_size": "a mask of more than 2 dimensions",
     "returns its outputs by name": "`return_dict=False`",
-    "the model is compiled": "| `torch.compile`: not built yet",
     "adds up a sequence's gradients": "| `comm.sync_every`: a sequence's",
     "does not go with sp_size": "| `out_of_memory: halve`: not built yet for the ranks of a sequence",
     "gathered from two steps": "call outside of the model's forward",
