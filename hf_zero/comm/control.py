@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from .arrivals import CommunicationError, PeerFailure
+from .collective_log import first_line
 from .groups import Groups
-from .ledger import Watch, first_line, hidden_from_profiler
+from .ledger import Watch
+from .profiler_ranges import hidden_from_profiler
 from .rank_state import script_line
 
 # ---- A check of the order of gathers, which a device backend does not check ----

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .arrivals import RankProcess, in_words
-from .ledger import LABEL, STARTED, CollectiveLog, Wait
+from .collective_log import LABEL, STARTED, CollectiveLog
+from .ledger import Wait
 from .rank_state import RankState, ScriptCollective, in_brackets, script_frame
 
 _LISTED = 8

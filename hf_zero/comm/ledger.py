@@ -1,162 +1,53 @@
-"""The collectives that a rank waits in, its last ones and its last error; and counts of them: calls, bytes, links, seconds.
+"""The collectives a rank waits in, its last collectives and its last error, and counts: calls, bytes, links, seconds.
 
 [Note: exposed communication]
-On the host a wait is time in which the host stands still. An accelerator's host goes on, and it is the device's queue that stands
-still, from the moment when it comes to the wait to the moment when what it waits for has arrived. So both are moments of
-the device's own clock, in its queue before and behind the wait, and how far they are apart is read when the device has passed
-them, without stopping it. Where the host itself waits, for a small agreement, the device's clock counts what counts too: how
-long the device had nothing to do meanwhile. A moment of a device is an event, which the host has to record, so there are none
-before somebody asks for times.
+On the host, a wait is time in which the host is blocked. An accelerator's host continues, and the device's queue is blocked
+instead: from the moment when the queue reaches the wait to the moment when the awaited data has arrived. Both moments are
+therefore recorded by the device's clock, in its queue before and after the wait. Their distance is read after the device has
+passed them, without stopping the device. If the host itself waits for a small agreement, the device's clock still measures the
+relevant time: how long the device had no work. A moment of a device is an event that the host has to record, so no moments are
+recorded before somebody asks for times.
 """
 
-import json
-import os
-import sys
 import time
-import traceback
-import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import get_ident
 from time import monotonic
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.autograd import profiler
 
-from ..config import ConfigError
 from ..device import Moment, clock
 from .arrivals import CommunicationError
-from .rank_state import ScriptCollective, line_in, script_line, torch_call_in
+from .collective_log import ENDED, CollectiveLog, first_line
+from .rank_state import ScriptCollective, script_line
 
-# ---- A bounded log of a rank's last collectives: name, part of training, bytes, start and end ----
-
-_LENGTH = 256
-_SHOWN = 6
-
-LABEL, SITE, STEP, BYTES, STARTED, ENDED = range(6)
-"""What stands where in an entry. A list, and not an object: each collective of a step makes one."""
-
-
-class CollectiveLog:
-    """A ring of the last collectives.
-
-    Attributes:
-        entries: `[label, site, step, bytes sent, start, end]`, the oldest first; times on the monotonic clock. The end, None at
-            first, is when the host had waited for it: an accelerator may still be at work then.
-        site: where training is: forward, backward, evaluate, ...
-        step: optimizer steps taken since the engine was built.
-        part: which part of which copy of the model this rank has, in words; "" of a model that is not split.
-    """
-
-    def __init__(self):
-        self.entries: deque[list[Any]] = deque(maxlen=_LENGTH)
-        self.site = "setting up"
-        self.step = 0
-        self.part = ""
-
-    @property
-    def place(self) -> str:
-        """Says where training is."""
-        return f"{self.site}, step {self.step}" + (f", {self.part}" if self.part else "")
-
-    def latest(self, label: object) -> list[Any] | None:
-        """Returns the entry of the last collective with this label."""
-        # Over a copy: a deque raises where another thread appends during the walk.
-        return next((entry for entry in reversed(list(self.entries)) if entry[LABEL] is label), None)
-
-    @contextmanager
-    def at(self, site: str) -> Iterator[None]:
-        """Names a part of the run that is no training step, for its duration."""
-        before, self.site = self.site, site
-        try:
-            yield
-        finally:
-            self.site = before
-
-    def site_of(self, label: object) -> str:
-        """Says where training was at the last start of this label; "" for one that is not in the log."""
-        entry = self.latest(label)
-        return "" if entry is None else entry[SITE]
-
-    def last_lines(self) -> list[str]:
-        # A copy, in one operation: other threads may start collectives meanwhile.
-        now_s = time.monotonic()
-        return [_entry_in_words(entry, now_s) for entry in list(self.entries)[-_SHOWN:]]
-
-
-def _entry_in_words(entry: list[Any], now_s: float) -> str:
-    label, site, step, nbytes, started_s, ended_s = entry
-    holds = f" ({label.holds})" if getattr(label, "holds", "") else ""
-    how = f"not ended for {now_s - started_s:.1f} s" if ended_s is None else f"ended after {ended_s - started_s:.3f} s"
-    return f"{label}{holds}, {nbytes:,} bytes sent, {site}, step {step}: {how}"
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-# ---- Ends this process with a reason, even while its main thread hangs, and tells the launcher ----
-
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Where torchrun, and so `accelerate launch`, looks for what it shows under "Root Cause"."""
-
-
-def write_error_file(summary: str, said: str) -> bool:
-    """Leaves an error for the launcher, unless another one is there. Returns whether one is there now."""
-    path = os.environ.get(ERROR_FILE_VARIABLE)
-    if not path:
-        return False
-    # As torch.distributed.elastic reads it; of the two texts, it shows `py_callstack`.
-    extra = {"py_callstack": said, "timestamp": str(int(time.time()))}
-    try:
-        # Mode "x": an error that is there stays, and no link is followed.
-        with open(path, "x") as file:
-            json.dump({"message": {"message": summary, "extraInfo": extra}}, file)
-    except FileExistsError:
-        return True
-    except OSError as error:
-        print(f"hf_zero: the error could not be written for the launcher: {error}", file=sys.stderr)
-        return False
-    return True
-
-
-def end_process(said: str) -> None:
-    """Prints the reason and ends the process with status 1."""
-    # Not by an exception: a thread that stands in a call sees none.
-    write_error_file(said.partition("\n")[0], said)
-    # Past Python's own buffers, whose locks the main thread may hold.
-    os.write(2, f"{said}\n".encode())
-    os._exit(1)
-
-
-# ---- The waits of this rank, and the error of a failed one ----
+# ---- The waits of this rank, and the error of a failed wait ----
 
 SAVE = "save"
-"""Where training is in a save, and the kind of collective that a save is as a whole."""
+"""The part of training inside a save, and the kind of a save as one collective."""
 
 
 class Wait(AbstractContextManager):
-    """A collective that a thread of this rank is starting or waiting for, and the context in which the thread does.
+    """A collective that a thread is starting or waiting for. Also the context around the start or the wait.
 
-    No generator, which is slower: each collective of a step makes two of these.
+    This is a class instead of a generator for speed, because each collective of a step creates two of these.
 
     Args:
-        watch: knows the wait inside of the context. None for a wait that is found from outside, and is no context.
+        watch: knows the wait inside the context. None for a wait that was detected from outside and is not a context.
 
     Attributes:
-        what: names it in words.
-        since_s: on the monotonic clock.
-        failure, line: why it failed, once it has, and the line of the script that it failed in.
-        end: the error that it is to fail with; set before it has failed where a rank is late.
+        what: the label, or words.
+        since_s: start on the monotonic clock.
+        failure, line: the reason of a failure, and the failing line of the script; empty before a failure.
+        end: the error to be raised when the wait fails. Set before the failure if a rank is late.
     """
 
-    # Of the class until a wait fails: nearly none does.
+    # Class attributes until a wait fails, which is rare.
     failure: str | None = None
     line = ""
     seconds_at_failure: float | None = None
@@ -174,7 +65,7 @@ class Wait(AbstractContextManager):
 
     @property
     def name(self) -> str:
-        """Names the collective; for a call of the script, torch's function."""
+        """Names the collective. For a call of the script, this is torch's function."""
         return self.what[:] if isinstance(self.what, ScriptCollective) else str(self.what)
 
     @property
@@ -184,7 +75,7 @@ class Wait(AbstractContextManager):
 
     @property
     def kind(self) -> str | None:
-        """Returns the kind of a collective of training; None of others."""
+        """Returns the kind of a collective of training; None for other waits."""
         return getattr(self.what, "kind", None)
 
     @property
@@ -193,7 +84,7 @@ class Wait(AbstractContextManager):
         return time.monotonic() - self.since_s if self.seconds_at_failure is None else self.seconds_at_failure
 
     def fail(self, error: RuntimeError) -> None:
-        """Notes the reason and the line of a failure."""
+        """Records the reason and the line of a failure."""
         if self.failure is None:
             self.seconds_at_failure = self.seconds
             self.failure = first_line(error).removeprefix("hf_zero: ")
@@ -202,14 +93,14 @@ class Wait(AbstractContextManager):
     def __enter__(self) -> "Wait":
         waits = self._watch.waits
         thread = self._thread = get_ident()
-        # None, or the wait that this one is a part of.
+        # None, or the enclosing wait.
         self._outer = waits.get(thread)
         waits[thread] = self
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        # A report keeps the wait that has failed, and must not keep the watch: a watchdog's threads end with the last reference
-        # to the watchdog.
+        # A report keeps the failed wait, but must not keep the watch alive: the threads of a watchdog end with the last
+        # reference to the watchdog.
         watch, self._watch = self._watch, None
         try:
             if error is not None and isinstance(error, RuntimeError):
@@ -264,7 +155,7 @@ class Watch:
             yield
 
     def kind_of(self, wait: Wait) -> str | None:
-        """Returns the kind of a collective of training, or `SAVE` inside a save; None of others."""
+        """Returns the kind of a collective of training, or `SAVE` inside a save; None for other waits."""
         return wait.kind or (SAVE if self.log.site == SAVE else None)
 
     def fail(self, wait: Wait, error: RuntimeError) -> None:
@@ -274,7 +165,7 @@ class Watch:
     @property
     def longest(self) -> Wait | None:
         """Returns the oldest unfinished wait of this rank."""
-        # Over a copy: other threads begin and end waits meanwhile.
+        # Iterate over a copy, because other threads begin and end waits in the meantime.
         return min(list(self.waits.values()), key=lambda wait: wait.since_s, default=None)
 
     def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
@@ -284,176 +175,23 @@ class Watch:
         )
 
     def explain_call(self, call: str, line: str, error: RuntimeError) -> CommunicationError | None:
-        """Explains the error of a collective of torch.distributed that the script called itself.
+        """Explains the error of a collective of torch.distributed called by the script itself.
 
         Args:
             call: torch's function.
-            line: of the script.
+            line: the line of the script.
 
         Returns:
-            An error that names the ranks that have ended or given up; None without any.
+            An error that names the ranks that have ended or given up; None if there are none.
         """
         return None
 
     def leave_reason(self, words: str) -> None:
-        """Leaves this process's reason to end for ranks that will miss it."""
+        """Publishes why this process ends, for the ranks that will miss this one."""
 
     def leave(self, patience_s: float) -> list[int]:
-        """Waits for the other ranks to finish too; returns those that have not."""
+        """Waits for the other ranks to finish as well; returns the unfinished ones."""
         return []
-
-
-# ---- An error that ends a rank: told to the other ranks, to the launcher, and once on the screen ----
-
-
-def lost_ranks(error: BaseException, watches: Iterable[Watch]) -> CommunicationError | None:
-    """Returns the error that names the lost ranks, if `error` is torch.distributed's own; None for other errors."""
-    if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
-        return None
-    call = torch_call_in(error.__traceback__)
-    if call is None:
-        return None
-    line = line_in(error.__traceback__)
-    return next((found for watch in watches if (found := watch.explain_call(call, line, error)) is not None), None)
-
-
-@contextmanager
-def naming_lost_ranks(accelerator: Any) -> Iterator[None]:
-    """Raises an error that names the ranks that ended in place of torch.distributed's own, which names an address.
-
-    `ErrorHook` runs neither if the script catches the error, nor in a process that multiprocessing started, nor in a notebook.
-
-    Args:
-        accelerator: with the `zero_engines` of this rank.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        found = lost_ranks(error, watches_of(accelerator))
-        if found is None:
-            raise
-        raise found from error
-
-
-def watches_of(accelerator: Any) -> list[Watch]:
-    return [engine.transport.watch for engine in accelerator.zero_engines]
-
-
-class ErrorHook:
-    """A rank's `sys.excepthook`: tells the others of the error, and prints it once.
-
-    Args:
-        former: the hook that prints the traceback.
-    """
-
-    def __init__(self, former: Callable):
-        self._former = former
-        self._accelerators: list[weakref.ref[Any]] = []
-
-    @classmethod
-    def installed(cls) -> "ErrorHook":
-        """Returns the hook of this process, and installs one first if need be."""
-        if not isinstance(sys.excepthook, cls):
-            sys.excepthook = cls(sys.excepthook)
-        return sys.excepthook
-
-    def follow(self, accelerator: Any) -> None:
-        """Tells the ranks of this Accelerator's `zero_engines` of an error that ends this process, from now on."""
-        self._accelerators.append(weakref.ref(accelerator))
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        summary = "".join(traceback.format_exception_only(kind, error)).strip()
-        reason = _reason(error)
-        losses = lost_ranks(error, self._watches())
-        if losses is None and not isinstance(error, CommunicationError):
-            # Of a collective that failed, the ranks have told each other.
-            # Before the traceback is printed: the others wait for this rank, and may reach their limit meanwhile.
-            for watch in self._watches():
-                watch.leave_reason(summary.partition("\n")[0])
-        said = str(losses or reason or "".join(traceback.format_exception(kind, error, trace)))
-        is_left = write_error_file(summary, said)
-        if isinstance(error, ConfigError):
-            # Where in hf_zero a setting is refused does not matter to who has set it.
-            trace, error.__cause__, error.__suppress_context__ = _line_of_the_script(trace), None, True
-        if reason is not None and _is_told_by_the_main_rank(error):
-            if is_left and isinstance(error, ConfigError):
-                # The launcher shows it once more by itself.
-                return
-            print(f"hf_zero: rank {_own_rank()} ends too: {reason.splitlines()[0]}", file=sys.stderr, flush=True)
-            return
-        if isinstance(error, CommunicationError):
-            # What the backend said, of addresses, stands in the way of what is wrong.
-            error.__cause__, error.__suppress_context__ = None, True
-        # Python shows the error's own.
-        self._former(kind, error.with_traceback(trace), trace)
-        if losses is not None and losses not in [watch.ended for watch in self._watches()]:
-            # A late rank has been reported when its wait was ended.
-            print(losses, file=sys.stderr, flush=True)
-
-    def _watches(self) -> Iterator[Watch]:
-        for reference in self._accelerators:
-            accelerator = reference()
-            if accelerator is not None:
-                yield from watches_of(accelerator)
-
-
-def _line_of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """Keeps only the innermost frame of `__main__`; the whole traceback without one."""
-    found = None
-    inner = trace
-    while inner is not None:
-        if inner.tb_frame.f_globals.get("__name__") == "__main__":
-            found = TracebackType(None, inner.tb_frame, inner.tb_lasti, inner.tb_lineno)
-        inner = inner.tb_next
-    return found or trace
-
-
-def _reason(error: BaseException) -> str | None:
-    """Returns the text of an error that hf_zero raised."""
-    text = str(error)
-    return text if text.startswith("hf_zero") else None
-
-
-def _is_told_by_the_main_rank(error: BaseException) -> bool:
-    """Whether the main rank has the same error, and shows it with its traceback."""
-    if _own_rank() == 0:
-        return False
-    if isinstance(error, ConfigError):
-        return True
-    return isinstance(error, CommunicationError) and bool(error.culprits) and 0 not in error.culprits
-
-
-def _own_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-
-
-# ---- Collectives under torch.profiler: ranges that name them, and no crash where one outlasts the profile ----
-
-_NOTHING = nullcontext()
-
-
-def shown(does: str, what: object) -> AbstractContextManager:
-    """Opens a range "hf_zero: `does` `what`" in a running profile; nothing without one."""
-    return profiler.record_function(f"hf_zero: {does} {what}") if profiler._is_profiler_enabled else _NOTHING
-
-
-def hidden_from_profiler() -> AbstractContextManager:
-    """Suppresses profiler events of work that starts inside.
-
-    `shown` ranges stand in their place.
-    """
-    # gloo's work objects note their end in the event of their start. If the profile has ended in between, as behind its last
-    # step, that event is freed memory, and the process crashes then or later.
-    return _hidden() if profiler._is_profiler_enabled else _NOTHING
-
-
-@contextmanager
-def _hidden() -> Iterator[None]:
-    torch.autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch.autograd._enable_record_function(True)
 
 
 # ---- The ledger: collectives by kind, their bytes and seconds ----
@@ -463,11 +201,11 @@ def _hidden() -> Iterator[None]:
 class Label:
     """Names a collective in the ledger and in errors, by kind and bucket.
 
-    `channel` keeps messages of different buckets apart where the transport can: ranks that gather different buckets then
-    wait for each other, and are named at the time limit, instead of taking one bucket for another.
+    `channel` separates the messages of different buckets if the transport supports channels. Ranks that gather different buckets
+    then wait for each other, and are named after the time limit, instead of confusing the buckets.
 
     Attributes:
-        holds: the module or the parameters that the bucket holds, in words.
+        holds: the module or the parameters of the bucket, in words.
     """
 
     kind: str
@@ -477,7 +215,7 @@ class Label:
 
     @cached_property
     def words(self) -> str:
-        """What `str` returns, without a call in Python: each collective needs it twice."""
+        """The result of `str`, cached, because each collective needs the text twice."""
         return f"{self.kind} of {self.subject}"
 
     def __str__(self) -> str:
@@ -486,14 +224,14 @@ class Label:
 
 @dataclass(kw_only=True)
 class CommRow:
-    """One kind of collective since the ledger was opened.
+    """The counts of one kind of collective since the ledger was opened.
 
     Attributes:
-        bytes_sent: by this rank.
-        bytes_between: of those, the ones to ranks on other nodes.
-        wait_seconds: exposed communication: how long training stood still for it, see [Note: exposed communication].
-        under_way_seconds: how long at least one was between its start and the moment when somebody needed its end.
-        timed_bytes: of those sent, the ones that `under_way_seconds` is of.
+        bytes_sent: bytes sent by this rank.
+        bytes_between: the part of `bytes_sent` to ranks on other nodes.
+        wait_seconds: exposed communication, the time that training was blocked; see [Note: exposed communication].
+        under_way_seconds: time during which at least one collective was between its start and the wait for its end.
+        timed_bytes: the part of `bytes_sent` to which `under_way_seconds` applies.
     """
 
     kind: str
@@ -506,12 +244,12 @@ class CommRow:
 
     @property
     def gb_per_second(self) -> float:
-        """Achieved 1e9 bytes a second: a lower bound where collectives end long before somebody needs them."""
+        """Achieved rate in 1e9 bytes per second. A lower bound if collectives end long before their waits."""
         return self.timed_bytes / self.under_way_seconds / 1e9 if self.under_way_seconds else 0.0
 
 
 class _Span(NamedTuple):
-    """A span of time, and the attribute of a row that grows by it."""
+    """A span of time, to be added to an attribute of a row."""
 
     row: CommRow
     attribute: str
@@ -524,11 +262,11 @@ class _Span(NamedTuple):
 
 
 class _Waiting(AbstractContextManager):
-    """Times a wait. No generator, which is slower: each collective of a step makes one.
+    """Times a wait. A class instead of a generator for speed, because each collective of a step creates one.
 
     Args:
-        entry: in the log, of a collective whose end this is and whose start `Ledger.began` has noted.
-        ends: the wait is for the end of that collective.
+        entry: the log entry of a collective whose start was recorded by `Ledger.began`.
+        ends: whether the wait is for the end of this collective.
     """
 
     __slots__ = ("_ends", "_entry", "_is_exposed", "_is_part", "_kind", "_ledger", "_start")
@@ -547,7 +285,7 @@ class _Waiting(AbstractContextManager):
 
     def __enter__(self) -> None:
         ledger = self._ledger
-        # Of a collective that is made of others, the time is theirs.
+        # Inside another wait, the time already belongs to the outer wait.
         self._is_part = ledger.is_waiting
         ledger.is_waiting = True
         counts = self._is_exposed and ledger.is_timed and not self._is_part
@@ -565,7 +303,7 @@ class _Waiting(AbstractContextManager):
 
 
 class _Rows(dict[str, CommRow]):
-    """Rows by kind, each made when first asked for."""
+    """Rows by kind, each created on first access."""
 
     def __missing__(self, kind: str) -> CommRow:
         row = self[kind] = CommRow(kind=kind)

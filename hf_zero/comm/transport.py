@@ -1,12 +1,9 @@
-"""The collectives that the engine calls, their handles, and the transports that send: NCCL's and gloo's ways, and one rank's."""
+"""The collectives called by the engine, their handles, and the transports for NCCL, for gloo, and for a single rank."""
 
-import hmac
-import pickle
 import time
 import uuid
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,29 +13,29 @@ import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from ..arithmetic.sums import sum_in_rank_order
-from ..config import ConfigError
-from ..device import SideQueue, clock
-from .arrivals import CommunicationError
-from .control import GatherOrder, Transfers, control_of, finish_abandoned, rounds
+from ..device import SideQueue
+from .collective_log import ENDED
+from .control import GatherOrder, control_of, rounds
 from .groups import Groups, RankGroup
-from .ledger import ENDED, Label, Ledger, Wait, Watch, hidden_from_profiler, shown
-from .store import CALL_S, Keys, StoreSilentError, StoreThread
+from .ledger import Label, Ledger, Wait, Watch
+from .profiler_ranges import hidden_from_profiler, shown
+from .store_barrier import StoreBarrier, call_of
 from .watchdog import Watchdog, watch_over
 
 # ---- The interface of a transport, and its handles ----
 
 
 class Handle:
-    """A started collective. `finish` waits for it once; later calls return at once.
+    """A started collective. `finish` waits for its end once; later calls return at once.
 
-    The buffers handed to `start_…` belong to the transport until then.
+    Until then, the buffers passed to `start_…` belong to the transport.
 
     Attributes:
-        start_last: of several steps starts the last one, and waits for those before; nothing where there is one.
+        start_last: if the collective has several steps, starts the last step after waiting for the earlier ones. Does nothing
+            for a collective of one step.
 
     Args:
-        entry: of the collective in the ledger's log; None for the last one with this label.
+        entry: the collective's entry in the ledger's log; None for the last entry with this label.
     """
 
     def __init__(
@@ -56,13 +53,13 @@ class Handle:
         self._entry = ledger.began(label, entry)
 
     def finish(self, *, is_exposed: bool = True) -> None:
-        """Waits for the collective's end.
+        """Waits for the end of the collective.
 
         Args:
-            is_exposed: False for a wait beside training, which counts as no exposed communication.
+            is_exposed: False for a wait in parallel with training, which does not count as exposed communication.
 
         Raises:
-            CommunicationError: a peer failed or did not come within the group's time limit.
+            CommunicationError: a peer failed, or did not arrive within the group's time limit.
         """
         if self._complete is None:
             return
@@ -88,15 +85,15 @@ Value = TypeVar("Value")
 class Transport(ABC):
     """Moves flat, contiguous buffers between the ranks of one engine.
 
-    `start_…` returns at once with a `Handle`. All ranks must start the same collectives in the same order. Each raises
-    `CommunicationError` where a peer has ended already.
+    `start_…` returns at once with a `Handle`. All ranks must start the same collectives in the same order. Each method raises
+    `CommunicationError` if a peer has already ended.
 
     Args:
-        ledger: to count in; by default a new one.
+        ledger: counts the collectives; by default a new ledger.
 
     Attributes:
-        adds_in_wider: a reduce-scatter into a wider dtype adds in that one, and so rounds less than one in the dtype of what
-            is summed. Elsewhere the sum is rounded to that dtype first.
+        adds_in_wider: whether a reduce-scatter into a wider dtype adds in the wider dtype, and so rounds less. Otherwise the sum
+            is first rounded to the dtype of the summands.
         watch: knows the collective that this rank waits in.
     """
 
@@ -108,35 +105,35 @@ class Transport(ABC):
 
     @property
     def name(self) -> str:
-        """Names the transport in tables."""
+        """The name of the transport in tables."""
         return type(self).__name__
 
     @abstractmethod
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
-        """Sums `flat` (ranks x n elements) over the ranks; this rank's n elements land in `out`.
+        """Sums `flat` (ranks x n elements) over the ranks; this rank's n elements are written to `out`.
 
-        `out` may be this rank's part of `flat`. The rest of `flat` is undefined afterwards. The ranks are those of `among`,
-        by default of the shard group.
+        `out` may be this rank's part of `flat`. The other parts of `flat` are undefined afterwards. The ranks are `among`, by
+        default the shard group.
         """
 
     @abstractmethod
     def start_all_gather(
         self, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
-        """Fills `flat` (ranks x n elements) with each rank's `own` n elements, in rank order.
+        """Fills `flat` (ranks x n elements) with the n elements `own` of each rank, in rank order.
 
-        `own` may be this rank's part of `flat`. The ranks are those of `among`, by default of the shard group.
+        `own` may be this rank's part of `flat`. The ranks are `among`, by default the shard group.
         """
 
     @abstractmethod
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
-        """Sends part i of `flat` (ranks x n elements) to the i-th rank; `out` takes one part from each.
+        """Sends part i of `flat` (ranks x n elements) to the i-th rank; `out` receives one part from each rank.
 
-        `out` is like `flat`, and other memory. The ranks are those of `among`, by default of the shard group.
+        `out` has the shape of `flat`, in different memory. The ranks are `among`, by default the shard group.
         """
 
     @abstractmethod
@@ -145,38 +142,38 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, label: Label, source: int | None = None) -> None:
-        """Copies rank 0's `tensor` to every rank, in place; with a `source`, that shard's to the ranks of the shard group."""
+        """Copies rank 0's `tensor` to all ranks in place. With a `source`, copies from this shard rank to the shard group."""
 
     @abstractmethod
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        """Returns the elementwise sum over the shard group of a small tensor, on its own device."""
+        """Returns the elementwise sum of a small tensor over the shard group, on the tensor's device."""
 
     def agree_largest(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the largest of the ranks' float64 scalars, on its own device; NaN if one is NaN."""
-        # Python's own `max` passes over a NaN that is not the first.
+        """Returns the largest of the ranks' float64 scalars, on the scalar's device; NaN if one of them is NaN."""
+        # Python's `max` ignores a NaN at any position after the first.
         return value.new_tensor(self.exchange(value.item())).max()
 
     @abstractmethod
     def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
-        """Sends a small host tensor to the other ranks, without touching the device's queue.
+        """Sends a small host tensor to the other ranks, without using the device's queue.
 
         Returns:
-            A function to call once. It waits for the other ranks' tensors and returns the elementwise maximum of all.
+            A function to be called once. It waits for the other ranks' tensors, and returns the elementwise maximum of all.
         """
 
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        """Returns the elementwise maximum over the ranks of a small host tensor, without touching the device's queue."""
+        """Returns the elementwise maximum of a small host tensor over the ranks, without using the device's queue."""
         return self.start_agree_max(values, label)()
 
     @abstractmethod
     def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
-        """Waits until every rank has come here for the same purpose.
+        """Waits until every rank has called `barrier` for the same purpose.
 
         Args:
-            alone: what lets one rank do it by itself, for the error: "wrap the call in ...".
+            alone: for the error, a way to do the same on one rank only: "wrap the call in ...".
 
         Raises:
-            CommunicationError: within `timeout_s` on the ranks that came, when some did not or came for something else.
+            CommunicationError: within `timeout_s`, on the ranks that called, if other ranks did not call or had another purpose.
         """
 
     @abstractmethod
@@ -184,18 +181,18 @@ class Transport(ABC):
         """Returns every rank's picklable `value`, in rank order.
 
         Args:
-            purpose: the same on all ranks; ranks that come with different ones are told so.
+            purpose: the same on all ranks. If ranks pass different purposes, all of them raise an error.
         """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataParallelGroup:
-    """Ranks with the same part of the model that step together: they share its state and sum its gradients.
+    """Ranks with the same part of the model that step together: they share the state and sum the gradients.
 
     Attributes:
         groups, transport: of these ranks.
-        all_groups, all_transport: of all ranks that hold this part. With `comm.sync_every` these are more: outer steps alone
-            bring the others to the same values.
+        all_groups, all_transport: of all ranks with this part. With `comm.sync_every` there are more of them, and only outer
+            steps make the others' values equal.
     """
 
     groups: Groups
@@ -205,7 +202,7 @@ class DataParallelGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is in the first of the groups that have the same state."""
+        """Whether this rank is in the first of the groups with the same state."""
         return self.all_groups.rank == self.all_groups.shard_rank
 
 
@@ -213,7 +210,7 @@ class DataParallelGroup:
 
 
 class LocalTransport(Transport):
-    """The transport of world size 1, with or without a process group."""
+    """The transport for a world size of 1, with or without a process group."""
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -239,7 +236,7 @@ class LocalTransport(Transport):
         return self._nothing(label)
 
     def broadcast(self, tensor: torch.Tensor, label: Label, source: int | None = None) -> None:
-        """Does nothing: one rank already holds its own values."""
+        """Does nothing: a single rank already has its own values."""
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         return values
@@ -251,7 +248,7 @@ class LocalTransport(Transport):
         return lambda: values
 
     def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
-        """Returns at once: one rank is all ranks."""
+        """Returns at once: a single rank is all ranks."""
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         return [value]
@@ -348,182 +345,6 @@ class StepsInOrder:
 
     def _forget_those_at_their_last(self) -> None:
         self._under_way = [steps for steps in self._under_way if not steps.is_at_its_last]
-
-
-# ---- Copies of a model that is split over ranks ----
-
-
-class Agreement:
-    """Sums small values over all ranks of a split model in two stages, with the same bits on all of them.
-
-    First over the ranks with the same part of the model, then over the ranks of one copy.
-    """
-
-    def __init__(self, dp_group: Transport, copy: Transport):
-        self._transports = (dp_group, copy)
-
-    def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        """Returns the elementwise sum over the ranks of a small tensor, on its own device."""
-        for transport in self._transports:
-            values = transport.agree_sum(values, label)
-        return values
-
-    def agree_largest(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the largest of the ranks' float64 scalars, on its own device; NaN if one is NaN."""
-        for transport in self._transports:
-            value = transport.agree_largest(value)
-        return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelCopies:
-    """The copies of a model that is split over ranks.
-
-    Attributes:
-        copies: the ranks of each copy, in the order of their parts.
-        dp_groups: the ranks that hold the same part, for each part: they are what ZeRO shards over.
-    """
-
-    copies: tuple[tuple[int, ...], ...]
-    dp_groups: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, everyone: Sequence[tuple[int, ...]]) -> "ModelCopies":
-        """
-        Args:
-            everyone: of each rank, in order, the ranks that its copy of the model is split over.
-
-        Raises:
-            ConfigError: these are not copies of equal size that have each rank once.
-        """
-        copies = tuple(dict.fromkeys(everyone))
-        ranks = [rank for copy in copies for rank in copy]
-        if sorted(ranks) != list(range(len(everyone))) or len({len(copy) for copy in copies}) > 1:
-            raise ConfigError(
-                f"hf_zero: the model is split over the ranks {[list(copy) for copy in copies]}; allowed: sets of one "
-                f"size that have each of the {len(everyone)} ranks once. Load it with the same tp_size and ep_size "
-                "on all ranks."
-            )
-        dp_groups = tuple(tuple(sorted(members)) for members in zip(*copies))
-        return cls(copies=copies, dp_groups=dp_groups)
-
-    def part_in_words(self, rank: int) -> str:
-        """Names a rank's copy and part by their indices along the data and tensor parallel dimensions."""
-        data, copy = next((place, copy) for place, copy in enumerate(self.copies) if rank in copy)
-        return f"dp {data}, tp {copy.index(rank)}"
-
-
-# ---- A barrier with a time limit, which leaves the process group usable when some ranks do not come ----
-
-_PAUSE_S = 0.02
-_LOOK_S = 10.0
-
-
-class StoreBarrier:
-    """A barrier of some ranks through the launcher's store.
-
-    gloo's own monitored barrier keeps time on rank 0 alone, and its time limit closes the connections of the group.
-
-    Args:
-        world: the ranks that meet.
-        name: the same on all ranks, and of this transport alone.
-    """
-
-    def __init__(self, world: RankGroup, watchdog: Watchdog, name: str):
-        self._ranks = world.ranks
-        self._own = self._ranks[world.index]
-        self._watchdog = watchdog
-        self._name = name
-        self._count = 0
-
-    def wait(self, purpose: str, timeout_s: float, alone: str = "") -> None:
-        """Waits until every rank is here.
-
-        Args:
-            alone: what lets one rank do it by itself, for the error.
-
-        Raises:
-            CommunicationError: `timeout_s` have passed, a rank has ended or left without coming, or waits for this one in
-                another collective; names those that did not come, and where they are.
-        """
-        self._count += 1
-        with self._watchdog.inside(call_of(purpose)) as wait:
-            try:
-                self._wait(wait, purpose, timeout_s, alone)
-            except (dist.DistNetworkError, StoreSilentError) as error:
-                silent = str(error) if isinstance(error, StoreSilentError) else None
-                what = silent or "the process that keeps the ranks' store has ended, rank 0's or the launcher's"
-                raise _came_alone(purpose, what, alone) from error
-
-    def _wait(self, wait: Wait, purpose: str, timeout_s: float, alone: str) -> None:
-        if self._watchdog.with_store(self._arrive, CALL_S):
-            raise _came_alone(purpose, "the others have given up waiting for this rank", alone)
-        pause_s, look_s = 1e-3, _LOOK_S
-        while missing := self._watchdog.with_store(self._missing, CALL_S):
-            # A store tells nobody that a rank has died: the missing ones are looked up.
-            lost = self._watchdog.with_store(lambda store: self._watchdog.gone(store, missing), CALL_S)
-            if lost or wait.seconds >= timeout_s:
-                # Before the raise: a rank that comes later must not wait for this one.
-                self._give_up(purpose, missing)
-                what = f"ranks {lost} have ended" if lost else f"waited {timeout_s:.0f} s for ranks {missing}"
-                raise _came_alone(purpose, what, alone, self._watchdog.lines(wait, enough=lost[0] if lost else None))
-            if wait.end is not None:
-                self._give_up(purpose, missing)
-                raise wait.end
-            if wait.seconds >= look_s:
-                look_s += _LOOK_S
-                self._refuse_to_wait_in_vain(purpose, missing, wait, alone)
-            # Not by the store's own `wait`: at the end of a patience it prints warnings.
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_S)
-
-    def _refuse_to_wait_in_vain(self, purpose: str, missing: list[int], wait: Wait, alone: str) -> None:
-        lines = self._watchdog.look_for(missing, wait)
-        if lines is not None:
-            self._give_up(purpose, missing)
-            raise _came_alone(purpose, f"ranks {missing} wait for this one elsewhere", alone, lines)
-
-    def _give_up(self, purpose: str, missing: list[int]) -> None:
-        def tell(store: Keys) -> None:
-            self._in(store).set("given up", "")
-            self._watchdog.write_reason(store, f"only some ranks came to {purpose}", missing)
-
-        self._watchdog.with_store(tell, CALL_S)
-
-    # ---- in the thread of the store ----
-
-    def _arrive(self, store: Keys) -> bool:
-        """Registers this rank; returns whether the others have given up."""
-        barrier = self._in(store)
-        if barrier.check("given up"):
-            return True
-        barrier.set(f"came {self._own}", "")
-        if barrier.add("count", 1) == len(self._ranks):
-            barrier.set("complete", "")
-        return False
-
-    def _missing(self, store: Keys) -> list[int]:
-        barrier = self._in(store)
-        # One question where all ranks are here, in place of one for each rank.
-        if barrier.check("complete"):
-            return []
-        return [rank for rank in self._ranks if not barrier.check(f"came {rank}")]
-
-    def _in(self, store: Keys) -> Keys:
-        return store.below(f"hf_zero/{self._name}/{self._count}")
-
-
-def call_of(purpose: str) -> str:
-    """Names a call of the script as a collective, for messages such as "has waited in the call of full_grad"."""
-    return f"call of {purpose}"
-
-
-def _came_alone(purpose: str, what: str, alone: str, lines: str = "") -> CommunicationError:
-    where, otherwise = f"\n{lines}\n" if lines else " ", f", or {alone}" if alone else ""
-    return CommunicationError(
-        f"hf_zero: only some ranks came to {purpose}; {what}.{where}It is collective: call it on every rank, outside "
-        f"`if is_main_process`{otherwise}. The time limit is `comm.late_s`, and of a save_state `comm.timeout_s`."
-    )
 
 
 # ---- torch.distributed's own flat collectives, asynchronous: what NCCL and other device backends are best at ----
@@ -697,209 +518,3 @@ class CollectiveTransport(Transport):
         size = len(ranks)
         sent = nbytes * (size - 1) // size
         return self.ledger.count(label, sent, sent * elsewhere // max(size - 1, 1) if elsewhere else 0)
-
-
-# ---- Reduce-scatter and all-gather by send and receive, straight from and into the flat buffer ----
-#
-# gloo has no reduce-scatter of its own: the stock one is an all-reduce and a copy, twice the bytes on the wire. Here each
-# rank sends a peer the peer's part and adds what it receives in rank order, so that the sum does not depend on timing.
-
-_REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
-"""Keep our messages apart from sends of the script's own in the same process group; the channel is added."""
-
-
-class PointToPointTransport(CollectiveTransport):
-    """Sends and receives host tensors over gloo. Broadcasts and all-reduces stay gloo's own."""
-
-    adds_in_wider = True
-
-    def __init__(self, groups: Groups, timeout_s: float, ledger: Ledger | None = None):
-        super().__init__(groups, ledger)
-        self._timeout_s = timeout_s
-        self._control_group = groups.control_group
-        # Indices in the control group, which holds all ranks of the world.
-        self._places = {rank: place for place, rank in enumerate(groups.world.ranks)}
-        # A dropped engine's messages would otherwise be taken for those of this one.
-        finish_abandoned(timeout_s)
-
-    def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        if self._groups.shard.size < self._groups.world.size:
-            return super().agree_sum(values, label)
-        return self._start_swap(values, label)().sum(0)
-
-    def start_reduce_scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
-    ) -> Handle:
-        group = among or self._groups.shard
-        entry = self._count(label, group, flat.nbytes)
-        parts = list(flat.chunk(group.size))
-        received = {peer: torch.empty_like(parts[peer]) for peer in group.peers[1:]}
-        # `out` takes the first peer's part, unless it lies in `flat` itself or has another dtype.
-        first = group.peers[0]
-        received[first] = out if self._is_scratch(out, flat) else torch.empty_like(parts[first])
-        transfers = self._start(_REDUCE_TAG, label, group, received, parts)
-
-        def complete() -> None:
-            # All parts first, then the sum in rank order: added as they arrive, the result would depend on timing.
-            transfers.wait()
-            received[group.index] = parts[group.index]
-            sum_in_rank_order([received[place] for place in range(group.size)], out)
-
-        return Handle(label, self.ledger, complete, entry=entry)
-
-    def start_all_gather(
-        self, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
-    ) -> Handle:
-        group = among or self._groups.shard
-        entry = self._count(label, group, flat.nbytes)
-        parts = flat.chunk(group.size)
-        transfers = self._start(_GATHER_TAG, label, group, parts, [own] * group.size)
-        if own.data_ptr() != parts[group.index].data_ptr():
-            # Behind the start: the messages are on their way while this rank copies.
-            parts[group.index].copy_(own)
-        return Handle(label, self.ledger, transfers.wait, entry=entry)
-
-    def start_all_to_all(
-        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
-    ) -> Handle:
-        group = among or self._groups.shard
-        entry = self._count(label, group, flat.nbytes)
-        parts, places = flat.chunk(group.size), out.chunk(group.size)
-        transfers = self._start(_EXCHANGE_TAG, label, group, places, parts)
-        places[group.index].copy_(parts[group.index])
-        return Handle(label, self.ledger, transfers.wait, entry=entry)
-
-    def _start(
-        self,
-        tag: int,
-        label: Label,
-        group: RankGroup,
-        received: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
-        sent: Sequence[torch.Tensor],
-    ) -> Transfers:
-        """Receives a part from each peer and sends each peer its part."""
-        tag += label.channel
-        ranks, control = group.ranks, self._control_group
-        with self._starting(label):
-            # All receives before all sends: a peer's send begins once its receive is posted.
-            works = [(ranks[p], control.recv([received[p]], self._places[ranks[p]], tag)) for p in group.peers]
-            works += [(ranks[p], control.send([sent[p]], self._places[ranks[p]], tag)) for p in group.peers]
-        return Transfers(works, self._timeout_s)
-
-    @staticmethod
-    def _is_scratch(out: torch.Tensor, flat: torch.Tensor) -> bool:
-        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-        return out.dtype == flat.dtype and not begin <= out.data_ptr() < end
-
-
-# ---- Chooses the transport for a backend and a device, and makes data parallel groups ----
-
-
-def choose_transport(groups: Groups, device: torch.device, timeout_s: float, ledger: Ledger | None = None) -> Transport:
-    """Chooses: nothing for one rank, point to point for gloo on the host, the backend's own collectives otherwise."""
-    is_alone = groups.world_size == 1
-    if ledger is None:
-        ledger = Ledger(clock(device), None if is_alone else watch_over(groups), is_timed=device.type == "cpu")
-    if is_alone:
-        return LocalTransport(ledger)
-    if groups.backend == "gloo" and device.type == "cpu":
-        return PointToPointTransport(groups, timeout_s, ledger)
-    return CollectiveTransport(groups, ledger)
-
-
-def choose_group(groups: Groups, device: torch.device, ledger: Ledger | None = None) -> DataParallelGroup:
-    """Makes the data parallel group of these ranks; with `comm.sync_every`, also the one that steps together."""
-    transport = choose_transport(groups, device, groups.timeout_s, ledger)
-    in_step, own = groups.of_a_step(), transport
-    if in_step is not groups:
-        own = choose_transport(in_step, device, groups.timeout_s, transport.ledger)
-    return DataParallelGroup(groups=in_step, transport=own, all_groups=groups, all_transport=transport)
-
-
-# ---- Exchanges of small values through the launcher's store, for threads beside training ----
-
-_GLANCE_S = 0.02
-_SIGNATURE_BYTES = 32
-
-
-class StoreExchange:
-    """Exchanges values through the launcher's store, over a connection of its own.
-
-    Args:
-        name: the same on all ranks, and of this object alone.
-        secret: the same on all ranks, which never had it from the store.
-        timeout_s: how long an exchange waits for ranks that do not come.
-    """
-
-    def __init__(self, groups: Groups, name: str, secret: bytes, timeout_s: float):
-        self._groups = groups
-        self._secret = secret
-        self._timeout_s = timeout_s
-        self._count = 0
-        self._thread: StoreThread | None = None
-        if groups.world_size > 1:
-            self._thread = StoreThread(timeout_s)
-            # Also before Python ends: a thread that returns from a call to torch after that ends the process with an abort.
-            weakref.finalize(self, self._thread.close)
-            self._store = self._thread.keys.below(f"hf_zero/store_exchange/{name}")
-
-    def hurry(self, seconds: float) -> None:
-        """Shortens the waits for other ranks and for the store from now on: this process wants to end."""
-        self._timeout_s = seconds
-        if self._thread is not None:
-            self._thread.within_s = seconds
-
-    def exchange(self, value: Value) -> list[Value]:
-        """Returns every rank's picklable value, in rank order.
-
-        Raises:
-            CommunicationError: a rank or the store has not answered in time, or a value was written by none of the ranks.
-        """
-        if self._groups.world_size == 1:
-            return [value]
-        try:
-            return self._exchange(value)
-        except StoreSilentError as error:
-            raise CommunicationError(
-                f"hf_zero: the ranks cannot finish a checkpoint together: {error}. Look at that process and its host."
-            ) from error
-        except dist.DistNetworkError as error:
-            raise CommunicationError(
-                f"hf_zero: the launcher's store is gone, so the ranks cannot finish a checkpoint together ({error}). The host "
-                "that kept it was lost or has ended; its own error is the reason."
-            ) from error
-
-    def _exchange(self, value: Value) -> list[Value]:
-        self._count += 1
-        key, data = self._key(self._groups.rank), pickle.dumps(value)
-        self._store.set(key, self._signature(key, data) + data)
-        values = [value if rank == self._groups.rank else self._take(rank) for rank in range(self._groups.world_size)]
-        # All have come here, so all have read what was left at the place before.
-        self._store.delete(f"{self._count - 1}/{self._groups.rank}")
-        return values
-
-    def _key(self, rank: int) -> str:
-        return f"{self._count}/{rank}"
-
-    def _take(self, rank: int) -> Any:
-        began_s = time.monotonic()
-        # Not the store's own wait: its connection could not be told meanwhile to give up sooner.
-        while not self._store.check(self._key(rank)):
-            if time.monotonic() > began_s + self._timeout_s:
-                raise CommunicationError(
-                    f"hf_zero: rank {rank} did not come to finish a checkpoint. It ended, or was held up for more than "
-                    f"{self._timeout_s:.0f} s; its own error is the reason."
-                )
-            time.sleep(_GLANCE_S)
-        signed = self._store.get(self._key(rank))
-        signature, data = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
-        # Before unpickling: torch's store answers everyone who reaches its port, and an unpickled value may run code.
-        if not hmac.compare_digest(signature, self._signature(self._key(rank), data)):
-            raise CommunicationError(
-                f"hf_zero: what the launcher's store has from rank {rank} was not written by that rank. Others write into "
-                "the store: let only the run's own nodes reach MASTER_PORT."
-            )
-        return pickle.loads(data)
-
-    def _signature(self, key: str, data: bytes) -> bytes:
-        return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")

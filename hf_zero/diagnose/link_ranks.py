@@ -14,9 +14,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from ..comm.choice import choose_transport
 from ..comm.groups import Groups, own_group
 from ..comm.ledger import Label
-from ..comm.transport import ModelCopies, Transport, all_gather_flat, choose_transport
+from ..comm.model_copies import ModelCopies
+from ..comm.transport import Transport, all_gather_flat
 from ..config import CommConfig
 
 _TIMEOUT_S = 30.0

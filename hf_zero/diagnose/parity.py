@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.transport import ModelCopies
+from ..comm.model_copies import ModelCopies
 from ..config import AUTO, ConfigLike, ZeroConfig
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import SplitModel, is_dtensor

@@ -11,7 +11,8 @@ from torch import nn
 
 from ..buckets.bucket import rows_with_gradient
 from ..buckets.sharded import widen
-from ..comm.ledger import ErrorHook, Label
+from ..comm.error_hook import ErrorHook
+from ..comm.ledger import Label
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..hooks.weak import attach, detach
 from ..layout.intervals import Interval

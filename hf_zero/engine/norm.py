@@ -14,7 +14,8 @@ from ..arithmetic.flat import FLOAT_DTYPES, uses_kernels
 from ..arithmetic.sums import sums_of_squares
 from ..buckets.bucket import Bucket, Row
 from ..comm.ledger import Label
-from ..comm.transport import Agreement, Transport
+from ..comm.model_copies import Agreement
+from ..comm.transport import Transport
 from ..config import ZeroConfig
 from ..device import HostValue
 from ..extras import extra

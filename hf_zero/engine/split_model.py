@@ -14,17 +14,11 @@ from torch import nn
 
 from ..buckets.bucket import Bucket
 from ..buckets.memory import UnshardedMemory
+from ..comm.choice import choose_group, choose_transport
 from ..comm.groups import Groups
 from ..comm.ledger import Ledger
-from ..comm.transport import (
-    Agreement,
-    DataParallelGroup,
-    LocalTransport,
-    ModelCopies,
-    Transport,
-    choose_group,
-    choose_transport,
-)
+from ..comm.model_copies import Agreement, ModelCopies
+from ..comm.transport import DataParallelGroup, LocalTransport, Transport
 from ..config import CommConfig, ConfigError, ZeroConfig
 from ..layout.boxes import Box
 from ..layout.intervals import Interval

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..buckets.precision import for_evaluation, is_loaded, resolve_casts
 from ..checkpoint.commit import put_back
 from ..checkpoint.manifest import Manifest
-from ..comm.ledger import naming_lost_ranks
+from ..comm.error_hook import naming_lost_ranks
 from ..config import ConfigError, ZeroConfig
 from ..device import ask_for
 from ..engine.bucketing import refuse_other_engines

@@ -21,8 +21,8 @@ from ..buckets.memory import GatheredMemory
 from ..buckets.packed import bytes_beside
 from ..checkpoint.files import in_one_line
 from ..comm.arrivals import CommunicationError, leave_together, register_process
+from ..comm.error_hook import ErrorHook
 from ..comm.groups import keeps_launch_order
-from ..comm.ledger import ErrorHook
 from ..config import ConfigError, ZeroConfig
 from ..device import available_host_bytes, in_units
 from ..engine.assemble import anchor_numel

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..comm.ledger import ErrorHook
+from ..comm.error_hook import ErrorHook
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut
 from ..config.zero import differences

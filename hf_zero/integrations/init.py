@@ -17,7 +17,7 @@ from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.reader import SavedBlock, mapped_tensors, read_blocks
 from ..checkpoint.structure import is_foreign
-from ..comm.ledger import ErrorHook
+from ..comm.error_hook import ErrorHook
 from ..config import ZeroConfig
 from ..engine.assemble import FILES_ATTRIBUTE
 from ..engine.engine import ZeroEngine

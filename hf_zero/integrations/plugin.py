@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buckets.precision import check_cast_owner
-from ..comm.ledger import ErrorHook
+from ..comm.error_hook import ErrorHook
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
 from ..config.zero import changed

@@ -103,14 +103,14 @@ SEAMS = (
     Seam(
         owner="torch.autograd:profiler",
         names=("_is_profiler_enabled",),
-        where=("comm/ledger", "comm/transport"),
+        where=("comm/profiler_ranges", "comm/transport"),
         why="Collectives have names in profiles, which cost nothing where none is being made.",
         test="test_ledger.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
     ),
     Seam(
         owner="torch.autograd:",
         names=("_enable_record_function",),
-        where=("comm/ledger",),
+        where=("comm/profiler_ranges",),
         why="gloo notes the end of a collective in a profile that may have ended meanwhile, and crashes.",
         test="test_ledger.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
     ),

@@ -25,8 +25,8 @@ from ..checkpoint.files import CheckpointError, in_one_line
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.structure import is_foreign
 from ..comm.all_or_none import exchange_between_ranks
+from ..comm.error_hook import naming_lost_ranks
 from ..comm.groups import set_limit
-from ..comm.ledger import naming_lost_ranks
 from ..engine.engine import ZeroEngine
 from ..engine.sharded_model import computing_in
 from ..engine.split_model import is_dtensor

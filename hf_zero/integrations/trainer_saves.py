@@ -31,7 +31,7 @@ from ..checkpoint.structure import newest_first, step_of
 from ..checkpoint.writer import LivePieces, Piece, dtype_name, edited_while_written, is_small, lay_out, write_live
 from ..comm.all_or_none import Exchange
 from ..comm.arrivals import CommunicationError
-from ..comm.transport import StoreExchange
+from ..comm.store_exchange import StoreExchange
 from ..device import free_bytes
 from ..engine.engine import ZeroEngine
 from ..hooks.replaced import replaced

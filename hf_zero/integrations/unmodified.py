@@ -9,7 +9,7 @@ from functools import wraps
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..comm.ledger import write_error_file
+from ..comm.error_hook import write_error_file
 from ..config import ConfigError, ZeroConfig
 from ..hooks.replaced import AfterImport, replaced
 from .environment import RunRecord
@@ -208,7 +208,7 @@ def _say_and_end(error: BaseException) -> None:
     """Shows an error as Python does, from the script's first line on, and ends with status 1."""
     if isinstance(error, ConfigError):
         # Here, not above: it imports torch, and the script has its own time for that.
-        from ..comm.ledger import ErrorHook
+        from ..comm.error_hook import ErrorHook
 
         ErrorHook.installed()
     trace = _of_the_script(error.__traceback__)

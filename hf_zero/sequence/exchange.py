@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..comm.choice import choose_transport
 from ..comm.groups import Groups
 from ..comm.ledger import Label, Ledger
-from ..comm.transport import Transport, choose_transport
+from ..comm.transport import Transport
 from ..config import CommConfig
 
 _CHANNEL = 0x8000

@@ -39,14 +39,10 @@ from hf_zero.comm.arrivals import CommunicationError, RankProcess
 from hf_zero.comm.control import Control, GatherOrder, rounds
 from hf_zero.comm.groups import Groups, RankGroup, urgent_options
 from hf_zero.comm.ledger import Label, Ledger, Watch
-from hf_zero.comm.transport import (
-    CollectiveTransport,
-    Handle,
-    PointToPointTransport,
-    StepsInOrder,
-    StoreBarrier,
-    StoreExchange,
-)
+from hf_zero.comm.point_to_point import PointToPointTransport
+from hf_zero.comm.store_barrier import StoreBarrier
+from hf_zero.comm.store_exchange import StoreExchange
+from hf_zero.comm.transport import CollectiveTransport, Handle, StepsInOrder
 from hf_zero.comm.watchdog import Watchdog
 from hf_zero.config import CommConfig
 from hf_zero.device import SideQueue, queue_end

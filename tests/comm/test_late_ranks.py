@@ -32,8 +32,9 @@ from hf_zero import ZeroEngine, engine_of
 from hf_zero.buckets.bucket import Row
 from hf_zero.buckets.rows import PackedPart
 from hf_zero.comm.arrivals import CommunicationError, RankProcess
+from hf_zero.comm.collective_log import CollectiveLog
 from hf_zero.comm.diagnosis import DeviceQueue, RankReport, StragglerReport, is_to_end, others_are_behind
-from hf_zero.comm.ledger import SAVE, CollectiveLog, Label, Ledger, ScriptCollective, Wait, Watch
+from hf_zero.comm.ledger import SAVE, Label, Ledger, ScriptCollective, Wait, Watch
 from hf_zero.comm.rank_state import RankState, script_frame
 from hf_zero.comm.transport import Handle
 from hf_zero.comm.watchdog import StragglerWatch

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
 from hf_zero.buckets.sharded import ShardedGradientError
-from hf_zero.comm.ledger import ENDED, LABEL, STARTED
+from hf_zero.comm.collective_log import ENDED, LABEL, STARTED
 from hf_zero.engine.collectives import ReplicatedReduction
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.norm import NonFiniteGradientError

@@ -18,7 +18,8 @@ from wire_runs import go_on, resume, save, setting, start
 
 from hf_zero.comm.groups import Groups
 from hf_zero.comm.ledger import Label
-from hf_zero.comm.transport import CollectiveTransport, PointToPointTransport
+from hf_zero.comm.point_to_point import PointToPointTransport
+from hf_zero.comm.transport import CollectiveTransport
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.norm import NonFiniteGradientError

@@ -1,0 +1,100 @@
+"""Exchanges of small values through the launcher's store, for threads that run in parallel with training."""
+
+import hmac
+import pickle
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from .arrivals import CommunicationError
+from .groups import Groups
+from .store import StoreSilentError, StoreThread
+from .transport import Value
+
+_GLANCE_S = 0.02
+_SIGNATURE_BYTES = 32
+
+
+class StoreExchange:
+    """Exchanges values through the launcher's store, over its own connection.
+
+    Args:
+        name: the same on all ranks, and unique to this object.
+        secret: the same on all ranks, and never sent through the store.
+        timeout_s: how long an exchange waits for missing ranks.
+    """
+
+    def __init__(self, groups: Groups, name: str, secret: bytes, timeout_s: float):
+        self._groups = groups
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._count = 0
+        self._thread: StoreThread | None = None
+        if groups.world_size > 1:
+            self._thread = StoreThread(timeout_s)
+            # Close before Python ends as well: a thread returning from torch after the end would abort the process.
+            weakref.finalize(self, self._thread.close)
+            self._store = self._thread.keys.below(f"hf_zero/store_exchange/{name}")
+
+    def hurry(self, seconds: float) -> None:
+        """Shortens the waits for other ranks and for the store from now on, because this process wants to end."""
+        self._timeout_s = seconds
+        if self._thread is not None:
+            self._thread.within_s = seconds
+
+    def exchange(self, value: Value) -> list[Value]:
+        """Returns every rank's picklable value, in rank order.
+
+        Raises:
+            CommunicationError: a rank or the store did not answer in time, or a value was not written by any of the ranks.
+        """
+        if self._groups.world_size == 1:
+            return [value]
+        try:
+            return self._exchange(value)
+        except StoreSilentError as error:
+            raise CommunicationError(
+                f"hf_zero: the ranks cannot finish a checkpoint together: {error}. Look at that process and its host."
+            ) from error
+        except dist.DistNetworkError as error:
+            raise CommunicationError(
+                f"hf_zero: the launcher's store is gone, so the ranks cannot finish a checkpoint together ({error}). The host "
+                "that kept it was lost or has ended; its own error is the reason."
+            ) from error
+
+    def _exchange(self, value: Value) -> list[Value]:
+        self._count += 1
+        key, data = self._key(self._groups.rank), pickle.dumps(value)
+        self._store.set(key, self._signature(key, data) + data)
+        values = [value if rank == self._groups.rank else self._take(rank) for rank in range(self._groups.world_size)]
+        # All ranks have arrived here, so all have read the previous value, and its key can be deleted.
+        self._store.delete(f"{self._count - 1}/{self._groups.rank}")
+        return values
+
+    def _key(self, rank: int) -> str:
+        return f"{self._count}/{rank}"
+
+    def _take(self, rank: int) -> Any:
+        began_s = time.monotonic()
+        # Poll instead of using the store's own wait, which could not be shortened by `hurry`.
+        while not self._store.check(self._key(rank)):
+            if time.monotonic() > began_s + self._timeout_s:
+                raise CommunicationError(
+                    f"hf_zero: rank {rank} did not come to finish a checkpoint. It ended, or was held up for more than "
+                    f"{self._timeout_s:.0f} s; its own error is the reason."
+                )
+            time.sleep(_GLANCE_S)
+        signed = self._store.get(self._key(rank))
+        signature, data = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        # Check before unpickling: torch's store answers anybody with access to its port, and unpickling may run code.
+        if not hmac.compare_digest(signature, self._signature(self._key(rank), data)):
+            raise CommunicationError(
+                f"hf_zero: what the launcher's store has from rank {rank} was not written by that rank. Others write into "
+                "the store: let only the run's own nodes reach MASTER_PORT."
+            )
+        return pickle.loads(data)
+
+    def _signature(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")
