@@ -279,7 +279,7 @@ def _settings_of_events(kind: type[torch.Event]) -> dict[str, bool]:
 
 
 class Arrival:
-    """A started copy. This class represents a finished copy."""
+    """A started copy. This base class is a copy that finished at once."""
 
     def wait(self) -> None:
         """Waits until the copy has finished."""

@@ -54,7 +54,7 @@ EXTRAS = {
     "sequence": Extra(
         what="Sequences computed by several ranks together.",
         switch="`sp_size` of accelerate's ParallelismConfig",
-        factories=("seat:seat_sequence", "seat:seat_of"),
+        factories=("parallel:enable_sequence_parallel", "parallel:sequence_parallel_of"),
     ),
     "planner": Extra(
         what="The settings that fit a machine, their costs, and a recommendation.",

@@ -303,7 +303,7 @@ def cut_sequences(accelerator: Accelerator, engine: ZeroEngine) -> None:
     size = getattr(accelerator.parallelism_config, "sp_size", 1)
     if size > 1:
         try:
-            extra("sequence", "seat_sequence")(engine, size)
+            extra("sequence", "enable_sequence_parallel")(engine, size)
         except ConfigError:
             engine.close()
             raise

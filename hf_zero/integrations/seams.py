@@ -324,7 +324,7 @@ SEAMS = (
     Seam(
         owner="transformers:PretrainedConfig",
         names=("_attn_implementation",),
-        where=("integrations/config_model", "sequence/seat"),
+        where=("integrations/config_model", "sequence/parallel"),
         why="A model on the meta device is made without asking for installed kernels. No public name tells a model's kernel.",
         test="test_hostile_folders.py",
     ),

@@ -419,15 +419,15 @@ def _weighted_loss(trainer: Any, weight: float) -> Iterator[None]:
 @contextmanager
 def whole_logits(engine: ZeroEngine | None, sp_size: int, *, wanted: bool) -> Iterator[None]:
     """Gathers the logits of sequences that lie on several ranks only where they are wanted: they may not fit one rank."""
-    seat = None if engine is None or sp_size == 1 else extra("sequence", "seat_of")(engine.model)
-    if seat is None:
+    parallel = None if engine is None or sp_size == 1 else extra("sequence", "sequence_parallel_of")(engine.model)
+    if parallel is None:
         yield
         return
-    seat.wants_logits, before = wanted, seat.wants_logits
+    parallel.wants_logits, before = wanted, parallel.wants_logits
     try:
         yield
     finally:
-        seat.wants_logits = before
+        parallel.wants_logits = before
 
 
 # ---- A resumed Trainer takes as many rows a step as before, from its data position, on any number of ranks ----

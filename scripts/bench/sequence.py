@@ -31,11 +31,11 @@ def _model(sizes: dict[str, int]) -> Any:
 
 def _engine(model: Any, ranks: int) -> Any:
     from hf_zero import ZeroEngine
-    from hf_zero.sequence.seat import seat_sequence
+    from hf_zero.sequence.parallel import enable_sequence_parallel
 
     engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=1e-3)], 2)
     if ranks > 1:
-        seat_sequence(engine, ranks)
+        enable_sequence_parallel(engine, ranks)
     return engine
 
 

@@ -41,7 +41,7 @@ from hf_zero.config import ConfigError
 from hf_zero.engine.split_model import DifferentBatchesError
 from hf_zero.planner.request import exchanged_bytes
 from hf_zero.planner.trace import trace
-from hf_zero.sequence.seat import refuse_model, seat_of, seat_sequence
+from hf_zero.sequence.parallel import enable_sequence_parallel, refuse_model, sequence_parallel_of
 
 LAYOUTS = {kind: ("plain", "padded", "packed") if kind in CAUSAL else ("plain", "padded") for kind in KINDS}
 LIMIT = 1e-6
@@ -199,16 +199,16 @@ def test_models_that_a_sequence_cannot_be_cut_in_are_refused_by_name(make, confi
         refuse_model(model, 2)
 
 
-def _seated(rank: int, size: int = 2, **settings: Any) -> tuple[Any, ZeroEngine]:
+def _in_parallel(rank: int, size: int = 2, **settings: Any) -> tuple[Any, ZeroEngine]:
     model = model_of(SequenceJob())
     engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], {"stage": 2, **settings})
-    seat_sequence(engine, size)
+    enable_sequence_parallel(engine, size)
     return model, engine
 
 
 @on_shared_ranks
 def test_a_sequences_ranks_must_have_the_same_batch(rank, world_size):
-    model, engine = _seated(rank)
+    model, engine = _in_parallel(rank)
     ids = torch.randint(9, (1, 8), generator=torch.Generator().manual_seed(rank))
     with pytest.raises(DifferentBatchesError, match="ranks 0 and 1 share a sequence"):
         model(input_ids=ids, labels=ids)
@@ -217,7 +217,7 @@ def test_a_sequences_ranks_must_have_the_same_batch(rank, world_size):
 
 @on_shared_ranks
 def test_forwards_that_a_part_cannot_give_are_refused(rank, world_size):
-    model, engine = _seated(rank)
+    model, engine = _in_parallel(rank)
     ids = torch.zeros(1, 8, dtype=torch.long)
     for asked in ({"use_cache": True}, {"logits_to_keep": 2}, {"output_attentions": True}):
         with pytest.raises(ValueError, match=f"has {next(iter(asked))}"):
@@ -233,18 +233,18 @@ def test_forwards_that_a_part_cannot_give_are_refused(rank, world_size):
 def test_settings_that_do_not_go_with_sequences_are_refused(rank, world_size):
     for size, settings, why in ((3, {}, "does not divide the 2 ranks"), (2, {"out_of_memory": "halve"}, "halve")):
         with pytest.raises(ConfigError, match=why):
-            _seated(rank, size, **settings)
+            _in_parallel(rank, size, **settings)
 
 
 @on_shared_ranks
 def test_a_model_without_its_engine_and_a_copy_have_whole_sequences(rank, world_size):
-    model, engine = _seated(rank)
+    model, engine = _in_parallel(rank)
     job = SequenceJob(steps=1)
     [[batch]] = batches(job, 0, 1)
     cut = model(**batch)
     assert cut.logits.shape[1] == job.tokens // 2
     twin = copy.deepcopy(model)
-    assert seat_of(twin) is None
+    assert sequence_parallel_of(twin) is None
     whole = twin(**batch)
     assert whole.logits.shape[1] == job.tokens
     assert whole.loss.item() == pytest.approx(cut.loss.item(), rel=LIMIT)
@@ -261,7 +261,7 @@ def test_outputs_without_labels_are_whole_and_their_gradients_are_one_ranks(rank
     alone = model_of(job)
     loss = alone(input_ids=ids, output_hidden_states=True).logits.square().mean()
     loss.backward()
-    model, engine = _seated(rank)
+    model, engine = _in_parallel(rank)
     seen = model(input_ids=ids, output_hidden_states=True)
     assert seen.logits.shape[1] == seen.hidden_states[-1].shape[1] == 23
     seen.logits.square().mean().backward()
@@ -292,7 +292,7 @@ def test_a_rank_of_two_keeps_half_of_the_activations_and_logits(rank, world_size
     job = SequenceJob(steps=1, rows=1, tokens=512)
     [[batch]] = batches(job, 0, 1)
     whole = _saved_bytes(model_of(job), batch)
-    model, engine = _seated(rank)
+    model, engine = _in_parallel(rank)
     saved = _saved_bytes(model, batch)
     assert saved <= 0.55 * whole
     planned = [trace(model_of(job), batch, shape="", tokens=512 // size, sp_size=size).saved_bytes for size in (1, 2)]

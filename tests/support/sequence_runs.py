@@ -36,7 +36,7 @@ from transformers import (
 from hf_zero import ZeroPlugin
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.model_parallel import parallel_config
-from hf_zero.sequence.seat import seat_sequence
+from hf_zero.sequence.parallel import enable_sequence_parallel
 
 VOCABULARY = 97
 _SIZES: dict[str, Any] = dict(
@@ -165,7 +165,7 @@ def train_sequence(rank: int, world_size: int, job: SequenceJob) -> SequenceOutc
     optimizer = torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=0.9)
     engine = ZeroEngine(model, [optimizer], job.settings)
     if job.size > 1:
-        seat_sequence(engine, job.size)
+        enable_sequence_parallel(engine, job.size)
     losses, gradients, norms = [], {}, []
     together = job.size * job.tp
     for micros in batches(job, rank // together, world_size // together):

@@ -38,12 +38,12 @@ _LOSSES = (ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification)
 _IGNORED = -100
 """Label of a token that is not trained on."""
 
-# ---- Attention over a sequence that is cut over several ranks ----
+# ---- Attention over a sequence on several ranks ----
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WholeMask:
-    """The mask of a whole sequence, which replaces the mask of this rank's tokens. Layers pass it on, also in recomputations.
+    """The mask of a whole sequence, in place of the mask of this rank's tokens. Layers also pass it on in recomputations.
 
     Attributes:
         values: mask for the kernel; None if the kernel needs none.
@@ -57,7 +57,7 @@ class WholeMask:
 
 
 class _Shown:
-    """An object with some attributes replaced. A kernel sees an attention module with only some of the heads through it."""
+    """An object with some attributes replaced. Through this, a kernel sees an attention module with only some of the heads."""
 
     def __init__(self, shown: Any, **instead: Any):
         self.__dict__.update(instead)
@@ -109,7 +109,7 @@ def _attend(
 
 
 def _kernel_of(model: PreTrainedModel) -> str:
-    """Returns the attention kernel of a model, also if its config was copied from a model with a seat."""
+    """Returns the attention kernel of a model, also if its config was copied from a model with `SequenceParallel`."""
     name = model.config._attn_implementation
     return getattr(AttentionInterface().get(name), _KERNEL, name)
 
@@ -121,7 +121,7 @@ def _kernel(name: str, module: nn.Module) -> Callable[..., Any]:
     return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
 
 
-# ---- The seat: hooks around the forward of a model ----
+# ---- Hooks around the forward of a model ----
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,7 +146,7 @@ class _Cut:
     weight: torch.Tensor | None
 
     def arguments_of_mask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of transformers' mask functions for the whole sequence, given those for this rank's tokens."""
+        """Returns the arguments of transformers' mask functions for the whole sequence, from the ones for this rank's tokens."""
         is_causal = "allow_is_bidirectional_skip" not in asked
         mask = self.attention_mask
         if mask is None and not is_causal and self.length > self.tokens:
@@ -181,8 +181,8 @@ _FORWARDS = 2
 """The first arguments, whose batches are compared between the ranks."""
 
 
-class SequenceSeat:
-    """Cuts the batches of a model over the ranks of a sequence while an engine trains it.
+class SequenceParallel:
+    """Cuts the batches of a model over the ranks of a sequence while an engine trains the model.
 
     Args:
         engine: engine of a model that contains a model of transformers.
@@ -206,7 +206,7 @@ class SequenceSeat:
         self._kernel = _kernel_of(model)
         self._is_causal = _loss_of(model) is ForCausalLMLoss
         self._uses_cache = bool(getattr(model.config.get_text_config(), "use_cache", False))
-        # Other models compute the mean over a rank's own tokens, whatever number of items they get.
+        # Other models compute the mean over a rank's own tokens, whatever the number of items.
         self._counts_items = "loss_function" in inspect.getsource(type(model).forward)
         self._signature = inspect.signature(model.forward)
         self._cut: _Cut | None = None
@@ -216,12 +216,12 @@ class SequenceSeat:
         self._sets = _sequences_of(engine, size)
         self._ranks = SequenceRanks.create(self._sets, engine.device, engine.config.comm, engine.transport.ledger)
         self._register(model)
-        before, behind = WeakHook(self, SequenceSeat._cut_batch), WeakHook(self, SequenceSeat._join_outputs)
+        before, after = WeakHook(self, SequenceParallel._cut_batch), WeakHook(self, SequenceParallel._join_outputs)
         self._handles = [
             model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(behind, with_kwargs=True, always_call=True),
+            model.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
-        # A reference, so that a copied model, which no engine trains, has no seat.
+        # Store a reference: a copy of the model has no engine, and must not cut its batches.
         engine.model.__dict__[SEQUENCE_ATTRIBUTE] = EngineReference(self, keeps=True)
 
     def leave(self, model: PreTrainedModel) -> None:
@@ -233,32 +233,32 @@ class SequenceSeat:
     def _register(self, model: PreTrainedModel) -> None:
         kernel, reference = self._kernel, weakref.ref(self)
 
-        # No graph can hold these two functions: one sends to other ranks, and both read the state of the seat.
+        # No graph can hold these two functions: one sends to other ranks, and both read the state of this object.
         @torch.compiler.disable
         def attend(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
         ) -> Any:
             if isinstance(mask, WholeMask):
                 return _attend(kernel, module, query, key, value, mask, kwargs)
-            seat = reference()
-            if seat is not None and seat._cut is not None:
+            parallel = reference()
+            if parallel is not None and parallel._cut is not None:
                 raise ValueError(
                     f"hf_zero: {type(module).__name__} attends without a mask of transformers.masking_utils, so each rank would "
-                    f"attend to its own tokens alone. Train this model with sp_size 1, not {seat._size}."
+                    f"attend to its own tokens alone. Train this model with sp_size 1, not {parallel._size}."
                 )
             return _kernel(kernel, module)(module, query, key, value, mask, **kwargs)
 
         @torch.compiler.disable
         def make_mask(**asked: Any) -> Any:
             make: Callable[..., Any] = AttentionMaskInterface()[kernel]
-            seat = reference()
-            if seat is None or seat._cut is None:
+            parallel = reference()
+            if parallel is None or parallel._cut is None:
                 return make(**asked)
-            seat._has_mask = True
-            values = make(**seat._cut.arguments_of_mask(asked))
-            return WholeMask(values=values, ranks=seat._ranks, position_ids=seat._cut.position_ids)
+            parallel._has_mask = True
+            values = make(**parallel._cut.arguments_of_mask(asked))
+            return WholeMask(values=values, ranks=parallel._ranks, position_ids=parallel._cut.position_ids)
 
-        # Each seat has its own name, because two engines may train models in one process.
+        # Each object has its own name, because two engines may train models in one process.
         name = f"hf_zero_sequence_{id(self)}"
         setattr(attend, _KERNEL, kernel)
         AttentionInterface.register(name, attend)
@@ -412,20 +412,20 @@ class SequenceSeat:
         return value
 
 
-def seat_sequence(engine: ZeroEngine, size: int) -> None:
+def enable_sequence_parallel(engine: ZeroEngine, size: int) -> None:
     """Cuts the batches of an engine's model over the ranks of sequences from now on. Collective.
 
     Raises:
         ConfigError: the model or a setting does not support sequence parallelism; raised on all ranks.
     """
-    former = seat_of(engine.model)
+    former = sequence_parallel_of(engine.model)
     if former is not None:
         former.leave(_model_of(engine.model, size))
-    SequenceSeat(engine, size)
+    SequenceParallel(engine, size)
 
 
-def seat_of(model: nn.Module) -> SequenceSeat | None:
-    """Returns the seat of a model that an engine trains; None without one."""
+def sequence_parallel_of(model: nn.Module) -> SequenceParallel | None:
+    """Returns the `SequenceParallel` of a model under an engine; None without one."""
     reference = model.__dict__.get(SEQUENCE_ATTRIBUTE)
     return reference() if isinstance(reference, EngineReference) else None
 
@@ -455,7 +455,7 @@ def _two_dimensional(name: str, values: torch.Tensor | None) -> torch.Tensor | N
     return values
 
 
-# ---- Models and settings that sequence parallelism does not support ----
+# ---- Models and settings without support for sequence parallelism ----
 
 
 def _model_of(root: nn.Module, size: int) -> PreTrainedModel:
@@ -474,7 +474,7 @@ def _models_in(root: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def refuse_model(model: PreTrainedModel, size: int, tp_size: int = 1) -> None:
-    """Raises `ConfigError` for a model that would compute different results from parts of a sequence.
+    """Raises `ConfigError` for a model whose results would differ if computed from parts of a sequence.
 
     Args:
         tp_size: number of ranks that the model's heads are already split over.
