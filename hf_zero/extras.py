@@ -61,9 +61,9 @@ EXTRAS = {
         switch="`hf-zero plan`, `hf_zero.make_plan` or `stage: auto`",
         factories=(
             "planner:make_plan",
-            "planner:header",
-            "planner:table_of",
-            "planner:draw",
+            "tables:header",
+            "tables:table_of",
+            "picture:draw",
             "auto:config_for",
             "auto:forecast_at_start",
         ),

@@ -26,10 +26,14 @@ from ..forecast.peak import Activations, AtStart
 from ..integrations.announce import micro_batches_of
 from ..integrations.environment import trainer_in_callers
 from ..offload.files import free_disk_bytes
+from .batches import batch_of, inner_model, longest
+from .candidates import candidates_of
 from .layouts import COMMUNICATORS_BYTES, WORKSPACES_BYTES, Job
-from .planner import candidates_of, parts_that_help
-from .request import SetUp, batch_of, host_machine, inner_model, longest, optimizer_like_trainers, set_ups
+from .memory_savers import parts_that_help
+from .meta_models import optimizer_like_trainers
+from .request import host_machine
 from .search import Candidate, Choice, Machine, choose
+from .set_ups import SetUp, set_ups
 from .trace import free_for_training, reserve_on, trace
 
 # ---- `stage: auto`: the planner inside a run, with the memory that is free on all ranks ----

@@ -28,7 +28,8 @@ from ..device import free_bytes
 from ..forecast.fit import RESERVE, PlanError
 from ..forecast.peak import Activations, Live
 from ..hooks.tensors import differentiable_tensors
-from .request import checkpoint, exchanged_bytes, inner_model, is_checkpointed, part_of
+from .batches import exchanged_bytes, inner_model, part_of
+from .meta_models import checkpoint, is_checkpointed
 
 # ---- The memory of a micro-batch: a forward and a backward on tensors without memory, counted while they live ----
 #

@@ -33,7 +33,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.forecast.fit import NothingFitsError
 from hf_zero.planner.auto import assume, choose_config
-from hf_zero.planner.request import batch_of
+from hf_zero.planner.batches import batch_of
 
 STEPS, ROWS, LENGTH = 3, 2, 32
 MOST_WRONG = 1

@@ -71,7 +71,7 @@ class Workload:
         # transformers finds no loss by this class's name and warns before it falls back to this one.
         model.loss_type = "ForCausalLM"
         if self.recomputes:
-            from hf_zero.planner.request import checkpoint
+            from hf_zero.planner.meta_models import checkpoint
 
             checkpoint(model)
         return model

@@ -48,8 +48,9 @@ from ranks import RanksTimedOutError
 from hf_zero.config import AUTO, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.forecast.fit import FORECAST_ERROR
+from hf_zero.planner.batches import batch_of
 from hf_zero.planner.layouts import Job
-from hf_zero.planner.request import batch_of, checkpoint
+from hf_zero.planner.meta_models import checkpoint
 from hf_zero.planner.trace import trace
 
 HAS_TRL = find_spec("trl") is not None

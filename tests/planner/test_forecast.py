@@ -20,9 +20,10 @@ from training import LENGTH, bert, gpt2, llama
 from hf_zero import ConfigError, ZeroConfig, make_plan
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import ddp_state, state_plan
+from hf_zero.planner.batches import batch_of
 from hf_zero.planner.layouts import Job, lay_out, ranks_without_a_group
 from hf_zero.planner.layouts import ddp_state as planned_ddp
-from hf_zero.planner.request import batch_of, checkpoint
+from hf_zero.planner.meta_models import checkpoint
 from hf_zero.planner.trace import trace
 
 pytestmark = pytest.mark.timeout(200)

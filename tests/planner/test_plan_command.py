@@ -16,9 +16,9 @@ from training import bert, gpt2
 from transformers import GPT2Config
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
-from hf_zero.planner.planner import table_of
-from hf_zero.planner.request import checkpointing_argument
+from hf_zero.planner.meta_models import checkpointing_argument
 from hf_zero.planner.search import choose
+from hf_zero.planner.tables import table_of
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -180,7 +180,7 @@ def test_a_folder_without_an_architecture_or_of_a_stranger_is_refused(tmp_path):
 
 
 def test_a_picture_without_matplotlib_is_refused_after_the_plan_is_printed(config, monkeypatch, tmp_path):
-    monkeypatch.setattr("hf_zero.planner.planner.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_zero.planner.picture.find_spec", lambda name: None)
     result = hf_zero("plan", config, "--seq", "32", "--png", tmp_path / "plan.png")
     assert result.exit_code == 1 and "pip install matplotlib" in result.stderr and "stage" in result.stdout
 

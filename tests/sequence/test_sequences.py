@@ -39,7 +39,7 @@ from transformers import (
 from hf_zero import ZeroEngine, ZeroPlugin
 from hf_zero.config import ConfigError
 from hf_zero.engine.split_model import DifferentBatchesError
-from hf_zero.planner.request import exchanged_bytes
+from hf_zero.planner.batches import exchanged_bytes
 from hf_zero.planner.trace import trace
 from hf_zero.sequence.parallel import enable_sequence_parallel, refuse_model, sequence_parallel_of
 
