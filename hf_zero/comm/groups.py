@@ -557,7 +557,7 @@ def _make(
     *,
     is_urgent: bool = False,
 ) -> RankGroup:
-    """Makes this rank's group, out of disjoint groups of all ranks. Collective.
+    """Makes the group of this rank. `groups` must contain each rank exactly once. Collective.
 
     Args:
         backend: None means the backend of the default group.

@@ -164,7 +164,7 @@ def _patiently(call: Callable[[], Answer]) -> Answer:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the error may pass: a broken connection, a busy server, or an error page instead of JSON, but no refusal."""
+    """Whether a retry may help: after a broken connection, a busy server, or an error page instead of JSON."""
     if isinstance(error, HfHubHTTPError):
         return error.response is not None and error.response.status_code in _PASSING_STATUS
     return True

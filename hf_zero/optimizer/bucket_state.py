@@ -1,4 +1,4 @@
-"""The state that an optimizer keeps, and the memory of a bucket's master and state between steps."""
+"""The state of an optimizer, and the memory of a bucket's master and state between steps."""
 
 import copy
 import inspect
@@ -20,27 +20,27 @@ from ..layout.blocks import block_bytes, is_in_blocks
 from ..offload.files import StoredShard
 from ..offload.shards import Region
 
-# ---- Finds the state that an optimizer keeps, by a trial step of a copy before its first step ----
+# ---- Finds the state of an optimizer with a trial step of a copy before its first step ----
 
 _SHAPE = (4, 4)
-"""Of the trial parameter: a matrix, for optimizers that are made for those."""
+"""Shape of the trial parameter: a matrix, because some optimizers only support matrices."""
 LARGE_SHAPE = (128, 96)
-"""Of one that optimizers with state in blocks take for large: a multiple of the usual 256 elements of a block, and above the
-usual 4096 below which state is not in blocks."""
+"""Shape of a parameter that optimizers with state in blocks treat as large: a multiple of the usual block of 256 elements, and
+above the usual limit of 4096 elements for state in blocks."""
 _PLAIN = (torch.Tensor, int, float, str, type(None))
-"""Kinds of state that can be copied, and seen to be as it was."""
+"""Classes of state that can be copied and compared with the original."""
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "size", dict: "dict"}
-"""Classes whose values are saved one by one. Objects of a subclass would come back as another class."""
+"""Classes whose values are saved one by one. Objects of a subclass would be restored as another class."""
 _KEYS = (str, int, float, bool, type(None))
-"""Keys of dicts that JSON gives back as they were."""
+"""Classes of dict keys that JSON restores unchanged."""
 _OF_THE_DEVICE = ("capturable", "fused")
-"""Settings that a step on the host may refuse, and that change nothing of what is kept."""
+"""Settings that a step on the host may refuse, and that do not change the kinds of state."""
 DUE = "delayed "
-"""Prefix of keys in old checkpoints: gradients, settings and counts of steps that were one step late."""
+"""Prefix of keys in old checkpoints: gradients, settings and step counts of steps that were delayed by one."""
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a script gives to `optimizer.step`: positional and keyword arguments."""
+"""Arguments that a script passes to `optimizer.step`: positional and keyword arguments."""
 
 NO_ARGUMENTS: Arguments = ((), {})
 
@@ -61,15 +61,15 @@ def note_arguments(optimizer: torch.optim.Optimizer, arguments: Arguments) -> No
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether class and step are torch's own, whose step leaves parameters without a gradient alone."""
+    """Whether class and step are torch's own. Such a step ignores parameters without a gradient."""
     kind: Any = type(optimizer)
     return all(made.__module__.startswith("torch.optim.") for made in (kind, kind.step))
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> None:
-    """Runs the optimizer's arithmetic without the step hooks around it, with the noted arguments."""
-    # torch wraps the step of each optimizer class in the calls of its hooks when the first of the class is made. A class whose
-    # step calls its parent's runs a second wrapper: hence no hooks at all meanwhile.
+    """Runs the optimizer's arithmetic without its step hooks, with the noted arguments."""
+    # torch wraps the step of an optimizer class in the calls of its hooks when the first object of the class is made. If the
+    # step of a class calls its parent's step, a second wrapper runs. So remove all hooks for the call.
     step: Any = type(optimizer).step
     inner = step.__wrapped__ if getattr(step, "hooked", False) else step
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -82,7 +82,7 @@ def own_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def enter_training(optimizer: torch.optim.Optimizer) -> None:
-    """Calls `train()` of schedule-free optimizers, which refuse to step before."""
+    """Calls `train()` of schedule-free optimizers, which refuse to step without this call."""
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
@@ -91,14 +91,14 @@ def enter_training(optimizer: torch.optim.Optimizer) -> None:
 def double_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Makes an optimizer like this one with one group and state of its own, whose step leaves this one alone.
+    """Makes an optimizer like this one with its own group and state. Its step does not change this optimizer.
 
-    Its methods are the class's own, without the replacements of a scheduler or an engine.
+    Its methods are those of the class, without replacements by a scheduler or an engine.
     """
     kind = type(optimizer)
-    # Without `__init__`, whose arguments are the class's own affair.
+    # Skip `__init__`, whose arguments are unknown.
     double = object.__new__(kind)
-    # By attributes: `copy.copy` would leave out those that a class sets beside its groups.
+    # Copy the attributes, because `copy.copy` would leave out attributes other than the groups of some classes.
     attributes = optimizer.__dict__.items()
     double.__dict__.update({name: value for name, value in attributes if not callable(getattr(kind, name, None))})
     double.param_groups, double.state = [group], defaultdict(dict, state)
@@ -107,22 +107,22 @@ def double_of(
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Copies an optimizer group without its parameters."""
-    # Deep: the step of a double could otherwise write to a tensor or list in the script's settings.
+    # Copy deeply, because the step of a double may write to a tensor or list in the settings.
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
 def group_with(group: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
-    """Copies an optimizer group with some of its parameters, and their names if there are names."""
-    chosen = [place for place, tensor in enumerate(group["params"]) if wanted(tensor)]
+    """Copies an optimizer group with some of its parameters, and with their names if the group has names."""
+    chosen = [index for index, tensor in enumerate(group["params"]) if wanted(tensor)]
     parallel = [name for name in ("params", "param_names") if name in group]
-    return {**group, **{name: [group[name][place] for place in chosen] for name in parallel}}
+    return {**group, **{name: [group[name][index] for index in chosen] for name in parallel}}
 
 
 class CollectivesRefused(TorchDispatchMode):
-    """Raises RuntimeError at each collective of torch.distributed, in a trial: other ranks might not make it, and wait.
+    """Raises RuntimeError at each collective of torch.distributed in a trial, because other ranks may not take part.
 
     Attributes:
-        called: name of the last collective; None without any.
+        called: name of the last refused collective; None without one.
     """
 
     called: str | None = None
@@ -136,21 +136,21 @@ class CollectivesRefused(TorchDispatchMode):
 
 
 def without_collectives() -> AbstractContextManager[CollectivesRefused | None]:
-    """Opens a context in which no collective is made. None without a process group: then there are none, and steps are faster."""
+    """Opens a context without collectives. Yields None without a process group, for speed, because then there are none."""
     is_possible = torch.distributed.is_available() and torch.distributed.is_initialized()
     return CollectivesRefused() if is_possible else nullcontext()
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The findings of one step of an optimizer.
+    """The findings of one trial step of an optimizer.
 
     Attributes:
-        kinds: (name, dtype) of each state tensor with one value an element.
-        names: of all state of the parameter.
-        has_factors: some state tensors have other shapes than the parameter, or are in lists, tuples or dicts.
+        kinds: (name, dtype) of each state tensor with one value per element.
+        names: names of all state of the parameter.
+        has_factors: whether some state tensors have other shapes than the parameter, or are in lists, tuples or dicts.
         hindrance: the reason against early steps on copies; None without one.
-        unsaved: state that no checkpoint can hold, in words; None without any.
+        unsaved: state unfit for a checkpoint, in words; None without any.
     """
 
     kinds: tuple[tuple[str, torch.dtype], ...]
@@ -166,14 +166,14 @@ def try_step(
     dtype: torch.dtype,
     shape: tuple[int, int] = _SHAPE,
 ) -> Trial | None:
-    """Takes one step on a matrix of `dtype` in a group with these settings, by a double of the optimizer or a new one.
+    """Steps a matrix of `dtype` once, in a group with these settings, with a double of the optimizer or a new one.
 
-    None where neither can step.
+    Returns None if neither can step.
     """
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     group = settings_of(settings) | {"params": [parameter]}
-    # Those of the settings' own parameters.
+    # These are the names of the settings' own parameters.
     group.pop("param_names", None)
     trial = double_of(optimizer, group, {})
     try:
@@ -184,13 +184,13 @@ def try_step(
                 own_step(trial)
             draws = not torch.equal(torch.get_rng_state(), before)
     except Exception:
-        # A class that cannot step outside its own construction tells nothing beforehand; the caller decides what that means.
+        # The class cannot step without its constructor, so this trial shows nothing. The caller decides how to proceed.
         return _try_new(optimizer, settings_of(settings), dtype)
     return _trial_of(trial, parameter, draws=draws)
 
 
 def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draws: bool) -> Trial:
-    """Reads the findings behind a step; `draws`: the step has drawn random numbers."""
+    """Collects the findings after a step; `draws`: whether the step has drawn random numbers."""
     state, name = optimizer.state[parameter], type(optimizer).__name__
     tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value)}
     strange = [kind for kind, value in state.items() if not isinstance(value, _PLAIN)]
@@ -212,7 +212,7 @@ def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draw
     )
 
 
-# ---- State in lists, tuples and dicts, as flat values under names of their own ----
+# ---- State in lists, tuples and dicts, as flat values with separate names ----
 
 
 def _is_saved(value: Any) -> bool:
@@ -226,7 +226,7 @@ def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a parameter's state by kind, with the values of lists, tuples and dicts one by one.
 
     `GG = [a, [b]]` becomes `GG.0` = a and `GG.1.0` = b; `nested.GG` and `nested.GG.1` describe the lists. Containers of other
-    objects stay whole, and all do if two values would get one name.
+    objects stay whole, and all containers stay whole if two values would get the same name.
     """
     flat: dict[str, Any] = {}
     has_clash = False
@@ -249,15 +249,15 @@ def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_container(value: Any) -> bool:
-    # Others stay as they are, and are refused when they are saved.
+    # Other containers stay unchanged, and are refused by a save.
     return type(value) in _CONTAINERS and _is_saved(value)
 
 
 def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes the state again of which `flat_state` has made `flat`.
+    """Restores the state from the result of `flat_state`.
 
     Raises:
-        ValueError: a value of a list, tuple or dict is missing, or its description is none.
+        ValueError: a value of a list, tuple or dict is missing, or its description is invalid.
     """
     left = dict(flat)
 
@@ -267,7 +267,7 @@ def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
             return left.pop(kind_of(name))
         container, keys = json.loads(description)
         count = keys if isinstance(keys, int) else len(keys)
-        # One value after the other: a damaged count ends at the first that is missing.
+        # Build one value after the other, so a damaged count ends at the first missing value.
         values = [build(f"{name}.{number}") for number in range(count)]
         if container == "dict":
             return dict(zip(keys, values, strict=True))
@@ -275,7 +275,7 @@ def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
 
     state = {}
     try:
-        # Outer ones first: their names are shorter than those of the ones inside, which they consume.
+        # Build outer containers first: their names are shorter, and building them consumes the inner ones.
         for kind in sorted((kind for kind in flat if kind.startswith(NESTED)), key=len):
             if kind in left:
                 name = kind.removeprefix(NESTED)
@@ -289,7 +289,7 @@ def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_each(state: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns the state with each value changed, also those in lists, tuples and dicts."""
+    """Returns the state with each value changed, also inside lists, tuples and dicts."""
     return nested_state(
         {kind: value if kind.startswith(NESTED) else change(value) for kind, value in flat_state(state).items()}
     )
@@ -298,16 +298,16 @@ def with_each(state: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[st
 def state_kinds(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[str, torch.dtype], ...] | None:
-    """Returns (name, dtype) of each state tensor with one value an element, for rows of `dtype` in such a group.
+    """Returns (name, dtype) of each state tensor with one value per element, for rows of `dtype` in such a group.
 
-    None if no trial step is possible.
+    Returns None if no trial step is possible.
     """
     trial = try_step(optimizer, settings, dtype)
     return None if trial is None else trial.kinds
 
 
 def kinds_by_size(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Whether a large parameter has other kinds of state than a small one, as if only large ones have blocks."""
+    """Whether a large parameter has other kinds of state than a small one, for example if only large ones have blocks."""
     if is_of_torch(optimizer):
         return False
     small, large = (try_step(optimizer, settings, dtype, shape) for shape in (_SHAPE, LARGE_SHAPE))
@@ -317,9 +317,9 @@ def kinds_by_size(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any],
 def state_itemsizes(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[int, ...] | None:
-    """Returns bytes an element of each kind of state, for parameters of `dtype` in a group with these settings.
+    """Returns bytes per element of each kind of state, for parameters of `dtype` in a group with these settings.
 
-    None if no trial step is possible, and for state without one value an element (Adafactor's rows and columns).
+    Returns None if no trial step is possible, or if state does not have one value per element (Adafactor's rows and columns).
     """
     trial = _try_on_host(optimizer, settings, dtype)
     return None if trial is None or trial.has_factors else tuple(dtype.itemsize for _, dtype in trial.kinds)
@@ -328,9 +328,10 @@ def state_itemsizes(
 def with_dimensions(
     state: Mapping[str, Any], row: Row, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Reshapes the state of a parameter without dimensions, such as a temperature, to a row with one.
+    """Reshapes the state of a parameter without dimensions, such as a temperature, to a row with one dimension.
 
-    Its moments look like scalars. A trial step on a matrix, in a group with these settings, tells them apart.
+    The moments of such a parameter look like scalars. A trial step on a matrix, in a group with these settings, distinguishes
+    the two.
     """
     held = dict(state)
     scalars = {name: value for name, value in state.items() if torch.is_tensor(value) and not value.dim()}
@@ -347,19 +348,19 @@ def with_dimensions(
 
 
 def state_names(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of state that a step of a matrix leaves; none if no trial step is possible."""
+    """Returns the names of state after a step of a matrix; none if no trial step is possible."""
     trial = _try_on_host(optimizer, settings, torch.float32)
     return frozenset() if trial is None else trial.names
 
 
 def unsaved_state(optimizer: torch.optim.Optimizer) -> str | None:
-    """Names state that a step of a matrix leaves and no checkpoint can hold; None without any, or without a trial step."""
+    """Names state of a matrix unfit for a checkpoint; None without any, or if no trial step is possible."""
     trials = (_try_on_host(optimizer, group, torch.float32) for group in optimizer.param_groups)
     return next((trial.unsaved for trial in trials if trial is not None and trial.unsaved is not None), None)
 
 
 def _try_on_host(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
-    """Tries on the host an optimizer that steps on an accelerator."""
+    """Tries an optimizer for an accelerator on the host."""
     settings = {
         name: value.item() if torch.is_tensor(value) and value.numel() == 1 else value
         for name, value in settings_of(settings).items()
@@ -368,14 +369,14 @@ def _try_on_host(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], 
 
 
 def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
-    """Tries a new optimizer of the class, for those of torch that make their state when they are built.
+    """Tries a new optimizer of the class, for classes of torch that create their state in the constructor.
 
-    A double of torch 2.11's Adagrad, which is not built, has no state to step with.
+    A double is not constructed, so a double of torch 2.11's Adagrad has no state for a step.
     """
     kind: Any = type(optimizer)
     if not is_of_torch(optimizer):
         return None
-    # A group has more than the constructor takes, such as a scheduler's `initial_lr`.
+    # A group has more entries than the constructor has arguments, such as a scheduler's `initial_lr`.
     asked = {name: settings[name] for name in inspect.signature(kind).parameters if name in settings}
     parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
@@ -383,7 +384,7 @@ def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtyp
         new = kind([parameter], **asked)
         own_step(new)
     except Exception:
-        # One that wants another kind of parameter or gradient than a small dense matrix tells nothing beforehand.
+        # The class needs another kind of parameter or gradient than a small dense matrix, so nothing is known beforehand.
         return None
     return _trial_of(new, parameter, draws=False)
 
@@ -397,22 +398,22 @@ def tier_bytes_needed(
     with_gradients: bool,
     in_blocks: bool,
 ) -> int:
-    """Counts bytes of masters and optimizer state of a rank's part; `with_gradients`, of gradients too.
+    """Counts bytes of masters and optimizer state of a rank's part, and with `with_gradients` of gradients as well.
 
-    State that cannot be known beforehand counts nothing.
+    State that cannot be known beforehand is not counted.
 
     Args:
         owner: (optimizer, group) of each trained parameter.
-        shards_of: ranks that share a parameter's state.
-        in_blocks: large parameters have their state in 8-bit blocks.
+        shards_of: number of ranks that share a parameter's state.
+        in_blocks: whether large parameters have their state in 8-bit blocks.
     """
     kinds: dict[tuple, list[int]] = {}
-    # By the number of ranks that share it.
+    # Bytes by the number of ranks sharing them.
     total: dict[int, int] = {}
     for parameter, (index, group) in owner.items():
         precision, shards = precision_of(parameter), shards_of(parameter)
         key = (index, group, precision.master)
-        # One trial step for each group and dtype, since a model may have thousands of parameters.
+        # Run one trial step per group and dtype, because a model may have thousands of parameters.
         if key not in kinds:
             optimizer = optimizers[index] if index >= 0 else None
             found = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else ()
@@ -431,10 +432,10 @@ def tier_bytes_needed(
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyReport:
-    """Counts buckets that are stepped while backward goes on.
+    """Counts buckets with steps during backward.
 
     Attributes:
-        kept, forgotten: early steps so far that `optimizer.step()` used, and that it dropped and took again.
+        kept, forgotten: numbers of early steps so far that `optimizer.step()` used, and that it dropped and repeated.
         hindrance: the reason why some buckets cannot be stepped early with any amount of memory; None without one.
     """
 
@@ -447,10 +448,10 @@ class EarlyReport:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelReport:
-    """Counts buckets that kernels step.
+    """Counts buckets with steps by kernels.
 
     Attributes:
-        hindrances: the reasons why optimizers step the others themselves, each once.
+        hindrances: the reasons why optimizers step the other buckets themselves, each once.
     """
 
     buckets: int
@@ -458,21 +459,21 @@ class KernelReport:
     hindrances: tuple[str, ...]
 
 
-# ---- One bucket's master and optimizer state: fetched for a step, stored behind it ----
+# ---- One bucket's master and optimizer state: fetched for a step, and stored afterwards ----
 
 _HOST = torch.device("cpu")
 
 States = Mapping[Row, dict[str, Any]]
-"""The state of some of a bucket's rows by name: `optimizer.state` of them, or a copy."""
+"""The state of some of a bucket's rows by name: entries of `optimizer.state`, or a copy."""
 
 Regions = Mapping[str, torch.Tensor]
 """A file's contents by name: flat tensors in a buffer. Empty for a bucket without a file."""
 
 
 class Placeholders:
-    """Stand in `optimizer.state` for state that is elsewhere.
+    """Represent state that is stored elsewhere in `optimizer.state`.
 
-    Tensors of any shape without memory, which read as NaN, or 0 if the dtype has none.
+    A placeholder is a tensor of any shape without memory, which reads as NaN, or as 0 if the dtype has no NaN.
     """
 
     def __init__(self):
@@ -480,8 +481,8 @@ class Placeholders:
 
     def of(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOST) -> torch.Tensor:
         key = (dtype, device)
-        # One scalar for each dtype and device: `has` knows a placeholder by its address. A
-        # second scalar would pass for values, and its NaN would be stored as state.
+        # Use one scalar per dtype and device, because `has` recognizes a placeholder by its address. A second scalar would look
+        # like values, and its NaN would be stored as state.
         if key not in self._absent:
             self._absent[key] = torch.full(
                 (), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device
@@ -494,17 +495,17 @@ class Placeholders:
 
 
 def is_elementwise(value: Any, row: Row) -> TypeGuard[torch.Tensor]:
-    """Whether a value is state with one value an element of the row."""
+    """Whether a value is state with one value per element of the row."""
     return torch.is_tensor(value) and value.dim() > 0 and value.shape == row.tensor.shape
 
 
 class MasterPlace:
-    """Holds a bucket's master between steps: here in memory, of the bucket or as the parameters themselves.
+    """Stores a bucket's master between steps. In this class, it stays in memory: the bucket's, or the parameters' own.
 
     An early step writes to a second master in the same memory, which becomes the master if the step is used.
 
     Attributes:
-        is_away: the master is in memory during a step only.
+        is_away: whether the master is only in memory during a step.
     """
 
     is_away = False
@@ -514,15 +515,15 @@ class MasterPlace:
         self._spare: torch.Tensor | None = None
 
     def move_in(self) -> None:
-        """Stores the master of a bucket that has just been built."""
+        """Stores the master of a newly built bucket."""
 
     def fetch(self, regions: Regions) -> None:
-        """Fetches the master, and copies a script's edits into it."""
+        """Fetches the master, and copies a script's edits into the master."""
 
     def store(self) -> None:
-        """Writes the parameters from the master, and stores the master, behind a step.
+        """Writes the parameters from the master after a step, and stores the master.
 
-        Parameters of a master in memory follow behind the whole step. Stepped rows still have their gradients.
+        If the master stays in memory, the parameters are written after the whole step. Stepped rows still have their gradients.
         """
 
     def fetched_master(self) -> AbstractContextManager[None]:
@@ -534,19 +535,19 @@ class MasterPlace:
         row.tensor.copy_(values.view(row.tensor.shape))
 
     def view(self, row: Row, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        """Returns a row's master, live and without a copy. `tensor`: the row's."""
+        """Returns a row's live master without a copy. `tensor`: the row's tensor."""
         return tensor
 
     @property
     def region(self) -> Region | None:
-        """Returns the master's place in a file, if its digits are the parameters' own; None elsewhere."""
+        """Returns the master's region in a file if its dtype is the parameters' own; None otherwise."""
         return None
 
     def begin_aside(self, regions: Regions) -> torch.Tensor:
-        """Returns a copy of the master, (shard_numel,), for an early step to write to."""
+        """Returns a copy of the master, (shard_numel,), for the writes of an early step."""
         if self._spare is None:
             self._spare = self._bucket.tier.empty(self._bucket.layout.shard_numel, self._bucket.precision.master)
-        # By `data`, which has a version of its own: rows once made as views of this memory count its edits as their own.
+        # Use `data`, which has its own version. Rows made as views of this memory would count its edits as their own.
         return self._spare.data.copy_(self._bucket.master)
 
     def commit_aside(self) -> None:
@@ -557,26 +558,26 @@ class MasterPlace:
 
     @property
     def aside_bytes(self) -> int:
-        """Counts bytes of the second master now."""
+        """Returns the current bytes of the second master."""
         return 0 if self._spare is None else self._spare.nbytes
 
     @property
     def most_aside_bytes(self) -> int:
-        """Counts bytes of the second master at most."""
+        """Returns the maximum bytes of the second master."""
         return self._bucket.layout.shard_numel * self._bucket.precision.master.itemsize
 
 
 class StatePlace:
-    """Holds a bucket's optimizer state between steps: here in `optimizer.state`, as the optimizer made it.
+    """Stores a bucket's optimizer state between steps. In this class, it stays in `optimizer.state`, as the optimizer made it.
 
-    State elsewhere has placeholders in `optimizer.state`. Other tensors there (just loaded by the script, or made by the
-    optimizer) are the state itself, and are stored behind the bucket's next step.
+    State stored elsewhere has placeholders in `optimizer.state`. Other tensors there (just loaded by the script, or made by the
+    optimizer) are the state itself, and are stored after the bucket's next step.
 
     An early step writes to second tensors in the same memory, which become the state if the step is used.
 
     Attributes:
-        is_away: the state is in memory, or in full digits, during a step only.
-        lent_bytes: memory of the lent state, a buffer with a file's contents aside.
+        is_away: whether the state is only in memory, or only in full precision, during a step.
+        lent_bytes: memory of the state during a step, without a buffer for a file's contents.
     """
 
     is_away = False
@@ -586,67 +587,68 @@ class StatePlace:
         self._spare: dict[tuple[Row, str], torch.Tensor] = {}
 
     def lend(self, states: States, regions: Regions) -> None:
-        """Puts values into `states` in place of placeholders."""
+        """Replaces placeholders in `states` by values."""
 
     def store(self, states: States, regions: Regions) -> None:
-        """Stores the values of `states`, and leaves placeholders there."""
+        """Stores the values of `states`, and replaces them by placeholders."""
 
     def values(self, row: Row, name: str, value: Any) -> Any:
-        """Returns a row's `name` of `optimizer.state` with its values, perhaps as a copy."""
+        """Returns a row's `name` of `optimizer.state` with its values, possibly as a copy."""
         return value
 
     def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        """Returns a row's state, live and without a copy. `tensor`: the entry in `optimizer.state`."""
+        """Returns a row's live state without a copy. `tensor`: the entry in `optimizer.state`."""
         return tensor
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        """Stores a row's state that was loaded; returns the entry for `optimizer.state`."""
+        """Stores a row's loaded state; returns the entry for `optimizer.state`."""
         return state
 
     def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Counts bytes of the state. `tensors`: its entries in `optimizer.state`."""
+        """Returns the bytes of the state. `tensors`: its entries in `optimizer.state`."""
         return sum(tensor.nbytes for tensor in tensors)
 
     def begin_aside(self, states: States, regions: Regions) -> States:
-        """Returns copies of the rows' state for an early step. `states`, the entries, stay as they are."""
+        """Returns copies of the rows' state for an early step. The entries in `states` do not change."""
         own = {row: dict(state) for row, state in states.items()}
         self.lend(own, regions)
         for row, state in own.items():
-            # `lend` has put the step's own tensors into `own`. The rest is still
-            # the live state, which an in-place step would overwrite.
+            # `lend` has put separate tensors into `own`. The remaining values are still the live state, which an in-place step
+            # would overwrite.
             shared = [(name, value) for name, value in state.items() if value is states[row].get(name)]
             state |= {name: self._apart(row, name, value) for name, value in shared}
         return own
 
     def end_aside(self, states: States, regions: Regions) -> None:
-        """Stores the stepped copies in `states`, and leaves the entries for `optimizer.state` there."""
+        """Stores the stepped copies in `states`, and leaves entries for `optimizer.state` there."""
         self.store(states, regions)
 
     def exchange_aside(self) -> None:
         """Swaps stored state and copy, once, before the rows' entries follow."""
 
     def commit_aside(self, row: Row, old: dict[str, Any]) -> None:
-        """Keeps the old tensors of a row for the next copy. `old`: the row's former entries."""
-        # State that is away has its second copy in other blocks or on the file's other side; `_apart` clones the rest.
+        """Keeps the old tensors of a row for the next copy. `old`: the row's previous entries."""
+        # State stored elsewhere has its second copy in other blocks or on the file's other side; `_apart` clones other entries.
         if not self.is_away:
             self._spare |= {(row, name): value for name, value in old.items() if is_elementwise(value, row)}
 
     @property
     def aside_bytes(self) -> int:
-        """Counts bytes of the second state now."""
+        """Returns the current bytes of the second state."""
         return sum(tensor.nbytes for tensor in self._spare.values())
 
     def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
-        """Counts bytes of the second state at most. `dtypes`: of the state tensors with one value an element."""
+        """Returns the maximum bytes of the second state. `dtypes`: of the state tensors with one value per element."""
         return bucket.layout.shard_numel * sum(dtype.itemsize for dtype in dtypes)
 
     def close(self) -> None:
         """Frees the memory."""
 
     def _apart(self, row: Row, name: str, value: Any) -> Any:
-        """Copies an entry, for a step to write to."""
+        """Copies an entry for the writes of a step."""
         if self.is_away or not is_elementwise(value, row):
-            # Scalars too: torch's optimizers raise `step` in place, and a dropped early step would count in the live state.
+            # Copy scalars too: torch's optimizers increase `step` in place, and a dropped early step would count in the live
+            # state.
             return value.clone() if torch.is_tensor(value) else value
         spare = self._spare.get((row, name))
         if spare is None or spare.shape != value.shape or spare.dtype != value.dtype:
@@ -659,7 +661,7 @@ class BucketState:
 
     Args:
         optimizer: steps the bucket; None without one.
-        shard: the file of either; None if both are in memory.
+        shard: the file of master or state; None if both are in memory.
     """
 
     def __init__(
@@ -685,21 +687,21 @@ class BucketState:
         """Returns the entries of the bucket's rows in `optimizer.state`."""
         if self.optimizer is None:
             return {}
-        # Not by brackets alone: `optimizer.state` makes an entry when asked, and an empty one would look like a step taken.
+        # Check for existence first: reading `optimizer.state` creates an entry, and an empty entry would look like a step.
         register = self.optimizer.state
         return {row: register[row.tensor] for row in self.bucket.rows if row.tensor in register}
 
     def lend(self, buffer: torch.Tensor | None) -> None:
-        """Fetches everything for a step. `buffer`: with the file's contents."""
+        """Fetches everything for a step. `buffer`: contains the file's contents."""
         regions = self.regions_in(buffer)
         self.state.lend(self.registered(), regions)
         self.master.fetch(regions)
 
     def store(self, buffer: torch.Tensor | None) -> None:
-        """Stores everything behind a step. `buffer` then has the new contents of the file."""
+        """Stores everything after a step. `buffer` then contains the new contents of the file."""
         self.master.store()
         self.state.store(self.registered(), self.regions_in(buffer))
 
     def regions_in(self, buffer: torch.Tensor | None) -> Regions:
-        """Returns the views of a buffer with the file's contents."""
+        """Returns views of a buffer with the file's contents."""
         return {} if self.shard is None or buffer is None else self.shard.views(buffer)

@@ -1,4 +1,4 @@
-"""Moments in 8-bit blocks, masters that are rounded away, optimizer state in files, and the choice for each bucket."""
+"""Moments in 8-bit blocks, rounded masters, optimizer state in files, and the choice for each bucket."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from .bucket_state import (
     state_kinds,
 )
 
-# ---- The moments in 8-bit blocks, and their conversion ----
+# ---- Moments in 8-bit blocks, and their conversion ----
 
 CODES: dict[str, DynamicCode] = {
     "exp_avg": SIGNED,
@@ -41,15 +41,15 @@ CODES: dict[str, DynamicCode] = {
     "acc_delta": UNSIGNED,
     "sum": UNSIGNED,
 }
-"""By torch's names, which other optimizers use too. Not those of which a small error does harm: RMSprop's `grad_avg`, whose
-square is subtracted under a root; averages of parameters (ASGD), step sizes (Rprop)."""
+"""By torch's names, which other optimizers use too. Moments sensitive to small errors are left out: RMSprop's `grad_avg`, whose
+square is subtracted under a root; averages of parameters (ASGD); step sizes (Rprop)."""
 
 
 def codes_of_groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[tuple[int, int], dict[str, DynamicCode]]:
-    """Returns (optimizer, group), by number → name → code of each moment that the optimizer keeps in the group.
+    """Maps (optimizer, group), by number, to the code of each moment by name.
 
     Raises:
-        ConfigError: an optimizer with other state, or one that a trial step tells nothing about.
+        ConfigError: an optimizer has other state, or a trial step does not show its state.
     """
     return {
         (index, group): _codes_for(optimizer, settings)
@@ -59,11 +59,11 @@ def codes_of_groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[tuple[i
 
 
 class PackedMoments:
-    """Converts the moments of one bucket between 8-bit blocks, laid out as the shard, and float32 tensors.
+    """Converts the moments of one bucket between 8-bit blocks, with the layout of the shard, and float32 tensors.
 
     Args:
-        codes: of the moments, by name.
-        placeholders: stand in the optimizer's state for moments in blocks.
+        codes: the codes of the moments, by name.
+        placeholders: represent moments in blocks in the optimizer's state.
     """
 
     def __init__(self, bucket: Bucket, codes: Mapping[str, DynamicCode], placeholders: Placeholders):
@@ -73,7 +73,7 @@ class PackedMoments:
 
     @property
     def float_bytes(self) -> int:
-        """Counts bytes of all moments of the bucket in float32."""
+        """Returns the bytes of all moments of the bucket in float32."""
         return len(self.codes) * self._bucket.layout.shard_numel * torch.float32.itemsize
 
     def zeros(self) -> dict[str, PackedState]:
@@ -82,18 +82,18 @@ class PackedMoments:
         return {name: PackedState.zeros(numel, code, tier) for name, code in self.codes.items()}
 
     def packable(self, row: Row, state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-        """Returns the entries of a row's state that belong in blocks."""
+        """Returns the entries of a row's state to be stored in blocks."""
         if not is_in_blocks(row.slot.parameter.numel()):
             return []
         return [(name, value) for name, value in state.items() if name in self.codes and is_elementwise(value, row)]
 
     def unpack(self, states: States, packed: Mapping[str, PackedState]) -> dict[str, torch.Tensor]:
-        """Puts float32 tensors with the values of `packed` into `states` in place of placeholders.
+        """Replaces placeholders in `states` by float32 tensors with the values of `packed`.
 
         Returns:
-            the flat tensors, (shard_numel,), that they are views of, by name.
+            The flat tensors, (shard_numel,), by name. The tensors in `states` are views of them.
         """
-        # All of them, also where no row of `states` asks for it: blocks go back as a whole.
+        # Unpack all moments, even without a row in `states`, because blocks are packed again as a whole.
         lent = {}
         for name, coded in packed.items():
             lent[name] = self._bucket.tier.scratch(self._bucket.layout.shard_numel, torch.float32)
@@ -106,22 +106,22 @@ class PackedMoments:
 
     @torch.no_grad()
     def pack(self, states: States, lent: dict[str, torch.Tensor], packed: Mapping[str, PackedState]) -> None:
-        """Packs the moments in `states` into `packed`, as flat tensors that are zero where nothing is; leaves placeholders.
+        """Packs the moments in `states` into `packed`, as flat tensors with zeros in the gaps; leaves placeholders.
 
-        [Note: blocks of parameters] shows that this is the same on any layout, and [Note: nothing drifts] that rows which a step
-        leaves alone stay as they are.
+        [Note: blocks of parameters] explains why the result does not depend on the layout, and [Note: nothing drifts] why rows
+        without a step do not change.
 
         Args:
-            lent: from `unpack`.
+            lent: the result of `unpack`.
         """
         for row, state in states.items():
             for name, value in self.packable(row, state):
-                # A first step: there were no blocks to lend, and the optimizer has made tensors of its own. Scratch memory is
-                # not cleared: without `zero_`, its old bytes would become moments of rows without state.
+                # In a first step there were no blocks, and the optimizer has made its own tensors. Scratch memory is not
+                # cleared: without `zero_`, its old bytes would become moments of rows without state.
                 if name not in lent:
                     lent[name] = self._bucket.tier.scratch(self._bucket.layout.shard_numel, torch.float32).zero_()
                 view = row.of(lent[name])
-                # An optimizer may have replaced the tensor. A tensor that is still the lent one has its values there.
+                # Copy if the optimizer has replaced the tensor. An unchanged tensor already has its values in place.
                 if value.data_ptr() != view.data_ptr():
                     view.copy_(value)
                 state[name] = self.placeholder(row)
@@ -137,7 +137,7 @@ class PackedMoments:
 
 
 def _codes_for(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, DynamicCode]:
-    """Returns name → code of each moment that the optimizer keeps in a group with these settings."""
+    """Returns the code of each moment by name, for a group with these settings."""
     name, kinds = type(optimizer).__name__, state_kinds(optimizer, settings, torch.float32)
     if kinds is None:
         raise ConfigError(
@@ -157,7 +157,7 @@ def _codes_for(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> di
 
 
 class StateInBlocks(StatePlace):
-    """A bucket's moments in blocks, which are float32 while the bucket is stepped.
+    """A bucket's moments in blocks, converted to float32 during a step of the bucket.
 
     Moments of small parameters stay in the optimizer's state.
 
@@ -206,11 +206,11 @@ class StateInBlocks(StatePlace):
         return kept
 
     def make_ready(self, name: str, states: States) -> set[Row]:
-        """Puts the rows' moments into blocks, zero where there is none; returns the rows that had none."""
+        """Puts the rows' moments into blocks, with zeros for missing ones; returns the rows without previous moments."""
         new = set()
         for row, state in states.items():
             value = state.get(name)
-            # First: in all steps but the first, each moment is there.
+            # Check this first: after the first step, this is true for all moments.
             if self._moments.is_placeholder(value):
                 continue
             if value is not None:
@@ -226,7 +226,7 @@ class StateInBlocks(StatePlace):
         return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
 
     def end_aside(self, states: States, regions: Regions) -> None:
-        # Made at the first early step: a run without early steps has no second set of blocks.
+        # Allocate at the first early step, because a run without early steps needs no second set of blocks.
         if not self._packed_aside:
             self._packed_aside = self._moments.zeros()
         self._moments.pack(states, self._lent, self._packed_aside)
@@ -249,20 +249,19 @@ class StateInBlocks(StatePlace):
 # ---- bfloat16 parameters without a master: stepped in a temporary float32 copy, and rounded stochastically ----
 
 STEP = "rounding_step"
-"""The count of roundings of a parameter, beside the optimizer's own state."""
+"""Number of roundings of a parameter, stored next to the optimizer's own state."""
 
 _KEY_BITS = 63
 
 
 class RoundedMaster(MasterPlace):
-    """Makes a float32 master of a bucket's parameters for its step, and rounds the master into them behind it.
+    """Makes a float32 master of a bucket's parameters for a step, and rounds the master into the parameters afterwards.
 
     [Note: whose random bits]
-    An element's bits depend on the parameter's name, the element's index and the count of roundings alone: not on the world
-    size, the stage or the buckets. The count is in `optimizer.state` as `rounding_step`, so that a resumed run draws the same
-    bits.
+    An element's bits only depend on the parameter's name, the element's index and the number of roundings, not on the world size,
+    the stage or the buckets. The number is in `optimizer.state` as `rounding_step`, so a resumed run draws the same bits.
 
-    Moments in float32 make that 10 bytes a parameter under Adam, where a master makes it 14.
+    With float32 moments, Adam needs 10 bytes per parameter, instead of 14 with a master.
     Stochastic rounding in training: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
 
     Args:
@@ -287,21 +286,21 @@ class RoundedMaster(MasterPlace):
     def store(self) -> None:
         register = {} if self._optimizer is None else self._optimizer.state
         for row in self._bucket.rows:
-            # Stepped rows alone: a count for another row makes an entry in `optimizer.state`, as if a step were taken.
+            # Only count stepped rows: a count for another row would create an entry in `optimizer.state`, like a step.
             if row.tensor.grad is not None:
                 state = register[row.tensor]
                 round_row(row, self._bucket.master, self._bucket.own, count=state.get(STEP, 0))
-                # Behind the rounding, whose bits the old count chooses: a resumed run draws the same.
+                # Increase the count after rounding, because the old count selects the bits, also in a resumed run.
                 state[STEP] = state.get(STEP, 0) + 1
         self._bucket.store(self._absent)
 
     @contextmanager
     def fetched_master(self) -> Iterator[None]:
-        # In memory already, within another of these contexts: a second fetch would drop what has been written there.
+        # Inside another of these contexts, the master is already in memory. A second fetch would drop its edits.
         if not self._bucket.is_away:
             yield
             return
-        # Edits go to the parameter itself, from which the next step begins.
+        # Edits are written to the parameter itself, with which the next step begins.
         self._bucket.fetch(self._bucket.own.to(self._bucket.precision.master))
         try:
             yield
@@ -309,41 +308,41 @@ class RoundedMaster(MasterPlace):
             self._bucket.store(self._absent)
 
     def put(self, row: Row, values: torch.Tensor) -> None:
-        # A former run's master in a checkpoint is not needed: its rounded values were loaded as the parameters.
+        # A saved master of an earlier run is not needed, because its rounded values were loaded as the parameters.
         if not self._bucket.is_away:
             super().put(row, values)
 
 
 def round_row(row: Row, master: torch.Tensor, own: torch.Tensor, *, count: int) -> None:
-    """Rounds one row of `master` into `own`, both flat as the rank's shard.
+    """Rounds one row of `master` into `own`, both with the layout of the rank's shard.
 
     Args:
-        count: how often the parameter has been rounded before.
+        count: number of previous roundings of the parameter.
     """
     source, start = row.layout.in_shard, row.layout.in_parameter.start
     values = master[source.start : source.stop]
-    # The bits come in regions of the parameter; a row may begin within one.
+    # Random bits are drawn in regions of the parameter, and a row may begin inside a region.
     before = start % REGION_NUMEL
     padded = torch.cat([values.new_zeros(before), values]) if before else values
     rounded = torch.empty_like(padded, dtype=own.dtype)
-    # By the parameter's size, not the row's: another world size would draw other bits.
+    # Use the parameter's size instead of the row's, because the bits must not depend on the world size.
     offset = count * counters_for(row.slot.interval.numel) + counters_for(start - before)
     round_stochastically(padded, rounded, seed=_key_of(row.slot.name), offset=offset)
     own[source.start : source.stop].copy_(rounded[before:])
 
 
 def _key_of(name: str) -> int:
-    # Not `hash`, which Python salts anew in each process: ranks and resumed runs have to draw the same bits.
+    # Do not use `hash`, which Python salts in each process: ranks and resumed runs must draw the same bits.
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> (64 - _KEY_BITS)
 
 
-# ---- Masters and optimizer state in a file: in full digits, or moments in 8-bit blocks ----
+# ---- Masters and optimizer state in a file: in full precision, or moments in 8-bit blocks ----
 
 _HOST = torch.device("cpu")
 
 
 class MasterInFile(MasterPlace):
-    """Holds the master in a region of the bucket's file."""
+    """Stores the master in a region of the bucket's file."""
 
     is_away = True
 
@@ -362,11 +361,11 @@ class MasterInFile(MasterPlace):
 
     def fetch(self, regions: Regions) -> None:
         self._bucket.fetch(regions[MASTER])
-        # Behind the fetch, before the step: a script's edit of the parameter must be in the master that is stepped.
+        # After the fetch and before the step, because the stepped master must include a script's edits of the parameter.
         self._bucket.follow_edits()
 
     def store(self) -> None:
-        # Before the master is stored: the parameters are written from the values in memory.
+        # Write the parameters before the master is stored, from the values in memory.
         self._bucket.write_back()
         self._bucket.store(self._absent)
 
@@ -381,7 +380,7 @@ class MasterInFile(MasterPlace):
             yield
         finally:
             self._bucket.store(self._absent)
-            # The master was a view of `buffer`, which so has the caller's writes.
+            # The master was a view of `buffer`, which therefore contains the caller's writes.
             self._shard.write_region(MASTER, buffer)
             self._shard.written_bytes += buffer.nbytes
 
@@ -395,11 +394,11 @@ class MasterInFile(MasterPlace):
         return self._shard.mapped_part(MASTER, row.layout.in_shard) if self._bucket.is_away else tensor
 
     def begin_aside(self, regions: Regions) -> torch.Tensor:
-        # The buffer goes to the file's other side, and the sides change places.
+        # The buffer is written to the file's other side, and then the sides are swapped.
         return regions[MASTER]
 
     def commit_aside(self) -> None:
-        """Does nothing: the file's sides have changed places."""
+        """Does nothing, because the file's sides have already been swapped."""
 
     @property
     def most_aside_bytes(self) -> int:
@@ -407,12 +406,12 @@ class MasterInFile(MasterPlace):
 
 
 class StateInFile(StatePlace):
-    """Holds tensors with one value an element, each in a region of the bucket's file.
+    """Stores tensors with one value per element, each in a region of the bucket's file.
 
-    A parameter without dimensions has state like a scalar, which stays in `optimizer.state` as scalars do.
+    The state of a parameter without dimensions looks like a scalar, and stays in `optimizer.state` like scalars.
 
     Args:
-        names: of the regions.
+        names: the names of the regions.
     """
 
     is_away = True
@@ -450,22 +449,22 @@ class StateInFile(StatePlace):
         return 0
 
     def _exchange(self, states: States, regions: Regions, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Copies each state tensor into its place in the buffer, and puts `instead` of that place into `states`."""
+        """Copies each state tensor to its view of the buffer, and replaces the tensor in `states` by `instead(view)`."""
         for row, state in states.items():
             for name in self._names:
                 value = state.get(name)
                 if not is_elementwise(value, row):
                     continue
                 view = row.of(regions[name])
-                # A placeholder would copy NaN over the values in the buffer. Outside of the buffer lies state of a first step,
-                # of a load, and of an optimizer that replaces its tensors: without the copy, the file would not get that state.
+                # A placeholder would overwrite the values in the buffer with NaN. State outside of the buffer comes from a first
+                # step, from a load, or from an optimizer that replaces its tensors, and must be copied into the file.
                 if not self._placeholders.has(value) and value.data_ptr() != view.data_ptr():
                     view.copy_(value.view(view.shape))
                 state[name] = instead(view)
 
 
 class MomentsInFile(StatePlace):
-    """Holds moments in the file in 8-bit blocks; those of small parameters stay in `optimizer.state`."""
+    """Stores moments in the file in 8-bit blocks; moments of small parameters stay in `optimizer.state`."""
 
     is_away = True
 
@@ -478,7 +477,7 @@ class MomentsInFile(StatePlace):
         self._lent: dict[str, torch.Tensor] = {}
         self.lent_bytes = moments.float_bytes
         for name in moments.codes:
-            # Padding behind a parameter shares its last block's scale, and stays zero.
+            # The padding after a parameter shares the scale of its last block, and stays zero.
             self._pack_part(name, self._everything, torch.zeros(self._everything.numel))
 
     def lend(self, states: States, regions: Regions) -> None:
@@ -537,7 +536,7 @@ def kinds_in_blocks(names: Iterable[str], numel: int) -> list[Kind]:
 
 
 def _regions_of(name: str, interval: Interval) -> tuple[tuple[str, Interval], tuple[str, Interval]]:
-    """Returns (region, interval there) of codes and of scales of a moment's elements, which begin with a block."""
+    """Returns (region, interval in the region) of codes and of scales of a moment's elements, which begin with a block."""
     scales = Interval(interval.start // BLOCK_NUMEL, blocks(interval.stop))
     return ((f"{name} codes", interval), (f"{name} scales", scales))
 
@@ -546,31 +545,31 @@ def _regions_of(name: str, interval: Interval) -> tuple[tuple[str, Interval], tu
 
 
 class Places:
-    """Chooses the memory of each new bucket's state by its tier, precision and moments.
+    """Chooses the storage of each new bucket's state by its tier, precision and moments.
 
     Args:
-        tier: of buckets that are offloaded.
-        optimizers: of the engine, in its order.
+        tier: the tier of offloaded buckets.
+        optimizers: the engine's optimizers, in order.
 
     Attributes:
-        placeholders: stand in `optimizer.state` for state that is elsewhere.
+        placeholders: represent state stored elsewhere in `optimizer.state`.
 
     Raises:
-        ConfigError: `moments: 8bit` for an optimizer whose state does not go into blocks.
+        ConfigError: `moments: 8bit` for an optimizer whose state cannot be stored in blocks.
     """
 
     def __init__(self, config: ZeroConfig, tier: Tier, optimizers: Sequence[torch.optim.Optimizer]):
         self._tier = tier
         self._optimizers = optimizers
-        # For `moments: 8bit` alone: elsewhere an optimizer may keep state that no trial step shows.
+        # Only for `moments: 8bit`, because otherwise an optimizer may keep state unseen by a trial step.
         self._codes = codes_of_groups(optimizers if config.quantises_moments else ())
         self.placeholders = Placeholders()
 
     def of(self, bucket: Bucket) -> BucketState:
-        """Chooses for a bucket, and makes its file if need be.
+        """Chooses the storage of a bucket, and creates its file if needed.
 
         Raises:
-            ValueError: no trial step shows the state to lay out, or two regions would have one name.
+            ValueError: no trial step shows the state for a file, or two regions would have the same name.
             OffloadError: the disk is full.
         """
         is_stepped = bucket.trained and bucket.key.optimizer >= 0
@@ -579,7 +578,7 @@ class Places:
         is_in_blocks = bucket.trained and has_blocks(bucket.layout)
         moments = PackedMoments(bucket, codes if is_in_blocks else {}, self.placeholders)
         files = self._tier.files
-        # With `offload.ratio` below 1, the last buckets have the device's tier, and no file.
+        # With `offload.ratio` below 1, the last buckets use the device's tier, without files.
         if files is None or optimizer is None or bucket.tier is not self._tier:
             return BucketState(bucket, optimizer, self._master_in_memory(bucket, optimizer), _in_memory(moments))
         return self._in_file(bucket, optimizer, moments, files)
@@ -588,7 +587,7 @@ class Places:
         self, bucket: Bucket, optimizer: torch.optim.Optimizer, moments: PackedMoments, files: StateFiles
     ) -> BucketState:
         kinds = _kinds_in_file(bucket, optimizer, moments) if files.holds_state else []
-        # Where files are those of parameters, only a master with the parameters' own digits is in one.
+        # If the files only belong to parameters, a master is only in a file if its dtype is the parameters' own.
         has_master = bucket.precision.has_master and (files.holds_state or not bucket.precision.rounds)
         masters = [Kind(MASTER, bucket.precision.master, bucket.layout.shard_numel)] if has_master else []
         if not (masters or kinds):

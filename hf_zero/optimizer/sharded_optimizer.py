@@ -42,38 +42,38 @@ from .replicas import checksums
 from .scope import is_of_bitsandbytes, kept_by_parameter
 from .state_by_parameter import StateByParameter
 
-# ---- The user's own optimizer object, given this rank's rows instead of whole parameters ----
+# ---- The user's own optimizer object, with this rank's rows instead of whole parameters ----
 
 _SCALES_ITSELF = "_step_supports_amp_scaling"
-"""What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
+"""torch's attribute of optimizers that unscale gradients and skip steps themselves, such as fused ones."""
 
 SHARD_MARK = "hf_zero_shard"
 
 RowStates = dict[nn.Parameter, dict[str, Any]]
-"""By the whole parameter, the state of the row that a rank has of it, with its values."""
+"""Maps a whole parameter to the state of this rank's row, with its values."""
 
 
 class ShardedOptimizer:
-    """Swaps the parameters in an optimizer's groups for rows, and calls the engine around each step.
+    """Replaces the parameters in an optimizer's groups by rows, and calls the engine around each step.
 
-    The object, its groups and their order stay, so schedulers, per-group settings and later edits of them go on working.
-    A parameter of which this rank owns nothing leaves its group; a group may be empty.
+    The object, its groups and their order do not change, so schedulers, per-group settings and later edits of them keep working.
+    A parameter without elements on this rank is removed from its group; a group may be empty.
 
     Args:
-        optimizer: any `torch.optim.Optimizer` whose update scope suits the rows; its state is cut to them.
-        rows: this rank's row of each parameter that it owns a part of.
-        slots: of all parameters that the engine has in buckets.
-        identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.
-        before_step: called before each step; returns whether to take the step.
-        after_step: called behind each step, with the same answer.
-        holder: of the rows' state.
-        row_writes: sends what a script's hooks on the end of the step write to rows.
-        timeout_s: limit of a wait for other ranks in `optimizer.state[parameter]`.
-        add_group: called in place of `add_param_group`.
+        optimizer: any `torch.optim.Optimizer` whose update scope suits the rows; its state is cut to the rows.
+        rows: this rank's row of each parameter with elements on this rank.
+        slots: the slots of all parameters in buckets.
+        identity: describes this shard ("rank 1 of 2, …") in `state_dict()`.
+        before_step: called before each step; returns whether to run the step.
+        after_step: called after each step, with the same answer.
+        holder: stores the rows' state.
+        row_writes: sends rows edited by a script's hooks at the end of the step.
+        timeout_s: time limit for other ranks in `optimizer.state[parameter]`.
+        add_group: replaces `add_param_group`.
 
     Attributes:
-        rows: of this optimizer, in its order.
-        whole_groups: the parameters that the script gave to each group.
+        rows: the rows of this optimizer, in order.
+        whole_groups: the parameters of each group, as given by the script.
     """
 
     def __init__(
@@ -101,16 +101,16 @@ class ShardedOptimizer:
         self.whole_groups = [list(group["params"]) for group in optimizer.param_groups]
         self._whole_names = [group.get("param_names") for group in optimizer.param_groups]
         self.rows = [rows[p] for group in self.whole_groups for p in group if p in rows]
-        # Before rows take the parameters' places in the groups: these dicts and sets are found by the parameters there.
+        # Before the rows replace the parameters in the groups, because these dicts and sets are found through the parameters.
         kept = kept_by_parameter(optimizer)
         for group in optimizer.param_groups:
             group.update(group_with(group, lambda p: p in rows or p not in slots))
             group["params"] = [rows[p].tensor if p in rows else p for p in group["params"]]
         for row in self.rows:
-            # State from before the engine (a loaded optimizer) belongs to whole parameters.
+            # State from before the engine (of a loaded optimizer) belongs to whole parameters.
             self._cut_state(row)
             if not row.is_parameter:
-                # The same dict: a step that reads attributes of parameters (`lr_scale`) also sees later changes.
+                # Share the dict, so a step that reads attributes of parameters (`lr_scale`) also sees later changes.
                 row.tensor.__dict__ = row.slot.parameter.__dict__
         self._stand_ins = [(held, _stand_in(held, [row for row in self.rows if not row.is_parameter])) for held in kept]
         if is_of_bitsandbytes(optimizer):
@@ -134,25 +134,25 @@ class ShardedOptimizer:
             optimizer.register_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._before_state_dict)),
             optimizer.register_step_post_hook(WeakHook(self, ShardedOptimizer._on_hooks_ended)),
         ]
-        # Before the script's own post hooks, which read and edit parameters (an average, a projection): these have to be stepped
-        # parameters on all ranks, and their edits the last word.
+        # Run before the script's own post hooks. Their reads (an average, a projection) must see stepped parameters on all ranks,
+        # and their edits must not be overwritten.
         cast(OrderedDict, optimizer._optimizer_step_post_hooks).move_to_end(self._hooks[1].id, last=False)
-        # Fused optimizers offer to unscale and skip by themselves: by this rank's overflows, and in a step that has begun.
+        # Fused optimizers would unscale and skip themselves, based on this rank's overflows, and after a step has begun.
         self._scales_itself = optimizer.__dict__.get(_SCALES_ITSELF)
         optimizer.__dict__[_SCALES_ITSELF] = False
         self._stock_zero_grad = optimizer.zero_grad
         changed: Any = optimizer
         changed.zero_grad = self._make_zero_grad()
         changed.add_param_group = add_group
-        # The optimizer keeps its side of the engine alive; the hooks above, copied with it, do not.
+        # The optimizer keeps this object alive. The hooks above, which are copied with the optimizer, do not.
         changed._hf_zero_keeps = self
 
     def group_names(self, slot_of: Mapping[nn.Parameter, ParameterSlot]) -> list[list[str]]:
-        """Returns names of the trained parameters in each group, in the user's order."""
+        """Returns the names of the trained parameters in each group, in the user's order."""
         return [[slot_of[p].name for p in whole if p in slot_of] for whole in self.whole_groups]
 
     def refuse_strangers(self) -> None:
-        """Raises `ValueError` for parameters that were added to the optimizer's groups after the engine was built."""
+        """Raises `ValueError` for parameters added to the optimizer's groups after the engine was built."""
         for group in self.optimizer.param_groups:
             if self._known.issuperset(map(id, group["params"])):
                 continue
@@ -167,7 +167,7 @@ class ShardedOptimizer:
     def keeps_stepped_rows(self) -> bool:
         """Whether nothing writes to a row between its bucket's step and `after_step`.
 
-        Classes that are not torch's, and hooks before the step, may write to any row. Hooks after the step come later.
+        Classes from outside of torch, and hooks before the step, may write to any row. Hooks after the step run later.
         """
         return self._holder.comes_last(self.optimizer) and is_of_torch(self.optimizer)
 
@@ -177,14 +177,14 @@ class ShardedOptimizer:
         return self._holder.is_in_files
 
     def places(self) -> dict[nn.Parameter, Interval]:
-        """Returns the elements of each whole parameter that this rank has in a row."""
+        """Returns the elements of each whole parameter in this rank's row."""
         return {row.slot.parameter: row.layout.in_parameter for row in self.rows}
 
     @contextmanager
     def as_whole(self) -> Iterator[None]:
         """Inside, the optimizer has whole parameters and their whole state, as without an engine; afterwards rows again.
 
-        Collective. State that is loaded inside is cut to the ranks' rows. Each rank holds the whole state meanwhile.
+        Collective. State loaded inside is cut to the ranks' rows. Each rank stores the whole state inside the context.
         """
         if self._is_whole_now or not self._cut_slots:
             yield
@@ -202,7 +202,7 @@ class ShardedOptimizer:
             loaded, optimizer.state = optimizer.state, rows_state
             self._name_groups(rows_groups)
             self._is_whole_now = False
-        # Not after an error: the state of before stays.
+        # After an error, this is not reached, so the previous state stays.
         rows = [row for row in self.rows if row.slot.parameter in self._cut_slots]
         for row in rows:
             before = whole_state.get(row.slot.parameter)
@@ -210,7 +210,7 @@ class ShardedOptimizer:
                 rows_state[row.tensor] = self._holder.put(row, self._cut(loaded[row.slot.parameter], row))
 
     def _gather_state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """The whole state of each parameter; before the first step, the state that a step without gradients makes."""
+        """Returns the whole state of each parameter. Before the first step, this is the state after a step without gradients."""
         state: dict[torch.Tensor, dict[str, Any]] = {}
         for group, whole in zip(self.optimizer.param_groups, self.whole_groups):
             for parameter in whole:
@@ -232,7 +232,7 @@ class ShardedOptimizer:
                 group["param_names"] = list(names)
 
     def follow_state_edits(self) -> None:
-        """Cuts edits of whole state that a script has looked up by parameter to this rank's rows."""
+        """Cuts a script's edits of whole state, looked up by parameter, to this rank's rows."""
         state = self.optimizer.state
         if isinstance(state, StateByParameter) and state.is_read:
             for row, edited in state.take_edits():
@@ -249,16 +249,16 @@ class ShardedOptimizer:
         return {r.slot.parameter: self._fetched(r, register[r.tensor]) for r in self.rows if r.tensor in register}
 
     def put_row_states(self, states: RowStates) -> None:
-        """Replaces the state of the rows that are in `states`."""
+        """Replaces the state of the rows in `states`."""
         for row in self.rows:
             if row.slot.parameter in states:
                 self.optimizer.state[row.tensor] = self._holder.put(row, states[row.slot.parameter])
 
     def release(self) -> None:
-        """Restores the optimizer's whole parameters. Its state, which exists in rows only, is dropped."""
+        """Restores the optimizer's whole parameters. Its state, which only exists in rows, is dropped."""
         for hook in self._hooks:
             hook.remove()
-        # A script may have added groups and parameters since (`refuse_strangers`), which stay with the optimizer.
+        # A script may have added groups and parameters (`refuse_strangers`), which stay with the optimizer.
         for group, whole, names in zip(self.optimizer.param_groups, self.whole_groups, self._whole_names):
             group["params"] = whole + [p for p in group["params"] if id(p) not in self._known]
             if names is not None:
@@ -272,7 +272,7 @@ class ShardedOptimizer:
         for method in ("get_config", "check_overrides") if is_of_bitsandbytes(self.optimizer) else ():
             self.optimizer.__dict__.pop(method, None)
         self.optimizer.state = defaultdict(dict, self.optimizer.state)
-        # The state is of rows, whose shapes do not fit the whole parameters.
+        # The state belongs to rows, whose shapes do not fit the whole parameters.
         if not self._is_whole:
             self.optimizer.state.clear()
         del self.optimizer.__dict__[_SCALES_ITSELF]
@@ -286,15 +286,15 @@ class ShardedOptimizer:
     def _look_up_whole(self, rows: Mapping[nn.Parameter, Row]) -> None:
         """Makes an optimizer of bitsandbytes look a row up under the index of its whole parameter.
 
-        `GlobalOptimManager` finds a script's settings by a Parameter's identity and index. Rows are other tensors, and a rank's
-        groups have fewer.
+        `GlobalOptimManager` finds a script's settings by a Parameter's identity and index. Rows are different tensors, and the
+        groups on a rank have fewer entries.
         """
         changed: Any = self.optimizer
         groups = [{"params": whole} for whole in self.whole_groups]
-        place_of = {
-            id(rows[p].tensor): (number, place)
+        index_of = {
+            id(rows[p].tensor): (number, index)
             for number, whole in enumerate(self.whole_groups)
-            for place, p in enumerate(whole)
+            for index, p in enumerate(whole)
             if p in rows
         }
 
@@ -307,10 +307,10 @@ class ShardedOptimizer:
                 changed.param_groups = own
 
         def get_config(gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-            # Before the groups are exchanged: the indices are those of the rows' groups.
-            place = place_of.get(id(changed.param_groups[gindex]["params"][pindex]), (gindex, pindex))
+            # Look the index up before the groups are exchanged, because it refers to the groups of rows.
+            index = index_of.get(id(changed.param_groups[gindex]["params"][pindex]), (gindex, pindex))
             with in_whole_groups():
-                return type(changed).get_config(changed, *place, group)
+                return type(changed).get_config(changed, *index, group)
 
         def check_overrides() -> None:
             with in_whole_groups():
@@ -319,10 +319,10 @@ class ShardedOptimizer:
         changed.get_config, changed.check_overrides = get_config, check_overrides
 
     def _make_zero_grad(self) -> Callable[..., None]:
-        """The optimizer's own zero_grad for its rows, and the same for the whole parameters.
+        """Makes a zero_grad with the optimizer's own zero_grad for the rows, and the same for the whole parameters.
 
-        Rows hold reduced gradients. Later micro-batches have accumulated in `p.grad` of the whole parameters, also of those
-        without a row here; a script that drops a batch means these too.
+        Rows have reduced gradients. Later micro-batches have accumulated in `p.grad` of the whole parameters, including
+        parameters without a row on this rank. A script that drops a batch drops these gradients as well.
         """
 
         @functools.wraps(self._stock_zero_grad)
@@ -330,10 +330,10 @@ class ShardedOptimizer:
             set_to_none = kwargs.get("set_to_none", args[0] if args else True)
             if not set_to_none:
                 for row in self.rows:
-                    # A copy under way would put the old gradient over the zeros.
+                    # A running copy would overwrite the zeros with the old gradient.
                     row.slot.bucket.await_gradient()
             self._stock_zero_grad(*args, **kwargs)
-            # At stage 3 parameters may be guarded: without this, torch would ask at each look at a `grad`.
+            # At stage 3 parameters may be guarded. Without this context, torch would call the guard at each access to `grad`.
             with look_only():
                 whole = list(chain.from_iterable(self.whole_groups))
                 gradients = list(map(GRADIENT_OF, whole))
@@ -343,7 +343,7 @@ class ShardedOptimizer:
                             gradient.zero_()
                     return
                 stand_ins = compress(gradients, map(is_, map(type, gradients), repeat(ShardedGradient)))
-                # The slot keeps the stand-in: a pending sum would keep a whole gradient's memory.
+                # The slot keeps the stand-in, and a pending sum would keep the memory of a whole gradient.
                 set_all(stand_ins, "pending", repeat(None))
                 set_all(whole, "grad", repeat(None))
 
@@ -373,20 +373,20 @@ class ShardedOptimizer:
         if is_given or self._has_arguments:
             note_arguments(self.optimizer, (args[1:], kwargs) if is_given else NO_ARGUMENTS)
             self._has_arguments = is_given
-        # A skipped step that raised has called no post hook: its empty groups would make this step do nothing.
+        # A skipped step with an exception has called no post hook, and its empty groups would make this step do nothing.
         self._end_skip()
-        # Before anything changes: parameters that were added later have no row and would step on each rank alone.
+        # Check before anything changes: parameters added later have no row, and each rank would step them independently.
         self.refuse_strangers()
         self.follow_state_edits()
         if not self._before_step():
             self._begin_skip()
 
     def _is_inside_step(self) -> bool:
-        """Whether the step of a class calls its parent's, around which torch runs the hooks again.
+        """Whether the step of a class calls its parent's step, around which torch runs the hooks again.
 
-        The engine's step ends with the outer one: the class may go on with gradients after its parent's step.
+        The engine's step ends with the outer step, because the class may use gradients after its parent's step.
         """
-        # The caller of the hooks. A step that raised has left its frame here, which is on the stack no more.
+        # Compare with the caller of the hooks. A step with an exception leaves its frame here, but not on the stack.
         caller = caller_of_hook()
         frame: FrameType | None = caller if self._step_frame is not None else None
         while frame is not None:
@@ -414,7 +414,7 @@ class ShardedOptimizer:
         self._row_writes.end_hooks()
 
     def _begin_skip(self) -> None:
-        """Lets the running step go over groups without parameters. Its counts in them vanish with these copies."""
+        """Lets the running step run over groups without parameters. Its counts in the groups vanish with these copies."""
         self._skipped_groups = self.optimizer.param_groups
         self.optimizer.param_groups = [group_with(group, lambda _: False) for group in self._skipped_groups]
 
@@ -434,7 +434,7 @@ class ShardedOptimizer:
             return state_dict
         row_of = {id(row.tensor): row for row in self.rows}
         tensors = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # New dicts: those in torch's state dict are the ones of `optimizer.state`, where placeholders have to stay.
+        # Make new dicts, because torch's state dict contains the dicts of `optimizer.state`, which must keep placeholders.
         state = {
             index: values if id(tensors[index]) not in row_of else self._fetched(row_of[id(tensors[index])], values)
             for index, values in state_dict["state"].items()
@@ -457,7 +457,7 @@ class ShardedOptimizer:
 
 
 def _stand_in(held: dict[Any, Any] | set[Any], rows: Iterable[Row]) -> list[Any]:
-    """Adds rows to an optimizer's own dict or set beside their parameters; returns the added keys."""
+    """Adds rows next to their parameters to an optimizer's own dict or set; returns the added keys."""
     row_of = {id(row.slot.parameter): row for row in rows}
     added: list[Any] = []
     for key in list(held):
@@ -479,13 +479,13 @@ def identity_of(groups: Groups, stage: int, buckets: Sequence[Bucket]) -> str:
 
 
 def sharded_of(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | None:
-    """Returns the engine's side of an optimizer, or of the one in a wrapper such as accelerate's; None without an engine."""
+    """Returns the engine's side of an optimizer, or of the inner optimizer of a wrapper; None without an engine."""
     sharded, inner = (vars(optimizer).get(name) for name in ("_hf_zero_keeps", "optimizer"))
     return sharded_of(inner) if sharded is None and isinstance(inner, torch.optim.Optimizer) else sharded
 
 
 def engine_stepped_by(optimizer: torch.optim.Optimizer) -> Any:
-    """Returns the live ZeroEngine whose parameters the optimizer steps; None without one."""
+    """Returns the live ZeroEngine of an optimizer's parameters; None without one."""
     sharded = sharded_of(optimizer)
     parameters = () if sharded is None else (p for group in sharded.whole_groups for p in group)
     return next((engine for engine in map(engine_attached_to, parameters) if engine is not None), None)
@@ -494,7 +494,7 @@ def engine_stepped_by(optimizer: torch.optim.Optimizer) -> Any:
 def _initial_state(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[nn.Parameter]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The state that one step of a double with a rate of 0 and gradients of 0 makes, as torch's DCP helpers begin."""
+    """Returns the state after one step of a double with lr 0 and zero gradients, like torch's DCP helpers."""
     doubles = {p: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters}
     for double in doubles.values():
         double.grad = torch.zeros_like(double)
@@ -508,18 +508,18 @@ def _initial_state(
 
 
 def cut_to(value: Any, row: Row) -> Any:
-    """Cuts a state tensor of the whole parameter to a row's part, shape and device; scalars stay."""
+    """Cuts a state tensor of the whole parameter to a row's part, shape and device; scalars stay unchanged."""
     if not torch.is_tensor(value) or value.dim() == 0:
         return value
     if value.shape == row.slot.parameter.shape:
         cut = row.layout.in_parameter
         value = value.reshape(-1)[cut.start : cut.stop].view(row.tensor.shape)
-    # A copy: a view would keep the whole parameter's state in memory.
+    # Copy, because a view would keep the whole parameter's state in memory.
     return value.to(row.tensor.device, copy=True)
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Returns the parameters that the script gave to an optimizer, also if an engine has replaced them by rows."""
+    """Returns a script's parameters of an optimizer, even if an engine has replaced them by rows."""
     sharded = sharded_of(optimizer)
     groups = [group["params"] for group in optimizer.param_groups] if sharded is None else sharded.whole_groups
     return [parameter for group in groups for parameter in group]
@@ -531,14 +531,14 @@ _SWITCHES = ("train", "eval")
 
 
 class TrainModes:
-    """Sends an optimizer's writes in `train()` and `eval()` to all ranks. Optimizers without these stay untouched.
+    """Sends an optimizer's writes in `train()` and `eval()` to all ranks. Optimizers without these methods are not changed.
 
-    Defazio et al., "The Road Less Scheduled", 2024: gradients are taken at one average of the weights, and the model is
-    evaluated and saved at another; `train()` and `eval()` exchange them in place.
+    Defazio et al., "The Road Less Scheduled", 2024: gradients are computed at one average of the weights, and the model is
+    evaluated and saved at another one; `train()` and `eval()` exchange the two in place.
 
     Args:
-        is_possible: parameters and state are in memory and up to date between steps.
-        writing: (name of the call) → a context around it, which sends the written rows.
+        is_possible: whether parameters and state are in memory and up to date between steps.
+        writing: (name of the call) → a context around the call, which sends the written rows.
 
     Raises:
         ValueError: `is_possible` is False, and the optimizer has these methods.
@@ -561,7 +561,7 @@ class TrainModes:
                 "stochastic`, or use another optimizer."
             )
         for each in self._names:
-            # On the object: other optimizers of the class may belong to no engine.
+            # Set the attribute on the object, because other optimizers of the class may have no engine.
             setattr(optimizer, each, _sending(f"{name}.{each}()", getattr(optimizer, each), writing))
 
     def remove(self) -> None:
@@ -586,13 +586,14 @@ def _sending(
 class RowWrites:
     """Sends writes to rows outside of `optimizer.step()` to all ranks.
 
-    `optimizer.param_groups` holds this rank's rows, of which other ranks have copies, and this rank too beside a master; only a
-    step renews copies. Schedule-free optimizers write to rows in `train()` and `eval()`, and scripts do, to clamp weights or to
-    swap in averaged ones. Autograd's count of in-place edits shows a write, but not one through `.data` or numpy.
+    `optimizer.param_groups` contains this rank's rows. Other ranks have copies of the rows, and so does this rank if there is a
+    separate master. Only a step updates copies. Schedule-free optimizers write to rows in `train()` and `eval()`, and scripts
+    write to rows to clamp weights or to swap in averaged ones. Autograd's version counters show such writes, except writes
+    through `.data` or numpy.
 
     Args:
-        buckets: of this rank's rows. Buckets without copies are left out.
-        transport: for the agreement on written buckets.
+        buckets: the buckets of this rank's rows. Buckets without copies are ignored.
+        transport: agrees on the written buckets.
         before: called on all ranks before rows are written or sent: ends their gathers, and drops gathered values.
         send: sends the rows of these buckets to the other ranks.
     """
@@ -617,25 +618,25 @@ class RowWrites:
         """Makes the models' `state_dict()` refuse unsent writes, and the optimizers' `train()` and `eval()` send theirs.
 
         Returns:
-            objects whose `remove()` ends that.
+            Objects whose `remove()` ends this.
 
         Raises:
-            ValueError: an optimizer whose `train()` and `eval()` cannot write where its state is.
+            ValueError: the `train()` and `eval()` of an optimizer cannot write to its state.
         """
         asked = WeakHook(self, RowWrites._before_state_dict)
-        # Between steps, the optimizers' state is in memory and up to date.
+        # The optimizers' state is in memory and up to date between steps, unless buckets are stepped one by one.
         is_possible = not config.steps_by_bucket
         modes = [TrainModes(each, is_possible=is_possible, writing=self.writing) for each in optimizers]
         return [*(model.register_state_dict_pre_hook(asked) for model in models), *modes]
 
     def follow(self, buckets: Iterable[Bucket]) -> None:
-        """Counts writes so far as sent, for these buckets."""
+        """Counts all writes so far as sent, for these buckets."""
         for bucket in buckets:
             if bucket in self._known:
                 self._known[bucket] = bucket.row_writes
 
     def refuse_unsent(self, doing: str) -> None:
-        """Raises RuntimeError for a write to this rank's rows that copies have not followed."""
+        """Raises RuntimeError for an unsent write to this rank's rows."""
         for bucket, known in self._known.items():
             if bucket.row_writes != known:
                 names = [row.slot.name for row in bucket.rows]
@@ -648,14 +649,14 @@ class RowWrites:
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Sends the writes to rows that happen inside, on any rank. Collective."""
-        # A gather under way reads the rows: it would send half of the write.
+        """Sends the writes to rows inside the context, by any rank. Collective."""
+        # End running gathers first: a gather reads the rows, and would send half of the write.
         self._before()
         yield
         self.send(what)
 
     def send(self, what: str) -> None:
-        """Sends writes to rows since the last call, of any rank. Collective.
+        """Sends writes to rows since the last call, by any rank. Collective.
 
         Args:
             what: the writer's name, for the collective's label.
@@ -663,7 +664,7 @@ class RowWrites:
         if not self._known:
             return
         written = torch.tensor([bucket.row_writes != known for bucket, known in self._known.items()], dtype=torch.uint8)
-        # All ranks send the same buckets: a write on one rank alone must still meet a gather on the others.
+        # All ranks send the same buckets, because a write on only one rank must still meet a gather on the others.
         agreed = self._transport.agree_max(
             written, Label(kind="agreement on written parameters", subject=what)
         ).tolist()
@@ -673,15 +674,15 @@ class RowWrites:
             self.renew_copies(buckets)
 
     def begin_hooks(self) -> None:
-        """Notes the rows before a script's hooks on the end of a step, which read stepped parameters and may edit rows."""
+        """Notes the rows before a script's hooks at the end of a step, which read stepped parameters and may edit rows."""
         self._before()
         self._sums = self._sums_of_rows()
 
     def end_hooks(self) -> None:
-        """Sends the rows that a script's hooks have edited, on any rank. Collective if `begin_hooks` has been called."""
+        """Sends the rows edited by a script's hooks, on any rank. Collective if `begin_hooks` was called."""
         if self._sums is None:
             return
-        # By their values: a hook may edit rows through `.data`, which leaves no count.
+        # Compare values, because a hook may edit rows through `.data`, which changes no version.
         before, self._sums = self._sums, None
         now = self._sums_of_rows()
         edited = torch.tensor([before.get(bucket) != now.get(bucket) for bucket in self._known], dtype=torch.uint8)
@@ -691,7 +692,7 @@ class RowWrites:
         self.renew_copies([bucket for bucket, is_edited in zip(self._known, agreed) if is_edited])
 
     def _sums_of_rows(self) -> dict[Bucket, int]:
-        # A bucket that is away from memory has no rows that a script could edit.
+        # A bucket outside of memory has no rows for a script to edit.
         here = {str(index): bucket for index, bucket in enumerate(self._known) if not bucket.is_away and bucket.rows}
         sums = checksums({name: bucket.master for name, bucket in here.items()})
         return {bucket: sums[name] for name, bucket in here.items()}
