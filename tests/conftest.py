@@ -117,6 +117,9 @@ hypothesis.settings.register_profile(
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-times", action="store_true", help="CPU seconds of every test, file and folder, at the end")
     parser.addoption("--one-cell", action="store_true", help="the first cell alone of each test with several")
+    parser.addoption(
+        "--fuzz", type=int, default=10_000, help="inputs that the long suite gives to readers; 1000000 for a night"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

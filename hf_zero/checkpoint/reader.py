@@ -1,12 +1,15 @@
 """Reads tensors of checkpoints, of each only the bytes that a rank needs, whatever world size and stage wrote them."""
 
+import io
 import math
 import mmap
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
@@ -61,6 +64,30 @@ def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
         )
         tensors[name] = flat.view(span.shape)
     return tensors
+
+
+# ---- Files of `torch.save` that somebody else may have written ----
+
+
+class _BoundedReads(io.BufferedReader):
+    """A file whose reads allocate no more than the file has. A length in a pickle of nine bytes may be 4 GiB."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left))
+
+
+def load_tensors(path: Path) -> Any:
+    """Returns what `torch.save` wrote, tensors and plain values only. They are memory-mapped if the format allows that.
+
+    Raises:
+        Exception: of any class, for a damaged file and for one with objects of other classes.
+    """
+    if is_zipfile(path):
+        # torch does not notice damage in a file that it maps.
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    with _BoundedReads(io.FileIO(path)) as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 # ---- The rows of a `zero/` folder ----

@@ -14,11 +14,11 @@ import pickletools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 
 from ..checkpoint.files import CheckpointError, read_fault, shown
+from ..checkpoint.reader import load_tensors
 
 
 class Unread:
@@ -70,8 +70,7 @@ def load_deepspeed_file(path: Path) -> dict[str, Any]:
     """
     try:
         with torch.serialization.safe_globals(list(_OF_DEEPSPEED)):
-            # torch does not notice damage in a file that it maps.
-            content = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+            content = load_tensors(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"hf_zero: {path} is missing; the checkpoint is not whole. Copy the files of all ranks into one folder, or resume "

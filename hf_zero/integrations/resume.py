@@ -6,9 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from zipfile import is_zipfile
 
-import torch
 from transformers import Trainer, logging
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_pt_utils import safe_globals
@@ -17,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 from ..checkpoint.commit import Disk, clear_leftovers, disk_with, find_disk, held_alone, on_all_ranks, put_back
 from ..checkpoint.files import CheckpointError, Progress, read_fault, read_mapping, shown
 from ..checkpoint.manifest import Manifest, row_file
+from ..checkpoint.reader import load_tensors
 from ..checkpoint.structure import (
     STATE_NAME,
     Candidate,
@@ -87,7 +86,7 @@ def _load_fault(path: Path, wanted: tuple[str, ...]) -> str | None:
         # `weights_only`: a checkpoint may come from the Hub, and a pickle could run code here.
         # The random state of numpy in `rng_state*.pth` is an array, which `weights_only` refuses without these.
         with safe_globals():
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+            content = load_tensors(path)
     except Exception as error:
         # Of a pickle that is none, each reader has errors of its own.
         return read_fault(error)

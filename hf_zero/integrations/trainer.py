@@ -3,7 +3,6 @@
 The trainer's class is swapped for one with these methods before them, so subclasses (Seq2SeqTrainer, TRL's) keep theirs.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint.files import CheckpointError, in_one_line
 from ..checkpoint.manifest import Manifest
+from ..checkpoint.reader import load_tensors
 from ..checkpoint.structure import is_foreign
 from ..comm.all_or_none import exchange_between_ranks
 from ..comm.error_hook import naming_lost_ranks
@@ -603,9 +603,9 @@ class ZeroTrainerMixin(_TrainerBase):
             # As Trainer does with a checkpoint of save_only_model, which has no optimizer state to load.
             logger.warning(f"hf_zero: {checkpoint} holds no optimizer state; the optimizer starts afresh.")
             return
-        scheduler_file = os.path.join(checkpoint, SCHEDULER_NAME)
+        scheduler_file = Path(checkpoint) / SCHEDULER_NAME
         with named_when_damaged(scheduler_file, "the scheduler's state"):
-            self.lr_scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
+            self.lr_scheduler.load_state_dict(load_tensors(scheduler_file))
         say_resumed(engine, checkpoint, origin)
 
     def _load_scaler(self, checkpoint: str | None) -> None:

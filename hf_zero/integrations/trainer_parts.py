@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import is_zipfile
 
 import torch
 import xxhash
@@ -19,6 +18,7 @@ from transformers.utils import is_peft_available
 from ..buckets.packed import added_scales
 from ..checkpoint.files import CheckpointError, read_fault, shown
 from ..checkpoint.manifest import Manifest
+from ..checkpoint.reader import load_tensors
 from ..config import ConfigError, ZeroConfig
 from ..config.zero import changed
 from ..device import peak_bytes
@@ -106,7 +106,7 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
         CheckpointError: another kind of optimizer, other groups, or parameters of other sizes.
     """
     try:
-        saved = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
+        saved = load_tensors(file)
     except Exception as error:
         raise CheckpointError(f"hf_zero: {file} {read_fault(error)}. Resume from another checkpoint.") from error
     [(optimizer, group_names)] = engine_state.groups()

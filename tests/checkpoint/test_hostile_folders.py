@@ -7,16 +7,21 @@ import random
 import re
 import resource
 import shutil
+import subprocess
+import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
+import fuzzed_readers
 import pytest
 import torch
 from cells import slow
+from fuzzed_readers import READERS, VALUES, edit_json, fuzz_readers
 from hostile_folders import (
     MANIFEST,
     by_command,
@@ -34,6 +39,7 @@ from training import gpt2
 
 from hf_zero.checkpoint.commit import Disk
 from hf_zero.checkpoint.files import CheckpointError, files_below
+from hf_zero.checkpoint.reader import load_tensors
 from hf_zero.checkpoint.structure import checkpoint_faults, find_good
 from hf_zero.config import ConfigError
 from hf_zero.integrations import config_model
@@ -43,25 +49,6 @@ pytestmark = pytest.mark.timeout(180)
 SECRET = "nobody's business, 4711"
 MOST_S = 60.0
 MOST_BYTES = 3 * 2**30
-VALUES = [
-    *(None, True, -1, 0, 1, 1.5, 7, 2**31, 2**63, 10**30, 10**400, float("nan"), float("inf"), -0.0),
-    *(
-        "",
-        "x",
-        "F64",
-        "U8",
-        "float16",
-        "\ud800",
-        "a" * 300,
-        "a" * 5000,
-        "../secret",
-        "/etc/hostname",
-        "\x00",
-        "\x1b[31m",
-    ),
-    *("[/red]", "zero", "model.safetensors", "load", "Trainer", [], {}, [[]], [None], {"a": 1}, [1, 2, 3], ["Trainer"]),
-    *({"dtype": "F32"}, {"dtype": "load", "value": 1}, list(range(1000)), [0] * 7, "9" * 400),
-]
 TEXTS = [
     "[" * 100_000,
     '{"a":' * 50_000,
@@ -135,24 +122,7 @@ def edits_json(target: Target) -> None:
     path = target.file(".json")
     content = json.loads(path.read_text())
     for _ in range(target.rng.choice([1, 1, 3])):
-        place = content
-        while isinstance(place, dict | list) and place:
-            keys = list(place) if isinstance(place, dict) else range(len(place))
-            key = target.rng.choice(keys)
-            if not isinstance(place[key], dict | list) or not place[key] or target.rng.random() < 0.4:
-                break
-            place = place[key]
-        else:
-            continue
-        change = target.rng.random()
-        if change < 0.7:
-            place[key] = target.rng.choice(VALUES)
-        elif change < 0.85:
-            del place[key]
-        elif isinstance(place, dict):
-            place[str(target.rng.choice(VALUES))] = place[key]
-        else:
-            place.append(place[key])
+        edit_json(content, target.rng)
     path.write_text(json.dumps(content, indent=1))
 
 
@@ -682,7 +652,7 @@ def test_any_value_of_another_kind_in_a_manifest_is_one_fault(sharded):
 _FREE = ("versions", "world_size", "stage", "written_at", "base", "scalars", "optimizers")
 
 
-@pytest.mark.parametrize("text", [NESTED, "9" * 10_000, "[]"], ids=["nested", "digits", "a list"])
+@pytest.mark.parametrize("text", [slow(NESTED), "9" * 10_000, slow("[]")], ids=["nested", "digits", "a list"])
 def test_what_is_no_json_of_a_checkpoint_is_one_line(text, checkpoint, plain):
     (checkpoint / MANIFEST).write_text(text)
     assert_refused(checkpoint, "manifest.json is damaged", (*SENDING, "inspect"))
@@ -878,8 +848,8 @@ def odd_and_good(folder: Path) -> None:
 
 
 ODD = [
-    *(odd_and_good, odd_manifest),
-    *map(slow, (odd_parameters, odd_tensors, odd_state, odd_config, odd_file)),
+    odd_and_good,
+    *map(slow, (odd_manifest, odd_parameters, odd_tensors, odd_state, odd_config, odd_file)),
 ]
 
 
@@ -991,7 +961,7 @@ def test_a_disk_that_fails_at_one_checkpoint_does_not_keep_a_resume_from_an_earl
 # ---- anything at all ----
 
 
-@pytest.mark.parametrize(("layout", "count"), [slow("hf", 10), slow("sharded", 10), ("sharded", 4)])
+@pytest.mark.parametrize(("layout", "count"), [slow("hf", 10), slow("sharded", 10), ("sharded", 3)])
 def test_harmed_checkpoints_are_one_clear_fault_by_every_door(layout, count, trained, tmp_path):
     base = str(trained / layout / "checkpoint-4")
     [wrong] = run_on_ranks(fuzz, world_size=1, base=base, work=str(tmp_path), seeds=range(count), resume_every=5)
@@ -1007,3 +977,40 @@ def test_many_harmed_checkpoints_of_a_layout_are_one_clear_fault_by_every_door(l
         fuzz, world_size=1, time_limit_s=7000, base=base, work=str(tmp_path), seeds=range(1000, 1075), resume_every=1
     )
     assert not wrong, "\n".join(wrong)
+
+
+# ---- inputs by the thousand: each reader by itself, without a folder to copy ----
+
+INPUTS = {"manifest": 1000, "header": 2500, "pickle": 500, "yaml": 1500, "flag": 4500}
+
+
+@pytest.mark.extra("foreign")
+def test_ten_thousand_inputs_of_readers_are_read_or_refused():
+    [wrong] = run_on_ranks(fuzz_readers, world_size=1, counts=INPUTS, traced_every=20)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.extra("foreign")
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize("reader", READERS)
+def test_inputs_that_reach_new_code_are_read_or_refused(reader, request, tmp_path):
+    runs = request.config.getoption("fuzz") // len(READERS)
+    # A process of its own: atheris ends it. An input that fails stays in the folder.
+    command = [sys.executable, fuzzed_readers.__file__, reader, str(runs)]
+    path = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, errors="replace"
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+def test_a_length_in_a_pickle_is_no_allocation(tmp_path):
+    # A text of 800 MB, in a file of nine bytes that is no archive.
+    (tmp_path / "x.pt").write_bytes(b"\x80\x02X\xff\xff\xff\x2ex.")
+    tracemalloc.start()
+    with pytest.raises(EOFError):
+        load_tensors(tmp_path / "x.pt")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
