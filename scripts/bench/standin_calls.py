@@ -2,6 +2,7 @@
 
     python scripts/bench/standin_calls.py                     # stages 0 to 3 on two ranks: a minute, and once one for a compiler
     python scripts/bench/standin_calls.py --stages 2 --bucket-bytes 40000
+    python scripts/bench/standin_calls.py --capture           # what a CUDA graph of a step would need, and what prevents one
 
 It needs no accelerator: the device is the tests' stand-in, which torch takes for one and which traces what it is asked for. It
 needs a C++ compiler and ninja. A small GPT-2 is clipped and stepped by torch's own optimizer, since Triton has no such device. Of
@@ -9,6 +10,10 @@ an operator, the trace shows one launch, whatever kernels a GPU would run for it
 
 Each entry is named by the innermost functions of the package that asked for it; what no function of the package asked for is the
 model's, the optimizer's or autograd's own, and is summed up in one line for comparison. Counts are exact on a busy machine.
+
+With `--capture`, two successive steps of a `capturable` AdamW are compared, operation by operation and address by address. A
+graph gives memory that is requested during the step the same addresses in each replay, so such an address counts by the order
+of requests. Stage 3 keeps its parameters gathered.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from harness import ROOT, describe_run, keep, on_ranks, print_table, read_options
+from tables import show_and_keep
 
 import hf_zero
 
@@ -79,31 +85,132 @@ def own(found: Counter[Asked], kind: str) -> int:
     return sum(number for each, number in found.items() if each.kind == kind and each.where != SCRIPT)
 
 
-def traced_step(compiled: ModuleType, step: Any) -> Counter[Asked]:
-    """Counts what the device is asked for in one call of `step`."""
+def traced(compiled: ModuleType, step: Any) -> list[tuple[Any, ...]]:
+    """Returns the trace of one call of `step`."""
     compiled.start_trace(f"{Path(hf_zero.__file__).parent}/")
     try:
         step()
     finally:
         entries = compiled.end_trace()
-    return counted(entries)
+    return entries
 
 
-def count(rank: int, world_size: int, *, library: Path, folder: str, stages: list[int], bucket_bytes: int) -> Any:
-    """Counts, by stage, a step of this rank; also returns how many buckets there are."""
+def traced_step(compiled: ModuleType, step: Any) -> Counter[Asked]:
+    """Counts what the device is asked for in one call of `step`."""
+    return counted(traced(compiled, step))
+
+
+# ---- two steps, compared ----
+
+
+class Operation(NamedTuple):
+    """An operation or a request of memory, with addresses that a graph would replay, and the functions that ask for it."""
+
+    kind: str
+    actor: str
+    name: str
+    addresses: tuple[Any, ...]
+    where: str
+
+
+def operations_of(entries: list[tuple[Any, ...]]) -> list[Operation]:
+    """Lists the operations of a step. Memory that the step requests is named by its number among the requests."""
+    found, blocks, requests = [], {}, 0
+    for entry in entries:
+        _thread, kind, actor, _id, accesses, name, _where = entry
+        if kind == "allocate":
+            [(begin, end, _)] = accesses
+            blocks[begin] = (end, requests)
+            requests += 1
+        elif kind == "free":
+            blocks.pop(accesses[0][0], None)
+            continue
+        elif kind not in ("do", "pin", "unpin", "join"):
+            continue
+        found.append(
+            Operation(kind, actor, name, tuple(_placed(blocks, access) for access in accesses), where_of(entry))
+        )
+    return found
+
+
+def _placed(blocks: dict[int, tuple[int, int]], access: tuple[int, int, bool]) -> tuple[Any, ...]:
+    begin, end, writes = access
+    for start, (stop, number) in blocks.items():
+        if start <= begin < stop:
+            return f"request {number}", begin - start, end - begin, writes
+    return begin, end, writes
+
+
+def differing(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> Counter[str]:
+    """Counts the operations of a step that are not those of the step before it, by the functions that ask for them."""
+    before, after = operations_of(first), operations_of(second)
+    found = [b for a, b in zip(before, after) if a[:-1] != b[:-1]]
+    found += max(before, after, key=len)[min(len(before), len(after)) :]
+    return Counter(f"{each.where}: {each.name or each.kind}" for each in found)
+
+
+class Replayed(NamedTuple):
+    """What a graph of a step would need.
+
+    Attributes:
+        operations: of the step, with its requests of memory.
+        differing: operations of the next step that are others, or have other addresses.
+        waits: of the host for the device.
+        requests: of memory, by functions of the package.
+        left: requests of the step whose memory it has not freed.
+    """
+
+    operations: int
+    differing: Counter[str]
+    waits: int
+    requests: Counter[str]
+    left: int
+
+
+def compared_steps(compiled: ModuleType, step: Any) -> Replayed:
+    """Compares two successive calls of `step`."""
+    waited = len(compiled.waits())
+    entries = [traced(compiled, step) for _ in range(2)]
+    waits = len(compiled.waits()) - waited
+    first = operations_of(entries[0])
+    asked = [operation for operation in first if operation.kind == "allocate"]
+    freed = sum(entry[1] == "free" for entry in entries[0])
+    return Replayed(
+        operations=len(first),
+        differing=differing(*entries),
+        waits=waits // 2,
+        requests=Counter(each.where for each in asked if each.where != SCRIPT),
+        left=len(asked) - freed,
+    )
+
+
+def count(
+    rank: int, world_size: int, *, library: Path, folder: str, stages: list[int], bucket_bytes: int, captures: bool
+) -> Any:
+    """Counts, by stage, a step of this rank; also returns how many buckets there are.
+
+    Args:
+        captures: compares two steps, under each value of `nonfinite` that takes every step.
+    """
     import standin_device
-    from training import fused_adamw, gpt2, gpt2_batch
+    from training import adamw_in_two_groups, fused_adamw, gpt2, gpt2_batch
 
     from hf_zero.engine.engine import ZeroEngine
 
     compiled, found = standin_device.register(library), {}
     with standin_device.process_group(rank, world_size, folder):
         device = torch.device(standin_device.NAME, rank)
-        for stage in stages:
+        for stage, nonfinite in [(stage, each) for stage in stages for each in ("stop", "ignore")[: 1 + captures]]:
             torch.manual_seed(0)
             model = gpt2(layers=3).to(device)
+            settings: dict[str, Any] = {"stage": stage, "bucket_bytes": bucket_bytes, "nonfinite": nonfinite}
             optimizer = fused_adamw(model)
-            engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": bucket_bytes})
+            if captures:
+                optimizer = adamw_in_two_groups(model, capturable=True)
+                for group in optimizer.param_groups:
+                    group["lr"] = torch.tensor(group["lr"], device=device)
+                settings |= {"reshard_after_forward": False} if stage == 3 else {}
+            engine = ZeroEngine(model, [optimizer], settings)
             batch = gpt2_batch(torch.Generator().manual_seed(dist.get_rank()), 2)
             batch = {name: values.to(device) for name, values in batch.items()}
 
@@ -115,21 +222,35 @@ def count(rank: int, world_size: int, *, library: Path, folder: str, stages: lis
 
             for _ in range(WARMUP_STEPS):
                 step()
-            found[stage] = (len(engine.buckets), traced_step(compiled, step))
+            if captures:
+                found[stage, nonfinite] = compared_steps(compiled, step)
+            else:
+                found[stage] = (len(engine.buckets), traced_step(compiled, step))
             engine.finish_parameters()
     return found
 
 
 def main() -> int:
     options = read_options(
-        __doc__, stages=([0, 1, 2, 3], None), ranks=2, bucket_bytes=(20_480, "of parameters in a bucket")
+        __doc__,
+        stages=([0, 1, 2, 3], None),
+        ranks=2,
+        bucket_bytes=(20_480, "of parameters in a bucket"),
+        capture=(False, "compares two steps"),
     )
     import standin_device
 
     with tempfile.TemporaryDirectory(prefix="standin-calls-") as folder:
         job = {"library": standin_device.build(), "folder": folder}
-        job |= {"stages": options.stages, "bucket_bytes": options.bucket_bytes}
+        job |= {"stages": options.stages, "bucket_bytes": options.bucket_bytes, "captures": options.capture}
         by_stage = on_ranks(count, options.ranks, limit_s=300, **job)[0]
+    if options.capture:
+        rows = [
+            {"stage": stage, "nonfinite": nonfinite, **found._asdict()}
+            for (stage, nonfinite), found in by_stage.items()
+        ]
+        show_and_keep("capture", options, {"kind": "capture", "rows": rows})
+        return 0
     kept = {}
     for stage, (buckets, found) in by_stage.items():
         rows = [

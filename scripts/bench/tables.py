@@ -273,6 +273,26 @@ def axes(record: Record) -> dict[str, str]:
     return {"axes": markdown(columns, rows)}
 
 
+def capture(record: Record) -> dict[str, str]:
+    """A row a stage and value of `nonfinite`: what differs between two steps, and what a graph could not hold."""
+
+    def named(counts: Record) -> str:
+        return "; ".join(f"{number} by `{where}`" for where, number in counts.items())
+
+    columns = [
+        *(("stage", "stage"), ("`nonfinite`", "nonfinite"), ("operations and requests", "operations")),
+        ("of these not the same in the next step", lambda row: named(row["differing"]) or "0"),
+        *(("host waits", "waits"), ("requests of memory by hf_zero", lambda row: sum(row["requests"].values()))),
+        ("requests that outlive the step", "left"),
+    ]
+    asked: dict[str, int] = {}
+    for where, number in (each for row in record["rows"] for each in row["requests"].items()):
+        asked[where] = max(number, asked.get(where, 0))
+    most = [{"where": where, "number": asked[where]} for where in sorted(asked, key=asked.__getitem__, reverse=True)]
+    requests = markdown([("requested by", lambda row: f"`{row['where']}`"), ("a step, at most", "number")], most)
+    return {"capture": markdown(columns, record["rows"]), "capture-requests": requests}
+
+
 def offload(record: Record) -> dict[str, str]:
     columns = [
         *(("optimizer state", lambda way: f"`{way['way']}`"), ("ms a step", "step_ms", ".0f")),
@@ -363,12 +383,51 @@ def forecasts(record: Record) -> dict[str, str]:
     return {"forecasts": markdown(columns, record["cells"])}
 
 
+def compiled(record: Record) -> dict[str, str]:
+    """A row a cell: the worst figure of all stages, and the stages that failed or differ."""
+    keys = ("family", "way", "backend", "addition")
+    found: dict[tuple[str, ...], list[Record]] = {}
+    for row in record["rows"]:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+
+    def worst(name: str) -> Callable[[Record], Any]:
+        return lambda cell: max((row[name] for row in cell["rows"] if not row["error"]), default=None)
+
+    def losses(cell: Record) -> str:
+        differ = [row for row in cell["rows"] if row["error"] or row["loss_difference"]]
+        said = [
+            f"stage {row['stage']}: {'error' if row['error'] else format(row['loss_difference'], '.1g')}"
+            for row in differ
+        ]
+        return ", ".join(said) or "equal"
+
+    def time_of(stage: str) -> Callable[[Record], float | None]:
+        times = lambda cell: [row["to_ddp"] for row in cell["rows"] if row["stage"] == stage and not row["error"]]  # noqa: E731
+        return lambda cell: next(iter(times(cell)), None)
+
+    columns: list[tuple[Any, ...]] = [
+        *(("family", "family"), ("compiled by", "way"), ("backend", "backend"), ("with", "addition")),
+        ("losses and DDP's", losses),
+        ("graph breaks in layers", worst("breaks_in_layers")),
+        ("graphs with hf_zero", worst("of_hf_zero")),
+        (
+            "graphs after step 2 (DDP)",
+            lambda cell: "{} ({})".format(*(worst(f"graphs_later{end}")(cell) for end in ("", "_of_ddp"))),
+        ),
+        *((f"time to DDP, stage {stage}", time_of(stage), ".2f") for stage in "0123"),
+    ]
+    rows = [{**dict(zip(keys, key)), "rows": rows} for key, rows in found.items()]
+    return {"compiled": markdown(columns, rows)}
+
+
 REPORTS: dict[str, Callable[[Record], dict[str, str]]] = {
     "steps": steps,
     **{
         each.__name__: each
         for each in (
+            capture,
             checkpoints,
+            compiled,
             curves,
             links,
             host_time,

@@ -14,7 +14,8 @@ import standin_device
 import torch
 import torch.distributed as dist
 from shared_ranks import on_ranks, run_on_ranks
-from standin_calls import Asked, own, traced_step
+from standin_calls import SCRIPT, Asked, count, differing, own, traced
+from standin_calls import counted as asked_for
 from standin_runs import FILES, HOST, MAX_NORM, own_device, prepared
 from torch import nn
 from training import fused_adamw, gpt2, gpt2_batch
@@ -42,6 +43,7 @@ class StepCounts:
         collectives: started.
         timed_from: that of the engine's report, if it was asked for one before this step; else None.
         asked: by the engine's functions, of the device, if the step was traced.
+        differing: operations that are not those of the step before, if both were traced.
         buckets: of the engine.
         loss: of the step.
     """
@@ -51,6 +53,7 @@ class StepCounts:
     collectives: int
     timed_from: int | None
     asked: Counter[Asked] | None
+    differing: Counter[str] | None
     buckets: int
     loss: float
 
@@ -77,7 +80,7 @@ def count_events(module: ModuleType) -> Counter[str]:
 def counted_steps(
     rank: int, world_size: int, library: Path, folder: str, settings: dict[str, dict], n_steps: int, n_asked: int
 ) -> dict[str, list[StepCounts]]:
-    """Under each settings, by name, the counts of each step of a clipped loop; the last one before the asked ones is traced.
+    """Under each settings, by name, the counts of each step of a clipped loop; the last ones are traced.
 
     Args:
         n_asked: how many steps at the end come behind a call of `comm_report`.
@@ -103,7 +106,7 @@ def _counted(
         {name: values.to(own_device()) for name, values in gpt2_batch(generator, 2).items()} for generator in generators
     ]
     found, losses = [], []
-    timed_from = None
+    timed_from, entries = None, None
 
     def train(batch: dict) -> None:
         loss = model(**batch).loss
@@ -117,11 +120,12 @@ def _counted(
         if step >= n_steps - n_asked:
             timed_from = engine.comm_report().timed_from
         waited, recorded, started = len(compiled.waits()), events["recorded"], _collectives(engine)
-        is_traced = step == n_steps - n_asked - 1
-        asked = traced_step(compiled, partial(train, batch)) if is_traced else train(batch)
+        before = entries
+        entries = traced(compiled, partial(train, batch)) if step >= n_steps - n_asked - 1 else train(batch)
         waits = Counter(what for _, what in compiled.waits()[waited:])
         counts = {"events": events["recorded"] - recorded, "collectives": _collectives(engine) - started}
-        counts |= {"asked": asked, "buckets": len(engine.buckets)}
+        counts |= {"asked": entries and asked_for(entries), "buckets": len(engine.buckets)}
+        counts["differing"] = differing(before, entries) if before and entries else None
         found.append({"waits": waits, "timed_from": timed_from, **counts})
     engine.finish_parameters()
     return [StepCounts(**counts, loss=loss.item()) for counts, loss in zip(found, losses, strict=True)]
@@ -196,6 +200,67 @@ def test_a_step_asks_as_little_of_the_device_as_the_stage_needs(stage, counted):
         # A shard or a buffer for each bucket, three buffers of the pool, and those that stage 3 gathers into.
         allocations = own(asked, "allocation") - sum(rows)
         assert allocations <= (3 if stage == 3 else 1) * buckets + 16
+
+
+@standin_device.needs_compiler
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_asks_for_what_the_step_before_has_asked_for_except_for_its_look_at_the_norm(stage, counted):
+    for found in counted:
+        # The model reads another batch.
+        mine = {where: n for where, n in found[f"stage {stage}"][-1].differing.items() if not where.startswith(SCRIPT)}
+        assert 0 < sum(mine.values()) <= 4
+        assert all("engine/norm.py look" in where or where.endswith("unpin") for where in mine)
+
+
+@pytest.mark.slow
+@standin_device.needs_compiler
+@pytest.mark.parametrize("stage", range(4))
+def test_a_graph_could_hold_a_step_that_takes_any_gradient(stage, library, tmp_path):
+    job = {"stages": [stage], "bucket_bytes": 20_480, "captures": True}
+    for found in run_on_ranks(count, library=library, folder=str(tmp_path), **job):
+        stops, ignores = found[stage, "stop"], found[stage, "ignore"]
+        assert not ignores.differing and (ignores.waits, ignores.left) == (0, 0)
+        # Only the norm of the step before is read, from pinned memory that each step requests anew.
+        assert stops.waits == 1 and sum(stops.differing.values()) <= 4 and stops.left == 0
+        assert all("engine/norm.py look" in where or where.endswith("unpin") for where in stops.differing)
+
+
+def capturable_losses(rank: int, world_size: int, library: Path, folder: str, stages: list[int | None]) -> list:
+    """Losses of a `capturable` AdamW whose learning rate is a tensor of the device; stage None is a plain loop."""
+    standin_device.register(library)
+    found = []
+    with standin_device.process_group(rank, world_size, folder):
+        for stage in stages:
+            torch.manual_seed(0)
+            model = gpt2(layers=2).to(own_device())
+            rate = torch.tensor(1e-2, device=own_device())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+            engine = None if stage is None else ZeroEngine(model, [optimizer], {"stage": stage, "nonfinite": "ignore"})
+            losses = []
+            for step in range(4):
+                batch = gpt2_batch(torch.Generator().manual_seed(10 * step + rank), 2)
+                loss = model(**{name: values.to(own_device()) for name, values in batch.items()}).loss
+                loss.backward()
+                if engine is None:
+                    for parameter in model.parameters():
+                        dist.all_reduce(parameter.grad.div_(world_size))
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                # As a schedule that a captured step reads.
+                rate.mul_(0.5)
+            if engine is not None:
+                engine.close()
+            found.append(losses)
+    return found
+
+
+@pytest.mark.slow
+@standin_device.needs_compiler
+def test_a_capturable_optimizer_follows_a_plain_loop_and_a_rate_in_a_tensor(library, tmp_path):
+    stages = [None, 0, 1, 2, 3]
+    for plain, *losses in run_on_ranks(capturable_losses, library=library, folder=str(tmp_path), stages=stages):
+        assert losses == [plain] * 4
 
 
 @standin_device.needs_compiler
