@@ -29,7 +29,6 @@ from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
 from ..optimizer.scope import refuse_wrapper
 from ..optimizer.sharded_optimizer import engine_stepped_by, whole_parameters
 from .accelerator_parts import (
-    RefuseTrainingAlone,
     add_no_sync,
     cut_sequences,
     folder_to_fill,
@@ -37,6 +36,7 @@ from .accelerator_parts import (
     refuse_other_loops,
     refuse_other_split,
     refuse_step_without_engine,
+    refuse_training_alone,
     refuse_unless_state,
     seat_scaler,
     split_models_aside,
@@ -197,7 +197,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if engine is None and not is_frozen and self.num_processes > 1:
             # Not refused here: the optimizer may come in a later call. The hook refuses the first training forward without an
             # engine that trains.
-            prepared.register_forward_pre_hook(RefuseTrainingAlone(original))
+            prepared.register_forward_pre_hook(WeakHook(original, refuse_training_alone))
         if not self._zero_preparing:
             self._build_engines()
         return prepared

@@ -226,39 +226,29 @@ def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _
     )
 
 
-class RefuseTrainingAlone:
-    """Refuses the training forward of a model without an engine that trains: each rank would train it alone."""
+def refuse_training_alone(model: nn.Module, called: nn.Module, _args: tuple) -> None:
+    """Refuses the training forward of a model without an engine that trains: each rank would train it alone.
 
-    def __init__(self, model: nn.Module):
-        self._model = weakref.ref(model)
-
-    def __call__(self, module: nn.Module, _args: tuple) -> None:
-        model = self._model()
-        if model is None or not (module.training and torch.is_grad_enabled()):
-            return
-        # Of the parameters too: a part of a model that is trained may be prepared for evaluation.
-        holders: list[nn.Module | nn.Parameter] = [model, *model.parameters()]
-        engine, *others = map(engine_attached_to, holders)
-        if any(each is not None and not each.evaluates for each in (engine, *others)):
-            return
-        if find_in_callers(lambda candidate: isinstance(candidate, DistributedDataParallel)) is not None:
-            # A plain Trainer or Accelerator has it now.
-            return
-        # An engine that only evaluates has frozen the parameters for this forward.
-        if engine is not None or any(p.requires_grad for p in model.parameters()):
-            raise RuntimeError(
-                f"hf_zero: {type(model).__name__} was prepared without its optimizer, so its gradients would stay on each rank. "
-                "Call accelerator.prepare(model, optimizer) (also in separate calls) before training; for inference use "
-                "torch.no_grad() or model.eval()."
-            )
-
-    def __deepcopy__(self, memo: dict) -> "RefuseTrainingAlone":
-        # This module is gone at once, and with it the reference: a copy of the model is of no Accelerator, and its hook lets
-        # all pass.
-        return RefuseTrainingAlone(nn.Module())
-
-    def __reduce__(self):
-        return RefuseTrainingAlone, (nn.Module(),)
+    Args:
+        called: what the script calls, a compiled model for example.
+    """
+    if not (called.training and torch.is_grad_enabled()):
+        return
+    # Of the parameters too: a part of a model that is trained may be prepared for evaluation.
+    holders: list[nn.Module | nn.Parameter] = [model, *model.parameters()]
+    engine, *others = map(engine_attached_to, holders)
+    if any(each is not None and not each.evaluates for each in (engine, *others)):
+        return
+    if find_in_callers(lambda candidate: isinstance(candidate, DistributedDataParallel)) is not None:
+        # A plain Trainer or Accelerator has it now.
+        return
+    # An engine that only evaluates has frozen the parameters for this forward.
+    if engine is not None or any(p.requires_grad for p in model.parameters()):
+        raise RuntimeError(
+            f"hf_zero: {type(model).__name__} was prepared without its optimizer, so its gradients would stay on each rank. "
+            "Call accelerator.prepare(model, optimizer) (also in separate calls) before training; for inference use "
+            "torch.no_grad() or model.eval()."
+        )
 
 
 # ---- Split models in accelerate: the batches of their ranks, and their saves ----

@@ -9,7 +9,6 @@ DistributedDataParallel, which accelerate calls with its defaults.
 """
 
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from ..config import ConfigError
 from ..engine.engine import ZeroEngine
 from ..hooks.tensors import differentiable_tensors, is_in_backward
-from ..hooks.weak import engine_attached_to
+from ..hooks.weak import WeakHook, engine_attached_to
 
 _PURPOSE = "batches that may be uneven"
 
@@ -73,11 +72,13 @@ class JoinedRanks:
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "JoinedRanks":
-        for place, joined in enumerate(self._joined):
+        before, after = WeakHook(self, JoinedRanks._before_forward), WeakHook(self, JoinedRanks._after_forward)
+        for joined in self._joined:
             # Before the engine's own hooks, which begin to gather.
-            before = joined.model.register_forward_pre_hook(self._before_forward(place), prepend=True, with_kwargs=True)
-            after = joined.model.register_forward_hook(self._after_forward(place), prepend=True)
-            self._handles += [before, after]
+            self._handles += [
+                joined.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                joined.model.register_forward_hook(after, prepend=True),
+            ]
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         return self
 
@@ -102,41 +103,33 @@ class JoinedRanks:
         # By place, not by object: the other ranks have parameters of their own, in the same order.
         self._tell(Event(kind, place, {"values": values, "parameters": subset if len(subset) < len(trained) else None}))
 
-    def _before_forward(self, place: int) -> Any:
-        known = weakref.ref(self)
+    def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        # A forward within backward is a recomputation of activation checkpointing: all ranks repeat that within their backward.
+        if self._follows or is_in_backward():
+            return
+        place = self._place_of(model)
+        joined = self._joined[place]
+        joined.inputs = (args, kwargs)
+        joined.forwards += 1
+        details = {
+            "learns": torch.is_grad_enabled(),
+            "training": model.training,
+            "accumulates": joined.engine.is_accumulating,
+        }
+        self._tell(Event("forward", place, details))
 
-        def hook(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            self = known()
-            # A forward within backward is a recomputation of activation checkpointing: all ranks repeat that within their
-            # backward.
-            if self is None or self._follows or is_in_backward():
-                return
-            joined = self._joined[place]
-            joined.inputs = (args, kwargs)
-            joined.forwards += 1
-            details = {
-                "learns": torch.is_grad_enabled(),
-                "training": model.training,
-                "accumulates": joined.engine.is_accumulating,
-            }
-            self._tell(Event("forward", place, details))
+    def _after_forward(self, model: nn.Module, _args: tuple, outputs: object) -> None:
+        if self._follows or is_in_backward():
+            return
+        told: list[bool] = []
+        place = self._place_of(model)
+        number = self._joined[place].forwards
+        # Each output has a hook, since a loss may use any of them; `told` lets the first one speak.
+        for tensor in differentiable_tensors(outputs):
+            tensor.register_hook(lambda _: self._before_backward(place, number, told))
 
-        return hook
-
-    def _after_forward(self, place: int) -> Any:
-        known = weakref.ref(self)
-
-        def hook(_model: nn.Module, _args: tuple, outputs: object) -> None:
-            self = known()
-            if self is None or self._follows or is_in_backward():
-                return
-            told: list[bool] = []
-            number = self._joined[place].forwards
-            # Each output has a hook, since a loss may use any of them; `told` lets the first one speak.
-            for tensor in differentiable_tensors(outputs):
-                tensor.register_hook(lambda _: self._before_backward(place, number, told))
-
-        return hook
+    def _place_of(self, model: nn.Module) -> int:
+        return next(place for place, joined in enumerate(self._joined) if joined.model is model)
 
     def _before_backward(self, place: int, number: int, told: list[bool]) -> None:
         if told:

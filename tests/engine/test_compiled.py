@@ -4,13 +4,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from cells import slow
 from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
+from trainer_job import as_launched
 from training import bert, bert_batch, checkpoint_activations, gpt2, gpt2_batch
 
+from hf_zero import ZeroPlugin
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(300)
@@ -158,6 +162,35 @@ def as_under_ddp(rank: int, world_size: int, way: Callable, after: bool, layer: 
 )
 def test_losses_are_those_of_the_same_way_under_ddp_and_nothing_compiles_again(way, after, layer, stages):
     run_on_ranks(as_under_ddp, way=way, after=after, layer=layer, stages=stages)
+
+
+def prepared_and_compiled(stage: int, compiles: bool) -> list[float]:
+    """Losses of a model that is compiled after `prepare`, with the hooks that accelerate's methods have by then."""
+    torch._dynamo.reset()
+    AcceleratorState._reset_state(True)
+    torch.manual_seed(0)
+    model = Stack(Block)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=stage), cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if compiles:
+        model.compile(backend="eager")
+    data, losses = torch.Generator().manual_seed(accelerator.process_index), []
+    with accelerator.join_uneven_inputs([model]):
+        for _ in range(2):
+            loss = (model(torch.randn(4, WIDTH, generator=data)) - 1).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    accelerator.free_memory()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, *map(slow, (0, 1, 3))])
+@on_ranks(2)
+def test_a_model_is_compiled_after_prepare(rank, world_size, stage):
+    as_launched(rank, world_size)
+    assert prepared_and_compiled(stage, True) == prepared_and_compiled(stage, False)
 
 
 def stepped(rank: int, stage: int | None) -> list[float]:
