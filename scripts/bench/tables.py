@@ -384,40 +384,38 @@ def forecasts(record: Record) -> dict[str, str]:
 
 
 def compiled(record: Record) -> dict[str, str]:
-    """A row a cell: the worst figure of all stages, and the stages that failed or differ."""
+    """A row a family, way of compiling, backend and addition: the worst figures of the stages that were measured."""
     keys = ("family", "way", "backend", "addition")
-    found: dict[tuple[str, ...], list[Record]] = {}
+    rows: dict[tuple[str, ...], list[Record]] = {}
     for row in record["rows"]:
-        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+        rows.setdefault(tuple(row[key] for key in keys), []).append(row)
 
-    def worst(name: str) -> Callable[[Record], Any]:
-        return lambda cell: max((row[name] for row in cell["rows"] if not row["error"]), default=None)
+    def worst(cell: Record, name: str) -> int | None:
+        return max((row[name] for row in cell["stages"] if not row["error"]), default=None)
 
     def losses(cell: Record) -> str:
-        differ = [row for row in cell["rows"] if row["error"] or row["loss_difference"]]
         said = [
-            f"stage {row['stage']}: {'error' if row['error'] else format(row['loss_difference'], '.1g')}"
-            for row in differ
+            f"stage {row['stage']}: {'an error' if row['error'] else format(row['loss_difference'], '.0e')}"
+            for row in cell["stages"]
+            if row["error"] or row["loss_difference"]
         ]
         return ", ".join(said) or "equal"
 
-    def time_of(stage: str) -> Callable[[Record], float | None]:
-        times = lambda cell: [row["to_ddp"] for row in cell["rows"] if row["stage"] == stage and not row["error"]]  # noqa: E731
-        return lambda cell: next(iter(times(cell)), None)
+    def time(cell: Record, stage: str) -> float | None:
+        found = [row["to_ddp"] for row in cell["stages"] if row["stage"] == stage and not row["error"]]
+        return found[0] if found else None
 
     columns: list[tuple[Any, ...]] = [
-        *(("family", "family"), ("compiled by", "way"), ("backend", "backend"), ("with", "addition")),
+        *(("family", "family"), ("way", lambda cell: f"`{cell['way']}`"), ("backend", "backend"), ("with", "addition")),
+        ("stages", lambda cell: ", ".join(row["stage"] for row in cell["stages"])),
         ("losses and DDP's", losses),
-        ("graph breaks in layers", worst("breaks_in_layers")),
-        ("graphs with hf_zero", worst("of_hf_zero")),
-        (
-            "graphs after step 2 (DDP)",
-            lambda cell: "{} ({})".format(*(worst(f"graphs_later{end}")(cell) for end in ("", "_of_ddp"))),
-        ),
-        *((f"time to DDP, stage {stage}", time_of(stage), ".2f") for stage in "0123"),
+        ("breaks in layers beyond DDP's", lambda cell: worst(cell, "breaks_in_layers")),
+        ("graphs with hf_zero", lambda cell: worst(cell, "of_hf_zero")),
+        ("graphs after step 2", lambda cell: worst(cell, "graphs_later")),
+        ("DDP's", lambda cell: worst(cell, "graphs_later_of_ddp")),
+        *((f"time / DDP's, stage {stage}", lambda cell, stage=stage: time(cell, stage), ".2f") for stage in "0123"),
     ]
-    rows = [{**dict(zip(keys, key)), "rows": rows} for key, rows in found.items()]
-    return {"compiled": markdown(columns, rows)}
+    return {"compiled": markdown(columns, [{**dict(zip(keys, key)), "stages": found} for key, found in rows.items()])}
 
 
 REPORTS: dict[str, Callable[[Record], dict[str, str]]] = {

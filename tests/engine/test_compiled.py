@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from cells import slow
+from compiled import Cell, measure
 from shared_ranks import on_ranks, run_on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
@@ -191,6 +192,28 @@ def prepared_and_compiled(stage: int, compiles: bool) -> list[float]:
 def test_a_model_is_compiled_after_prepare(rank, world_size, stage):
     as_launched(rank, world_size)
     assert prepared_and_compiled(stage, True) == prepared_and_compiled(stage, False)
+
+
+# The ways that go through accelerate's and Trainer's flags, and the additions, as far as nothing above has them.
+CELLS = [
+    *(("gpt2", way, "") for way in ("flag", "plugin", "regions", "wrap-after", "in-place-after", "loss")),
+    *(
+        ("gpt2", "plugin", addition)
+        for addition in ("checkpointing", "lora", "bf16", "evaluation", "generate", "offload")
+    ),
+    *((family, "plugin", "") for family in ("bert", "modernbert", "llama", "vit")),
+    ("t5", "layers-before", ""),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("family", "way", "addition"), CELLS)
+def test_families_compile_in_each_way_as_under_ddp(family, way, addition):
+    for row in measure(Cell(family, way, addition=addition), [2, 3]):
+        assert row["error"] is None
+        assert (row["loss_difference"], row["breaks_in_layers"], row["of_hf_zero"]) == (0, 0, 0), row
+        assert row["graphs_later"] == row["graphs_later_of_ddp"], row
 
 
 def stepped(rank: int, stage: int | None) -> list[float]:
