@@ -1,4 +1,4 @@
-"""The flat memory of a bucket: whole, or a shard of it on the device, in host memory or in a file."""
+"""The flat memory of a bucket: whole, or a shard of the bucket on the device, in host memory or in a file."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ from ..offload.copies import HostToDevice
 from ..offload.shards import ParameterShard, ParameterTier, Region
 from .sharded import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
 
-# ---- What lies between and behind the parameters of a flat buffer: zeros ----
+# ---- Padding between and after the parameters of a flat buffer: zeros ----
 #
-# Elsewhere than on the host new memory holds anything. A block of a quantised tensor may begin in a parameter and end in
-# padding, and has one scale: a NaN in the one would make the other NaN.
+# Except on the host, new memory has arbitrary contents. A block of a quantised tensor may begin in a parameter and end in
+# padding, and has a single scale, so a NaN in the padding would make the parameter's elements NaN.
 
 
 def clear_padding(flat: torch.Tensor, layout: BucketLayout, part: Interval | None = None) -> torch.Tensor:
-    """Zeros `flat` where it holds no parameter, and returns it.
+    """Sets the padding of `flat` to zero, and returns `flat`.
 
     Args:
-        flat: 1-D, laid out as a bucket, or as the elements `part` of one.
+        flat: 1-D, with the layout of a bucket, or of the elements `part` of a bucket.
     """
     for gap in layout.padding:
         if part is None:
@@ -37,7 +37,7 @@ def clear_padding(flat: torch.Tensor, layout: BucketLayout, part: Interval | Non
     return flat
 
 
-# Memory of a bucket's parameters: unsharded all the time, or a shard, with a buffer that all-gathers fill for a while.
+# Memory of a bucket's parameters: always unsharded, or a shard and a buffer that all-gathers fill temporarily.
 
 _DTYPE = attrgetter("dtype")
 _Started = TypeVar("_Started")
@@ -47,8 +47,8 @@ class ParameterMemory(ABC):
     """The flat buffer of one bucket's parameters.
 
     Attributes:
-        flat: (numel,) of the param dtype.
-        shown: (numel,) what parameters are views of while they are whole: `flat`, or shards of another dtype as they are.
+        flat: (numel,) of the parameter dtype.
+        shown: (numel,), the tensor of whose views whole parameters consist: `flat`, or exact shards of another dtype.
         is_readable: whether parameters are whole now.
     """
 
@@ -68,39 +68,39 @@ class ParameterMemory(ABC):
 
     @property
     def writable_own(self) -> torch.Tensor | None:
-        """Returns the shard if a step may write new values into it directly; None if `write_own` has more to do."""
+        """Returns the shard if a step may write new values directly; None if `write_own` is needed."""
         return self.own
 
     @property
     def is_master(self) -> bool:
-        """Whether the shard is the copy that the optimizer updates, although a master is kept apart from `flat`."""
+        """Whether the optimizer updates the shard itself, although a master is separate from `flat`."""
         return False
 
     @property
     @abstractmethod
     def lasting_bytes(self) -> int:
-        """Bytes held all the time."""
+        """Bytes of permanent memory."""
 
     @abstractmethod
     def clear_padding(self, layout: BucketLayout) -> None:
-        """Zeroes lasting memory that belongs to no parameter."""
+        """Sets the padding in permanent memory to zero."""
 
     @abstractmethod
     def store(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
-        """Copies a parameter's values to its `place` in `flat`, which are the elements `interval`."""
+        """Copies a parameter's values to its view `place` of `flat`, the elements `interval`."""
 
     def end_filling(self) -> None:  # noqa: B027 (all of it may last)
-        """Frees temporary memory, when all parameters are in."""
+        """Frees temporary memory after all parameters were stored."""
 
     def rest(self, master: Region | None) -> None:  # noqa: B027 (the shard may stay on the device)
-        """Called when the bucket is built. `master`: where in a file its master lies, in the parameters' own digits."""
+        """Called when the bucket is complete. `master`: the region of its master in a file, in the parameters' own dtype."""
 
     def read_own(self) -> torch.Tensor:
-        """The shard's values in memory, wherever they are kept."""
+        """Returns the shard's values in memory, reading a file if necessary."""
         return self.own
 
     def write_own(self, values: torch.Tensor, h2d: HostToDevice) -> None:
-        """Replaces the shard's values, which the host does not wait for; `h2d` leads here from where they are."""
+        """Replaces the shard's values without blocking the host; `h2d` copies from the memory of `values`."""
         h2d.start_copy(self.own, values)
 
     def write_own_part(self, interval: Interval, values: torch.Tensor) -> None:
@@ -108,48 +108,48 @@ class ParameterMemory(ABC):
         self.own_part(interval).copy_(values)
 
     def exchange_own(self, values: torch.Tensor) -> None:
-        """Puts the shard into another tensor, if it is separate in host memory."""
+        """Replaces the shard's tensor by another one, if the shard is separate in host memory."""
         raise AssertionError(
             "hf_zero: bug: a shard that is a part of its bucket cannot be exchanged. Open an issue with this traceback."
         )
 
     def own_part(self, interval: Interval) -> torch.Tensor:
-        """Elements of the shard, live, without taking memory for them."""
+        """Returns live elements of the shard, without allocating memory."""
         return self.own[interval.start : interval.stop]
 
     @abstractmethod
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
-        """Points a parameter at its present data at `place`."""
+        """Sets a parameter's data to the current data of its view `place`."""
 
     @abstractmethod
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
-        """Whether a parameter still has the data that `set_data` gave it."""
+        """Whether a parameter still has the data set by `set_data`."""
 
     @abstractmethod
     def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
-        """Whether that is so of all of them, which have elements; False where that is not known at a glance."""
+        """Whether this is true for all parameters, which must have elements. May return False if the fast check fails."""
 
 
 def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
-    # Of a tensor without elements, the address says nothing.
+    # A tensor without elements has a meaningless address.
     is_there = parameter.data_ptr() == place.data_ptr() or parameter.numel() == 0
     return is_there and parameter.dtype == place.dtype
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[list[int], set[torch.dtype]]:
-    # Each step asks this of every parameter: in loops of C.
+    # Use loops in C, because each step calls this for every parameter.
     return list(map(torch.Tensor.data_ptr, tensors)), set(map(_DTYPE, tensors))
 
 
 class UnshardedMemory(ParameterMemory):
-    """Parameters that are never sharded (stages 0 to 2)."""
+    """Parameters without sharding (stages 0 to 2)."""
 
     is_readable = True
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
         self.shown = self.flat = allocate(layout.numel, dtype, device)
         self._own = self.flat[shard.start : shard.stop]
-        # Of the places that were asked for last: `flat` stays where it is.
+        # Caches the addresses of the last `places`; valid because `flat` never moves.
         self._asked: Sequence[torch.Tensor] = ()
         self._addresses = _addresses(())
 
@@ -169,8 +169,8 @@ class UnshardedMemory(ParameterMemory):
         place.copy_(parameter)
 
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
-        # An alias, not a view: `torch.save` of a view writes the whole bucket, and safetensors takes all views of a bucket for
-        # tied weights.
+        # Use an alias instead of a view: `torch.save` of a view would write the whole bucket, and safetensors would treat all
+        # views of a bucket as tied weights.
         parameter.data = alias(place)
 
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
@@ -183,17 +183,17 @@ class UnshardedMemory(ParameterMemory):
 
 
 def _mark_of(dtype: torch.dtype) -> float:
-    """Returns what stands for absent values: NaN, or the largest integer. Zeros would be taken for an edit by `zero_()`."""
+    """Returns the mark of absent values: NaN, or the largest integer. Zeros would look like an edit by `zero_()`."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 class _Known(NamedTuple):
-    """Parameters, in their order, as `GatheredMemory.set_all_data` has last hidden them.
+    """The parameters of the last call of `GatheredMemory.set_all_data` that hid them, in order.
 
     Attributes:
-        kinds, hidden_kinds: their classes before and after.
+        kinds, hidden_kinds: their classes before and afterwards.
         owners, names: the parameters and their attributes, for `setattr`.
         whole, hidden: the values of these attributes.
     """
@@ -219,26 +219,26 @@ class _Known(NamedTuple):
 
 
 class GatheredMemory(ParameterMemory):
-    """Parameters that are unsharded from `gather` to `drop` (stage 3); the shard is on the training device.
+    """Parameters that are unsharded from `gather` to `drop` (stage 3). The shard is on the training device.
 
-    The shard is a part of `flat` where the rest of `flat` can be freed without it. It has memory of its own where gathered
-    parameters have other values: blocks leave them fewer digits, or forward and backward read another dtype. Then the shard is
-    cast for them, and gathered `exactly`, as it is, to be looked at, edited and saved.
+    The shard is a part of `flat` if the other parts of `flat` can be freed separately. The shard has separate memory if gathered
+    parameters have other values: either blocks store fewer digits, or forward and backward use another dtype. Then the shard is
+    cast for them, and is gathered `exactly`, without a cast, for reads, edits and saves.
 
-    A parameter that is not gathered keeps its shape, and its values are hidden. What gets at them past Python, as autograd may,
-    finds one NaN of stride 0, or the largest integer: that shows in the loss, and cannot crash the process as freed memory would.
+    A parameter that is not gathered keeps its shape, and its values are hidden. Code that bypasses Python, as autograd may, reads
+    a single NaN with stride 0, or the largest integer. This shows in the loss, and cannot crash the process like freed memory.
 
     Args:
-        dtype: of `flat`, on the training `device`.
-        shard: this rank's interval of it.
-        kept: dtype of the shard; None where the shard lies elsewhere.
-        rounded: what is gathered has other values than the shards.
+        dtype: the dtype of `flat`, on the training `device`.
+        shard: this rank's interval of `flat`.
+        kept: the dtype of the shard; None if the shard is stored elsewhere.
+        rounded: whether gathered values differ from the shards.
 
     Attributes:
-        read_as: what parameters are cast to when they are gathered, where that is not the param dtype.
-        edits_last: the shard is a part of `flat`, so that edits of that change it at once.
-        casts: the shard is of another dtype than `flat`.
-        is_fetched: the shard is offloaded.
+        read_as: a dtype to which gathered parameters are cast; None for the parameter dtype.
+        edits_last: whether the shard is a part of `flat`, so that edits of `flat` change the shard at once.
+        casts: whether the shard has another dtype than `flat`.
+        is_fetched: whether the shard is offloaded.
     """
 
     is_fetched = False
@@ -253,18 +253,18 @@ class GatheredMemory(ParameterMemory):
         *,
         rounded: bool = False,
     ):
-        # Only a shard of the dtype of `flat` can be a part of `flat`. For another shard all of `flat` is given back.
+        # Only a shard with the dtype of `flat` can be a part of `flat`. Otherwise all of `flat` is freed.
         in_flat = slice(shard.start, shard.stop) if kept == dtype else slice(0, 0)
         self._reservation = reserve(layout.numel, dtype, device, in_flat, apart=rounded)
         self._own = self._reservation.own
         if kept not in (None, dtype):
-            # Outside of `flat`, which cannot hold the digits of another dtype: a gather casts from here.
+            # Use separate memory, because `flat` cannot store another dtype. A gather casts from here.
             self._own = allocate(layout.shard_numel, kept, device)
         self.edits_last = kept == dtype and self._reservation.in_place
         self.casts = kept not in (None, dtype)
         self._shard = shard
         self.shown = self.flat = self._reservation.flat
-        # Cut once: each gather needs this part, and torch makes no view of a storage without memory.
+        # Make this view once: each gather needs this part, and torch cannot make views of a storage without memory.
         self._own_of_flat = self.flat[shard.start : shard.stop]
         self._mark = _mark_of(dtype)
         self._marks_by_nan, self._is_on_host = self._mark != self._mark, self.flat.device.type == "cpu"
@@ -287,22 +287,22 @@ class GatheredMemory(ParameterMemory):
 
     @property
     def passing_bytes(self) -> int:
-        """Bytes that `gather` takes and `drop` gives back."""
+        """Bytes allocated by `gather` and freed by `drop`."""
         return self.flat.nbytes - (self.own.nbytes if self.edits_last else 0)
 
     @property
     def is_shown_exactly(self) -> bool:
-        """Whether parameters are whole in the dtype of the shard, which is not that of forward and backward."""
+        """Whether parameters are whole in the dtype of the shard, which differs from the dtype of forward and backward."""
         return self.shown is not self.flat
 
     @property
     def is_rounded(self) -> bool:
-        """Whether parameters are whole with fewer digits than the shard has."""
+        """Whether whole parameters have fewer digits than the shard."""
         return self.casts and not self.is_shown_exactly
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes that an exact `gather` takes."""
+        """Bytes allocated by an exact `gather`."""
         return self.flat.numel() * self.own.itemsize if self.casts else self.passing_bytes
 
     @property
@@ -311,11 +311,11 @@ class GatheredMemory(ParameterMemory):
         return self.shown[self._shard.start : self._shard.stop] if self.is_shown_exactly else self._own_of_flat
 
     def gather(self, start: Callable[[], _Started], *, exactly: bool) -> _Started:
-        """Gives `shown` memory, and starts the all-gather that fills it from each rank's `source`.
+        """Allocates `shown`, and starts the all-gather from each rank's `source` into `shown`.
 
         Args:
-            start: starts it.
-            exactly: in the dtype of the shard, where `flat` has another.
+            start: starts the all-gather.
+            exactly: gather in the dtype of the shard, if `flat` has another dtype.
         """
         self._make_room(exactly=exactly)
         if self.casts and self.shown is self.flat:
@@ -323,22 +323,22 @@ class GatheredMemory(ParameterMemory):
         return start()
 
     def arrive(self) -> None:
-        """Called before that all-gather is finished."""
+        """Called before the all-gather is finished."""
 
     def start_fetch(self) -> None:
-        """Begins to fetch the shard to the memory that `gather` reads."""
+        """Starts to fetch the shard into the memory used by `gather`."""
 
     def forget_fetch(self) -> None:
-        """Drops a fetch that was not gathered, and waits for copies from the shard, which is about to be written."""
+        """Drops an unused fetch, and waits for copies from the shard, which is written next."""
 
     def snapshot(self) -> torch.Tensor | None:
-        """Copies the shard if edits of `flat` change it at once; None if `drop` forgets them."""
+        """Copies the shard if edits of `flat` change it at once; returns None if `drop` discards edits."""
         return self.own.clone() if self.edits_last else None
 
     def keep_edits(self) -> None:
-        """Takes this rank's part of edited whole parameters into the shard."""
+        """Copies this rank's part of edited whole parameters into the shard."""
         if not self.edits_last:
-            # Here `own` lies outside of the gathered memory: without the copy the edit would go with the next `drop`.
+            # `own` is outside of the gathered memory, so without the copy the next `drop` would discard the edit.
             self.own.copy_(self.own_place)
 
     def _make_room(self, *, exactly: bool) -> None:
@@ -349,19 +349,19 @@ class GatheredMemory(ParameterMemory):
             self._reservation.restore()
 
     def stay(self) -> None:
-        """Keeps the gathered parameters for forward and backward, and frees exact ones beside them."""
+        """Keeps the gathered parameters for forward and backward, and frees exact ones."""
         self.shown = self.flat
 
     def drop(self) -> None:
-        """Gives back everything but the shard."""
+        """Frees everything except the shard."""
         self.is_readable = False
         self.shown = self.flat
         self._reservation.release()
-        # `p.data.zero_()` on an absent parameter would have made it read as 0.
+        # `p.data.zero_()` on an absent parameter may have changed its mark to 0.
         self._absent.fill_(self._mark)
 
     def was_written(self) -> bool:
-        """Whether absent parameters were written to. Known on the host only: elsewhere it would stop the queue."""
+        """Whether absent parameters were written to. Only known on the host, because a check would stop a device's queue."""
         if self.is_readable or not self._is_on_host:
             return False
         found = self._absent.item()
@@ -375,8 +375,7 @@ class GatheredMemory(ParameterMemory):
         common = interval.intersect(self._shard)
         if common is not None:
             source = common.shift(-interval.start)
-            # Only this rank's part is looked at: a parameter may be a view of a mapped file, of which the other pages stay
-            # unread.
+            # Only read this rank's part: the parameter may be a view of a mapped file, whose other pages need not be read.
             values = parameter.reshape(-1)[source.start : source.stop]
             ask_for(values)
             self.write_own_part(common.shift(-self._shard.start), values)
@@ -385,13 +384,13 @@ class GatheredMemory(ParameterMemory):
         self._reservation.release()
 
     def set_all_data(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
-        """`set_data` for all of the bucket's, in its order. Each layer comes here four times a step."""
+        """Calls `set_data` for all parameters of the bucket, in order. Runs four times per layer and step, so it must be fast."""
         is_whole = self.is_readable
         if self.read_as is None and self.shown is self.flat:
             known, kinds = self._known, list(map(type, parameters))
             if kinds == (known.hidden_kinds if is_whole else known.kinds):
-                # Nearly always: as below, in one loop in C. `setattr` returns None, so `any` goes on to the end.
-                # Without torch's question: a guarded parameter refuses new data, the engine's too.
+                # The usual case does the same as the code below in one loop in C. `setattr` returns None, so `any` runs to the
+                # end. `look_only` is needed because a guarded parameter refuses new data, even from the engine.
                 with look_only():
                     any(map(setattr, known.owners, known.names, known.whole if is_whole else known.hidden))
                 return
@@ -413,7 +412,7 @@ class GatheredMemory(ParameterMemory):
             self._known = _Known.of(parameters, kinds, places, absences)
 
     def set_data(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
-        # First: a guarded parameter refuses new data, the engine's too.
+        # Show the values first, because a guarded parameter refuses new data, even from the engine.
         show_values(parameter)
         values = self._shown_at(place) if self.is_readable else self._absent
         values = values if self.read_as is None else values.to(self.read_as)
@@ -422,13 +421,13 @@ class GatheredMemory(ParameterMemory):
             hide_values(parameter)
 
     def hang_absent(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Lets a parameter that is not gathered be looked at in another dtype."""
+        """Makes a parameter that is not gathered appear in another dtype."""
         show_values(parameter)
         parameter.data = self._absent.to(dtype).expand(parameter.shape)
         hide_values(parameter)
 
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
-        # Nobody else gives data to a parameter whose values are hidden, as they are until a gather under way has ended.
+        # Only the engine sets data of a parameter with hidden values, and values are hidden until a running gather has ended.
         return are_hidden(parameter) or (self.is_readable and _lies_at(parameter, self._shown_at(place)))
 
     def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
@@ -439,18 +438,18 @@ class GatheredMemory(ParameterMemory):
         return self.is_readable and _addresses(parameters) == _addresses(places)
 
     def _shown_at(self, place: torch.Tensor) -> torch.Tensor:
-        """The elements of `shown` that are at `place` in `flat`."""
+        """Returns the elements of `shown` for the view `place` of `flat`."""
         if not self.is_shown_exactly:
             return place
         start = place.storage_offset() - self.flat.storage_offset()
         return self.shown[start : start + place.numel()].view(place.shape)
 
 
-# ---- Memory of a bucket whose shard of the parameters is offloaded to host memory or a file ----
+# ---- Memory of a bucket whose parameter shard is offloaded to host memory or a file ----
 
 
 class OffloadedMemory(GatheredMemory):
-    """The shard is offloaded, and is copied to the device for each all-gather.
+    """An offloaded shard, which is copied to the device for each all-gather.
 
     Args:
         values: the shard.
@@ -492,16 +491,15 @@ class OffloadedMemory(GatheredMemory):
     def gather(self, start: Callable[[], _Started], *, exactly: bool) -> _Started:
         values = self._values.fetched()
         self._make_room(exactly=exactly)
-        # Beside the device's own queue: forward and backward go on while the shard crosses the bus, and so does the all-gather
-        # behind it.
+        # Use the side queue: forward and backward continue while the shard crosses the bus, and during the all-gather after the
+        # copy.
         with self._queue.aside():
             if values.dtype != self.source.dtype:
-                # Cast where it arrives: a copy between devices that casts would do so on the host, which would wait for it.
+                # Cast on the device: a cast in a copy between devices would run on the host, and block the host.
                 values = values.to(self.flat.device, non_blocking=True)
             self.source.copy_(values, non_blocking=True)
             started = start()
-        # Behind the copy and the gather: the shard may not be written, nor the gather finished, before that
-        # point.
+        # Mark the end of copy and gather: before this point, the shard must not be written, and the gather is not finished.
         self._copied = self._queue.mark()
         return started
 
@@ -522,7 +520,7 @@ class OffloadedMemory(GatheredMemory):
         self._values.rest(master)
 
     def read_own(self) -> torch.Tensor:
-        # From a file, where there is one: `own` has only a shape then, and reads as NaN.
+        # Read a file if there is one, because `own` then only has a shape, and reads as NaN.
         return self._values.fetched()
 
     def write_own(self, values: torch.Tensor, h2d: HostToDevice) -> None:
@@ -548,12 +546,12 @@ def sharded_memory(
     tier: ParameterTier,
     rounded: bool,
 ) -> GatheredMemory:
-    """Memory for a bucket whose shard is to live in `tier`.
+    """Returns the memory for a bucket with a shard in `tier`.
 
     Args:
-        dtype: of the parameters, on the training `device`.
+        dtype: dtype of the parameters, on the training `device`.
         shard: this rank's interval, of the dtype `kept`.
-        rounded: what is gathered has other values than the shards.
+        rounded: whether gathered values differ from the shards.
     """
     values = tier.shard(f"bucket {layout.index}", layout.shard_numel, kept)
     if values is not None:

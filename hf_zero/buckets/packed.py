@@ -1,7 +1,8 @@
 """Packed weights: frozen parameters whose elements are codes (integers, booleans, complex numbers, eight bits), and their scales.
 
-bitsandbytes keeps a weight's codes in the Parameter, and its scales beside that. Of four bits the scales are an eighth of the
-codes, so that a rank keeps its shard of both. Of eight bits they are one number a row, which each rank has.
+bitsandbytes stores a weight's codes in the Parameter, and its scales separately. For four bits, the scales have an eighth of the
+codes' bytes, so a rank stores its shard of both. For eight bits, there is one scale per row of the weight, and each rank stores
+all scales.
 """
 
 from collections.abc import Iterator
@@ -20,21 +21,21 @@ _REPACKS = "support_avx512bf16_for_cpu"
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is frozen, and a cast or rounding of its elements would give another weight."""
+    """Whether a parameter is frozen, and casting or rounding its elements would change the weight."""
     dtype = parameter.dtype
-    # Eight bits are codes even where torch calls the dtype a float: a float8 weight means little without the scales beside it.
+    # One-byte elements are codes even if torch calls the dtype a float: a float8 weight means little without its scales.
     is_code = dtype.itemsize == 1 or not dtype.is_floating_point
     return not parameter.requires_grad and (is_code or _state_of(parameter) is not None)
 
 
 def beside_packed(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Returns packed weights, and all parameters of the modules that hold one: such a module casts its own inputs."""
+    """Returns packed weights, and all parameters of modules with a packed weight, because such modules cast their own inputs."""
     held = [list(module.parameters(recurse=False)) for module in model.modules()]
     return frozenset(p for parameters in held if any(map(is_packed, parameters)) for p in parameters)
 
 
 def refuse_inner_tensors(name: str, parameter: nn.Parameter) -> None:
-    """Raises `ValueError` for a trained parameter with its values in inner tensors, which no step would reach."""
+    """Raises `ValueError` for a trained parameter with its values in inner tensors, which no step would update."""
     if _has_inner_tensors(parameter):
         raise ValueError(
             f"hf_zero: {name!r} is a trained {type(parameter).__name__}, which keeps its values in tensors of its own, and "
@@ -43,12 +44,12 @@ def refuse_inner_tensors(name: str, parameter: nn.Parameter) -> None:
 
 
 def _has_inner_tensors(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a wrapper subclass; the DTensors of a split model are trained by their local tensors."""
+    """Whether a parameter is a wrapper subclass, but no DTensor of a split model, whose local tensor is trained."""
     return hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "device_mesh")
 
 
 def refuse_unpackable(name: str, parameter: nn.Parameter, *, sharded: bool) -> None:
-    """Raises `ValueError` for a frozen parameter that is still to be quantised; or whose codes are not found to be `sharded`."""
+    """Raises `ValueError` for a frozen parameter before its quantisation, or with codes unfit for sharding if `sharded`."""
     kind = type(parameter).__name__
     if sharded and _has_inner_tensors(parameter):
         raise ValueError(
@@ -69,7 +70,7 @@ def refuse_unpackable(name: str, parameter: nn.Parameter, *, sharded: bool) -> N
 
 
 def _state_of(parameter: torch.Tensor | None) -> Any:
-    """Returns the shape, blocks and scales of a weight in four bits; None for another."""
+    """Returns the shape, blocks and scales of a weight in four bits; None for other weights."""
     return getattr(parameter, "quant_state", None)
 
 
@@ -77,34 +78,34 @@ def _state_of(parameter: torch.Tensor | None) -> Any:
 
 
 def add_scales(model: nn.Module) -> None:
-    """Makes the scales of weights in four bits frozen parameters of their modules, to be sharded and gathered with the codes."""
+    """Makes the scales of weights in four bits frozen parameters of their modules, sharded and gathered with the codes."""
     for module in model.modules():
         for name, state in _states_in(module):
             if not isinstance(state.absmax, nn.Parameter):
                 state.absmax = nn.Parameter(state.absmax, requires_grad=False)
-            # Past `register_parameter`, which allows no dot: the name is that of the scales in the module's state dict.
+            # Bypass `register_parameter`, which does not allow a dot. The name is the one in the module's state dict.
             module._parameters[f"{name}.{_SCALES}"] = state.absmax
 
 
 def take_out_scales(model: nn.Module) -> None:
-    """Undoes `add_scales`: scales are tensors again, and modules have the parameters that they were built with."""
+    """Undoes `add_scales`: scales are tensors again, and modules have their original parameters."""
     for module in model.modules():
         for name, state in _states_in(module):
             scales = module._parameters.pop(f"{name}.{_SCALES}", None)
-            # A merged adapter leaves a new weight with scales of its own.
+            # A merged adapter leaves a new weight with new scales.
             if scales is not None and isinstance(state.absmax, nn.Parameter):
                 state.absmax = state.absmax.data
 
 
 def added_scales(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Returns the parameters of `add_scales`, which the model has at stage 3 alone."""
+    """Returns the parameters of `add_scales`, which only exist at stage 3."""
     scales = (state.absmax for module in model.modules() for _, state in _states_in(module))
     return frozenset(each for each in scales if isinstance(each, nn.Parameter))
 
 
 @contextmanager
 def scales_as_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, the model has the parameters of a model that is sharded."""
+    """Gives the model the parameters of a sharded model inside the context."""
     add_scales(model)
     try:
         yield
@@ -117,66 +118,66 @@ def _states_in(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, state) for name, state in states if state is not None]
 
 
-# ---- What lies beside the parameters: whole on each rank, and rank 0's, as the codes are ----
+# ---- Scales and tables outside of the parameters: whole on each rank, and equal to rank 0's, like the codes ----
 
 
 def _beside(model: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """Yields (holder, attribute, tensor) of scales and tables that are no parameters; several holders may share one."""
+    """Yields (holder, attribute, tensor) of scales and tables outside of parameters; several holders may share a tensor."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             state = _state_of(parameter)
             inner = getattr(state, "state2", None)
-            places = [(holder, name) for holder in (state, inner) for name in (_SCALES, "code", "offset")]
-            for holder, name in [*places, (parameter, "SCB"), (module.__dict__.get("state"), "SCB")]:
+            found = [(holder, name) for holder in (state, inner) for name in (_SCALES, "code", "offset")]
+            for holder, name in [*found, (parameter, "SCB"), (module.__dict__.get("state"), "SCB")]:
                 held = None if holder is None else holder.__dict__.get(name)
                 if isinstance(held, torch.Tensor) and not isinstance(held, nn.Parameter):
                     yield holder, name, held
 
 
 def bytes_beside(model: nn.Module) -> int:
-    """Counts bytes of scales and tables that lie beside packed weights, and are no parameters."""
+    """Returns the bytes of packed weights' scales and tables outside of parameters."""
     return sum({id(held): held.nbytes for _, _, held in _beside(model)}.values())
 
 
 def shapes_beside(model: nn.Module) -> list[tuple[int, ...]]:
-    """Returns the shapes of these tensors, on which ranks must agree."""
+    """Returns the shapes of these tensors, which must be equal on all ranks."""
     return [tuple(held.shape) for _, _, held in _beside(model)]
 
 
 def start_alike(model: nn.Module, device: torch.device, transport: Transport) -> None:
-    """Moves these tensors to the device, and gives every rank those of rank 0. Collective."""
+    """Moves these tensors to the device, and copies rank 0's to every rank. Collective."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for holder, name, held in list(_beside(model)):
         if id(held) not in moved:
-            # With the tensor of before, so that no other has its identity.
+            # Keep the old tensor, so no new tensor gets its id.
             moved[id(held)] = held, held.to(device)
             transport.broadcast(moved[id(held)][1], Label(kind="broadcast parameters", subject="the model"))
         setattr(holder, name, moved[id(held)][1])
 
 
-# ---- Modules of bitsandbytes that keep the codes under a second name, or repack them ----
+# ---- Modules of bitsandbytes that store the codes under a second name, or repack them ----
 
 
 class CodesInPlace:
-    """Has the modules of a model read the codes where the engine puts them, until `end`."""
+    """Makes the modules of a model read the codes from the engine's memory, until `end`."""
 
     def __init__(self, model: nn.Module):
         self._handles: list[RemovableHandle] = []
         self._repacking = [module for module in model.modules() if getattr(module, _REPACKS, False)]
         for module in self._repacking:
-            # An evaluation would repack gathered codes, and the shards would not know.
+            # An evaluation would repack gathered codes, and the shards would not change.
             setattr(module, _REPACKS, False)
         self._in_eight_bits: list[Any] = [module for module in model.modules() if _is_in_eight_bits(module)]
         for module in self._in_eight_bits:
             weight, state = module.weight, module.__dict__.get("state")
-            # The codes as they were loaded: under this name they would stay in memory, whole.
+            # Drop the codes as loaded, which would otherwise stay in memory as a whole under this name.
             weight.CB = None
             if state is not None:
                 weight.SCB = weight.SCB if state.SCB is None else state.SCB
                 self._handles.append(module.register_forward_pre_hook(_read_codes))
 
     def end(self) -> None:
-        """Leaves the modules as after quantising, with the codes that their weights have now."""
+        """Restores the modules' state after quantisation, with the current codes of their weights."""
         for handle in self._handles:
             handle.remove()
         for module in self._repacking:
@@ -191,15 +192,15 @@ def _is_in_eight_bits(module: nn.Module) -> bool:
 
 
 def _read_codes(module: Any, _args: tuple) -> None:
-    # Before each forward: gathered, lent and handed-back codes lie in different memory.
+    # Update before each forward, because gathered codes may be at different addresses each time.
     module.state.CB, module.state.SCB = module.weight.data, module.weight.SCB
 
 
 class PackedPlaces:
-    """The packed weights of a module's parts. A merge of adapters puts new Parameters there, in which the engine has no shard."""
+    """The packed weights of a module's parts. A merge of adapters replaces them by Parameters without shards."""
 
     def __init__(self, module: nn.Module):
-        self._places = [
+        self._weights = [
             (part, name, parameter)
             for part in module.modules()
             for name, parameter in part._parameters.items()
@@ -208,8 +209,8 @@ class PackedPlaces:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Copies codes and scales of new Parameters into those of before, which take their places again."""
-        for part, name, parameter in self._places:
+        """Copies codes and scales of new Parameters into the original ones, which replace the new ones again."""
+        for part, name, parameter in self._weights:
             new: Any = part._parameters.get(name)
             if new is None or new is parameter:
                 continue

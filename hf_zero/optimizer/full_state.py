@@ -17,12 +17,12 @@ from .holder import StateHolder
 
 @torch.no_grad()
 def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
-    """Gathers the reduced gradient in the parameter's shape; None if no rank has any."""
-    # First: a rank that comes alone gets an error that names the call, in place of a gather without an end.
+    """Gathers the reduced gradient in the parameter's shape; None if no rank has one."""
+    # Start with the barrier: a rank that calls alone gets an error with the name of the call, instead of hanging in a gather.
     slot.bucket.group.transport.barrier("full_grad", timeout_s)
     row = slot.row
     if row is None or not row.has_gradient:
-        # This rank joins all the same: the others wait for its shard of the bucket.
+        # This rank joins as well, because the others wait for its shard of the bucket.
         return _gather(slot, None)
     slot.bucket.await_gradient()
     widen(row.tensor)
@@ -33,20 +33,20 @@ def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
 def full_state(
     slot: ParameterSlot, mine: Mapping[str, Any], holder: StateHolder, timeout_s: float, call: str = "full_state"
 ) -> dict[str, Any]:
-    """Gathers the optimizer's state of a parameter by name: tensors with one value an element in the parameter's shape.
+    """Gathers the optimizer's state of a parameter by name: tensors with one value per element in the parameter's shape.
 
     Args:
-        mine: the state of this rank's row; empty without one.
-        holder: of that state.
-        timeout_s: limit of the wait for the other ranks.
+        mine: the state of this rank's row; empty without a row.
+        holder: stores the state.
+        timeout_s: time limit for the other ranks.
         call: the script's call, for the error of a rank that calls alone.
     """
     transport = slot.bucket.group.transport
     transport.barrier(call, timeout_s)
     row, flat = slot.row, flat_state(mine)
-    # By name: whether it has one value an element. Only ranks with a row of the parameter know.
+    # By name: whether the state has one value per element. Only ranks with a row of the parameter know this.
     elementwise = {} if row is None else {kind: is_elementwise(value, row) for kind, value in flat.items()}
-    # A rank without a row knows no names, and has to join each gather all the same.
+    # A rank without a row does not know the names, but has to join each gather.
     everyone = transport.exchange(elementwise)
     kinds = dict.fromkeys(kind for theirs in everyone for kind in theirs)
     state: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def full_state(
 
 @torch.no_grad()
 def full_master(slot: ParameterSlot, holder: StateHolder) -> torch.Tensor | None:
-    """Gathers the master in the parameter's shape; None if it has no more digits than the parameter. Collective."""
+    """Gathers the master in the parameter's shape; None if the parameter has the master's dtype. Collective."""
     if not slot.bucket.precision.rounds:
         return None
     with holder.fetched_master(slot.bucket):
@@ -70,28 +70,28 @@ def full_master(slot: ParameterSlot, holder: StateHolder) -> torch.Tensor | None
 
 def _gather(slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
     bucket = slot.bucket
-    # Before the gather: a rank without a part of the parameter cannot know whether the others start one, nor of which dtype. With
-    # state in 8 bits, a gather of the master's dtype would take four bytes where the others send one.
+    # Agree on the dtype first: a rank without a part of the parameter knows neither whether the others start a gather, nor the
+    # dtype. With 8-bit state, a gather in the master's dtype would receive four bytes for each byte sent by the others.
     dtypes = bucket.group.transport.exchange(None if mine is None else mine.dtype, f"look at {slot.name}")
     dtype = next(filter(None, dtypes), None)
     if dtype is None:
         return None
     if bucket.group.groups.shard_size == 1:
-        # Each rank has all of it.
+        # Each rank has the whole tensor.
         parameter = slot.parameter
         return None if mine is None else mine.detach().reshape(parameter.shape).to(parameter.device, copy=True)
     flat = allocate(bucket.layout.numel, dtype, bucket.device)
     own = flat[bucket.own_interval.start : bucket.own_interval.stop]
     if mine is not None and slot.row is not None:
         own[slot.row.layout.in_shard.start : slot.row.layout.in_shard.stop].copy_(mine.reshape(-1))
-    # All ranks of the bucket join, also those without this parameter: a gather has a part of each.
+    # All ranks of the bucket join, even without a part of this parameter, because a gather needs a part of each rank.
     bucket.group.transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
-    # A clone: a view would keep the whole bucket's buffer.
+    # Clone, because a view would keep the whole bucket's buffer.
     return slot.view_of(flat).clone()
 
 
 def slot_of(parameter: nn.Parameter, slots: Mapping[nn.Parameter, ParameterSlot]) -> ParameterSlot:
-    """A trained parameter's slot; raises `ValueError` for another tensor."""
+    """Returns a trained parameter's slot; raises `ValueError` for other tensors."""
     if parameter not in slots:
         raise ValueError(
             f"hf_zero: no trained parameter of this engine's model: {tuple(parameter.shape)}. Pass the model's own "

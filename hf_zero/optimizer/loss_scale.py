@@ -1,8 +1,8 @@
-"""Loss scaling over shards: ranks that step together agree on an overflow, in every GradScaler of torch's.
+"""Loss scaling over shards: ranks that step together agree on an overflow, in every GradScaler of torch.
 
-A rank unscales the rows that it owns and sees an infinite gradient only in them, so without an agreement a scaler would skip
-the step on one rank and take it on the others. The ranks agree while they unscale; scale, growth and backoff are then the same
-on all.
+A rank only unscales its own rows, and only sees infinite gradients in them. Without an agreement, a scaler would skip the step on
+one rank and run the step on the others. The ranks agree while they unscale, so scale, growth and backoff are the same on all
+ranks.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from ..hooks.guards import mix_in
 from .sharded_optimizer import engine_stepped_by, sharded_of
 
 if TYPE_CHECKING:
-    # Mixed into GradScalers: a type checker takes their methods for inherited.
+    # This class is mixed into GradScalers, so let type checkers assume their methods.
     from torch.amp import GradScaler as _ScalerBase
 else:
     _ScalerBase = object
@@ -27,8 +27,8 @@ _stock_unscale = torch.amp.GradScaler._unscale_grads_
 def agree_on_overflows() -> None:
     """Makes every `torch.amp.GradScaler` of this process, old or new, agree over ranks on an engine's gradients.
 
-    The class is changed, because an optimizer cannot see the scaler that unscales its gradients: the scaler only reads
-    `optimizer.param_groups`. Optimizers without an engine are unscaled as before.
+    The class is changed, because an optimizer cannot see its scaler: the scaler only reads `optimizer.param_groups`. Optimizers
+    without an engine are unscaled as before.
     """
     stock: Any = torch.amp.GradScaler
     stock._unscale_grads_ = _unscale_rows
@@ -47,32 +47,32 @@ def _unscale_rows(
         return _stock_unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     sharded.refuse_strangers()
     for row in sharded.rows:
-        # A copy under way would put the scaled values over the unscaled ones.
+        # A running copy would overwrite the unscaled values with scaled ones.
         row.slot.bucket.await_gradient()
         widen(row.tensor)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     scale, clean = inv_scale, found_inf
     if any(gradient.device.type == "cpu" for gradient in gradients):
-        # torch copies them from an accelerator to gradients in host memory, and does not wait before it reads the copies.
+        # torch would copy these scalars from an accelerator for gradients in host memory, and read the copies without waiting.
         scale, clean = inv_scale.cpu(), found_inf.cpu()
     found = _stock_unscale(scaler, optimizer, scale, clean, allow_fp16)
-    # torch does not count this as an edit, and a step that was begun with the scaled gradients would be kept.
+    # torch does not count this as an edit, so an early step with the scaled gradients would be used.
     increment_version(gradients)
-    # Rows may be in other memory than the scale, and a rank may have none.
+    # Rows may be in other memory than the scale, and a rank may have no rows.
     mine = sum((part.to(found_inf.device) for part in found.values()), start=found_inf)
-    # Agreement before the step: a rank sees overflows of its own rows only, and would step while another skips.
+    # Agree before the step: a rank only sees overflows of its own rows, and would step while another rank skips.
     return {found_inf.device: engine.bad_steps.agree(sharded.optimizer, mine)}
 
 
 class _OverShards(_ScalerBase):
-    """The methods of a GradScaler that accelerate updates after each of an engine's optimizers.
+    """The methods of a GradScaler that is updated by accelerate after each of an engine's optimizers.
 
     [Note: several optimizers]
-    accelerate calls `update` after each optimizer. A scale that changes between two optimizers' steps would unscale the second
-    one's gradients by another number than their loss was scaled with.
+    accelerate calls `update` after each optimizer. If the scale changed between two optimizers' steps, the second optimizer's
+    gradients would be unscaled with another number than their loss was scaled with.
     """
 
-    # Of the class: `mix_in` changes the class of a scaler that exists, whose `__init__` has run.
+    # A class attribute, because `mix_in` changes the class of an existing scaler, whose `__init__` has already run.
     _is_update_due = False
 
     def scale(self, outputs):
@@ -89,30 +89,30 @@ class _OverShards(_ScalerBase):
         engine = engine_stepped_by(optimizer)
         if engine is not None and self.is_enabled():
             self._share_state(optimizer)
-            # All at the first step: the next optimizer's gradients belong to the same scale. See [Note: several
-            # optimizers].
+            # Unscale all optimizers at the first step, because the next optimizer's gradients belong to the same scale. See
+            # [Note: several optimizers].
             for sharded in engine.optimizers:
                 if not self.has_unscaled(sharded.optimizer):
                     self.unscale_(sharded.optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        # torch makes the register of a scaler that is enabled only.
+        # torch only creates this register for an enabled scaler.
         stages = [state["stage"] for state in self._per_optimizer_states.values()] if self.is_enabled() else []
-        # Waits for the last optimizer, or for the next `scale` if one does not step this time.
+        # Wait for the last optimizer, or for the next `scale` if some optimizer does not step this time.
         self._is_update_due = new_scale is None and OptState.UNSCALED in stages
         if not self._is_update_due:
             super().update(new_scale)
 
     def has_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's gradients have been unscaled since the last update, or need not be."""
+        """Whether the optimizer's gradients were unscaled since the last update, or need no unscaling."""
         if not self.is_enabled():
             return True
         self._share_state(optimizer)
         return self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
     def _share_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives a wrapper, such as accelerate's, the state of the optimizer inside, or both would unscale one gradient."""
+        """Gives a wrapper, such as accelerate's, the state of its inner optimizer, so that gradients are unscaled only once."""
         sharded = sharded_of(optimizer) if self.is_enabled() else None
         if sharded is not None:
             self._per_optimizer_states[id(optimizer)] = self._per_optimizer_states[id(sharded.optimizer)]
@@ -121,13 +121,13 @@ class _OverShards(_ScalerBase):
 class GradScaler(_OverShards, torch.amp.GradScaler):
     """`torch.amp.GradScaler` for loops that update the scale after each of several optimizers, as accelerate does.
 
-    `torch.amp.GradScaler` itself also works: with both, an overflow on one rank skips the step on all ranks. Unscaling is
-    collective. `state_dict` is a dict of numbers, the same on all ranks.
+    `torch.amp.GradScaler` itself works as well: with both, an overflow on one rank skips the step on all ranks. Unscaling is
+    collective. `state_dict` is a dict of numbers, equal on all ranks.
 
     Loss scaling: Micikevicius et al., "Mixed Precision Training", 2018.
     """
 
 
 def scale_over_shards(scaler: torch.amp.GradScaler) -> None:
-    """Makes a GradScaler that others hold already do as ours does."""
+    """Makes an existing GradScaler work like ours."""
     mix_in(scaler, _OverShards)

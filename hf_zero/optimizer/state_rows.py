@@ -1,4 +1,4 @@
-"""Optimizer state row by row: reads, writes, gathers whole, and resizes."""
+"""Optimizer state row by row: reads, writes, gathers and resizes state."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,13 +24,13 @@ def state_rows(
     replica: int,
     saves_values: Callable[[str], bool],
 ) -> Iterator[StateRow]:
-    """Yields all state tensors with dimensions: masters with more digits than the parameters, and optimizer state.
+    """Yields all state tensors with dimensions: masters with a wider dtype than the parameters, and optimizer state.
 
-    State in files or blocks is read when the tensor is looked at, so that only a part is in memory at a time.
+    State in files or blocks is read when its tensor is accessed, so only a part is in memory at a time.
 
     Args:
-        replica: index of the model under outer steps. Masters are equal in all, and only the first yields them.
-        saves_values: whether a parameter of a name has a master here in any case, since no file of weights has its values.
+        replica: index of the model with outer steps. Masters are equal in all models, and only the first yields them.
+        saves_values: whether a parameter of this name always yields a master, because no file of weights has its values.
     """
     prefix = f"{REPLICA}{replica}." if replica else ""
     for row in rows:
@@ -59,7 +59,7 @@ def state_rows(
 
 
 def state_scalars(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Returns parameter name → state with one value for all elements (`step`): numbers, or 0-d tensors as they are."""
+    """Maps parameter names to state with one value for all elements (`step`), as numbers or unchanged 0-d tensors."""
     scalars: dict[str, dict[str, Any]] = {}
     for row in rows:
         state = flat_state(state_of(optimizers, row))
@@ -78,18 +78,18 @@ def fill_rows(
     replica: int,
     saves_values: Callable[[str], bool],
 ) -> None:
-    """Replaces the state of `rows` by a checkpoint's.
+    """Replaces the state of `rows` by the state of a checkpoint.
 
     Args:
         read: (kind, name, interval) → 1-D host tensor of the interval's elements.
-        kinds_of: name → kinds in the checkpoint with one value an element.
-        scalars_of: name → the parameter's scalars, and its state tensors of a shape of their own.
-        holder: stores them.
-        replica: index of the model; one that is not in the checkpoint gets the first's state.
+        kinds_of: name → kinds in the checkpoint with one value per element.
+        scalars_of: name → the parameter's scalars, and its state tensors of other shapes.
+        holder: stores the state.
+        replica: index of the model. A model missing in the checkpoint gets the first model's state.
         saves_values: see `state_rows`.
 
     Raises:
-        ValueError: a state tensor of a shape of its own for a parameter of which this rank has a part only.
+        ValueError: a state tensor has another shape than its parameter, and this rank only has a part of the parameter.
     """
     for row in rows:
         name, interval = row.slot.name, row.layout.in_parameter
@@ -98,8 +98,8 @@ def fill_rows(
         for kind, saved in _kinds_for(replica, kinds_of(name)).items():
             values = read(saved, name, interval)
             if kind == MASTER:
-                # Without a separate master, the optimizer updates the parameters, which are loaded before the state.
-                # Parameters that no file of weights has are loaded here.
+                # Without a separate master, the optimizer updates the parameters, which are loaded before the state. Parameters
+                # without values in a file of weights are loaded here.
                 if row.slot.bucket.precision.has_master or saves_values(name):
                     holder.put_master(row, values)
                 continue
@@ -110,7 +110,7 @@ def fill_rows(
             optimizer, group = owner.optimizer, owner.optimizer.param_groups[row.slot.bucket.key.group]
             state = _with_step_in_place(with_dimensions(state, row, optimizer, group), row, group)
             kept = holder.put(row, state)
-            # An empty entry would look like a step taken.
+            # An empty entry would look like a previous step.
             optimizer.state.pop(row.tensor, None)
             if kept:
                 optimizer.state[row.tensor] = kept
@@ -129,18 +129,18 @@ def _owner_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> ShardedOptimi
 
 
 def state_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> dict[str, Any]:
-    """The optimizer's state of a row; empty before its first step."""
+    """Returns the optimizer's state of a row; empty before its first step."""
     owner = _owner_of(optimizers, row)
     return {} if owner is None else owner.optimizer.state.get(row.tensor, {})
 
 
 def elementwise_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
-    """The part of a row's state that has one value an element."""
+    """Returns the part of a row's state with one value per element."""
     return {name: value for name, value in state.items() if is_elementwise(value, row)}
 
 
 def own_shaped_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a whole parameter's state with other shapes than the parameter (a factor of rows, say)."""
+    """Returns the tensors of a whole parameter's state with other shapes than the parameter, such as a factor of rows."""
     tensors = {n: v for n, v in state.items() if torch.is_tensor(v) and v.dim() > 0 and v.shape != row.tensor.shape}
     return tensors if _is_whole(row) else {}
 
@@ -150,7 +150,7 @@ def _is_whole(row: Row) -> bool:
 
 
 def _with_step_in_place(state: dict[str, Any], row: Row, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves `step` as torch's `load_state_dict` does: fused and capturable steps read it on the device."""
+    """Moves `step` like torch's `load_state_dict`: fused and capturable steps read the tensor on the device."""
     step = state.get("step")
     if not isinstance(step, torch.Tensor) or not (group.get("fused") or group.get("capturable")):
         return state
@@ -168,7 +168,7 @@ def _placed(value: Any, kind: str, row: Row) -> Any:
     return value.to(row.tensor.device)
 
 
-# ---- Optimizer state of whole parameters, some of which have come back with another number of rows ----
+# ---- Optimizer state of whole parameters, some of them with a new number of rows ----
 
 
 def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def resize_whole(
     """Resizes parameters of a model without an engine, and its optimizers' state.
 
     Args:
-        states: parameter name → its whole state, which the optimizers get.
+        states: parameter name → its whole state, for the optimizers.
         resize: `resize_token_embeddings` of the model with its arguments.
     """
     before = dict(model.named_parameters())
@@ -196,8 +196,8 @@ def resize_whole(
 
 
 def _renew_resized(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
-    """Replaces Parameter objects whose data got another shape than in `shapes` by new ones."""
-    # A graph that is still alive (the last step's loss) expects gradients of the old shape for the old object.
+    """Replaces Parameter objects whose shape differs from `shapes` by new ones."""
+    # An existing graph (of the last step's loss) expects gradients of the old shape for the old object.
     renewed = {
         parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         for name, parameter in model.named_parameters()
@@ -216,12 +216,12 @@ def put_state_back(
     before: Mapping[str, nn.Parameter],
     after: Mapping[str, nn.Parameter],
 ) -> None:
-    """Gives the optimizers the parameters `after` in place of those `before`, with the state of the latter.
+    """Gives the optimizers the parameters `after` instead of `before`, with the state of the latter.
 
     Args:
-        states: parameter name → its whole state. Tensors of the old shape are resized, with zeros for new rows. If some have
-            neither shape (factors of rows, say), a resized parameter starts without state.
-        shapes: of the parameters before.
+        states: parameter name → its whole state. Tensors of the old shape are resized, with zeros for new rows. If some tensors
+            have another shape (such as a factor of rows), a resized parameter starts without state.
+        shapes: shapes of the parameters before the resize.
     """
     replacement = {parameter: after[name] for name, parameter in before.items() if name in after}
     name_of = {parameter: name for name, parameter in after.items()}
