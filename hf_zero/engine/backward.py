@@ -267,6 +267,12 @@ class Gradients:
         if not self._end_is_queued and any(map(_ARRIVED, self._fillings)):
             self._end_pass()
 
+    def reduce_accumulated(self) -> None:
+        """Reduces what earlier passes have only accumulated. Called outside any backward, on all ranks."""
+        self.recover()
+        self._touch()
+        self._end_pass()
+
     def refuse_unreduced(self) -> None:
         """Raises `RuntimeError` for a gradient that was accumulated without communication and not reduced since."""
         unreduced = [slot.name for slot in self._held if _is_unreduced(slot.parameter.grad)]

@@ -153,6 +153,13 @@ class ZeroEngine:
         """Reduces inside of `no_sync`: a backward inside adds its gradients to the accumulated ones, and reduces all."""
         return self._step.sync()
 
+    def inner_backwards(self) -> AbstractContextManager[None]:
+        """Runs a backward whose hooks run backwards of mini-batches: those accumulate, and their sum is reduced at the end.
+
+        With `grad_accumulation: sharded` each of them is reduced. Collective.
+        """
+        return self._step.inner_backwards()
+
     @property
     def is_accumulating(self) -> bool:
         """Whether the script is inside of `no_sync`."""

@@ -233,6 +233,7 @@ class TrainingStep:
         # Stage 3: parameters come and go with the layers.
         self._gathers_layers = not parts.sharded.is_empty
         self._no_sync_depth = 0
+        self._has_inner_backwards = False
         self._entries: dict[nn.Module, nn.Module] = {}
         self.has_rescue = False
         self.stop_due = 0
@@ -358,7 +359,24 @@ class TrainingStep:
             self._choose_reducing()
 
     def _choose_reducing(self) -> None:
-        self.gradients.reducing = not (self.is_accumulating and self._config.accumulates_locally)
+        accumulates = self.is_accumulating or self._has_inner_backwards
+        self.gradients.reducing = not (accumulates and self._config.accumulates_locally)
+
+    @contextmanager
+    def inner_backwards(self) -> Iterator[None]:
+        """Runs a backward whose hooks run others; see `ZeroEngine.inner_backwards`."""
+        ended = self.gradients.ended
+        self._has_inner_backwards = True
+        self._choose_reducing()
+        try:
+            yield
+        finally:
+            self._has_inner_backwards = False
+            reduced = self.gradients.reducing
+            self._choose_reducing()
+        # Another engine's loss leaves this engine's gradients alone.
+        if not reduced and self.gradients.reducing and self.gradients.ended > ended:
+            self.gradients.reduce_accumulated()
 
     @contextmanager
     def sync(self) -> Iterator[None]:
@@ -543,7 +561,8 @@ class TrainingStep:
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Else another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
-        if self._parts.holder.timing.steps_early and not self.is_accumulating:
+        is_last = not (self.is_accumulating or self._has_inner_backwards)
+        if self._parts.holder.timing.steps_early and is_last:
             self._parts.holder.timing.landed(bucket, arrival, all_used=self.gradients.has_used_all(bucket))
 
     # ---- the optimizer's step ----

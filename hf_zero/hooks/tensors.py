@@ -1,6 +1,6 @@
 """Finds the tensors in the inputs and outputs of a forward, and whether a forward is a recomputation."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from itertools import repeat
 from typing import Any
@@ -15,12 +15,12 @@ _IS_TENSOR: Callable[[object], bool] = torch.Tensor.__instancecheck__
 
 
 def differentiable_tensors(value: object) -> list[torch.Tensor]:
-    """Returns the tensors that require gradients in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
+    """Returns the tensors that require gradients in nested lists, tuples, mappings, ModelOutputs and dataclasses."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Returns all tensors in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
+    """Returns all tensors in nested lists, tuples, mappings, ModelOutputs and dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
     # Walk plain containers here: torch's walk is several times slower, and this runs for each layer.
@@ -46,7 +46,35 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         # the class itself, which has no values.
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors_in(list(vars(leaf).values()))
+        # The same holds for mappings of another class than dict, such as a tokenizer's BatchEncoding.
+        elif isinstance(leaf, Mapping):
+            found += tensors_in(list(leaf.values()))
     return found
+
+
+_NODES_OVER_HOOKS = 16
+"""Of a loss that replays mini-batches: a few sums over the leaf with the hook."""
+
+
+def runs_inner_backwards(loss: torch.Tensor) -> bool:
+    """Whether the graph of a loss ends in tensors with hooks, and in no parameter: such hooks run the backwards of a model.
+
+    Losses that cache gradients (GradCache) are of this kind: their hook replays the forward of each mini-batch.
+    """
+    if loss.is_leaf:
+        return bool(loss._backward_hooks) and not isinstance(loss, nn.Parameter)
+    waiting, seen, has_hooks = [loss.grad_fn], {loss.grad_fn}, False
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) or len(seen) > _NODES_OVER_HOOKS:
+            return False
+        has_hooks |= leaf is not None and bool(leaf._backward_hooks)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return has_hooks
 
 
 def is_in_backward() -> bool:

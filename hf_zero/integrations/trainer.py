@@ -47,6 +47,7 @@ from .state_io import ZERO_FOLDER, load_state, open_own, say_resumed
 from .trainer_parts import (
     RowsOfAStep,
     StepFigures,
+    evaluators_on_all_ranks,
     ignores_num_items,
     named_when_damaged,
     named_when_of_another_model,
@@ -401,7 +402,7 @@ class ZeroTrainerMixin(_TrainerBase):
             # Trainer casts the model itself, and leaves it so; here it finds that it is of that dtype already.
             engine.finish_parameters()
             casts = computing_in(engine.model, engine.sharded, dtype)
-        with casts, naming_lost_ranks(self.accelerator):
+        with casts, naming_lost_ranks(self.accelerator), evaluators_on_all_ranks():
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

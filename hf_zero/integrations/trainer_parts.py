@@ -430,6 +430,29 @@ def whole_logits(engine: ZeroEngine | None, sp_size: int, *, wanted: bool) -> It
         parallel.wants_logits = before
 
 
+# ---- Evaluators of sentence-transformers at stage 3 ----
+#
+# Its Trainer runs an evaluator on the first rank, which sends each rank its part of the texts. Parts may have different numbers
+# of batches, and a part may have no text. At stage 3, the other ranks would wait for a forward that never comes.
+
+
+@contextmanager
+def evaluators_on_all_ranks() -> Iterator[None]:
+    """Runs evaluators with all texts on every rank if the model is sharded, as sentence-transformers does under FSDP."""
+    module: Any = sys.modules.get("sentence_transformers.base.trainer")
+    shared = getattr(module, "distributed_evaluation", None)
+    if shared is None:
+        yield
+        return
+
+    def evaluation(model: nn.Module, enabled: bool = True) -> Any:
+        engine = engine_attached_to(model)
+        return shared(model, enabled=enabled and (engine is None or engine.config.stage < 3))
+
+    with replaced(module, "distributed_evaluation", evaluation):
+        yield
+
+
 # ---- A resumed Trainer takes as many rows a step as before, from its data position, on any number of ranks ----
 
 

@@ -6,7 +6,7 @@ import logging
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from .meta_models import optimizer_like_trainers
 from .request import host_machine
 from .search import Candidate, Choice, Machine, choose
 from .set_ups import SetUp, set_ups
+from .text_losses import TextLoss, text_trainer
 from .trace import free_for_training, reserve_on, trace
 
 # ---- `stage: auto`: the planner inside a run, with the memory that is free on all ranks ----
@@ -471,24 +472,38 @@ def forecast_at_start(
             raise PlanError(f"hf_zero: {len(models)} models are trained together")
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
             raise PlanError("hf_zero: the model is split over ranks")
-        batch = _named(_first_batch(accelerator), model)
+        together, trainer = joined(models, optimizers), trainer_in_callers()
+        batch = _first_batch(accelerator)
+        if text_trainer(trainer):
+            ways: list[nn.Module] = [
+                TextLoss(together, trainer, accelerator.num_processes, only_encodes=only_encodes)
+                for only_encodes in (False, True)
+            ]
+        else:
+            batch, ways = _named(batch, model), [model]
         shape = _shape_of(batch)
 
         def traced(sp_size: int = 1) -> Activations:
             with _random_numbers_given_back():
-                return trace(
-                    model,
-                    batch,
-                    shape=shape,
-                    tokens=0,
-                    autocast=_AUTOCAST.get(accelerator.mixed_precision),
-                    param_dtype=config.param_dtype,
-                    on_host=accelerator.device.type == "cpu",
-                    sp_size=sp_size,
-                )
+                for way in ways[:-1]:
+                    with suppress(PlanError):
+                        return traced_by(way, sp_size)
+                return traced_by(ways[-1], sp_size)
+
+        def traced_by(way: nn.Module, sp_size: int) -> Activations:
+            return trace(
+                way,
+                batch,
+                shape=shape,
+                tokens=0,
+                autocast=_AUTOCAST.get(accelerator.mixed_precision),
+                param_dtype=config.param_dtype,
+                on_host=accelerator.device.type == "cpu",
+                sp_size=sp_size,
+            )
 
         job = Job(
-            model=joined(models, optimizers),
+            model=together,
             optimizers=optimizers,
             device=accelerator.device,
             world_size=accelerator.num_processes,
@@ -566,6 +581,10 @@ def _named(batch: Any, model: nn.Module) -> Mapping[str, Any]:
 
 def _shape_of(batch: Mapping[str, Any]) -> str:
     largest = max((value for value in batch.values() if torch.is_tensor(value)), key=torch.Tensor.numel, default=None)
+    texts = [value for value in batch.values() if isinstance(value, list)]
+    if texts:
+        # A cross-encoder's loss makes tokens of them.
+        return f"{len(texts[0])} rows of texts"
     return "" if largest is None else " x ".join(map(str, largest.shape))
 
 

@@ -1,0 +1,57 @@
+"""Trainers of sentence-transformers: losses and saves are DDP's, evaluators end, and the plan knows activations."""
+
+import contextlib
+import io
+import warnings
+
+import pytest
+import torch
+from shared_ranks import run_on_ranks
+
+st = pytest.importorskip(
+    "sentence_transformers", reason="needs sentence-transformers: pip install sentence-transformers"
+)
+
+import encoders  # noqa: E402
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def heard(rank: int, world_size: int, **arguments) -> tuple[encoders.Trained, str]:
+    # sentence-transformers calls deprecated functions of torch.
+    warnings.simplefilter("ignore", FutureWarning)
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        trained = encoders.train(rank, world_size, **arguments)
+    return trained, " ".join(stderr.getvalue().replace("│", " ").split())
+
+
+def test_a_bi_encoder_is_trained_and_evaluated_at_stage_3_as_under_ddp(tmp_path):
+    encoders.write_bert(tmp_path / "start")
+    # Negatives of all ranks, in mini-batches. Its evaluator has an odd number of texts.
+    name = "CachedMultipleNegativesRanking, gathered"
+    job = {"name": name, "start": str(tmp_path / "start"), "evaluates": True, "is_quiet": False, "max_steps": 2}
+    runs, models = [], []
+    for door in ("ddp", f"stage=3,{encoders.CELLS[name].settings}"):
+        folder = tmp_path / door
+        folder.mkdir()
+        runs.append(run_on_ranks(heard, door=door, folder=str(folder), **job))
+        models.append(st.SentenceTransformer(str(folder / "model"), device="cpu"))
+    for (mine, _), (expected, _) in zip(*reversed(runs)):
+        assert mine.losses == expected.losses
+        assert mine.metrics[0]["eval_spearman_cosine"] == expected.metrics[0]["eval_spearman_cosine"]
+        assert len(mine.metrics) == len(expected.metrics)
+    (_, said), (_, of_the_other) = runs[1]
+    assert "activations (first rows, 4 x" in said and "not known" not in said
+    assert "activations" not in of_the_other
+    assert torch.equal(*(model.encode("w1 w2 w3", convert_to_tensor=True) for model in models))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", encoders.CELLS)
+def test_every_loss_is_ddps_at_every_stage(name, world_size, tmp_path):
+    if encoders.CELLS[name].kind == "setfit":
+        pytest.importorskip("setfit", reason="needs setfit: pip install setfit")
+    rows = list(encoders.compare(name, world_size, [1, 2, 3], tmp_path))
+    assert [row["outcome"] for row in rows] == ["passed"] * 3, rows
