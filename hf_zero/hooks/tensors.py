@@ -63,7 +63,8 @@ def runs_inner_backwards(loss: torch.Tensor) -> bool:
     """
     if loss.is_leaf:
         return bool(loss._backward_hooks) and not isinstance(loss, nn.Parameter)
-    waiting, seen, has_hooks = [loss.grad_fn], {loss.grad_fn}, False
+    waiting: list[Any] = [loss.grad_fn]
+    seen, has_hooks = {loss.grad_fn}, False
     while waiting:
         node = waiting.pop()
         leaf = getattr(node, "variable", None)
