@@ -147,6 +147,8 @@ class GradientStore(ABC):
         self._whole: set[Bucket] = set()
         # Whose reduction is the second in its pass.
         self._again: set[Bucket] = set()
+        # Gradients that came late while this rank may not wait for the reduction before them.
+        self._late: dict[ParameterSlot, torch.Tensor] = {}
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
         self.may_wait = True
 
@@ -295,6 +297,9 @@ class GradientStore(ABC):
         self.finish(bucket)
         # The first result may still be on its way out of the buffer that is filled again.
         bucket.await_gradient()
+        late = [(slot, self._late.pop(slot)) for slot in bucket.slots if slot in self._late]
+        for slot, gradient in late:
+            self.put(slot, gradient)
         self._again.add(bucket)
         self._start(bucket)
 
@@ -363,6 +368,7 @@ class GradientStore(ABC):
                 slot.arrived = False
         self._open.clear()
         self._whole.clear()
+        self._late.clear()
 
     def _is_put_whole(self, bucket: Bucket) -> bool:
         """Whether all gradients of the bucket's first reduction in this pass were put together: no slot has a note."""
@@ -647,6 +653,14 @@ class ShardedGradients(GradientStore):
         return self._borrow(bucket, beside=1)
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        if not self.may_wait and slot.bucket in self._started:
+            # Another rank may run more forwards first, and waits for this one in the agreement on the next layer.
+            before = self._late.get(slot)
+            self._late[slot] = gradient if before is None else before.add_(gradient)
+            if not isinstance(slot.parameter.grad, ShardedGradient):
+                # Else autograd adds the next gradient to this one, which would count twice.
+                slot.parameter.grad = None
+            return
         self.finish(slot.bucket)
         # The shard may still be on its way out of the buffer that is filled again.
         slot.bucket.await_gradient()

@@ -75,11 +75,15 @@ def _guide(folder: str) -> Any:
     return guide
 
 
-def _splade(losses: Any, model: Any, kind: str = "SpladeLoss", **settings: Any) -> Any:
-    inner = losses.SparseMultipleNegativesRankingLoss(model)
-    return getattr(losses, kind)(
-        model, inner, document_regularizer_weight=3e-3, query_regularizer_weight=5e-3, **settings
-    )
+def _splade(
+    losses: Any,
+    model: Any,
+    kind: str = "SpladeLoss",
+    inner: str = "SparseMultipleNegativesRankingLoss",
+    **settings: Any,
+) -> Any:
+    weights = {"document_regularizer_weight": 3e-3, "query_regularizer_weight": 5e-3}
+    return getattr(losses, kind)(model, getattr(losses, inner)(model), **weights, **settings)
 
 
 def _of(name: str, **settings: Any) -> Callable[[Any, Any, str], Any]:
@@ -161,7 +165,11 @@ CELLS = {
         "triplets",
         settings=_ONCE,
     ),
-    "SparseMarginMSE": Cell("sparse", _of("SparseMarginMSELoss"), "scored triplets"),
+    "Splade, SparseMarginMSE": Cell(
+        "sparse",
+        lambda losses, model, folder: _splade(losses, model, inner="SparseMarginMSELoss"),
+        "scored triplets",
+    ),
     # Multi-vector encoders
     "MultiVectorMultipleNegativesRanking, gathered": Cell(
         "multi", _of("MultiVectorMultipleNegativesRankingLoss", gather_across_devices=True), "triplets"
