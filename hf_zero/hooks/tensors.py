@@ -52,30 +52,28 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-_NODES_OVER_HOOKS = 16
-"""Of a loss that replays mini-batches: a few sums over the leaf with the hook."""
+_MOST_NODES = 16
+"""In the graph of a loss that replays mini-batches: a few sums over the leaf that has the hook."""
 
 
-def runs_inner_backwards(loss: torch.Tensor) -> bool:
-    """Whether the graph of a loss ends in tensors with hooks, and in no parameter: such hooks run the backwards of a model.
+def reaches_no_parameter(loss: torch.Tensor) -> bool:
+    """Whether the small graph of a loss ends in no parameter, so that only hooks can bring gradients.
 
-    Losses that cache gradients (GradCache) are of this kind: their hook replays the forward of each mini-batch.
+    Losses that cache gradients (GradCache) are of this kind: a hook replays the forward and the backward of each mini-batch.
     """
     if loss.is_leaf:
-        return bool(loss._backward_hooks) and not isinstance(loss, nn.Parameter)
+        return not isinstance(loss, nn.Parameter)
     waiting: list[Any] = [loss.grad_fn]
-    seen, has_hooks = {loss.grad_fn}, False
+    seen = {loss.grad_fn}
     while waiting:
         node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter) or len(seen) > _NODES_OVER_HOOKS:
+        if isinstance(getattr(node, "variable", None), nn.Parameter) or len(seen) > _MOST_NODES:
             return False
-        has_hooks |= leaf is not None and bool(leaf._backward_hooks)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return has_hooks
+    return True
 
 
 def is_in_backward() -> bool:

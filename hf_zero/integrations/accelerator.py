@@ -25,7 +25,7 @@ from ..engine.bucketing import refuse_other_engines
 from ..engine.compiled import is_compiled
 from ..engine.engine import ZeroEngine, keep_state, take_up_state
 from ..extras import extra, is_installed
-from ..hooks.tensors import runs_inner_backwards
+from ..hooks.tensors import reaches_no_parameter
 from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
 from ..optimizer.scope import refuse_wrapper
 from ..optimizer.sharded_optimizer import engine_stepped_by, whole_parameters
@@ -389,7 +389,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         with ExitStack() as stack:
-            if runs_inner_backwards(loss):
+            if reaches_no_parameter(loss):
                 for engine in self.zero_engines:
                     stack.enter_context(engine.inner_backwards())
             super().backward(loss, **kwargs)

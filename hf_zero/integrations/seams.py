@@ -116,13 +116,6 @@ SEAMS = (
     ),
     Seam(
         owner="torch:Tensor",
-        names=("_backward_hooks",),
-        where=("hooks/tensors",),
-        why="A loss that caches gradients has a hook, which runs the backwards of its mini-batches.",
-        test="test_accelerate.py::test_backwards_inside_a_backward_are_micro_batches_of_one_reduction",
-    ),
-    Seam(
-        owner="torch:Tensor",
         names=("_base",),
         where=("engine/schedule", "planner/trace"),
         why="Whether an output, or a gradient, is a view of another tensor.",
