@@ -380,37 +380,37 @@ def test_a_flipped_bit_in_any_chunk_of_a_file_is_found_by_the_rank_that_looks_th
     )
 
 
-@given(cut=st.integers(0, 4000), readers=st.integers(1, 5), small=st.lists(st.integers(0, 3000), max_size=3))
+@given(
+    cut=st.integers(0, 4000),
+    writers=st.integers(2, 6),
+    readers=st.integers(1, 6),
+    small=st.lists(st.integers(0, 3000), max_size=3),
+)
 def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_known(
-    tmp_path_factory, cut, readers, small
+    tmp_path_factory, cut, writers, readers, small
 ):
     folder = tmp_path_factory.mktemp("shares")
     weights = {"a": torch.zeros(3000), "b": torch.zeros(40, 25)}
     save_file(weights, folder / "model.safetensors")
-    # Writer 0 had the first `cut` elements of a and b in a row, writer 1 the others.
-    split = {"a": min(cut, 3000), "b": max(0, cut - 3000)}
-    halves = [
-        {name: Interval(0, split[name]) for name in weights},
-        {name: Interval(split[name], weights[name].numel()) for name in weights},
+    # Writer 0 had the first `cut` elements of a and b in a row, and the others about as many each of the remaining ones.
+    most = max(1, -(-(4000 - cut) // (writers - 1)))
+    edges = [0, *(min(4000, cut + most * writer) for writer in range(writers))]
+    parts = [
+        {"a": Interval(min(start, 3000), min(stop, 3000)), "b": Interval(max(0, start - 3000), max(0, stop - 3000))}
+        for start, stop in itertools.pairwise(edges)
     ]
     rows = [
-        SavedRow(
-            kind="exp_avg",
-            name=name,
-            interval=interval,
-            rank=writer,
-            dtype="F32",
-        )
-        for writer, half in enumerate(halves)
-        for name, interval in half.items()
+        SavedRow(kind="exp_avg", name=name, interval=interval, rank=writer, dtype="F32")
+        for writer, part in enumerate(parts)
+        for name, interval in part.items()
         if interval.numel
     ]
     sizes = {"model.safetensors": (folder / "model.safetensors").stat().st_size}
-    for writer, half in enumerate(halves):
-        sizes[f"zero/{row_file(writer, 2)}"] = 4 * sum(interval.numel for interval in half.values())
+    for writer, part in enumerate(parts):
+        sizes[f"zero/{row_file(writer, writers)}"] = 4 * sum(interval.numel for interval in part.values())
     sizes |= {f"small{i}": size for i, size in enumerate(small)}
     manifest = Manifest(
-        world_size=2,
+        world_size=writers,
         stage=3,
         shapes={name: tuple(value.shape) for name, value in weights.items()},
         kinds={name: ("exp_avg",) for name in weights},
@@ -425,9 +425,9 @@ def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_kno
         assert set().union(*looked_at) == everything
         assert all(("model.safetensors", 0) in chunks for chunks in looked_at)
         header_bytes = min(begin for begin, _ in tensors_in(folder / "model.safetensors").values())
-        if readers == 2 and len({row.rank for row in rows}) == 2:
-            for rank, half in enumerate(halves):
-                loads = sizes[f"zero/{row_file(rank, 2)}"] + 4 * sum(interval.numel for interval in half.values())
+        if readers == writers:
+            for rank, part in enumerate(parts):
+                loads = sizes[f"zero/{row_file(rank, writers)}"] + 4 * sum(interval.numel for interval in part.values())
                 mine = [(name, index) for name, index in looked_at[rank] if not name.startswith("small")]
                 # Two chunks at each of four edges, and the header's.
                 assert 512 * len(mine) <= loads + 512 * 8 + header_bytes
