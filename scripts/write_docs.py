@@ -76,6 +76,9 @@ _PAGES = {
     "comm.timeout_s": "troubleshooting.md#waiting-for-a-rank",
     "comm.late_s": "troubleshooting.md#waiting-for-a-rank",
     "checkpoint": "checkpoints-and-hub.md",
+    "checkpoint.on_signal": "elastic.md#preemption",
+    "checkpoint.every_minutes": "elastic.md#saves-by-the-clock",
+    "checkpoint.budget": "elastic.md#saves-by-the-clock",
 }
 """Where a setting is explained at length. One without a page of its own has that of the settings it stands below."""
 

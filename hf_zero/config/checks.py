@@ -27,6 +27,7 @@ _BYTES_PER_UNIT = {
     "tb": 10**12,
 }
 _BYTES_IN_WORDS = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?(?:e[+-]?[0-9]{1,3})?) *([a-z]*)")
+_DURATION = re.compile(r"(?:([0-9]{1,7})h)?(?:([0-9]{1,7})m)?(?:([0-9]{1,7})s)?")
 _MOST = 2**31 - 1
 _MOST_BYTES = 2**63 - 1
 _MOST_SECONDS = 2_000_000
@@ -150,6 +151,17 @@ def seconds(name: str, value: Any, *, also: tuple = ()) -> None:
         return
     if type(value) not in (int, float) or not 0.001 <= value <= _MOST_SECONDS:
         raise refuse(name, value, f"{', '.join((*also, ''))}a number of seconds from 0.001 to {_MOST_SECONDS}")
+
+
+def duration(name: str, value: Any) -> float | None:
+    """`"3h40m"`, `"220m"` or `"90s"` in seconds, and None for `none`. Raises `ConfigError` for all else."""
+    if type(value) is str and value == "none":
+        return None
+    parts = _DURATION.fullmatch(value.strip().lower()) if type(value) is str else None
+    total = sum(int(part) * unit for part, unit in zip(parts.groups("0"), (3600, 60, 1))) if parts else 0
+    if not 1 <= total <= _MOST_SECONDS:
+        raise refuse(name, value, "none, or a time in hours, minutes and seconds such as 3h40m or 220m")
+    return float(total)
 
 
 def number(name: str, value: Any, holds: Any, allowed: str) -> None:

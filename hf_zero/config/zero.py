@@ -12,6 +12,7 @@ from .checks import (
     DTYPES,
     ConfigError,
     class_names,
+    duration,
     is_auto,
     meaning_elsewhere,
     not_built,
@@ -31,6 +32,9 @@ from .checks import (
     unknown_key,
     whole_number,
 )
+
+_MOST_MINUTES = 30_000
+"""Three weeks: longer than any launcher lets a run go on."""
 
 # ---- The settings that stand below a key of their own: `offload`, `comm`, `comm.outer`, `checkpoint` ----
 
@@ -223,9 +227,17 @@ class CheckpointConfig:
     on_signal: str = "none"
     """On SIGTERM or SIGUSR1 to any rank, all ranks finish the step, save and end. `auto` saves in Trainer's `output_dir`, or in
     `checkpoints` of the Accelerator's `project_dir`. In a plain loop, a path with `{step}` names the folder."""
+    every_minutes: float = 0.0
+    """A crash costs at most these minutes of training and one step: the run saves before more time has passed since the last
+    save, where `on_signal` says. 0 saves at steps only."""
+    budget: str = "none"
+    """The time that the job has, such as `3h40m`. The run saves and ends before, with status 143, as after SIGTERM."""
 
     def __post_init__(self):
         to_python_numbers(self)
+        allowed = f"0, or a number of minutes from 0.01 to {_MOST_MINUTES}"
+        number("checkpoint.every_minutes", self.every_minutes, lambda m: m == 0 or 0.01 <= m <= _MOST_MINUTES, allowed)
+        duration("checkpoint.budget", self.budget)
         one_of("checkpoint.resume", self.resume, ("asked", AUTO))
         path_of_folder("checkpoint.on_signal", self.on_signal)
         if self.on_signal not in ("none", AUTO) and "{step}" not in self.on_signal:
@@ -236,6 +248,16 @@ class CheckpointConfig:
         whole_number("checkpoint.full_every", self.full_every, 0, what=" of steps, 0 for none,")
         one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
         one_of("checkpoint.async_save", self.async_save, (True, False))
+
+    @property
+    def budget_s(self) -> float | None:
+        """`budget` in seconds."""
+        return duration("checkpoint.budget", self.budget)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the run saves or ends by the clock."""
+        return self.every_minutes > 0 or self.budget != "none"
 
 
 # The settings of `ZeroConfig` as keyword arguments are typed, for editors and type checkers: `ZeroPlugin(stage=2, ...)`.
@@ -284,6 +306,8 @@ class CheckpointSettings(TypedDict, total=False):
     async_save: bool
     resume: str
     on_signal: str
+    every_minutes: float
+    budget: str
 
 
 class ZeroSettings(TypedDict, total=False):

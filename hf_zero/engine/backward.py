@@ -728,7 +728,7 @@ class Gradients:
         *agreed, stop = found[: -len(self._digest)]
         # Raised at the step: no rank is left in a collective then.
         self.settings_differ |= bytes(found[-len(self._digest) :]) != self._digest
-        # Never back to 0: the next step, where ranks stop, may be several micro-batches away.
+        # Kept until the step, which may be several micro-batches away.
         self.stop_agreed = max(self.stop_agreed, stop)
         for filling in self._fillings:
             if filling.is_whole:

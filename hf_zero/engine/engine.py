@@ -210,6 +210,10 @@ class ZeroEngine:
         """The number of a signal for which all ranks are to save and stop behind the last step; 0 for none."""
         return self._step.stop_due
 
+    def drop_stop(self) -> None:
+        """Forgets `stop_due`, once the ranks have done what it asks for and go on."""
+        self._step.stop_due = 0
+
     @property
     def steps_taken(self) -> int:
         """Optimizer steps since the engine was built."""

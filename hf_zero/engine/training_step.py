@@ -652,6 +652,8 @@ class TrainingStep:
         if is_first:
             self.settings.steps += 1
             self.stop_due = self._stop_of_all_ranks()
+            # A stop that is still wanted is asked for again in the next step.
+            self.gradients.stop_agreed = 0
         self._enter(TrainingState.BETWEEN)
         parts = self._parts
         if is_first and parts.copies and parts.copies.is_due(self._log.step, every=self._config.check_replicas_every):

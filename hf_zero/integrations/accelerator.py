@@ -47,7 +47,7 @@ from .accelerator_parts import (
 from .announce import RecordedAccelerator, announce, begin_in_loop, micro_batches_of, rows_of_a_step
 from .elastic import warn_of_scaled_schedule
 from .environment import RunRecord, refuse_earlier_accelerator
-from .signals import LoopStop, StopSignals, follow_loader, follow_signals
+from .signals import LoopStop, StopSignals, follow_loader, follow_signals, may_stop
 from .state_io import (
     ZERO_FOLDER,
     load_engine,
@@ -458,7 +458,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return self._followed(super().skip_first_batches(dataloader, num_batches))
 
     def _followed(self, loader: Any) -> Any:
-        if self.zero_stop is not None or self.zero_config.checkpoint.on_signal != "none":
+        if self.zero_stop is not None or may_stop(self.zero_config.checkpoint):
             follow_loader(loader, WeakHook(self, ZeroAcceleratorMixin._batch_of_loop))
         return loader
 
@@ -511,7 +511,11 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if not self.zero_engines:
             return super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
         began_s = time.perf_counter()
-        with folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final, save):
+        clock = None if self.zero_stop is None else self.zero_stop.clock
+        with (
+            nullcontext() if clock is None else clock.saving(),
+            folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final, save),
+        ):
             # Behind the meeting of all ranks that a save begins with.
             for engine in self.zero_engines:
                 engine.synchronise("accelerator.save_state")

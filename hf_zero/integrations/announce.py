@@ -348,7 +348,15 @@ def _optimizer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     others = [optimizer for optimizer, _ in engine.state.groups() if not is_of_torch(optimizer)]
     unsaved = [found for found in map(unsaved_state, others) if found is not None]
     rows = [("optimizer", "; ".join(dict.fromkeys(said)))] if said else []
-    return rows + ([("checkpoints", f"none can be saved: {unsaved[0]}")] if unsaved else [])
+    return rows + ([("checkpoints", f"none can be saved: {unsaved[0]}")] if unsaved else _clock_rows(engine))
+
+
+def _clock_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    settings = engine.config.checkpoint
+    said = [f"at least every {settings.every_minutes:g} minutes"] if settings.every_minutes else []
+    if settings.budget != "none":
+        said.append(f"the last one before {settings.budget} are over")
+    return [("checkpoints", "; ".join(said))] if said else []
 
 
 def _kernel_rows(engine: ZeroEngine) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Preemption: a SIGTERM or SIGUSR1 to some rank has all ranks save behind one step, and end."""
+"""Preemption: a signal to some rank, or the clock, has all ranks save behind one step, and end or go on."""
 
 import os
 import signal
@@ -17,14 +17,17 @@ import torch
 from accelerate.data_loader import DataLoaderAdapter
 from accelerate.logging import get_logger
 
+from ..checkpoint.commit import discard, find_disk
 from ..checkpoint.files import CheckpointError
 from ..comm.ledger import Label
 from ..config import AUTO, ConfigError
+from ..config.zero import CheckpointConfig
 from ..engine.engine import ZeroEngine
 from ..hooks.guards import mix_in
 from ..hooks.weak import WeakHook
 from .accelerator_parts import numbered_states
 from .environment import trainer_in_callers
+from .save_clock import SAVE_DUE, TIME_UP, SaveClock
 
 if TYPE_CHECKING:
     # Mixed into data loaders: a type checker takes their methods for inherited.
@@ -50,11 +53,13 @@ class StopSignals:
     """Notes SIGTERM and SIGUSR1 in this process, in place of the handlers that were there.
 
     Attributes:
+        clock: asks for saves by time; None if the settings have no time.
         received: the number of the first one; 0 before.
         ends: this process is saving, and ends then.
     """
 
     def __init__(self) -> None:
+        self.clock: SaveClock | None = None
         self.received = 0
         self.ends = False
         self._received_s = 0.0
@@ -62,8 +67,17 @@ class StopSignals:
         self._former: dict[int, Any] = {}
 
     def asked(self) -> int:
-        """Returns `received`."""
-        return self.received
+        """Returns `received`, or what the clock asks for."""
+        return self.received or (self.clock.asked() if self.clock is not None else 0)
+
+    def follow_clock(self, settings: CheckpointConfig, step: Callable[[], int], *, decides: bool) -> None:
+        """Saves, and ends, by the times in the settings too.
+
+        Args:
+            step, decides: as of `SaveClock`.
+        """
+        if settings.is_timed:
+            self.clock = SaveClock(settings, step, decides=decides)
 
     def install(self) -> None:
         """Takes the place of the handlers of both signals.
@@ -116,14 +130,17 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def end(self, engine: ZeroEngine, number: int, step: int, save: Callable[[], Path]) -> NoReturn:
-        """Saves, says so, and raises SystemExit with the status 128 + `number`. Collective.
+        """Saves, says so, and raises SystemExit with the status 128 + `number`, or SIGTERM's if the time is up. Collective.
 
         A handler that was there before is called behind the save, where its signal came to this rank: it may end the process.
         With a save that fails, the reason is one line and the status 1.
         """
         # First: the save below may run the model and its hooks, where the run would begin to end again.
         self.ends = True
-        name, speaks = signal.Signals(number).name, engine.world_groups.rank == 0
+        is_time_up, speaks = number == TIME_UP, engine.world_groups.rank == 0
+        # Launchers start a run again that SIGTERM has ended.
+        number = signal.SIGTERM if is_time_up else number
+        name = "checkpoint.budget is used up" if is_time_up else signal.Signals(number).name
         try:
             folder = save()
         except CheckpointError as error:
@@ -136,8 +153,8 @@ class StopSignals:
         waited_s = max(engine.world.exchange(waited_s, "signals"))
         if speaks:
             _say(
-                f"{name}: all ranks have saved step {step} in {folder}, and end with status {128 + number}, {waited_s:.1f} s "
-                "after the signal."
+                f"{name}: all ranks have saved step {step} in {folder}, and end with status {128 + number}"
+                + ("." if is_time_up else f", {waited_s:.1f} s after the signal.")
             )
         former = self._former.get(self.received)
         if callable(former):
@@ -218,17 +235,20 @@ class LoopStop(StopSignals):
     def __init__(self, accelerator: Any):
         super().__init__()
         self._accelerator = accelerator
-        self._asked = accelerator.zero_config.checkpoint.on_signal
+        asked = accelerator.zero_config.checkpoint.on_signal
+        self._asked = AUTO if asked == "none" else asked
         self._with_batches = 0
-        self._is_put_off = False
+        self._is_put_off = self._saves = False
+        self._by_clock: Path | None = None
         self._refuse_folder()
 
     def _refuse_folder(self) -> None:
         names_itself = self._accelerator.project_configuration.automatic_checkpoint_naming
         if self._asked == AUTO and self._accelerator.project_dir is None:
             raise ConfigError(
-                "hf_zero config: `checkpoint.on_signal: auto` saves in `checkpoints` of the Accelerator's project_dir, which is "
-                "None. Give the Accelerator a project_dir, or the setting a folder: `runs/first/step_{step}`."
+                "hf_zero config: `checkpoint.on_signal: auto`, `every_minutes` and `budget` save in `checkpoints` of the "
+                "Accelerator's project_dir, which is None. Give the Accelerator a project_dir, or on_signal a folder: "
+                "`runs/first/step_{step}`."
             )
         if self._asked != AUTO and names_itself:
             raise ConfigError(
@@ -279,9 +299,26 @@ class LoopStop(StopSignals):
         engines = self._accelerator.zero_engines
         number = max((engine.stop_due for engine in engines), default=0)
         # Hooks of the save may run the model.
-        if not number or self.ends or self._is_put_off:
+        if not number or self.ends or self._saves or self._is_put_off:
+            return
+        for engine in engines:
+            engine.drop_stop()
+        if number == SAVE_DUE:
+            self._save_by_time(engines[0])
             return
         self.end(engines[0], number, self._accelerator.zero_steps, partial(self._save, engines[0]))
+
+    def _save_by_time(self, engine: ZeroEngine) -> None:
+        """Saves, and removes the last state that the clock alone has asked for."""
+        former, self._saves = self._by_clock, True
+        try:
+            self._by_clock = self._save(engine)
+        finally:
+            self._saves = False
+        automatic = self._accelerator.project_configuration.automatic_checkpoint_naming
+        # accelerate's own naming has a limit of its own.
+        if former is not None and former != self._by_clock and not automatic:
+            discard_on_its_disk(former, engine)
 
     def _save(self, engine: ZeroEngine) -> Path:
         accelerator = self._accelerator
@@ -295,12 +332,26 @@ class LoopStop(StopSignals):
         return accelerator.save_state(named.replace("{step}", str(accelerator.zero_steps)))
 
 
+def discard_on_its_disk(state: Path, engine: ZeroEngine) -> None:
+    """Removes a saved state, on each disk that has it. Collective."""
+    disk = find_disk(state.parent, engine.world_groups.rank, engine.world.exchange, then="Nothing was removed.")
+    if disk.leads and state.is_dir():
+        discard(state)
+
+
+def may_stop(settings: CheckpointConfig) -> bool:
+    """Whether a run saves on a signal or by the clock."""
+    return settings.on_signal != "none" or settings.is_timed
+
+
 def follow_signals(accelerator: Any, engine: ZeroEngine) -> None:
     """Follows signals in a script's own loop, as `checkpoint.on_signal` says; in Trainer's, its `train()` has begun to."""
-    stop = accelerator.zero_stop
-    if stop is None and accelerator.zero_config.checkpoint.on_signal != "none" and trainer_in_callers() is None:
+    stop, settings = accelerator.zero_stop, accelerator.zero_config.checkpoint
+    if stop is None and may_stop(settings) and trainer_in_callers() is None:
         stop = accelerator.zero_stop = LoopStop(accelerator)
-        stop.install()
+        stop.follow_clock(settings, lambda: accelerator.zero_steps, decides=accelerator.is_main_process)
+        if settings.on_signal != "none":
+            stop.install()
     if isinstance(stop, LoopStop):
         stop.follow(engine)
     # Trainer's own, which is there before its engine: the engine is to tell the other ranks of its signals.
@@ -320,6 +371,7 @@ class TrainerStop(StopSignals):
 
     Attributes:
         saved_step: of the last save.
+        saves_by_time: the save under way is one that the clock alone has asked for.
     """
 
     def __init__(self, trainer: Any, trial: Any = None):
@@ -327,30 +379,62 @@ class TrainerStop(StopSignals):
         self._trainer = trainer
         self._trial = trial
         self.saved_step = -1
+        self.saves_by_time = False
         self._is_behind_step = self._is_put_off = self._evaluates = False
-        self._left_for = 0
+        self._left_for = self._number = 0
+        self._evaluation_s = 0.0
 
     def behind_step(self, engine: ZeroEngine, stock: Callable[[], None]) -> None:
         """Logs, evaluates and saves by way of `stock` where that is due, and ends the run where a stop is. Collective."""
         before, number = self.saved_step, engine.stop_due
+        # Once: Trainer comes here again at the end of an epoch, behind the same step.
+        engine.drop_stop()
+        is_due, number = number == SAVE_DUE, 0 if number == SAVE_DUE else number
         if number and not self._is_put_off and _ends_epoch(self._trainer):
             # Nothing but the epoch's end comes before Trainer is here again: what is due there is not left out.
-            self._is_put_off = True
+            self._is_put_off, self._number = True, number
             return
+        number = number or self._number
         if not number:
+            self._save_by_time(engine, stock, is_due=is_due)
             self._is_behind_step = True
             try:
                 stock()
             except _EvaluationLeft:
                 number = self._left_for
             finally:
-                self._is_behind_step = False
+                self._is_behind_step = self.saves_by_time = False
         if not number and self.saved_step != before:
             # The save may have taken longer than all steps since: the next one need not be waited for.
             number = self._of_all_ranks(engine)
         if number:
             self._log(stock)
             self.end_run(engine, number)
+
+    def _save_by_time(self, engine: ZeroEngine, stock: Callable[[], None], *, is_due: bool) -> None:
+        """Saves where that is due by the clock. Before an evaluation, the save is due if the evaluation is to take too long."""
+        if self.clock is None:
+            return
+        control = self._trainer.control
+        evaluates = control.should_evaluate
+        if evaluates and not is_due:
+            is_due = any(engine.world.exchange(self.clock.is_due_within(self._evaluation_s), "saves by time"))
+        if not is_due or self.saved_step == self._trainer.state.global_step:
+            return
+        if not evaluates:
+            self.saves_by_time = not control.should_save
+            control.should_save = True
+            return
+        # The checkpoint owes the evaluation, as that of a run which is stopped here does.
+        if control.should_log:
+            saves_later = control.should_save
+            self._log(stock)
+            self._trainer.control.should_save = saves_later
+        self.saves_by_time = True
+        try:
+            self._save(engine, waits=False)
+        finally:
+            self.saves_by_time = False
 
     def _log(self, stock: Callable[[], None]) -> None:
         """Logs the steps since the last log, of which a checkpoint keeps nothing. An evaluation that is due stays so."""
@@ -374,13 +458,15 @@ class TrainerStop(StopSignals):
         """Saves, unless this step has been, and ends. Collective."""
         self.end(engine, number, self._trainer.state.global_step, partial(self._save, engine))
 
-    def _save(self, engine: ZeroEngine) -> Path:
+    def _save(self, engine: ZeroEngine, *, waits: bool = True) -> Path:
         trainer = self._trainer
         step = trainer.state.global_step
         folder = Path(trainer._get_output_dir(trial=self._trial)) / f"checkpoint-{step}"
         if self.saved_step != step:
             trainer._save_checkpoint(trainer.model, trial=self._trial)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        if not waits:
+            return folder
         # The save may go on in a thread behind training, and this process is about to end.
         if trainer._checkpoint_saver is not None:
             trainer._checkpoint_saver.finish()
@@ -399,9 +485,12 @@ class TrainerStop(StopSignals):
             return
         with tempfile.TemporaryDirectory() as folder:
             self._trainer._save_rng_state(folder)
-            self._evaluates = True
+            self._evaluates, began_s = True, time.monotonic()
             try:
                 yield
+                self._evaluation_s = max(self._evaluation_s, time.monotonic() - began_s)
+                if self.clock is not None:
+                    self.clock.hold_up()
             except _EvaluationLeft:
                 # The save that follows keeps these states: the run that goes on evaluates with them, as a run without a stop
                 # would have.
@@ -413,7 +502,8 @@ class TrainerStop(StopSignals):
     def before_prediction(self, engine: ZeroEngine) -> None:
         """Leaves an evaluation where some rank has a signal. Collective, before each batch."""
         if self._evaluates:
-            mine = torch.tensor([self.received], dtype=torch.uint8)
+            asked = self.asked()
+            mine = torch.tensor([0 if asked == SAVE_DUE else asked], dtype=torch.uint8)
             self._left_for = int(engine.world.agree_max(mine, _EVALUATION).item())
             if self._left_for:
                 raise _EvaluationLeft
@@ -427,8 +517,9 @@ def begin_in_trainer(trainer: Any, trial: Any = None) -> TrainerStop | None:
     Raises:
         ConfigError: `checkpoint.on_signal` is a folder.
     """
-    asked = trainer.accelerator.zero_config.checkpoint.on_signal
-    if asked == "none" and not trainer.args.enable_jit_checkpoint:
+    settings = trainer.accelerator.zero_config.checkpoint
+    asked = settings.on_signal
+    if not may_stop(settings) and not trainer.args.enable_jit_checkpoint:
         return None
     if asked not in ("none", AUTO):
         raise ConfigError(
@@ -436,6 +527,7 @@ def begin_in_trainer(trainer: Any, trial: Any = None) -> TrainerStop | None:
             "`checkpoint.on_signal: auto`."
         )
     stop = TrainerStop(trainer, trial)
+    stop.follow_clock(settings, lambda: trainer.state.global_step, decides=trainer.is_world_process_zero())
     if trainer.args.enable_jit_checkpoint:
         from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
@@ -446,7 +538,8 @@ def begin_in_trainer(trainer: Any, trial: Any = None) -> TrainerStop | None:
             # It gives the signal back to the handler before.
             callback.on_train_end(trainer.args, trainer.state, trainer.control)
             trainer.remove_callback(callback)
-    stop.install()
+    if asked != "none" or trainer.args.enable_jit_checkpoint:
+        stop.install()
     for engine in trainer.accelerator.zero_engines:
         engine.stop_when(stop.asked)
     return stop

@@ -515,7 +515,7 @@ class ZeroTrainerMixin(_TrainerBase):
             if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
                 self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
             position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
-            self._checkpoint_saver.save(trial, position, is_awaited=is_awaited)
+            self._checkpoint_saver.save(trial, position, is_awaited=is_awaited, stop=self._stop)
             if self._stop is not None:
                 self._stop.saved_step = self.state.global_step
 

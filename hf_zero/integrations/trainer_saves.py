@@ -41,6 +41,8 @@ from .elastic import DataPosition
 from .model_parallel import as_if_whole
 from .resume import disks_apart, share_output_dir
 from .run_facts import write_run
+from .save_clock import SaveClock
+from .signals import TrainerStop
 from .state_io import (
     ZERO_FOLDER,
     WeightsPlan,
@@ -325,6 +327,9 @@ class CheckpointSaver:
                 if callable(getattr(sharded.optimizer, name, None)):
                     setattr(sharded.optimizer, name, _called_after(copies, getattr(sharded.optimizer, name)))
         self._stall_s = 0.0
+        self._clock: SaveClock | None = None
+        self._by_clock: Path | None = None
+        self._superseded: Path | None = None
         self._filling: Disk | None = None
         self._is_asked_for_state = False
 
@@ -340,12 +345,20 @@ class CheckpointSaver:
         if recorder is not None:
             recorder.stall(stall_s, what)
 
-    def save(self, trial: object, position: DataPosition | None, *, is_awaited: bool = False) -> None:
+    def save(
+        self,
+        trial: object,
+        position: DataPosition | None,
+        *,
+        is_awaited: bool = False,
+        stop: TrainerStop | None = None,
+    ) -> None:
         """Writes Trainer's checkpoint of a save step, under a temporary name until all is on the disk. Collective.
 
         Args:
             position: where training stands in its data.
             is_awaited: the caller looks at the checkpoint next, so that it has to be there when this returns.
+            stop: has the clock that asks for saves.
 
         Raises:
             CheckpointError: on every rank, when one could not write, or could not finish the save before. Former checkpoints
@@ -369,9 +382,23 @@ class CheckpointSaver:
             trainer.store_flos()
         # For a save that fails: the trainer state would name a best checkpoint that is not there.
         self._former_best = trainer.state.best_model_checkpoint
+        self._clock = None if stop is None else stop.clock
+        if self._clock is not None:
+            self._clock.begin_save()
+        former = self._by_clock
+        self._by_clock = final.absolute() if stop is not None and stop.saves_by_time else None
+        self._superseded = None if former in (final.absolute(), None) else former
         with self._on_failure():
-            self._save(save, run_folder, final, position, is_async=self._is_async(is_awaited=is_awaited))
+            try:
+                self._save(save, run_folder, final, position, is_async=self._is_async(is_awaited=is_awaited))
+            except CheckpointError:
+                self._end_on_clock()
+                raise
         self._held_up(began_s, "save")
+
+    def _end_on_clock(self) -> None:
+        if self._clock is not None:
+            self._clock.end_save()
 
     def _is_async(self, *, is_awaited: bool) -> bool:
         """Whether training may go on while the checkpoint is written. Collective: a callback may be on one rank only."""
@@ -626,8 +653,13 @@ class CheckpointSaver:
         except CheckpointError:
             abandon(temporary, disk=disk)
             raise
+        finally:
+            self._end_on_clock()
         if disk.leads:
             # Old checkpoints go only when the new one is whole under its name.
+            gone = self._superseded
+            if gone is not None and gone != best and not _is_kept(gone):
+                _discard(gone, "was saved by the clock")
             _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
 
 
@@ -684,10 +716,14 @@ def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: Path | N
     )
     surplus = len(found) - max(limit, len(kept))
     for path in others[: max(surplus, 0)]:
-        try:
-            discard(path)
-        except OSError as error:
-            logger.warning(f"hf_zero: {path} is above save_total_limit and could not be taken away: {error}")
+        _discard(path, "is above save_total_limit")
+
+
+def _discard(path: Path, why: str) -> None:
+    try:
+        discard(path)
+    except OSError as error:
+        logger.warning(f"hf_zero: {path} {why} and could not be taken away: {error}")
 
 
 def _is_kept(checkpoint: Path) -> bool:

@@ -22,7 +22,7 @@ from accelerate.state import GradientState
 from accelerate.utils import ProjectConfiguration
 from cells import slow
 from launching import SUPPORT
-from preemption import DOORS, STEPS, Trial, drawn, prepare_forks, run_trial
+from preemption import DOORS, STEPS, Trial, drawn, killed, lost_by_a_kill, prepare_forks, run_trial
 from shared_ranks import on_shared_ranks, run_on_ranks
 from split_runs import LENGTH, SplitJob, load, save_models
 from torch.utils.data import DataLoader
@@ -32,7 +32,9 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_zero import ConfigError, ZeroEngine, ZeroPlugin, last_good_state
 from hf_zero.checkpoint.files import CheckpointError
+from hf_zero.config.zero import CheckpointConfig
 from hf_zero.hooks.weak import WeakHook
+from hf_zero.integrations.save_clock import SAVE_DUE, TIME_UP, SaveClock
 from hf_zero.integrations.signals import FollowedLoader, StopSignals, follow_loader
 
 pytestmark = pytest.mark.timeout(170)
@@ -51,10 +53,16 @@ def forks() -> None:
     prepare_forks()
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Folder of runs that are compared with the same run that nothing ends."""
+    return tmp_path_factory.mktemp("runs")
+
+
 @pytest.mark.short_cells("trainer")
 @pytest.mark.parametrize("door", DOORS)
-def test_a_run_that_a_signal_ends_goes_on_bit_for_bit(door, tmp_path):
-    outcome = run_trial(SHORT[door], tmp_path / "run")
+def test_a_run_that_a_signal_ends_goes_on_bit_for_bit(door, runs):
+    outcome = run_trial(SHORT[door], runs / f"{door} signal")
     assert outcome.fault_found is None, outcome
     name = signal.Signals(SHORT[door].number).name
     assert f"hf_zero: {name}: all ranks have saved step" in outcome.said
@@ -74,6 +82,59 @@ def test_a_run_that_is_ended_behind_its_last_step_takes_no_step_more(phase, tmp_
 def test_random_signals_lose_no_step_and_no_run_hangs(door, tmp_path):
     outcomes = [run_trial(drawn(number, door, (2, 3), (0, 1, 2, 3)), tmp_path / str(number)) for number in range(8)]
     assert [outcome for outcome in outcomes if outcome.fault_found is not None] == []
+
+
+# ---- saves by the clock ----
+
+
+def limits_broken(trials: list[Trial], folder: Path) -> list:
+    outcomes = [
+        (trial, *lost_by_a_kill(trial, folder / f"{trial.door} kill {number}")) for number, trial in enumerate(trials)
+    ]
+    return [outcome for outcome in outcomes if outcome[1] > outcome[2]]
+
+
+@pytest.mark.short_cells("trainer")
+@pytest.mark.parametrize("door", DOORS)
+def test_a_killed_run_loses_the_minutes_that_it_may_and_goes_on_bit_for_bit(door, runs):
+    assert limits_broken([killed(0, door, stage=2)], runs) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("door", DOORS)
+def test_fifty_random_kills_lose_no_more_than_they_may(door, tmp_path):
+    assert limits_broken([killed(number, door) for number in range(1, 51)], tmp_path) == []
+
+
+def polled(settings: dict, *, step_s: float, cost_s: float, minutes: float) -> list[tuple[float, int]]:
+    """What a clock asks for, and when in minutes, in a run whose steps and saves take so long."""
+    now, step, asked = [0.0], [0], []
+    clock = SaveClock(CheckpointConfig(**settings), lambda: step[0], decides=True, now_s=lambda: now[0], ran_s=60.0)
+    while now[0] < 60 * minutes:
+        now[0] += step_s
+        number = clock.asked()
+        if number:
+            asked.append((now[0] / 60, number))
+        if number == TIME_UP:
+            break
+        step[0] += 1
+        if number == SAVE_DUE:
+            with clock.saving():
+                now[0] += cost_s
+    return asked
+
+
+def test_a_clock_leaves_room_for_a_save_and_measures_one_in_time(capfd):
+    # Half of ten minutes until a save is measured, then one minute less than ten behind each save's step.
+    assert polled({"every_minutes": 10}, step_s=30, cost_s=60, minutes=26) == [(5, 1), (14, 1), (23, 1)]
+    assert "hf_zero: a save takes 60.0 s, 10% of `checkpoint.every_minutes: 10`" in capfd.readouterr().err
+    # Saves that take longer than there is time follow one another.
+    assert polled({"every_minutes": 1}, step_s=30, cost_s=120, minutes=6) == [(0.5, 1), (3, 1), (5.5, 1)]
+    assert "a crash can cost more than that" in capfd.readouterr().err
+    # One minute has passed before. The save that is measured comes at half time; two steps and a slow save are left at the end.
+    assert polled({"budget": "1h"}, step_s=60, cost_s=120, minutes=70) == [(29, SAVE_DUE), (54, TIME_UP)]
+    assert polled({"budget": "20s"}, step_s=60, cost_s=120, minutes=70) == [(1, TIME_UP)]
 
 
 # ---- the agreement ----
@@ -218,7 +279,9 @@ def loop(rank: int, world_size: int, folder: str, kind: str, ends: bool) -> tupl
     """A loop that rank 1 is struck in; the script's count, the Accelerator's, and the states."""
     as_launched(rank, world_size)
     named = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=kind == "named by accelerate")
-    plugin = ZeroPlugin(stage=2, checkpoint={"on_signal": "auto"})
+    plugin = ZeroPlugin(stage=2, checkpoint={"budget": "1s"} if kind == "out of time" else {"on_signal": "auto"})
+    # The time of a rank begins with its launcher's, which is this test's process here.
+    os.environ["TORCHELASTIC_RUN_ID"] = "1"
     accelerator = Accelerator(parallelism_config=plugin, cpu=True, project_config=named)
     torch.manual_seed(0)
     model, count = torch.nn.Linear(4, 1), Count()
@@ -226,15 +289,15 @@ def loop(rank: int, world_size: int, folder: str, kind: str, ends: bool) -> tupl
     rows = torch.arange(4.0 * (13 if kind == "uneven" else 16)).view(-1, 4)
     loader = DataLoader(rows, batch_size=1)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    if kind != "unprepared":
+    if kind not in ("unprepared", "out of time"):
         loader = accelerator.prepare(loader)
     state = last_good_state(accelerator)
     if state is not None:
         accelerator.load_state(state)
     uneven = accelerator.join_uneven_inputs([model], even_batches=False) if kind == "uneven" else nullcontext()
-    with pytest.raises(SystemExit) if ends else nullcontext(), uneven:
+    with pytest.raises(SystemExit, match="143") if ends else nullcontext(), uneven:
         for batch in loader if ends else ():
-            if rank == 1 and count.steps == 2:
+            if rank == 1 and count.steps == 2 and kind != "out of time":
                 os.kill(os.getpid(), signal.SIGTERM)
             accelerator.backward(model(batch).sum())
             optimizer.step()
@@ -247,7 +310,9 @@ def loop(rank: int, world_size: int, folder: str, kind: str, ends: bool) -> tupl
     ("kind", "steps", "name"),
     [
         ("named by accelerate", 3, "checkpoint_0"),
-        ("unprepared", 3, "checkpoint_3"),
+        slow("unprepared", 3, "checkpoint_3"),
+        # Not prepared either.
+        ("out of time", 1, "checkpoint_1"),
         # Ranks that are out of data take part in the others' steps: all stop when all are done.
         ("uneven", 7, "checkpoint_7"),
     ],

@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing import connection, get_context
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from transformers import TrainerCallback
 
 from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.engine.training_step import TrainingState, TrainingStep
-from hf_zero.integrations import state_io
+from hf_zero.integrations import accelerator, signals, state_io, trainer_saves
 
 STEPS, EVERY_SAVE, EVERY_EVALUATION = 9, 4, 3
 PHASES = (*(state.name.lower() for state in TrainingState), "save")
@@ -59,6 +59,9 @@ class Trial:
         delay_s: from the phase's beginning to the signal.
         second: whether the signal comes twice.
         by_epoch: Trainer evaluates and saves at the end of each epoch, of five steps, and not every so many steps.
+        minutes: `checkpoint.every_minutes`, by a clock that steps and saves move; 0 saves every so many steps.
+        killed_s: when all ranks are killed, by that clock.
+        cost_s: a save takes.
     """
 
     door: str
@@ -72,6 +75,13 @@ class Trial:
     delay_s: float = 0.0
     second: bool = False
     by_epoch: bool = False
+    minutes: float = 0.0
+    killed_s: float = 0.0
+    cost_s: float = 0.0
+
+    @property
+    def save_steps(self) -> int:
+        return STEPS + 1 if self.minutes else EVERY_SAVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +151,45 @@ class Strike:
             os.kill(os.getpid(), self._trial.number)
 
 
+class FakeTime:
+    """A clock that each phase of a step and each save move on. When a trial's time has come, the process is gone."""
+
+    now_s = 0.0
+
+    @staticmethod
+    def phase_s(step: int, phase: str) -> float:
+        """Up to 40 seconds, the same in each run."""
+        return 40 * random.Random(f"{step} {phase}").random()
+
+    def install(self, trial: Trial) -> None:
+        enter, seal = TrainingStep._enter, state_io.seal_state
+
+        def entering(step: TrainingStep, state: TrainingState) -> None:
+            enter(step, state)
+            self._go_on(trial, self.phase_s(step._log.step, state.name))
+
+        def sealing(*args, **kwargs) -> None:
+            self._go_on(trial, trial.cost_s)
+            seal(*args, **kwargs)
+
+        TrainingStep._enter, trainer_saves.seal_state, accelerator.seal_state = entering, sealing, sealing
+        signals.SaveClock = partial(signals.SaveClock, now_s=lambda: self.now_s, ran_s=0.0)
+
+    def _go_on(self, trial: Trial, seconds: float) -> None:
+        self.now_s += seconds
+        if trial.killed_s and self.now_s >= trial.killed_s:
+            os._exit(KILLED)
+
+
+fake_time = FakeTime()
+KILLED = 9
+
+
 def note_step(folder: Path, step: int) -> None:
     with (folder / f"steps {os.environ['RANK']}").open("a") as file:
         file.write(f"{step}\n")
+    with (folder / f"times {os.environ['RANK']}").open("a") as file:
+        file.write(f"{fake_time.now_s}\n")
 
 
 class NoteSteps(TrainerCallback):
@@ -158,7 +204,9 @@ def with_trainer(trial: Trial, folder: Path) -> dict:
     """With dropout, a schedule, evaluations and saves; resumed by `checkpoint.resume: auto`."""
     when = "epoch" if trial.by_epoch else "steps"
     trainer = make_trainer(
-        f"flag stage={trial.stage},checkpoint.resume=auto",
+        f"flag stage={trial.stage},checkpoint.resume=auto,checkpoint.every_minutes={trial.minutes},"
+        # The clock that saves move on belongs to one thread.
+        f"checkpoint.async_save={str(not trial.minutes).lower()}",
         "gpt2",
         folder / "states",
         callbacks=[NoteSteps(folder)],
@@ -168,7 +216,7 @@ def with_trainer(trial: Trial, folder: Path) -> dict:
         eval_strategy=when,
         eval_steps=EVERY_EVALUATION,
         save_strategy=when,
-        save_steps=EVERY_SAVE,
+        save_steps=trial.save_steps,
         enable_jit_checkpoint=True,
     )
     trainer.train()
@@ -184,7 +232,9 @@ def with_accelerate(trial: Trial, folder: Path) -> dict:
     from hf_zero import ZeroPlugin, last_good_state
 
     states = folder / "states"
-    plugin = ZeroPlugin(stage=trial.stage, checkpoint={"on_signal": f"{states}/step_{{step}}"})
+    plugin = ZeroPlugin(
+        stage=trial.stage, checkpoint={"on_signal": f"{states}/step_{{step}}", "every_minutes": trial.minutes}
+    )
     accelerator = Accelerator(
         parallelism_config=plugin,
         gradient_accumulation_steps=trial.accumulation,
@@ -211,7 +261,7 @@ def with_accelerate(trial: Trial, folder: Path) -> dict:
     )
     while step < STEPS:
         done = step % 5 * trial.accumulation
-        for batch in accelerator.skip_first_batches(loader, done) if done else loader:
+        for at, batch in enumerate(accelerator.skip_first_batches(loader, done) if done else loader, start=done):
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
@@ -220,22 +270,26 @@ def with_accelerate(trial: Trial, folder: Path) -> dict:
                 optimizer.step()
                 optimizer.zero_grad()
             with log_file.open("a") as file:
-                file.write(json.dumps([step, loss.item()]) + "\n")
+                file.write(json.dumps([step, at, loss.item()]) + "\n")
             if not accelerator.sync_gradients:
                 continue
             note_step(folder, step + 1)
             scheduler.step()
             step += 1
             if step % EVERY_EVALUATION == 0:
+                began_s = fake_time.now_s
                 with torch.no_grad():
                     for held in evaluated:
                         model(**held)
-            if step % EVERY_SAVE == 0:
+                with (folder / f"evaluations {accelerator.process_index}").open("a") as file:
+                    file.write(f"{fake_time.now_s - began_s}\n")
+            if step % trial.save_steps == 0:
                 accelerator.save_state(str(states / f"step_{step}"))
             if step == STEPS:
                 break
-    log = [json.loads(line) for line in log_file.read_text().splitlines()]
-    return {"log": log, "state": whole(accelerator.get_state_dict(model))}
+    # A run that was killed takes some micro-batches again.
+    lines = {tuple(line[:2]): line for line in map(json.loads, log_file.read_text().splitlines())}
+    return {"log": list(lines.values()), "state": whole(accelerator.get_state_dict(model))}
 
 
 def whole(state: dict[str, torch.Tensor]) -> dict[str, list]:
@@ -258,6 +312,8 @@ def main_of_rank(rank: int, trial: Trial, folder: str, port: int) -> None:
     with ending_as_a_script():
         if rank in trial.struck:
             Strike(trial, path).install()
+        if trial.minutes:
+            fake_time.install(trial)
         outcome = JOBS[trial.door](trial, path)
         (path / f"outcome {rank}").write_text(json.dumps(outcome))
 
@@ -330,6 +386,44 @@ def run_trial(trial: Trial, folder: Path) -> Outcome:
         is_same=is_same,
         said=said if is_same else said_by(folder, trial),
     )
+
+
+def killed(number: int, door: str, stage: int | None = None) -> Trial:
+    """The trial of a number whose ranks are all killed, at any time of the run."""
+    chance = random.Random(f"killed {door} {number}")
+    whole_s = sum(FakeTime.phase_s(step, state.name) for step in range(STEPS) for state in TrainingState)
+    return Trial(
+        door=door,
+        stage=chance.choice((0, 1, 2, 3)) if stage is None else stage,
+        world_size=2,
+        minutes=chance.choice((3.0, 4.0, 5.0)),
+        killed_s=chance.uniform(0.1, 1.0) * whole_s,
+        cost_s=chance.uniform(5.0, 60.0),
+    )
+
+
+def lost_by_a_kill(trial: Trial, folder: Path) -> tuple[float, float]:
+    """Kills a run and resumes it. Returns the seconds that were lost, and those that the settings allow.
+
+    Raises:
+        AssertionError: the resumed run is not the uninterrupted one bit for bit, or more than one state of the clock's is left.
+    """
+    codes, _ = start(trial, folder)
+    assert set(codes) == {KILLED}, (trial, codes, said_by(folder, trial))
+    # The time at which each step had been taken; the run began at 0.
+    times = [0.0, *map(float, (folder / "times 0").read_text().split() if (folder / "times 0").exists() else ())]
+    found = [path for path in (folder / "states").glob("*[-_][0-9]*") if path.name[0] != "."]
+    assert len(found) <= 1 and not any(checkpoint_faults(path, "zero") for path in found), (trial, found)
+    saved = max((int(path.name.replace("-", "_").rpartition("_")[2]) for path in found), default=0)
+    codes, _ = start(replace(trial, killed_s=0.0), folder)
+    assert set(codes) == {0}, (trial, codes, said_by(folder, trial))
+    reference = uninterrupted(without_signal(trial), folder.parent)
+    assert json.loads((folder / "outcome 0").read_text()) == reference, trial
+    longest_s = max(after - before for before, after in zip(times, [*times[1:], trial.killed_s]))
+    evaluations = folder / "evaluations 0"
+    # A loop's own evaluation comes before its save, and is not known before.
+    evaluation_s = max(map(float, evaluations.read_text().split()), default=0.0) if evaluations.exists() else 0.0
+    return trial.killed_s - times[saved], 60 * trial.minutes + longest_s + evaluation_s
 
 
 def drawn(number: int, door: str, worlds: Sequence[int], stages: Sequence[int]) -> Trial:

@@ -1,0 +1,121 @@
+"""`SaveClock`: when a run saves by time, and when its time is up."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from ..config.zero import CheckpointConfig
+
+SAVE_DUE, TIME_UP = 1, 2
+"""Travel in the byte by which ranks agree on signals, whose numbers (10 and 15) are larger."""
+
+_SLOWER = 1.5
+"""A last save may take this many times the longest one so far: the job's end is a bad time to be wrong."""
+_NOTABLE = 0.1
+"""Share of the time between two saves from which the run says what saving costs."""
+
+
+class SaveClock:
+    """Decides when a save is due (`checkpoint.every_minutes`), and when the run has to end (`checkpoint.budget`).
+
+    Rank 0 decides, and the other ranks learn it from the agreement at the end of each backward. A kill costs the work since the
+    newest complete checkpoint, so the time that a save takes is part of the N minutes.
+
+    Args:
+        step: returns the number of steps taken.
+        decides: this is rank 0.
+        now_s: the time in seconds.
+        ran_s: how long the run has been going on already.
+    """
+
+    def __init__(
+        self,
+        settings: CheckpointConfig,
+        step: Callable[[], int],
+        *,
+        decides: bool,
+        now_s: Callable[[], float] = time.monotonic,
+        ran_s: float | None = None,
+    ):
+        self._settings, self._step, self._decides, self._now_s = settings, step, decides, now_s
+        self._every_s, self._budget_s = 60 * settings.every_minutes, settings.budget_s
+        self._began_s = now_s() - (_ran_s() if ran_s is None else ran_s)
+        # Of the step that the last save has, of the last step, and of the last save's beginning.
+        self._saved_s = self._polled_s = self._saving_s = now_s()
+        self._is_saving = self._has_warned = self._was_held_up = False
+        self._cost_s = self._step_s = 0.0
+        self._polled = -1
+
+    def asked(self) -> int:
+        """Returns `SAVE_DUE`, `TIME_UP` or 0. Asked at the end of each backward."""
+        if not self._decides:
+            return 0
+        now_s, step = self._now_s(), self._step()
+        if step != self._polled:
+            if self._polled >= 0 and not self._was_held_up:
+                self._step_s = max(self._step_s, now_s - self._polled_s)
+            self._polled, self._polled_s, self._was_held_up = step, now_s, self._is_saving
+        # This step, or one more if the run goes on, and a save have to fit in.
+        needed_s = 2 * self._step_s + _SLOWER * self._cost_s
+        if self._budget_s is not None and now_s - self._began_s + needed_s >= self._budget_s:
+            return TIME_UP
+        return SAVE_DUE if self._is_due(now_s) else 0
+
+    def is_due_within(self, seconds: float) -> bool:
+        """Whether a save becomes due in that time, in which no step is taken."""
+        return self._decides and self._is_due(self._now_s() + seconds)
+
+    def _is_due(self, at_s: float) -> bool:
+        if self._is_saving:
+            return False
+        if self._every_s:
+            # Until a save has been measured, it may take half of the time.
+            interval_s = max(self._every_s - self._cost_s, self._cost_s) if self._cost_s else self._every_s / 2
+            return at_s - self._saved_s >= interval_s
+        # Nobody knows what a save costs until there has been one.
+        return self._budget_s is not None and not self._cost_s and at_s - self._began_s >= self._budget_s / 2
+
+    def hold_up(self) -> None:
+        """Notes that the time to the next step is no measure of steps: a save or an evaluation is part of it."""
+        self._was_held_up = True
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """A save that has ended when this has."""
+        self.begin_save()
+        try:
+            yield
+        finally:
+            self.end_save()
+
+    def begin_save(self) -> None:
+        """Notes that the last step is being saved, by whatever has asked for that."""
+        # An evaluation may lie between the step and its save.
+        self._saved_s, self._saving_s, self._is_saving = self._polled_s, self._now_s(), True
+
+    def end_save(self) -> None:
+        """Notes that the checkpoint is complete, or has failed. Called on any thread."""
+        self._cost_s = max(self._cost_s, self._now_s() - self._saving_s)
+        self._is_saving = False
+        self.hold_up()
+        share = self._cost_s / self._every_s if self._every_s else 0.0
+        if self._decides and share >= _NOTABLE and not self._has_warned:
+            self._has_warned = True
+            more = ", and a crash can cost more than that" if share > 0.5 else ""
+            print(
+                f"hf_zero: a save takes {self._cost_s:.1f} s, {share:.0%} of `checkpoint.every_minutes: "
+                f"{self._settings.every_minutes:g}`{more}. Set {self._cost_s / _NOTABLE / 60:.2g} to spend a tenth on saves.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _ran_s() -> float:
+    """Seconds since the run began: torchrun's start, which outlives a restart of its ranks, or this process's."""
+    process = psutil.Process()
+    launcher = process.parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return max(0.0, time.time() - (launcher or process).create_time())
