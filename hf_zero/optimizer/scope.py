@@ -1,4 +1,4 @@
-"""Decides for each optimizer whether its parameters are cut or stay whole, and refuses those that no layout suits."""
+"""Decides for each optimizer whether its parameters may be cut, and refuses optimizers without a suitable layout."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .trial import Finding, UpdateScope, try_optimizer
 
 
 def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `ValueError` for an optimizer that steps another one, such as Lookahead or SAM, or cannot step shards at all."""
+    """Raises `ValueError` for an optimizer around another one, such as Lookahead or SAM, or without support for shards."""
     refuse_unsuited(optimizer)
     name = type(optimizer).__name__
     inner = next((value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)), None)
@@ -23,15 +23,15 @@ def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keeps_intact(optimizer: torch.optim.Optimizer, found: Finding, config: ZeroConfig, *, shards: int) -> bool:
-    """Whether parameters must not be cut for this optimizer, so that each is one rank's whole.
+    """Whether parameters of this optimizer must not be cut, so that each parameter is whole on one rank.
 
     Args:
-        found: by `find_scope`.
+        found: the result of `find_scope`.
         config: whether buckets are stepped one at a time.
-        shards: ranks over which its parameters are dealt.
+        shards: number of ranks that share the parameters.
 
     Raises:
-        ValueError: an optimizer that looks at several parameters, of which a step has only some.
+        ValueError: the optimizer's update depends on several parameters, of which a step only has some.
     """
     if found.scope is UpdateScope.MODEL and (shards > 1 or config.steps_by_bucket):
         raise ValueError(

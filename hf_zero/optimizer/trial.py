@@ -1,4 +1,4 @@
-"""Finds what the update of an element depends on, by many steps of copies of an optimizer on small parameters."""
+"""Finds the values that determine the update of an element, with many steps of copies of an optimizer on small parameters."""
 
 import copy
 import random
@@ -24,10 +24,10 @@ from .bucket_state import (
 
 
 class UpdateScope(Enum):
-    """The values that the update of an element depends on.
+    """The values that determine the update of an element.
 
-    ELEMENT: that element alone. PARAMETER: its whole parameter (a norm, a row's mean, a matrix product). MODEL: other
-    parameters too. UNKNOWN: no trial step is possible.
+    ELEMENT: only the element itself. PARAMETER: its whole parameter (a norm, a row's mean, a matrix product). MODEL: other
+    parameters as well. UNKNOWN: no trial step is possible.
     """
 
     ELEMENT = "element"
@@ -37,13 +37,13 @@ class UpdateScope(Enum):
 
     @property
     def reach(self) -> int:
-        """Orders scopes. A group of unknown scope must hide no PARAMETER or MODEL of another, for which settings are refused."""
+        """Orders scopes. UNKNOWN in one group must not hide PARAMETER or MODEL of another, for which settings are refused."""
         return list(UpdateScope).index(self)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A scope, and the reason for it in words."""
+    """A scope, and its reason in words."""
 
     scope: UpdateScope
     reason: str
@@ -59,35 +59,35 @@ _SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
 """Shapes of trial parameters by number of dimensions. Optimizers treat large ones differently: Adafactor factors from 128 rows
 and columns on, 8-bit ones keep blocks of 256 from 4,096 elements on, or only if the blocks are full: 4,352 = 17 x 256."""
 _SMALL_NUMEL = 100
-"""Shapes up to this size are tried first and longest. A preconditioner of a large one costs seconds."""
+"""Shapes up to this size are tried first and longest, because a preconditioner of a large shape takes seconds."""
 _STEPS = 100
 _FIRST_MOVE = 20
-"""Number of the step by which an optimizer has changed its parameters. Some collect ten gradients first."""
+"""By this step, an optimizer must have changed its parameters. Some collect ten gradients first."""
 _LARGE_STEPS = range(28, 70)
 """Steps of larger shapes, with most of the spikes."""
 _STEPS_OF_DTYPE = 24
-"""Steps in a dtype of the model. A dtype chooses a branch of the code; later events are found in float64."""
+"""Number of steps in a dtype of the model. The dtype selects a branch of the code; later events are found in float64."""
 _LATER = (998, 1_022, 99_998)
 _STEPS_LATER = 6
-"""Numbers of steps to which all step counters are set, and the steps from there: a warm-up ends, and so do most intervals."""
+"""All step counters are set to each number of `_LATER`, for this number of steps: a warm-up ends, and so do most intervals."""
 _SMOOTH_STEPS = 30
-"""First steps, whose gradients have one direction, in which optimizers that look for a step size find a larger one."""
+"""In these first steps, gradients have a constant direction, so optimizers that search for a step size find a larger one."""
 _SPIKES = {33: 1e3, 47: 1e-5, 48: 1e-5, 61: 1e4, 83: 1e2}
-"""Factors of the gradients of single steps, which set off clipping inside an optimizer."""
+"""Factors of the gradients of single steps, to trigger clipping inside an optimizer."""
 
 
 def try_optimizer(
     optimizer: torch.optim.Optimizer, settings: dict[str, Any], parameters: Sequence[torch.Tensor]
 ) -> Finding:
-    """Steps copies of an optimizer on parameters together, apart, and cut into flat pieces.
+    """Steps copies of an optimizer on parameters together, separately, and cut into flat pieces.
 
-    Equal values mean that the optimizer cannot tell these cases apart. All of that happens in float64, in which any dependence
-    exceeds the rounding error by far, and shorter in the dtypes of `parameters`. The optimizer, its state and the script's
-    random numbers stay as they are.
+    Equal values mean that the optimizer does not distinguish these cases. The trial runs in float64, in which any dependence
+    exceeds the rounding error by far, and for fewer steps in the dtypes of `parameters`. The optimizer, its state and the
+    script's random numbers do not change.
 
     Args:
-        settings: of the group to try.
-        parameters: of that group; only their dtypes and numbers of dimensions count.
+        settings: the settings of the group.
+        parameters: the parameters of the group; only their dtypes and numbers of dimensions count.
     """
     dimensions = {p.dim() for p in parameters} or {2}
     shapes = [shape for count in sorted(dimensions) for shape in _SHAPES.get(count, ((2,) * count, (3,) * count))]
@@ -95,7 +95,7 @@ def try_optimizer(
     trial = _Trial(optimizer, settings)
     found = trial.find(shapes, torch.float64, _STEPS, _LATER)
     if found.scope is UpdateScope.UNKNOWN:
-        # Some optimizers take no float64.
+        # Some optimizers do not support float64.
         found = trial.find(shapes, dtypes[0], _STEPS, _LATER)
     for dtype in dtypes:
         if found.scope is UpdateScope.ELEMENT and dtype is not torch.float64:
@@ -118,10 +118,10 @@ class _Trial:
     def find(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, steps: int, later: Sequence[int] = ()
     ) -> Finding:
-        """Returns the scope; an empty reason for ELEMENT."""
+        """Returns the scope, with an empty reason for ELEMENT."""
         found = self._find(shapes, dtype, steps, later)
         if found is None:
-            # The step draws random numbers, which copies must share: otherwise each draw would look like dependence.
+            # The step draws random numbers, which copies must share: otherwise each draw would look like a dependence.
             self._drawing = _EqualDraws
             found = self._find(shapes, dtype, steps, later)
         return found or Finding(UpdateScope.UNKNOWN, "it draws random numbers that no trial can repeat")
@@ -142,20 +142,20 @@ class _Trial:
     def _walk(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, steps: range, later: Sequence[int], *, cuts: bool
     ) -> Finding | None:
-        """Steps until two sides differ. None if they may differ by random numbers only.
+        """Steps until two sides differ. Returns None if random numbers may have caused the difference.
 
         Args:
-            steps: of `_Gradients`.
-            later: numbers to which step counters are set after these.
+            steps: see `_Gradients`.
+            later: numbers to which step counters are set afterwards.
             cuts: also step flat pieces.
         """
-        # At least two parameters, since dependence on other parameters shows in none alone.
+        # Use at least two parameters, because a dependence on other parameters needs another parameter.
         shapes = [*shapes, *shapes] if len(shapes) == 1 else shapes
         generator = torch.Generator().manual_seed(0)
         starts = [_start(shape, number, generator).to(dtype) for number, shape in enumerate(shapes)]
         scripts = [_Gradients(start, number) for number, start in enumerate(starts)]
         jumps = {steps.stop + _STEPS_LATER * number: count for number, count in enumerate(later)}
-        # Around the whole side alone, which steps first: it makes each operation slower.
+        # Only guard the whole side, which steps first, because the guard slows each operation down.
         guard = without_collectives()
         with _undisturbed(self._optimizer), self._drawing():
             undrawn = torch.get_rng_state()
@@ -175,13 +175,13 @@ class _Trial:
                     with guard as seen:
                         whole.step(gradients)
                     if seen is not None and seen.called is not None:
-                        # The step has caught the error.
+                        # The step has caught the guard's error.
                         return _calls(seen.called)
                     for first, half in enumerate(halves):
                         half.step(gradients[first::2])
                     moves = whole.moves()
                     if step == _FIRST_MOVE and not any(bool(move.any()) for move in moves):
-                        # Others step in its place.
+                        # Another object steps instead of this one.
                         return Finding(UpdateScope.UNKNOWN, "a trial changed no parameter")
                     apart = [halves[number % 2].moves()[number // 2] for number in range(len(starts))]
                     if not _same(moves, apart, starts):
@@ -189,17 +189,17 @@ class _Trial:
                     if pieces is None:
                         continue
                     if not all(bool(move.isfinite().all()) for move in moves):
-                        # From here on nothing could be compared.
+                        # Later steps could not be compared.
                         return differs(UpdateScope.PARAMETER, "a trial found values that are not finite")
                     if not pieces.can_step([piece for gradient in gradients for piece in _cut(gradient)]):
-                        # Made for matrices.
+                        # The optimizer only supports matrices.
                         return differs(UpdateScope.PARAMETER, "a trial could not step parts of parameters")
                     if not _same(list(map(torch.flatten, moves)), _joined(pieces.moves(), starts), starts):
                         return differs(UpdateScope.PARAMETER, "a trial found dependence between elements")
             except Exception as error:
                 if isinstance(guard, CollectivesRefused) and guard.called is not None:
                     return _calls(guard.called)
-                # A class that cannot step outside its own construction tells nothing about its arithmetic.
+                # The class cannot step without its constructor, so the trial shows nothing about its arithmetic.
                 return Finding(UpdateScope.UNKNOWN, f"a trial step failed with {type(error).__name__}")
         return Finding(UpdateScope.ELEMENT, "")
 
@@ -208,22 +208,22 @@ class _Trial:
 
 
 def _calls(collective: str) -> Finding:
-    # Ranks step different parameters, so that neither their numbers nor their shapes fit each other.
+    # Ranks step different parameters, so neither their numbers nor their shapes match.
     return Finding(UpdateScope.MODEL, f"its step calls the collective {collective}")
 
 
 class _Side:
-    """A copy of the optimizer with trial parameters of its own.
+    """A copy of the optimizer with separate trial parameters.
 
     Attributes:
-        steps: number of the last step, as the optimizer counts.
+        steps: the optimizer's number of the last step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], starts: Sequence[torch.Tensor]):
         self.parameters = [nn.Parameter(start.clone()) for start in starts]
         self._starts = starts
         self._double = double_of(optimizer, settings_of(settings) | {"params": list(self.parameters)}, {})
-        # A step may write to these. Parameters stay themselves: copies would take a model's memory.
+        # Copy these values, because a step may write to them. Do not copy parameters, which would need a model's memory.
         memo = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         for name, value in self._double.__dict__.items():
             is_plain = isinstance(value, list | dict | set | tuple | deque | random.Random) or torch.is_tensor(value)
@@ -235,9 +235,9 @@ class _Side:
 
     def step(self, gradients: Sequence[torch.Tensor]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            # A clone: some optimizers write to gradients.
+            # Clone, because some optimizers write to gradients.
             parameter.grad = gradient.clone()
-        # Random numbers of Python itself, such as a chance to renew a preconditioner, are equal on all sides.
+        # Make Python's own random numbers equal on all sides, such as a chance to update a preconditioner.
         random.seed(self.steps)
         own_step(self._double)
         self.steps += 1
@@ -252,14 +252,14 @@ class _Side:
         return True
 
     def count_from(self, count: int) -> None:
-        """Continues at this number of steps: moves all numbers that have grown by one in each step."""
+        """Continues at this number of steps by moving all numbers that have grown by one in each step."""
         for index, holder, name, value in list(self._numbers()):
             if value - self._first.get((index, name), value) == self.steps - 1:
                 holder[name] = holder[name] + (count - self.steps)
         self.steps = count
 
     def moves(self) -> list[torch.Tensor]:
-        """Returns what has been added to each parameter."""
+        """Returns the change of each parameter since the start."""
         return [p.detach().double() - start.double() for p, start in zip(self.parameters, self._starts)]
 
     def _numbers(self) -> Iterator[tuple[int, dict[str, Any], str, float]]:
