@@ -1,4 +1,4 @@
-"""Measures the links between local ranks, and tests each collective that the engine uses."""
+"""Measures the links between local ranks, and tests each collective of the engine."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def _detours(count: int, tp_size: int) -> Iterator[Finding]:
 
 
 def placement(inside: dict[str, float] | None, between: dict[str, float] | None) -> Iterator[Finding]:
-    """Checks that the ranks of a copy, which wait for each other in every layer, have the faster links."""
+    """Checks whether the ranks of a copy, which wait for each other in every layer, have the faster links."""
     if inside is None or between is None:
         return
     subject, ratio = "tensor parallel ranks", inside["all_reduce_gb"] / between["all_reduce_gb"]

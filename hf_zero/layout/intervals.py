@@ -25,7 +25,7 @@ class Interval(NamedTuple):
 
 
 def uncovered(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
-    """Returns the runs of `whole` that no part covers, in order. Parts may touch, overlap, and have any order."""
+    """Returns the uncovered runs of `whole`, in order. Parts may touch, overlap, and have any order."""
     gaps, at = [], whole.start
     for part in sorted(parts):
         if part.start > at:
@@ -39,7 +39,7 @@ def uncovered(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
 
 
 def doubly_covered(parts: Iterable[Interval]) -> list[Interval]:
-    """Returns the runs that two or more parts cover, in order of the later part's start."""
+    """Returns the runs covered by two or more parts, in order of the later part's start."""
     found, end = [], None
     for part in sorted(parts):
         if end is not None and part.start < end:
