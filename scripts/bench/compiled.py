@@ -314,6 +314,9 @@ def _trained(rank: int, cell: Cell, stage: int | None, folder: str) -> Outcome:
     if stage == 3:
         # Each layer is a unit, however small.
         settings["unit_bytes"] = 0
+        if cell.addition == "bf16":
+            # Otherwise stage 3 gathers in bfloat16, and its gradients are rounded.
+            settings["param_dtype"] = "float32"
     if cell.addition == "offload":
         settings["offload"] = {"optimizer": "cpu"}
         settings["offload"] |= {"params": "cpu"} if stage == 3 else {}
