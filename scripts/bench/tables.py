@@ -49,7 +49,7 @@ FIGURES: dict[str, tuple[Callable[[Record], float | None], Callable[[float], str
 
 
 def behind(own: float | None, peers: Iterable[tuple[str, float | None]], what: str = "") -> str:
-    """`behind: FSDP2, 3 %` for the peer that is furthest ahead; empty where there is none."""
+    """Returns `behind: FSDP2, 3 %` for the best peer, or `peak: FSDP2, 3 %` for the figure `what`; "" if no peer is ahead."""
     ahead = [(value, title) for title, value in peers if value is not None and own is not None]
     if not ahead:
         return ""
@@ -58,7 +58,7 @@ def behind(own: float | None, peers: Iterable[tuple[str, float | None]], what: s
         return ""
     share = own / best - 1
     far = f"{share:.0%}".replace("%", " %") if share < 2 else f"{own / best:.0f} times"
-    return f"behind{' in ' if what else ''}{what}: {title}, {far}"
+    return f"{what or 'behind'}: {title}, {far}"
 
 
 def verdict(row: Record, rows: list[Record]) -> str:

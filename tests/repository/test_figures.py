@@ -200,12 +200,12 @@ def test_a_row_names_each_figure_in_which_a_peer_is_ahead():
     )
     rows = [*peers, ahead, level, after]
     assert verdict(ahead, rows) == verdict(level, rows) == "ahead or level in all"
-    assert verdict(after, rows) == "behind in CPU: DDP, 10 %; behind in wire: DDP, 30 %; behind in peak: FSDP2, 3 %"
+    assert verdict(after, rows) == "CPU: DDP, 10 %; wire: DDP, 30 %; peak: FSDP2, 3 %"
     near = row("hf_zero 4", 1.03, 100, 200)
-    assert verdict(near, [*rows, near]) == "behind in CPU: DDP, 3 % (rounds overlap)"
+    assert verdict(near, [*rows, near]) == "CPU: DDP, 3 % (rounds overlap)"
     assert verdict(peers[0], rows) == ""
     rounding = {"is_exact": False}
     eight_bit_peer = row("FSDP2, 8-bit", 1.0, 50, 100) | rounding
     assert verdict(ahead, [*rows, eight_bit_peer]) == "ahead or level in all"
     eight_bit = row("hf_zero, 8-bit", 1.0, 60, 100) | rounding
-    assert verdict(eight_bit, [*rows, eight_bit, eight_bit_peer]) == "behind in wire: FSDP2, 8-bit, 20 %"
+    assert verdict(eight_bit, [*rows, eight_bit, eight_bit_peer]) == "wire: FSDP2, 8-bit, 20 %"
