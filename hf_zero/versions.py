@@ -6,7 +6,7 @@ import re
 
 __version__ = "0.1.0"
 
-OLDEST = {"torch": (2, 11), "transformers": (5, 17), "accelerate": (1, 15)}
+OLDEST = {"torch": (2, 11), "transformers": (5, 16), "accelerate": (1, 13)}
 """Maps each library to its oldest supported release. `pyproject.toml` asks pip for the same releases."""
 
 

@@ -37,10 +37,10 @@ for python in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin; do PATH="$PATH:$pyth
 make_environment() { # ROW
     local python packages
     case "$1" in
-        oldest) python=3.12 packages=("torch==2.11.*" "transformers==5.17.*" "accelerate==1.15.*") ;;
+        oldest) python=3.12 packages=("torch==2.11.*" "transformers==5.16.*" "accelerate==1.13.*") ;;
         python310) python=3.10 packages=("torch==2.11.*" transformers accelerate) ;;
         middle) python=3.11 packages=("torch==2.13.*" transformers accelerate) ;;
-        crossed) python=3.13 packages=("torch>=2.14.1" "transformers==5.17.*" "accelerate==1.15.*") ;;
+        crossed) python=3.13 packages=("torch>=2.14.1" "transformers==5.16.*" "accelerate==1.13.*") ;;
         newest) python=3.13 packages=("torch>=2.14.1" transformers accelerate) ;;
         *)
             echo "unknown row '$1'; there are oldest, python310, middle, crossed, newest, and NAME=ENVIRONMENT" >&2

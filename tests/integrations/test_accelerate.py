@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -44,6 +45,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks.guards import mix_in
 from hf_zero.hooks.tensors import tensors_in
 from hf_zero.integrations.environment import _processes_on
+from hf_zero.versions import is_older
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -308,6 +310,10 @@ def test_a_model_that_is_prepared_twice_is_compiled_both_times(rank, world_size,
         assert torch.allclose(model.weight, before - 0.1)
 
 
+@pytest.mark.skipif(
+    is_older(accelerate.__version__, (1, 15)),
+    reason="older releases of accelerate wrap the forward of a compiled model again",
+)
 @on_ranks(1)
 def test_a_compiled_model_that_is_prepared_again_has_one_autocast(rank, world_size):
     as_launched(rank, world_size)

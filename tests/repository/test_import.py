@@ -180,7 +180,7 @@ def test_a_library_that_is_too_old_is_named_at_import():
     code = """
 import importlib.metadata
 real = importlib.metadata.version
-importlib.metadata.version = lambda name: "1.13.0" if name == "accelerate" else real(name)
+importlib.metadata.version = lambda name: "1.12.0" if name == "accelerate" else real(name)
 import hf_zero
 hf_zero.ZeroPlugin
 """
@@ -188,5 +188,5 @@ hf_zero.ZeroPlugin
     said = ran.stderr.splitlines()[-1]
     assert ran.returncode == 1
     assert said == (
-        "ImportError: hf_zero needs accelerate>=1.15, and accelerate 1.13.0 is installed: pip install -U 'accelerate>=1.15'."
+        "ImportError: hf_zero needs accelerate>=1.13, and accelerate 1.12.0 is installed: pip install -U 'accelerate>=1.13'."
     )
