@@ -34,6 +34,7 @@ _HOME_OF = {
     "gathered": "integrations.gathered",
     "init": "integrations.init",
     "last_good_state": "integrations.elastic",
+    "launch": "integrations.notebook",
     "parallel_config": "integrations.model_parallel",
     "same_global_batch": "integrations.elastic",
     "unsharded": "integrations.gathered",
@@ -65,6 +66,7 @@ __all__ = [
     "gathered",
     "init",
     "last_good_state",
+    "launch",
     "make_plan",
     "migrate",
     "parallel_config",
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from .integrations.gathered import engine_of, gathered, unsharded
     from .integrations.init import init
     from .integrations.model_parallel import parallel_config
+    from .integrations.notebook import launch
     from .integrations.plugin import ZeroPlugin
     from .optimizer.loss_scale import GradScaler
     from .planner.planner import make_plan

@@ -3,7 +3,10 @@
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -158,8 +161,28 @@ def _on_loopback() -> dict[str, str]:
     return found
 
 
+PARENT_VARIABLE = "HF_ZERO_LAUNCHED_BY"
+"""Environment variable with the process that a launcher ends with."""
+_LOOK_S, _LAST_S = 0.25, 5.0
+
+
+def end_with_parent(parent: int) -> None:
+    """Ends this process soon after its parent, also if that was killed: with SIGTERM first, so that a launcher ends its ranks."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_LAST_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="hf_zero parent", daemon=True).start()
+
+
 def main() -> None:
     """Runs `accelerate launch ...`. The store of its ranks listens on the loopback address only."""
+    if PARENT_VARIABLE in os.environ:
+        end_with_parent(int(os.environ.pop(PARENT_VARIABLE)))
     from accelerate.commands.accelerate_cli import main as accelerate_main
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 

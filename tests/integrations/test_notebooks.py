@@ -1,6 +1,8 @@
-"""Training from a notebook: accelerate's launchers that fork ranks from a process that has imported everything."""
+"""Training from a notebook: hf_zero's launcher of fresh processes, and accelerate's launchers, which fork ranks."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from functools import partial, update_wrapper
 from multiprocessing import current_process
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from accelerate import debug_launcher, notebook_launcher
@@ -20,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer_job import history, make_trainer
 
 from hf_zero import ConfigError, ZeroEngine, ZeroPlugin
+from hf_zero.integrations import notebook
 
 STEPS = 3
 
@@ -181,3 +185,93 @@ def test_what_a_notebook_imports_leaves_the_launcher_its_forks():
     names = "ConfigError, ZeroConfig, ZeroEngine, ZeroPlugin, engine_of"
     code = f"import sys; from hf_zero import {names}; ZeroPlugin(2); sys.exit('bitsandbytes' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
+
+
+# ---- hf_zero.launch: fresh processes ----
+
+CELL = """
+import os
+import hf_zero
+FACTOR = 3
+
+def times(number):
+    return FACTOR * number
+
+def train(number, fails):
+    if fails:
+        raise ValueError("no such number")
+    print("rank", os.environ["RANK"], "counts")
+    return {"product": times(number), "of": hf_zero.__name__}
+"""
+"""A cell of a notebook, whose functions are in no file."""
+
+
+def in_forks(command: list[str], environment: dict[str, str]) -> int:
+    """Runs two ranks as forks, which costs no new interpreter."""
+    status = 0
+    for rank in ("1", "0"):
+        child = os.fork()
+        if child == 0:
+            sys.argv, os.environ["RANK"] = list(command), rank
+            try:
+                notebook.main()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        status |= os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status
+
+
+def test_a_cells_function_is_called_by_value_and_brings_back_what_rank_0_returns(monkeypatch):
+    monkeypatch.setattr(notebook, "_run", in_forks)
+    cell = {"__name__": "__main__"}
+    exec(CELL, cell)
+    assert notebook.launch(cell["train"], (14, False), num_processes=2, cpu=True) == {"product": 42, "of": "hf_zero"}
+    with pytest.raises(RuntimeError, match=r"rank 1 of hf_zero\.launch failed: ValueError: no such number; the"):
+        notebook.launch(cell["train"], (14, True), num_processes=2, cpu=True)
+    with pytest.raises(ConfigError, match="--num-processes is 0"):
+        notebook.launch(cell["train"], (14, False), num_processes=0, cpu=True)
+    with pytest.raises(ConfigError, match="it takes a function: hf_zero"):
+        notebook.launch("train")
+
+
+SCRIPT = """
+import sys, time
+import hf_zero
+
+def train(seconds):
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    accelerator.print("has stepped")
+    time.sleep(seconds)
+    return accelerator.num_processes, accelerator.zero_config.stage
+
+if __name__ == "__main__":
+    print("returned", hf_zero.launch(train, (float(sys.argv[1]),), num_processes=2, zero=2, cpu=True))
+"""
+INTERRUPTS = 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ranks_train_with_the_engine_and_none_outlives_an_interrupt_or_a_restart_of_the_kernel(tmp_path):
+    script = tmp_path / "cell.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script)]
+    done = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=300)
+    assert "has stepped" in done.stdout and "returned (2, 2)" in done.stdout, done.stdout + done.stderr
+    for number in range(INTERRUPTS):
+        cell = subprocess.Popen([*command, "1000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert any("has stepped" in line for line in cell.stdout)
+        started = psutil.Process(cell.pid).children(recursive=True)
+        assert len(started) >= 3
+        cell.send_signal((signal.SIGINT, signal.SIGKILL)[number % 2])
+        _, orphans = psutil.wait_procs(started, timeout=60)
+        cell.wait(60)
+        assert orphans == [], number

@@ -1,0 +1,171 @@
+"""`hf_zero.launch`: trains a function on several ranks from a notebook cell, in fresh processes."""
+
+import codecs
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import dill  # type: ignore[import-untyped]  # dill has no types. `datasets` requires it.
+
+from ..config import ConfigError
+from ..config.checks import shown
+from .launcher import PARENT_VARIABLE, end_with_parent, launch_of
+
+# ---- In the notebook ----
+
+_GRACE_S = 5.0
+"""For ranks that are told to end. torchrun waits for its workers meanwhile, and what is left then is killed."""
+
+
+def launch(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    num_processes: int | None = None,
+    zero: int | str | None = None,
+    cpu: bool = False,
+    mixed_precision: str | None = None,
+) -> Any:
+    """Calls `function(*args)` on each of several ranks of this machine, and returns what it returns on rank 0.
+
+    The ranks are fresh processes, so CUDA may have been used before. They get the function, and the globals of the notebook
+    that the function uses, by value. What rank 0 prints is shown at once. An interrupt, and the end of this process, end all
+    ranks.
+
+    Args:
+        num_processes: one for each accelerator by default, or two on a CPU.
+        zero: a stage, a YAML file or settings, for each Accelerator and Trainer that the function builds, as `--zero` of
+            `hf-zero run`. None leaves that to the function.
+        cpu: train on the CPU, even if the machine has accelerators.
+        mixed_precision: `no`, `fp16` or `bf16`.
+
+    Raises:
+        ConfigError: a setting is not valid.
+        RuntimeError: a rank has failed; the text names the rank and its error.
+    """
+    if not callable(function):
+        raise ConfigError(f"hf_zero: launch got {shown(function)}; it takes a function: hf_zero.launch(train, ...).")
+    with tempfile.TemporaryDirectory(prefix="hf_zero-launch-") as name:
+        folder = Path(name)
+        # By value, with the globals that the function uses: a notebook's functions are in no file.
+        _write(folder / "call", (function, tuple(args)))
+        words = ["--zero", str(0 if zero is None else zero), "-m", __name__, name]
+        started = launch_of(
+            words,
+            processes=num_processes,
+            cpu=cpu,
+            mixed_precision=mixed_precision,
+            port=_free_port(),
+            module="hf_zero.run" if zero is not None else __name__,
+        )
+        status = _run(started.command, started.environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        if status:
+            raise RuntimeError(f"hf_zero: {_first_error(folder)}; the launcher has ended with status {status}.")
+        return _read(folder / "result")
+
+
+class _Pickler(dill.Pickler):
+    """Names modules. dill would store the contents of a module outside of site-packages."""
+
+    def persistent_id(self, obj: object) -> str | None:
+        return obj.__name__ if isinstance(obj, ModuleType) else None
+
+
+class _Unpickler(dill.Unpickler):
+    def persistent_load(self, name: str) -> ModuleType:
+        return import_module(name)
+
+
+def _write(path: Path, value: object) -> None:
+    with path.open("wb") as file:
+        # `recurse`: of a function's globals, those that it uses.
+        _Pickler(file, recurse=True).dump(value)
+
+
+def _read(path: Path) -> Any:
+    with path.open("rb") as file:
+        return _Unpickler(file).load()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Runs the launcher and shows its output; ends all ranks with this call, however that ends."""
+    own = {PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command,
+        env=os.environ | environment | own,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # A Ctrl-C is this process's, which then ends the ranks.
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    text = codecs.getincrementaldecoder("utf-8")("replace")
+    try:
+        # Not by lines: a progress bar has none until it is full.
+        while piece := os.read(process.stdout.fileno(), 65536):
+            sys.stdout.write(text.decode(piece))
+            sys.stdout.flush()
+        return process.wait()
+    finally:
+        _end(process)
+        process.stdout.close()
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        # The ranks see that the launcher is gone.
+        process.kill()
+        process.wait()
+
+
+def _first_error(folder: Path) -> str:
+    errors = sorted(folder.glob("error *"), key=lambda path: path.stat().st_mtime)
+    return errors[0].read_text() if errors else "a rank of hf_zero.launch was killed"
+
+
+# ---- In each rank ----
+
+
+def main() -> None:
+    """Calls the function that `launch` has left in the folder that the last word names."""
+    end_with_parent(os.getppid())
+    folder, rank = Path(sys.argv[-1]), os.environ.get("RANK", "0")
+    if rank != "0":
+        # Only rank 0 is shown. Errors of the others are told by `launch`.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+    function, args = _read(folder / "call")
+    try:
+        result = function(*args)
+    except BaseException as error:
+        said = "".join(traceback.format_exception_only(error)).strip()
+        (folder / f"error {rank}").write_text(f"rank {rank} of hf_zero.launch failed: {said}")
+        raise
+    if rank == "0":
+        _write(folder / "result", result)
+
+
+if __name__ == "__main__":
+    main()
