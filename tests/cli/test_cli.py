@@ -790,3 +790,27 @@ def test_documents_of_the_other_commands_have_the_keys_of_the_page(plain, tmp_pa
     is_as_on_page("parity", json.loads(hf_zero("parity", "--zero", "2", "--json", "script.py").stdout))
     is_as_on_page("convert", document("convert", "run", "out"))
     is_as_on_page("push", document("push", plain, "a-model"))
+
+
+OUT_OF_RANGE = [
+    (("run", "--zero", "2", "--cpu", "--num-processes", "0"), "--num-processes is 0. It takes"),
+    (("run", "--zero", "2", "--cpu", "--num-processes", "-1"), "--num-processes is -1. It takes"),
+    (("run", "--zero", "2", "--cpu", "--sp", "0"), "--sp is 0; allowed: a number that divides the 2 ranks"),
+    (("run", "--zero", "2", "--cpu", "--sp", "3"), "--sp is 3; allowed: a number that divides the 2 ranks"),
+    (("parity", "--zero", "2", "--cpu", "--sp", "0"), "--sp is 0; allowed"),
+    (("parity", "--zero", "2", "--cpu", "--num-processes", "0"), "--num-processes is 0. It takes"),
+    *(
+        ((command, "--port", port), "less than or equal to 65535")
+        for command in ("run", "parity", "rendezvous")
+        for port in ("65536", "70000")
+    ),
+]
+
+
+def test_a_number_out_of_range_is_neither_wrapped_nor_taken_for_none(tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    for words, said in OUT_OF_RANGE:
+        result = hf_zero(*words, *(() if words[0] == "rendezvous" else (script,)))
+        shown = " ".join(result.stderr.replace("\u2502", " ").split())
+        assert result.exit_code in (1, 2) and said in shown, (words, result.output)
