@@ -383,6 +383,35 @@ def forecasts(record: Record) -> dict[str, str]:
     return {"forecasts": markdown(columns, record["cells"])}
 
 
+def encoders(record: Record) -> dict[str, str]:
+    """A row a loss: the largest differences from the reference at the stages that were measured, by number of ranks."""
+    rows: dict[str, list[Record]] = {}
+    for row in record["rows"]:
+        rows.setdefault(row["cell"], []).append(row)
+
+    def worst(cell: Record, ranks: int, name: str) -> str | None:
+        of_ranks = [row for row in rows[cell["cell"]] if row["ranks"] == ranks]
+        if any(row["error"] for row in of_ranks):
+            return "an error"
+        return format(max(row[name] for row in of_ranks), ".0e").replace("0e+00", "0") if of_ranks else None
+
+    columns: list[tuple[Any, ...]] = [("loss", "cell"), ("model", "kind"), ("reference", "reference")]
+    for ranks in sorted({row["ranks"] for row in record["rows"]}):
+        stages = sorted({str(row["stage"]) for row in record["rows"] if row["ranks"] == ranks})
+        columns += [
+            (
+                f"{ranks} ranks, stage {', '.join(stages)}: losses",
+                lambda cell, n=ranks: worst(cell, n, "loss_difference"),
+            ),
+            ("weights", lambda cell, n=ranks: worst(cell, n, "weight_difference")),
+        ]
+    run = (
+        f"{record['cpu_model']}, {record['cores']} cores, cpu; torch {record['torch']}, transformers {record['transformers']}, "
+        f"sentence-transformers {record['versions']['sentence-transformers']}; commit {record['commit']}, {record['date'][:10]}."
+    )
+    return {"run": run, "encoders": markdown(columns, [each[0] for each in rows.values()])}
+
+
 def compiled(record: Record) -> dict[str, str]:
     """A row a family, way of compiling, backend and addition: the worst figures of the stages that were measured."""
     keys = ("family", "way", "backend", "addition")
@@ -426,6 +455,7 @@ REPORTS: dict[str, Callable[[Record], dict[str, str]]] = {
             capture,
             checkpoints,
             compiled,
+            encoders,
             curves,
             links,
             host_time,

@@ -168,6 +168,31 @@ def replaying(rank: int, world_size: int, door: str) -> tuple[list[float], dict[
     return losses, state
 
 
+def with_uneven_forwards(rank: int, door: str) -> list[float]:
+    """Losses of steps in which the second rank runs twice as many forwards before its backward."""
+    AcceleratorState._reset_state()
+    accelerator = make_accelerator(door, cpu=True)
+    torch.manual_seed(0)
+    model = gpt2(layers=2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(2):
+        batch = gpt2_batch(torch.Generator().manual_seed(10 * step + rank), 1)
+        loss = torch.stack([model(**batch).loss for _ in range(2 + 2 * rank)]).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    accelerator.free_memory()
+    return losses
+
+
+@on_ranks(2)
+def test_ranks_may_run_different_numbers_of_forwards_before_a_backward(rank, world_size):
+    as_launched(rank, world_size)
+    assert with_uneven_forwards(rank, "plugin 3") == with_uneven_forwards(rank, "ddp")
+
+
 @on_ranks(2)
 def test_backwards_inside_a_backward_are_micro_batches_of_one_reduction(rank, world_size):
     as_launched(rank, world_size)
