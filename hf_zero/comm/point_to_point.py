@@ -47,11 +47,14 @@ class PointToPointTransport(CollectiveTransport):
         # `out` receives the first peer's part, unless `out` is a part of `flat` or has another dtype.
         first = group.peers[0]
         received[first] = out if self._is_scratch(out, flat) else torch.empty_like(parts[first])
+        arrivals = [*received.values(), parts[group.index]]
+        noted = None if self.wire is None else self.wire.over(label, parts, arrivals)
         transfers = self._start(_REDUCE_TAG, label, group, received, parts)
+        wait = transfers.wait if noted is None else noted(transfers.wait)
 
         def complete() -> None:
             # Wait for all parts before adding: a sum in the order of arrival would depend on timing.
-            transfers.wait()
+            wait()
             received[group.index] = parts[group.index]
             sum_in_rank_order([received[index] for index in range(group.size)], out)
 
@@ -63,11 +66,12 @@ class PointToPointTransport(CollectiveTransport):
         group = among or self._groups.shard
         entry = self._count(label, group, flat.nbytes)
         parts = flat.chunk(group.size)
+        noted = None if self.wire is None else self.wire.over(label, [own], parts, copies=group.size)
         transfers = self._start(_GATHER_TAG, label, group, parts, [own] * group.size)
         if own.data_ptr() != parts[group.index].data_ptr():
             # Copy after the start, while the messages are being sent.
             parts[group.index].copy_(own)
-        return Handle(label, self.ledger, transfers.wait, entry=entry)
+        return Handle(label, self.ledger, transfers.wait if noted is None else noted(transfers.wait), entry=entry)
 
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -75,9 +79,10 @@ class PointToPointTransport(CollectiveTransport):
         group = among or self._groups.shard
         entry = self._count(label, group, flat.nbytes)
         parts, targets = flat.chunk(group.size), out.chunk(group.size)
+        noted = None if self.wire is None else self.wire.over(label, parts, targets)
         transfers = self._start(_EXCHANGE_TAG, label, group, targets, parts)
         targets[group.index].copy_(parts[group.index])
-        return Handle(label, self.ledger, transfers.wait, entry=entry)
+        return Handle(label, self.ledger, transfers.wait if noted is None else noted(transfers.wait), entry=entry)
 
     def _start(
         self,

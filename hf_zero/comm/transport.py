@@ -21,6 +21,7 @@ from .ledger import Label, Ledger, Wait, Watch
 from .profiler_ranges import hidden_from_profiler, shown
 from .store_barrier import StoreBarrier, call_of
 from .watchdog import Watchdog, watch_over
+from .wire_sums import WireSums
 
 # ---- The interface of a transport, and its handles ----
 
@@ -95,9 +96,11 @@ class Transport(ABC):
         adds_in_wider: whether a reduce-scatter into a wider dtype adds in the wider dtype, and so rounds less. Otherwise the sum
             is first rounded to the dtype of the summands.
         watch: knows the collective that this rank waits in.
+        wire: notes checksums of what is sent and received; None to note nothing.
     """
 
     adds_in_wider: bool = False
+    wire: WireSums | None = None
 
     def __init__(self, ledger: Ledger | None = None):
         self.ledger = ledger or Ledger()
@@ -425,18 +428,20 @@ class CollectiveTransport(Transport):
         entry = self._count(label, group, flat.nbytes)
         # Noted at the start, in the order of the host: NCCL matches by that order alone, without tags.
         self._gathers.note(label.words)
+        noted = None if self.wire is None else self.wire.over(label, [own], flat.chunk(group.size), copies=group.size)
         with self._starting(label):
             work = all_gather_flat(flat, own, group=group.handle, async_op=True)
-        return Handle(label, self.ledger, work.wait, entry=entry)
+        return Handle(label, self.ledger, work.wait if noted is None else noted(work.wait), entry=entry)
 
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
     ) -> Handle:
         group = among or self._groups.shard
         entry = self._count(label, group, flat.nbytes)
+        noted = None if self.wire is None else self.wire.over(label, flat.chunk(group.size), out.chunk(group.size))
         with self.watch.inside(label), shown("start", label), self._unseen():
             work = dist.all_to_all_single(out, flat, group=group.handle, async_op=True)
-        return Handle(label, self.ledger, work.wait, entry=entry)
+        return Handle(label, self.ledger, work.wait if noted is None else noted(work.wait), entry=entry)
 
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
         entry = self._count(label, self._groups.replicate, 2 * flat.nbytes)

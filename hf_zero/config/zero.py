@@ -367,7 +367,8 @@ class ZeroConfig:
         reduce_dtype: dtype in which gradients are sent; `auto`: each parameter's dtype.
         broadcast_buffers: sends rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_replicas_every: at this interval, ranks compare checksums of all steps since, of copies of parameters and
-            optimizer state and of each rank's own between two updates, and end on a difference.
+            optimizer state and of each rank's own between two updates, and of the last step's messages, gradients and gathered
+            layers. They end on a difference.
         nonfinite: on NaN or infinite gradients, `stop` ends the run before the step; `skip` drops the step on all ranks, up to
             ten in a row; `ignore` does not check.
         out_of_memory: when a forward or backward runs out of memory, `stop` ends the run; `halve` repeats the step in twice as

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..arithmetic.checksums import checksum
 from ..buckets.bucket import Bucket
 from ..buckets.memory import UnshardedMemory
 from ..comm.choice import choose_group, choose_transport
@@ -22,7 +23,7 @@ from ..comm.transport import DataParallelGroup, LocalTransport, Transport
 from ..config import CommConfig, ConfigError, ZeroConfig
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
-from ..optimizer.replicas import ReplicasDivergedError, checksum
+from ..optimizer.replicas import ReplicasDivergedError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor

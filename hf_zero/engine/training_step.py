@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..buckets.bucket import BUCKET_OF, Bucket, Row, rows_with_gradient
+from ..buckets.bucket import BUCKET_OF, Bucket, ParameterSlot, Row, rows_with_gradient
 from ..buckets.memory import UnshardedMemory
 from ..buckets.sharded import ShardedGradient
 from ..comm.all_or_none import Exchange, raise_on_all
@@ -23,6 +23,7 @@ from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook, WeakMethod, engine_attached_to
 from ..layout import gradient_buffers
 from ..optimizer.holder import StateHolder
+from ..optimizer.replicas import ReplicaCheck
 from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer, identity_of
 from ..optimizer.shared_settings import SharedSettings
 from .assemble import Parts, refuse_disagreement
@@ -31,6 +32,7 @@ from .buffers import ModelBuffers
 from .compiled import compiled_frames, is_compiled
 from .gradient_store import GradientStore, Landing, choose_store
 from .models import models_in
+from .unit import Unit
 
 # ---- Edits of parameters that their masters would not follow, because autograd does not count them ----
 
@@ -307,6 +309,7 @@ class TrainingStep:
         replicas = self._parts.replicas
         if replicas is not None:
             self._parts.parameter_gather.replicas = replicas
+            self._watch_values(replicas, self._log.step + 1)
             for sharded, buckets in self._by_optimizer():
                 replicas.after_update(sharded.optimizer, buckets)
         self._waits_at_the_root, self._compiled_frames = any(map(is_compiled, entries)), compiled_frames()
@@ -408,7 +411,12 @@ class TrainingStep:
         if bad is not None:
             self._look_for_flipped_bits()
             nonfinite.found(bad, rows)
+        replicas = self._parts.replicas
+        if replicas is not None:
+            replicas.compare_gradients(self._log.step, self._parts.buckets)
         self._parts.holder.choice.scale_gradients(rows, measured.coefficient)
+        if replicas is not None:
+            replicas.note_gradients(self._parts.buckets)
         return measured.norm
 
     def _rows_of(self, parameters: Iterable[nn.Parameter] | None) -> tuple[Iterable[Row], bool]:
@@ -432,7 +440,24 @@ class TrainingStep:
             self._parts.parameter_gather.finish_all()
             for sharded, buckets in self._by_optimizer():
                 replicas.before_update(step, sharded.optimizer, buckets)
-            replicas.compare(step + 1)
+            replicas.compare(step + 1, self._changes_of_gathered())
+
+    def _watch_values(self, replicas: ReplicaCheck, step: int) -> None:
+        """Has values that last for less than a step noted, if copies are compared before the update that makes this step."""
+        replicas.watch(step)
+        for unit in self._units:
+            unit.unseen.watch(is_told=replicas.watches)
+
+    def _changes_of_gathered(self) -> list[tuple[list[ParameterSlot], torch.Tensor]]:
+        """Returns what `UnseenEdits` has found for all ranks, and forgets it."""
+        found = [each for unit in self._units for each in unit.unseen.for_all_ranks]
+        for unit in self._units:
+            unit.unseen.for_all_ranks = []
+        return found
+
+    @property
+    def _units(self) -> Sequence[Unit]:
+        return self._parts.sharded.schedule.units if self._gathers_layers else ()
 
     def _by_optimizer(self) -> Iterator[tuple[ShardedOptimizer, list[Bucket]]]:
         for index, sharded in enumerate(self.optimizers):
@@ -555,6 +580,8 @@ class TrainingStep:
         if self._gathers_layers:
             self._parts.sharded.schedule.end_backward()
         self._parts.nonfinite.forget()
+        if self._parts.replicas is not None and not self.is_accumulating:
+            self._parts.replicas.note_gradients(self._parts.buckets)
         if self._parts.mesh.dp.groups.shard_size > 1:
             for bucket in self._parts.buckets:
                 bucket.refuse_norms()
@@ -595,7 +622,10 @@ class TrainingStep:
             replicas.before_update(self._log.step, optimizer, buckets)
             # In the first steps at once: a flipped bit would be taken for an edit of the script's.
             if is_first and (self._uncounted_edits.watched or replicas.is_due(self._log.step + 1)):
-                replicas.compare(self._log.step + 1)
+                replicas.compare(self._log.step + 1, self._changes_of_gathered())
+            if is_first:
+                # From here on: this update's own gathers come before the next comparison.
+                self._watch_values(replicas, self._log.step + 2)
         if is_first:
             for allocation in self.allocations:
                 allocation.before_step()

@@ -9,12 +9,12 @@ from typing import cast
 
 import torch
 
+from ..arithmetic.checksums import checksum
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.memory import GatheredMemory
 from ..buckets.sharded import all_are_hidden
 from ..comm.transport import Handle
 from ..hooks.guards import look_only
-from ..optimizer.replicas import checksum
 from .collectives import Gather
 
 # ---- Edits of whole parameters inside a forward, which shards cannot take in ----
@@ -29,26 +29,38 @@ class UnseenEdits:
     A forward that edits its weights does so each time: the first passes tell, and the others cost nothing. On an accelerator
     they are compared there, and the host reads before the step what has been found: see `refuse_unseen_edits`.
 
+    With `check_replicas_every`, the passes before a comparison look for broken memory in the same way.
+
     Attributes:
-        watches: some of the first passes are still to come.
+        watches: some of the first passes are still to come, or all ranks compare what they find before the next step.
         compared: in passes of which nobody has read the result: parameters, and for each of them whether it differs, (n,) bool.
+        for_all_ranks: the same, of passes whose result the ranks tell each other.
     """
 
     def __init__(self) -> None:
         self.watches = True
         self.compared: list[tuple[list[ParameterSlot], torch.Tensor]] = []
+        self.for_all_ranks: list[tuple[list[ParameterSlot], torch.Tensor]] = []
+        self._is_told = False
         self._passes = 0
         self._in_pass = False
         self._slots: list[ParameterSlot] = []
         self._gathered: torch.Tensor | None = None
 
+    def watch(self, *, is_told: bool) -> None:
+        """Chooses whether all ranks compare what the passes up to the next step find. Called while the unit is sharded."""
+        self._is_told = is_told
+        self.watches = is_told or self._passes < _PASSES
+
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Called when the parameters have become whole for a pass."""
         # An evaluation in another dtype gives parameters memory of their own.
         self._in_pass = all(cast(GatheredMemory, bucket.memory).read_as is None for bucket in buckets)
-        # Where the shard is a part of the whole values, an edit is in the shard already. Memory on meta has no values.
+        # Where the shard is a part of the whole values, a script's edit is in the shard already. Memory on meta has no values.
         passing = [
-            bucket for bucket in buckets if not (cast(GatheredMemory, bucket.memory).edits_last or bucket.flat.is_meta)
+            bucket
+            for bucket in buckets
+            if (self._is_told or not cast(GatheredMemory, bucket.memory).edits_last) and not bucket.flat.is_meta
         ]
         self._slots = [slot for bucket in passing for slot in bucket.slots]
         self._gathered = _checksums(self._slots) if self._slots else None
@@ -63,7 +75,7 @@ class UnseenEdits:
             return
         self._in_pass = False
         self._passes += 1
-        self.watches = self._passes < _PASSES
+        self.watches = self._is_told or self._passes < _PASSES
         strays = (slot for bucket in buckets for slot in bucket.slots if not bucket.holds(slot))
         moved = next((slot for slot in strays if not is_cast(slot)), None)
         if moved is not None:
@@ -72,7 +84,8 @@ class UnseenEdits:
                 f"sharded again. Write into the parameter under `torch.no_grad()` (`p.copy_(...)`), {_OTHERWISE}"
             )
         if self._gathered is not None:
-            self.compared.append((self._slots, _checksums(self._slots).ne(self._gathered)))
+            found = (self._slots, _checksums(self._slots).ne(self._gathered))
+            (self.for_all_ranks if self._is_told else self.compared).append(found)
             if self._gathered.device.type == "cpu":
                 refuse_unseen_edits([self])
 

@@ -34,21 +34,20 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from ..arithmetic.checksums import ONE_BIT, WRAPS, checksum
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.memory import UnshardedMemory
 from ..buckets.rows import MASTER
+from ..buckets.sharded import ClippedGradient
 from ..comm.arrivals import in_words
 from ..comm.transport import Transport
+from ..comm.wire_sums import WireSums
 from .holder import StateHolder
 
-_WORD_BYTES = 8
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integers of as many bytes as a number that fills no word."""
-_WRAPS = 2**64
-_ODD_WORD, _EVEN_WORD, _REMAINDER = 31, 33, 37
-"""How often `checksum` counts a word at an odd and at an even index, and a number that fills no word."""
 _LISTED = 8
 _WEIGHTS = ""
+_GRADIENT, _GATHERED = "reduced gradient", "gathered copy"
+"""Kinds of values that are compared only if the next step compares copies: they last for less than a step."""
 _LOADS = 0
 """Index of `StateHolder.loads` in `_Own.writes`."""
 
@@ -76,7 +75,7 @@ class _Copy(NamedTuple):
 
     @property
     def is_state(self) -> bool:
-        return self.kind not in (_WEIGHTS, MASTER)
+        return self.kind not in (_WEIGHTS, MASTER, _GRADIENT, _GATHERED)
 
 
 class _Effect(Enum):
@@ -128,7 +127,7 @@ class _Note(Generic[_Sum]):
         """Returns what has happened to each optimizer state of this rank since the last update."""
         effects: _Effects = {_key(copy): _Effect.UNWRITTEN for copy in self.left if copy.is_state}
         for copy, change in self.written.items():
-            is_one_bit = change in _ONE_BIT and copy not in self.scalars
+            is_one_bit = change in ONE_BIT and copy not in self.scalars
             effects[_key(copy)] = _Effect.ONE_BIT if is_one_bit else _Effect.CHANGED if change else _Effect.SAME
         return effects
 
@@ -214,6 +213,9 @@ class ReplicaCheck:
         self._place_of = place_of
         self._has_copies = has_copies
         self._weights_in_files = weights_in_files
+        self._wire = WireSums()
+        # Of the rows with a reduced gradient, as the last pass or a clip has left it.
+        self._gradients: _Noted = {}
         self._notes: list[_Note[torch.Tensor]] = []
         # By the optimizer that has made the last update.
         self._owned: dict[torch.optim.Optimizer, _Sums] = {}
@@ -232,6 +234,7 @@ class ReplicaCheck:
         Args:
             step: updates that the run has made.
         """
+        self.compare_gradients(step, buckets)
         own = _noted(self._own_values(optimizer, buckets))
         before = self._left.get(optimizer, {})
         left, found = _unwritten(before, own)
@@ -277,11 +280,49 @@ class ReplicaCheck:
         """Whether copies are compared before the update that makes this step."""
         return step % self._every == 0
 
+    def watch(self, step: int) -> None:
+        """Has what is sent before the update that makes this step noted, if copies are compared then."""
+        self._transport.wire = self._wire if self.is_due(step) else None
+        self._gradients.clear()
+
+    @property
+    def watches(self) -> bool:
+        """Whether copies are compared before the next update. What lasts for less than a step is noted only then."""
+        return self._transport.wire is not None
+
     @torch.no_grad()
-    def compare(self, step: int) -> None:
-        """Collective: one exchange of a digest for each shard; raises `ReplicasDivergedError` on all ranks alike."""
+    def note_gradients(self, buckets: Iterable[Bucket]) -> None:
+        """Notes this rank's reduced gradients after a pass or a clip. From now on only the script writes to them, if anybody."""
+        # Early steps have used some of them by now.
+        if self.watches and not self._holder.timing.steps_early:
+            self._gradients = _noted(self._own_gradients(buckets))
+
+    @torch.no_grad()
+    def compare_gradients(self, step: int, buckets: Iterable[Bucket]) -> None:
+        """Compares this rank's reduced gradients with the note, before a clip or an update.
+
+        Args:
+            step: updates that the run has made.
+        """
+        if self.watches:
+            own = _noted(self._own_gradients(buckets))
+            left, found = _unwritten(self._gradients, own)
+            held = self._shared(own)
+            self._notes.append(_Note(since=step, step=step, held=held, owned=None, left=left, found=found))
+
+    @torch.no_grad()
+    def compare(self, step: int, gathered: Iterable[tuple[Sequence[ParameterSlot], torch.Tensor]] = ()) -> None:
+        """Collective: one exchange of a digest for each shard; raises `ReplicasDivergedError` on all ranks alike.
+
+        Args:
+            gathered: parameters that were whole in a pass, and whether each has changed in that time, (n,) bool.
+        """
         held, own = self._untouched(), _noted(self._own_shards(self._untrained))
         left, found = _unwritten(self._left_frozen, own)
+        for slots, has_changed in gathered:
+            for slot, changed in zip(slots, has_changed.long()):
+                copy = self._copy_of(slot, _GATHERED)
+                left[copy], found[copy] = torch.zeros_like(changed), found.get(copy, 0) + changed
         self._notes.append(
             _Note(since=self._compared, step=step - 1, held=held, owned=self._owned_frozen, left=left, found=found)
         )
@@ -290,20 +331,42 @@ class ReplicaCheck:
         notes = [note.read() for note in self._notes]
         self._notes.clear()
         has_written = any(note.written for note in notes)
+        differences = self._wire.read()
+        sent = sum(differences.values()) if self._wire.is_complete else None
         everyone = self._transport.exchange(
-            (_digests(notes), _first_change(self._rank, notes), has_written), "comparison of replicas"
+            (_digests(notes), _first_change(self._rank, notes), has_written, sent), "comparison of replicas"
         )
-        digests = [theirs for theirs, _, _ in everyone]
+        digests = [theirs for theirs, *_ in everyone]
         if any(len({theirs[group] for theirs in digests if group in theirs}) > 1 for group in set().union(*digests)):
             # A second collective is safe: all ranks have compared the same digests, and come here together.
             of_ranks = dict(self._transport.exchange((self._rank, notes), "comparison of replicas"))
             self._refuse(_first_difference(of_ranks), step)
-        changes = [change for _, change, _ in everyone if change is not None]
+        changes = [change for _, change, *_ in everyone if change is not None]
         if changes:
             _refuse_change(min(changes, key=lambda change: (change.step, change.rank)))
-        if any(written for _, _, written in everyone):
+        self._compare_wire([theirs for *_, theirs in everyone], differences, step)
+        if any(written for _, _, written, _ in everyone):
             effects = self._transport.exchange((self._rank, [note.effects() for note in notes]), "comparison of writes")
             _refuse_lone_writes(dict(effects), notes)
+
+    def _compare_wire(self, sums: Sequence[int | None], differences: dict[str, int], step: int) -> None:
+        """See [Note: one number for all messages].
+
+        Args:
+            sums: of each rank's differences; None while the rank has collectives under way, and the next comparison counts these.
+        """
+        if None in sums:
+            return
+        self._wire.forget()
+        if not sum(filter(None, sums)) % WRAPS:
+            return
+        of_ranks = self._transport.exchange(differences, "comparison of what was sent")
+        kinds = sorted(set().union(*of_ranks))
+        changed = [words for words in kinds if sum(theirs.get(words, 0) for theirs in of_ranks) % WRAPS]
+        raise ReplicasDivergedError(
+            f"hf_zero: ranks have not received what others sent, by step {step}: {', '.join(changed[:_LISTED])}. The network or "
+            "the memory of a rank is broken. Resume from a checkpoint from before; see docs/troubleshooting.md."
+        )
 
     # ---- what is held ----
 
@@ -347,6 +410,16 @@ class ReplicaCheck:
                 counted = (slot.parameter, own) if slot.row is None else (slot.parameter, own, slot.row.tensor)
                 writes = None if self._weights_in_files else self._writes(*counted)
                 yield _Own(self._copy_of(slot), own, writes)
+
+    def _own_gradients(self, buckets: Iterable[Bucket]) -> Iterator[_Own]:
+        for row in (row for bucket in buckets for row in bucket.rows):
+            gradient = row.tensor.grad
+            if gradient is not None:
+                # A read would multiply a clip coefficient in, which a kernel does on the way.
+                values = gradient.behind if isinstance(gradient, ClippedGradient) else gradient.detach()
+                yield _Own(
+                    self._copy_of(row.slot, _GRADIENT), values, (gradient._version, id(gradient), values.data_ptr())
+                )
 
     def _writes(self, *tensors: torch.Tensor) -> tuple[int, ...]:
         return (self._holder.loads, *(tensor._version for tensor in tensors))
@@ -400,34 +473,6 @@ class ReplicaCheck:
             f"{found.copy}, {when}.{culprits} Ranks with the same values: {listed}. Resume from a checkpoint from "
             "before; see docs/troubleshooting.md."
         )
-
-
-def checksum(values: torch.Tensor) -> torch.Tensor:
-    """Of a tensor's bits, an int64 scalar on its device; NaNs count by their bits.
-
-    That of two tensors behind one another is the sum of theirs, modulo 2^64, where the first has a multiple of 16 bytes.
-    """
-    flat = values.detach().reshape(-1)
-    size = flat.element_size()
-    # torch refuses an int64 view that begins within a word of the storage.
-    if flat.storage_offset() * size % _WORD_BYTES:
-        flat = flat.clone()
-    whole = flat.numel() * size // _WORD_BYTES * _WORD_BYTES // size
-    # Words, which are added twenty times faster than numbers that are made wider first.
-    words, rest = flat[:whole].view(torch.int64), flat[whole:]
-    # Every other word counts more, so that two that have changed places are seen; and each an odd number of times, so that a sum
-    # that wraps around loses no bit.
-    total = words.sum() * _ODD_WORD + words[::2].sum() * (_EVEN_WORD - _ODD_WORD)
-    return total + rest.view(_BITS[size]).sum(dtype=torch.int64) * _REMAINDER if rest.numel() else total
-
-
-_ONE_BIT = frozenset(
-    sign * weight * 2**bit % _WRAPS
-    for sign in (1, -1)
-    for weight in (_ODD_WORD, _EVEN_WORD, _REMAINDER)
-    for bit in range(8 * _WORD_BYTES)
-)
-"""By how much the checksum changes if one bit of the values does."""
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -523,7 +568,7 @@ def _read(sums: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
     for device in devices:
         there = {copy: value for copy, value in sums.items() if value.device == device}
         # Without a sign: `_at_fault` adds checksums of shards modulo 2^64, and compares the sum with that of a whole parameter.
-        found |= zip(there, (value % _WRAPS for value in torch.stack(list(there.values())).tolist()))
+        found |= zip(there, (value % WRAPS for value in torch.stack(list(there.values())).tolist()))
     return found
 
 
@@ -567,7 +612,7 @@ def _at_fault(copy: _Copy, values: Mapping[int, int], here: Mapping[int, _Note[i
                 by_shard.setdefault(shard, set()).add(value)
         if not by_shard or any(len(found) > 1 for found in by_shard.values()):
             return []
-        expected = dict.fromkeys(values, sum(min(found) for found in by_shard.values()) % _WRAPS)
+        expected = dict.fromkeys(values, sum(min(found) for found in by_shard.values()) % WRAPS)
     at_fault = [rank for rank, value in values.items() if value != expected[rank]]
     # If all copies differ from the owners' note, the note itself may be wrong.
     return [] if len(at_fault) == len(values) else at_fault

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -29,17 +31,21 @@ from training import gpt2, gpt2_batch
 
 import hf_zero
 from hf_zero import ZeroEngine, engine_of
+from hf_zero.arithmetic.checksums import checksum
 from hf_zero.buckets.bucket import Row
 from hf_zero.buckets.rows import PackedPart
+from hf_zero.comm import choice
 from hf_zero.comm.arrivals import CommunicationError, RankProcess
 from hf_zero.comm.collective_log import CollectiveLog
 from hf_zero.comm.diagnosis import DeviceQueue, RankReport, StragglerReport, is_to_end, others_are_behind
+from hf_zero.comm.groups import Groups
 from hf_zero.comm.ledger import SAVE, Label, Ledger, ScriptCollective, Wait, Watch
 from hf_zero.comm.rank_state import RankState, script_frame
-from hf_zero.comm.transport import Handle
+from hf_zero.comm.transport import CollectiveTransport, Handle
 from hf_zero.comm.watchdog import StragglerWatch
+from hf_zero.comm.wire_sums import WireSums
 from hf_zero.engine.collectives import ParameterGather
-from hf_zero.optimizer.replicas import ReplicasDivergedError, checksum
+from hf_zero.optimizer.replicas import ReplicasDivergedError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -586,7 +592,7 @@ def training(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngi
     torch.manual_seed(0)
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return model, optimizer, ZeroEngine(model, [optimizer], {**settings, "check_replicas_every": EVERY})
+    return model, optimizer, ZeroEngine(model, [optimizer], {"check_replicas_every": EVERY, **settings})
 
 
 def copies_of(model: nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> list[tuple[str, torch.Tensor]]:
@@ -739,6 +745,128 @@ def flips_before_a_gather(rank: int, world_size: int, settings: dict) -> str:
 def test_a_bit_that_flips_between_an_update_and_its_gather_is_found(settings):
     for said in run_on_ranks(flips_before_a_gather, settings=OWNED[settings]):
         assert "has changed by itself on rank 1, between the updates of steps 2 and 3:" in said
+
+
+QUANTISED = {"param_dtype": "bfloat16", "comm": {"weights": "int8", "gradients": "int8"}}
+REDUCED, GATHERED = "reduce-scatter gradients", "all-gather parameters"
+# Settings, whether the backend's own collectives are used, and the kinds of messages that are noted.
+WIRES: dict[str, tuple[dict, bool, list[str]]] = {
+    "stage 2": ({"stage": 2}, False, [REDUCED]),
+    "stage 3": ({"stage": 3}, False, [REDUCED, GATHERED]),
+    "stage 2, quantised": ({"stage": 2, **QUANTISED}, False, [REDUCED, GATHERED]),
+    "stage 3, backend": ({"stage": 3}, True, [GATHERED]),
+    "stage 3, backend, quantised": ({"stage": 3, **QUANTISED}, True, [REDUCED, GATHERED]),
+}
+
+
+class Striking:
+    """Flips a bit on rank 1 in a value that lives for less than a step, once, in the second step.
+
+    Attributes:
+        struck: what the bit is in.
+    """
+
+    def __init__(self, rank: int, kind: str):
+        self.rank, self.kind, self.struck = rank, kind, ""
+        self.step = 0
+
+    def strike(self, name: str, values: torch.Tensor) -> None:
+        if self.step == 1 and not self.struck and values.numel() > 0:
+            self.struck = name
+            if self.rank == 1:
+                values.data.view(-1)[1:2].view(torch.uint8)[0] ^= 1 << 2
+
+    def message(self, sums: WireSums, label: Label, sent: Sequence, received: Sequence, **more: int) -> Callable:
+        """Stands in for `WireSums.over`: the bit flips after the message has come, and before its checksum is taken."""
+        noted = over(sums, label, sent, received, **more)
+
+        def flipping(wait: Callable[[], object]) -> Callable[[], object]:
+            def wait_and_flip() -> None:
+                wait()
+                if self.kind in label.words:
+                    self.strike(label.words, received[0])
+
+            return noted(wait_and_flip)
+
+        return flipping
+
+
+over = WireSums.over
+
+
+def struck(striking: Striking, settings: dict, *, at: str = "") -> str:
+    """Trains until a comparison; returns its error. `at`: where a value of the engine's is struck."""
+    model, optimizer, engine = training({**settings, "check_replicas_every": 2})
+    generator = torch.Generator().manual_seed(striking.rank)
+
+    def in_layer(_module: nn.Module, _args: tuple) -> None:
+        # At its beginning is what rank 0 has sent.
+        bucket = next(bucket for bucket in engine.buckets if ".h.1." in bucket.slots[0].name)
+        striking.strike(bucket.slots[0].name, bucket.flat)
+
+    if at == "gathered":
+        model.transformer.h[1].register_forward_pre_hook(in_layer)
+    try:
+        for striking.step in range(2):
+            model(**gpt2_batch(generator, 2)).loss.backward()
+            rows = [row for row in rows_of(engine) if row.tensor.grad is not None]
+            if at == "before a clip":
+                striking.strike(name_of(rows[0]), rows[0].tensor.grad)
+            engine.clip_grad_norm_(1e-3)
+            if at == "after a clip":
+                striking.strike(name_of(rows[0]), rows[0].tensor.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    except ReplicasDivergedError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "trained to the end"
+
+
+def struck_on_the_wire(rank: int, world_size: int, name: str) -> None:
+    settings, is_backend, kinds = WIRES[name]
+    stand_in = mock.patch.object(choice, "PointToPointTransport", of_backend) if is_backend else nullcontext()
+    for kind in kinds:
+        striking = Striking(rank, kind)
+        with (
+            stand_in,
+            mock.patch.object(WireSums, "over", lambda *args, to=striking, **more: to.message(*args, **more)),
+        ):
+            said = struck(striking, settings)
+        if settings["stage"] == 2 and kind == GATHERED:
+            assert "the ranks' copies of the parameters have diverged by step 2" in said, said
+        else:
+            assert f"ranks have not received what others sent, by step 2: {striking.struck}. The network" in said, said
+
+
+def of_backend(groups: Groups, _timeout_s: float, ledger: Ledger) -> CollectiveTransport:
+    return CollectiveTransport(groups, ledger)
+
+
+@pytest.mark.extra("wire")
+@pytest.mark.parametrize("name", WIRES)
+def test_a_bit_that_flips_on_the_wire_is_found_with_the_bucket(name):
+    run_on_ranks(struck_on_the_wire, name=name)
+
+
+def struck_between(rank: int, world_size: int, settings: dict, at: str) -> str:
+    return struck(Striking(rank, ""), settings, at=at)
+
+
+@pytest.mark.parametrize("at", ["before a clip", "after a clip"])
+@pytest.mark.parametrize("settings", ["stage 2, masters", "stage 3, host memory"])
+def test_a_bit_that_flips_in_a_reduced_gradient_before_the_step_is_found(settings, at):
+    for said in run_on_ranks(struck_between, settings=OWNED[settings], at=at):
+        assert (
+            "reduced gradient of" in said and "has changed by itself on rank 1, between the updates of steps 1" in said
+        )
+
+
+@pytest.mark.parametrize("settings", ["stage 3", "stage 3, masters, quantised"])
+def test_a_bit_that_flips_in_a_gathered_layer_is_found(settings):
+    for said in run_on_ranks(struck_between, settings=OWNED[settings], at="gathered"):
+        assert "gathered copy of 'transformer.h.1." in said and "has changed by itself on rank 1, between" in said, said
 
 
 def edits_and_loads(rank: int, world_size: int, settings: dict) -> None:
