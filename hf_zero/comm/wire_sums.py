@@ -15,6 +15,9 @@ import torch
 from ..arithmetic.checksums import WRAPS, checksum_of_parts
 from .ledger import Label
 
+_MOST = 256
+"""Collectives of a kind and bucket whose checksums wait on the device. A long evaluation gathers without a comparison."""
+
 
 class WireSums:
     """Notes, for each kind of collective and bucket, the checksum that a rank has received minus the one that it has sent."""
@@ -22,6 +25,7 @@ class WireSums:
     def __init__(self) -> None:
         # The host subtracts: a difference on the device would free the first number while a side stream reads it.
         self._ended: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        self._differences: dict[str, int] = {}
         self._started: set[object] = set()
 
     def over(
@@ -42,8 +46,11 @@ class WireSums:
         def noted(wait: Callable[[], object]) -> Callable[[], object]:
             def complete() -> None:
                 wait()
-                self._ended[label.words].append((checksum_of_parts(received), number))
+                pairs = self._ended[label.words]
+                pairs.append((checksum_of_parts(received), number))
                 self._started.discard(token)
+                if len(pairs) > _MOST:
+                    self.read()
 
             return complete
 
@@ -60,8 +67,12 @@ class WireSums:
         for device in {number.device for number in noted if number.device.type != "cpu"}:
             # Some collectives are waited for in a side stream.
             torch.accelerator.synchronize(device)
-        return {words: sum(int(got) - int(sent) for got, sent in pairs) % WRAPS for words, pairs in self._ended.items()}
+        for words, pairs in self._ended.items():
+            difference = sum(int(got) - int(sent) for got, sent in pairs)
+            self._differences[words] = (self._differences.get(words, 0) + difference) % WRAPS
+        self._ended.clear()
+        return self._differences
 
     def forget(self) -> None:
-        """Drops the differences that have been noted."""
-        self._ended.clear()
+        """Drops the differences that have been read."""
+        self._differences = {}

@@ -450,10 +450,10 @@ class TrainingStep:
 
     def _changes_of_gathered(self) -> list[tuple[list[ParameterSlot], torch.Tensor]]:
         """Returns what `UnseenEdits` has found for all ranks, and forgets it."""
-        found = [each for unit in self._units for each in unit.unseen.for_all_ranks]
+        found = [unit.unseen.for_all_ranks for unit in self._units]
         for unit in self._units:
-            unit.unseen.for_all_ranks = []
-        return found
+            unit.unseen.for_all_ranks = None
+        return [each for each in found if each is not None]
 
     @property
     def _units(self) -> Sequence[Unit]:

@@ -34,13 +34,13 @@ class UnseenEdits:
     Attributes:
         watches: some of the first passes are still to come, or all ranks compare what they find before the next step.
         compared: in passes of which nobody has read the result: parameters, and for each of them whether it differs, (n,) bool.
-        for_all_ranks: the same, of passes whose result the ranks tell each other.
+        for_all_ranks: the same, of all passes whose result the ranks tell each other.
     """
 
     def __init__(self) -> None:
         self.watches = True
         self.compared: list[tuple[list[ParameterSlot], torch.Tensor]] = []
-        self.for_all_ranks: list[tuple[list[ParameterSlot], torch.Tensor]] = []
+        self.for_all_ranks: tuple[list[ParameterSlot], torch.Tensor] | None = None
         self._is_told = False
         self._passes = 0
         self._in_pass = False
@@ -84,8 +84,13 @@ class UnseenEdits:
                 f"sharded again. Write into the parameter under `torch.no_grad()` (`p.copy_(...)`), {_OTHERWISE}"
             )
         if self._gathered is not None:
-            found = (self._slots, _checksums(self._slots).ne(self._gathered))
-            (self.for_all_ranks if self._is_told else self.compared).append(found)
+            differ = _checksums(self._slots).ne(self._gathered)
+            if self._is_told:
+                # One result for all passes, of which an evaluation has many.
+                former = self.for_all_ranks
+                self.for_all_ranks = (self._slots, differ if former is None else former[1] | differ)
+            else:
+                self.compared.append((self._slots, differ))
             if self._gathered.device.type == "cpu":
                 refuse_unseen_edits([self])
 
