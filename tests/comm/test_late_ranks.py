@@ -585,7 +585,7 @@ COPIES: dict[str, dict] = {
     "stage 2, shard groups": {"stage": 2, "comm": {"shard_group_size": 2}, "param_dtype": "bfloat16"},
     "stage 3, shard groups": {"stage": 3, "comm": {"shard_group_size": 2}},
 }
-EVERY = 3
+EVERY = 2
 
 
 def training(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
@@ -845,6 +845,7 @@ def of_backend(groups: Groups, _timeout_s: float, ledger: Ledger) -> CollectiveT
 
 
 @pytest.mark.extra("wire")
+@pytest.mark.short_cells("stage 2", "stage 3", "stage 3, backend, quantised")
 @pytest.mark.parametrize("name", WIRES)
 def test_a_bit_that_flips_on_the_wire_is_found_with_the_bucket(name):
     run_on_ranks(struck_on_the_wire, name=name)
@@ -854,6 +855,7 @@ def struck_between(rank: int, world_size: int, settings: dict, at: str) -> str:
     return struck(Striking(rank, ""), settings, at=at)
 
 
+@pytest.mark.short_cells("stage 2, masters-before a clip", "stage 3, host memory-after a clip")
 @pytest.mark.parametrize("at", ["before a clip", "after a clip"])
 @pytest.mark.parametrize("settings", ["stage 2, masters", "stage 3, host memory"])
 def test_a_bit_that_flips_in_a_reduced_gradient_before_the_step_is_found(settings, at):
@@ -863,6 +865,7 @@ def test_a_bit_that_flips_in_a_reduced_gradient_before_the_step_is_found(setting
         )
 
 
+@pytest.mark.short_cells("stage 3")
 @pytest.mark.parametrize("settings", ["stage 3", "stage 3, masters, quantised"])
 def test_a_bit_that_flips_in_a_gathered_layer_is_found(settings):
     for said in run_on_ranks(struck_between, settings=OWNED[settings], at="gathered"):
