@@ -457,7 +457,8 @@ class TrainingStep:
 
     @property
     def _units(self) -> Sequence[Unit]:
-        return self._parts.sharded.schedule.units if self._gathers_layers else ()
+        sharded = self._parts.sharded
+        return sharded.schedule.units if self._gathers_layers else ()
 
     def _by_optimizer(self) -> Iterator[tuple[ShardedOptimizer, list[Bucket]]]:
         for index, sharded in enumerate(self.optimizers):

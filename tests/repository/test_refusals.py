@@ -89,6 +89,7 @@ ROWS = {
     "the gradient norm is": "NaN or infinite gradients",
     "have diverged": "copies that have diverged",
     "has changed by itself": "values that one rank alone has and that changed by themselves",
+    "have not received what others sent": "messages that changed on their way",
     "{} of {} was written to on": "optimizer state that some ranks edit only in part",
     "one bit of {} of {} has changed": "values that one rank alone has and that changed by themselves",
     "do not train the same thing": "ranks that differ in model, config, data",
