@@ -1,10 +1,10 @@
 """Buckets of parameters that are reduced together, their slots and this rank's rows."""
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat, takewhile
+from itertools import chain, repeat, takewhile
 from operator import attrgetter, eq, is_, is_not
 from typing import Any, NamedTuple, cast
 
@@ -26,10 +26,12 @@ from .memory import ParameterMemory, clear_padding
 from .precision import Precision, forget_loaded, wanted_dtype
 from .sharded import (
     ClippedGradient,
+    Coefficient,
     GradientState,
     ShardedGradient,
     ShardedGradientError,
     allow_norms,
+    coefficient_of_all,
     plain_gradient,
     refuse_norms,
     taken_gradients,
@@ -148,6 +150,20 @@ class BucketKey(NamedTuple):
     is_split: bool = False
     stays: bool = False
     is_packed: bool = False
+
+
+class LaidGradients(NamedTuple):
+    """Gradients of all rows of a bucket as a reduction has left them: views of one flat tensor.
+
+    Attributes:
+        views: by row.
+        addresses: of the views, which a script may give other memory (`.data`).
+        flats: the fewest flat views that hold them all, each with its interval of the shard.
+    """
+
+    views: list[torch.Tensor]
+    addresses: list[int]
+    flats: list[tuple[Interval, torch.Tensor]]
 
 
 @dataclass(eq=False)
@@ -281,6 +297,7 @@ class Bucket:
         self.arrival = Arrival()
         self.is_away = False
         self._labels: dict[str, Label] = {}
+        self._laid: LaidGradients | None = None
         self.gradient_dtype = precision.master
         self.trained = parameters[0].requires_grad
         self.device = memory.flat.device
@@ -440,7 +457,7 @@ class Bucket:
         return [row.slot.parameter for row in self.rows]
 
     @cached_property
-    def _row_runs(self) -> list[tuple[int, Interval]]:
+    def row_runs(self) -> list[tuple[int, Interval]]:
         """Returns the intervals of the shard in which rows follow each other without a gap, each with its first row's index."""
         found: list[tuple[int, Interval]] = []
         for number, row in enumerate(self.rows):
@@ -457,6 +474,9 @@ class Bucket:
 
         Clipped gradients whose coefficients a kernel multiplies count as plain ones.
         """
+        laid = self.laid_gradients()
+        if laid is not None and laid[1] is None:
+            return laid[0]
         gradients: Any = list(map(GRADIENT_OF, self.row_tensors))
         kinds = set(map(type, gradients))
         if kinds == {ClippedGradient}:
@@ -472,7 +492,7 @@ class Bucket:
         if not all(map(torch.Tensor.is_contiguous, gradients)):
             return None
         found = []
-        for number, interval in self._row_runs:
+        for number, interval in self.row_runs:
             first = gradients[number]
             memory, nbytes = first.untyped_storage(), interval.numel * first.itemsize
             # Addresses that touch are not enough: two allocations may touch, and torch refuses a view that leaves its storage.
@@ -480,6 +500,33 @@ class Bucket:
                 return None
             found.append((interval, first.as_strided((interval.numel,), (1,))))
         return found
+
+    def lay_gradients(self, flat: torch.Tensor) -> None:
+        """Makes the gradients of all rows views of `flat`, (shard_numel,)."""
+        views = self.row_views.of(flat)
+        with look_only():
+            set_all(self.row_tensors, "grad", views)
+        # Rows that are parameters keep their gradients until the script drops them, and so must not be referred to here.
+        if views and not self.rows_are_parameters:
+            flats = [(interval, flat[interval.start : interval.stop]) for _, interval in self.row_runs]
+            self._laid = LaidGradients(views, list(map(torch.Tensor.data_ptr, views)), flats)
+
+    def laid_gradients(self) -> tuple[list[tuple[Interval, torch.Tensor]], Coefficient | None] | None:
+        """Returns the rows' gradients as `flat_gradients` does, and the clip coefficient that nobody has multiplied in or taken.
+
+        None unless the gradients are as `lay_gradients` has left them: this is a quick look.
+        """
+        laid = self._laid
+        if laid is None:
+            return None
+        found = coefficient_of_all(list(map(GRADIENT_OF, self.row_tensors)), laid.views)
+        if found is None or list(map(torch.Tensor.data_ptr, laid.views)) != laid.addresses:
+            return None
+        return laid.flats, found[0]
+
+    def forget_laid(self) -> None:
+        """Gives up the references to the gradients that `lay_gradients` has made, whose memory is about to be freed."""
+        self._laid = None
 
     @cached_property
     def _row_starts(self) -> list[int]:
@@ -568,20 +615,6 @@ class Bucket:
         arrival, self.arrival = self.arrival, Arrival()
         arrival.wait()
 
-    def refuse_norms(self) -> None:
-        """Makes a norm of a row's gradient raise, if rows are parts of parameters."""
-        if not self.rows_are_parameters:
-            # Plain tensors only: the guard replaces the class, and a clipped gradient would lose the class that multiplies by
-            # its coefficient.
-            gradients = list(map(GRADIENT_OF, self.row_tensors))
-            is_plain = {torch.Tensor}.issuperset(map(type, gradients))
-            refuse_norms(gradients if is_plain else [each for each in gradients if type(each) is torch.Tensor])
-
-    def allow_norms(self) -> None:
-        """Allows the norms again: the present caller knows that rows are parts."""
-        if not self.rows_are_parameters:
-            allow_norms(list(map(GRADIENT_OF, self.row_tensors)))
-
     def end_step(self) -> list[ParameterSlot]:
         """Frees the reduced gradients; `p.grad` stays until the script zeroes it. Returns the slots that were stepped.
 
@@ -589,15 +622,9 @@ class Bucket:
         as under DDP. Without the count it would silently compute with the new values.
         """
         stepped = []
+        self.forget_laid()
         with look_only():
             set_all(self.row_tensors, "grad", repeat(None))
-            if all(map(is_, map(GRADIENT_OF, self.parameters), self.stand_ins)):
-                # As below, in loops in C.
-                set_all(self.stand_ins, "state", repeat(GradientState.SPENT))
-                set_all(self.stand_ins, "pending", repeat(None))
-                set_all(self.slots, "version", list(map((1).__add__, map(_SLOT_VERSION, self.slots))))
-                increment_version(self.parameters)
-                return self.slots
             for slot in self.slots:
                 sharded = slot.sharded_gradient
                 if slot.parameter.grad is sharded:
@@ -616,6 +643,7 @@ class Bucket:
     def drop_gradients(self) -> None:
         # A copy that is under way would write to memory that the allocator has given to another tensor.
         self.await_gradient()
+        self.forget_laid()
         with look_only():
             set_all(self.row_tensors, "grad", repeat(None))
             set_all(self.parameters, "grad", repeat(None))
@@ -719,6 +747,70 @@ class Bucket:
         return rows
 
 
+# ---- The same for all buckets of a step at once, in loops in C over all of their slots or rows ----
+
+_ROW_TENSORS, _PARAMETERS, _ROW_PARAMETERS = map(attrgetter, ("row_tensors", "parameters", "row_parameters"))
+_STAND_INS, _SLOTS, _ROWS = map(attrgetter, ("stand_ins", "slots", "rows"))
+
+
+def _all(buckets: Iterable[Bucket], kind: Callable[[Bucket], Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(kind, buckets)))
+
+
+def refuse_norms_of(buckets: Iterable[Bucket]) -> None:
+    """Makes a norm of a row's gradient raise, if the row is a part of a parameter."""
+    gradients = list(map(GRADIENT_OF, _all(_with_parts(buckets), _ROW_TENSORS)))
+    # Plain tensors only: the guard replaces the class, and a clipped gradient would lose the class that multiplies by
+    # its coefficient.
+    is_plain = {torch.Tensor}.issuperset(map(type, gradients))
+    refuse_norms(gradients if is_plain else [each for each in gradients if type(each) is torch.Tensor])
+
+
+def allow_norms_of(buckets: Iterable[Bucket]) -> None:
+    """Allows the norms again: the present caller knows that rows are parts."""
+    allow_norms(list(map(GRADIENT_OF, _all(_with_parts(buckets), _ROW_TENSORS))))
+
+
+def _with_parts(buckets: Iterable[Bucket]) -> list[Bucket]:
+    return [bucket for bucket in buckets if not bucket.rows_are_parameters]
+
+
+def begin_step_of(buckets: Sequence[Bucket]) -> None:
+    """Calls `begin_step` of all buckets, if there is something to do."""
+    for bucket in buckets:
+        bucket.await_gradient()
+    if not any(bucket.rows_are_parameters or bucket.is_away for bucket in buckets):
+        with look_only():
+            stand_ins = _all(buckets, _STAND_INS)
+            versions = map(_VERSION, _all(buckets, _ROW_PARAMETERS))
+            if (
+                have_gradients(_all(buckets, _ROW_TENSORS))
+                and all(map(is_, map(GRADIENT_OF, _all(buckets, _PARAMETERS)), stand_ins))
+                and GradientState.SPENT not in map(_STATE, stand_ins)
+                and all(map(eq, versions, map(_FOLLOWED_VERSION, _all(buckets, _ROWS))))
+            ):
+                return
+    for bucket in buckets:
+        bucket.begin_step()
+
+
+def end_step_of(buckets: Sequence[Bucket]) -> list[list[ParameterSlot]]:
+    """Calls `end_step` of all buckets, whose rows are parts of parameters; returns the slots that were stepped, by bucket."""
+    with look_only():
+        parameters, stand_ins = _all(buckets, _PARAMETERS), _all(buckets, _STAND_INS)
+        if not all(map(is_, map(GRADIENT_OF, parameters), stand_ins)):
+            return [bucket.end_step() for bucket in buckets]
+        # As `end_step` does.
+        set_all(buckets, "_laid", repeat(None))
+        set_all(_all(buckets, _ROW_TENSORS), "grad", repeat(None))
+        set_all(stand_ins, "state", repeat(GradientState.SPENT))
+        set_all(stand_ins, "pending", repeat(None))
+        slots = _all(buckets, _SLOTS)
+        set_all(slots, "version", list(map((1).__add__, map(_SLOT_VERSION, slots))))
+        increment_version(parameters)
+    return list(map(_SLOTS, buckets))
+
+
 # ---- Neighbouring rows as one flat tensor: one kernel launch for many parameters ----
 
 
@@ -740,7 +832,7 @@ class Run:
 
 
 _PLACE = attrgetter("slot.bucket.layout.index", "layout.in_shard.start")
-_INDEX, _ROWS = attrgetter("layout.index"), attrgetter("rows")
+_INDEX = attrgetter("layout.index")
 
 
 def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None) -> list[Run]:

@@ -327,6 +327,24 @@ def taken_gradients(gradients: Sequence[ClippedGradient]) -> list[torch.Tensor] 
     return list(map(_BEHIND, gradients)) if all(map(is_, open_or_product, repeat(None))) else None
 
 
+def coefficient_of_all(gradients: Sequence[Any], behind: Sequence[torch.Tensor]) -> tuple[Coefficient | None] | None:
+    """Returns the coefficient that rows' gradients share; in loops in C.
+
+    Args:
+        behind: the gradients in their own memory, which are to be plain or all clipped.
+
+    Returns:
+        None in a tuple for gradients that are to be multiplied by nothing; None alone if the gradients are others.
+    """
+    if all(map(is_, gradients, behind)):
+        return (None,)
+    if not {ClippedGradient}.issuperset(map(type, gradients)) or not all(map(is_, map(_BEHIND, gradients), behind)):
+        return None
+    first = gradients[0].coefficient
+    is_one = all(map(is_, map(_COEFFICIENT, gradients), repeat(first)))
+    return (first,) if is_one and all(map(is_, map(_PRODUCT, gradients), repeat(None))) else None
+
+
 def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """Returns a row's gradient in its own memory and no class of this file; a clipped one is multiplied, if nobody has."""
     if type(gradient) is torch.Tensor:

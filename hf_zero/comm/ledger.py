@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import get_ident
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from ..device import Moment, clock
 from .arrivals import CommunicationError
 from .collective_log import ENDED, CollectiveLog, first_line
 from .rank_state import ScriptCollective, script_line
+
+_Result = TypeVar("_Result")
 
 # ---- The waits of this rank, and the error of a failed wait ----
 
@@ -118,8 +120,7 @@ class Watch:
     """Knows the collectives that this rank's threads wait in.
 
     Attributes:
-        begun: how often each kind of collective has been started on this rank.
-        starts: how often each collective has been, by its name.
+        tallies: by the name of each collective, its kind, how often it has been started, and bytes sent in all and between nodes.
         given_up: the last wait that failed.
         log: the last collectives.
         ended: the error about a rank that was late, once waits have been ended for it.
@@ -128,13 +129,45 @@ class Watch:
     """
 
     def __init__(self):
-        self.begun: Counter[str] = Counter()
-        self.starts: Counter[str] = Counter()
+        self.tallies: dict[str, list[Any]] = {}
+        self._saves = 0
         self.given_up: Wait | None = None
         self.log = CollectiveLog()
         self.ended: CommunicationError | None = None
         self.is_left_by_others = False
         self.waits: dict[int, Wait] = {}
+
+    @property
+    def begun(self) -> Counter[str]:
+        """Counts how often each kind of collective has been started on this rank."""
+        found = Counter({SAVE: self._saves} if self._saves else {})
+        # A copy, because other threads may start collectives meanwhile.
+        for kind, count, *_ in list(self.tallies.values()):
+            found[kind] += count
+        return found
+
+    @property
+    def starts(self) -> Counter[str]:
+        """Counts how often each collective has been started, by its name."""
+        return Counter({name: count for name, (_, count, *_) in dict(self.tallies).items()})
+
+    def during(self, what: object, call: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Calls a function inside `inside(what)`. Each collective of a step does so twice, so there is no context."""
+        waits, thread = self.waits, get_ident()
+        outer = waits.get(thread)
+        wait = waits[thread] = Wait(what)
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            self.fail(wait, error)
+            if isinstance(error, CommunicationError):
+                raise
+            raise self.explain(wait, error) from error
+        finally:
+            if outer is None:
+                waits.pop(thread, None)
+            else:
+                waits[thread] = outer
 
     def inside(self, what: object) -> Wait:
         """Marks a wait. An error of the backend becomes a `CommunicationError` that names the wait.
@@ -150,7 +183,7 @@ class Watch:
         if self.log.site == SAVE:
             yield
             return
-        self.begun[SAVE] += 1
+        self._saves += 1
         with self.log.at(SAVE):
             yield
 
@@ -331,6 +364,7 @@ class Ledger:
         self.watch = watch or Watch()
         self._log = self.watch.log
         self._record = self._log.entries.append
+        self._tallies = self.watch.tallies
         self.now = now or clock(torch.device("cpu"))
         self.is_timed = is_timed
         self.timed_from: int | None = None
@@ -345,22 +379,22 @@ class Ledger:
         """Counts times from now on."""
         if not self.is_timed:
             self.is_timed = True
-            self.timed_from = self._log.step if self._rows else None
+            self.timed_from = self._log.step if self._tallies else None
 
     def count(self, label: Label, bytes_sent: int, bytes_between: int) -> list[Any]:
         """Counts a collective that is about to start; returns its entry in the log."""
         kind, log = label.kind, self._log
         entry = [label, log.site, log.step, bytes_sent, monotonic(), None]
         self._record(entry)
-        row = self._rows[kind]
-        row.calls += 1
-        self.watch.begun[kind] += 1
-        self.watch.starts[label.words] += 1
-        row.bytes_sent += bytes_sent
-        row.bytes_between += bytes_between
+        tally = self._tallies.get(label.words)
+        if tally is None:
+            tally = self._tallies[label.words] = [kind, 0, 0, 0]
+        tally[1] += 1
+        tally[2] += bytes_sent
+        tally[3] += bytes_between
         # A span that began before timing has no start and is not counted: its bytes would raise the rate.
         if self.is_timed and (kind in self._since or not self._under_way.get(kind)):
-            row.timed_bytes += bytes_sent
+            self._rows[kind].timed_bytes += bytes_sent
         return entry
 
     def began(self, label: Label, entry: list[Any] | None = None) -> list[Any] | None:
@@ -398,7 +432,13 @@ class Ledger:
     def rows(self) -> tuple[CommRow, ...]:
         """Returns the counts by kind. Times cover the part that the device has passed."""
         self._read()
-        return tuple(replace(row) for _, row in sorted(self._rows.items()) if row.calls)
+        found: dict[str, CommRow] = {}
+        for kind, calls, bytes_sent, bytes_between in sorted(list(self._tallies.values())):
+            row = found[kind] = found.get(kind) or replace(self._rows[kind])
+            row.calls += calls
+            row.bytes_sent += bytes_sent
+            row.bytes_between += bytes_between
+        return tuple(found.values())
 
     def add(self, kind: str, attribute: str, start: Moment, end: Moment) -> None:
         """Adds the time from `start` to `end` to a row."""

@@ -70,8 +70,7 @@ class Handle:
         if not (ledger.is_timed or profiler._is_profiler_enabled):
             # As below, without contexts that would note nothing: on an accelerator, until somebody asks for times.
             try:
-                with Wait(label, ledger.watch):
-                    complete()
+                ledger.watch.during(label, complete)
             finally:
                 ledger.ended(label.kind, self._entry)
             return
@@ -365,7 +364,7 @@ _SUM.asyncOp = _GATHER.asyncOp = True
 
 
 def reduce_scatter_flat(
-    output: torch.Tensor, flat: torch.Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
+    output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Sums contiguous tensors, as `reduce_scatter_tensor` of torch.distributed does."""
     if async_op and group is not None and _GROUPS_START:
@@ -374,7 +373,7 @@ def reduce_scatter_flat(
 
 
 def all_gather_flat(
-    flat: torch.Tensor, own: torch.Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
+    flat: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Gathers contiguous tensors, as `all_gather_into_tensor` of torch.distributed does."""
     if async_op and group is not None and _GROUPS_START:
@@ -410,8 +409,7 @@ class CollectiveTransport(Transport):
         group = among or self._groups.shard
         entry = self._count(label, group, flat.nbytes)
         target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
-        with self._starting(label):
-            work = reduce_scatter_flat(target, flat, group=group.handle, async_op=True)
+        work = self._start_work(label, reduce_scatter_flat, target, flat, group.handle, True)
         if target is out:
             return Handle(label, self.ledger, work.wait, entry=entry)
 
@@ -429,8 +427,7 @@ class CollectiveTransport(Transport):
         # Noted at the start, in the order of the host: NCCL matches by that order alone, without tags.
         self._gathers.note(label.words)
         noted = None if self.wire is None else self.wire.over(label, [own], flat.chunk(group.size), copies=group.size)
-        with self._starting(label):
-            work = all_gather_flat(flat, own, group=group.handle, async_op=True)
+        work = self._start_work(label, all_gather_flat, flat, own, group.handle, True)
         return Handle(label, self.ledger, work.wait if noted is None else noted(work.wait), entry=entry)
 
     def start_all_to_all(
@@ -511,15 +508,21 @@ class CollectiveTransport(Transport):
             stack.enter_context(each)
         return stack
 
+    def _start_work(self, label: Label, start: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function that starts a collective, as in the context of `_starting`."""
+        if not profiler._is_profiler_enabled:
+            return self.watch.during(label, start, *arguments)
+        with self._starting(label):
+            return start(*arguments)
+
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> list[Any]:
         """Counts a collective in which this rank sends each peer of the group its part of `nbytes`; returns its log entry.
 
         A backend may pass parts on from rank to rank; which link they take is then its own affair, and their number the same.
         """
-        ranks = group.ranks
-        elsewhere = self._elsewhere.get(ranks)
+        elsewhere = self._elsewhere.get(group.ranks)
         if elsewhere is None:
-            elsewhere = self._elsewhere[ranks] = self._groups.peers_elsewhere(group)
-        size = len(ranks)
+            elsewhere = self._elsewhere[group.ranks] = self._groups.peers_elsewhere(group)
+        size = group.size
         sent = nbytes * (size - 1) // size
         return self.ledger.count(label, sent, sent * elsewhere // max(size - 1, 1) if elsewhere else 0)

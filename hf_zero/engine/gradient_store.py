@@ -397,15 +397,13 @@ def add_or_set(
     `target` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
     the optimizer steps. Both are there on the arrival.
     """
-    views = bucket.row_views.of(target)
     if going_on:
-        take = _sum_into(zip(bucket.rows, views), going_on, sets=target is not reduced)
+        take = _sum_into(zip(bucket.rows, bucket.row_views.of(target)), going_on, sets=target is not reduced)
         return d2h.start_sum(take, reduced, bucket.arrival)
     # An earlier sum or copy may still write to the memory that is set here.
     bucket.await_gradient()
     arrival = Arrival() if target is reduced else d2h.start_copy(target, reduced)
-    with look_only():
-        set_all(bucket.row_tensors, "grad", views)
+    bucket.lay_gradients(target)
     return arrival
 
 
@@ -812,6 +810,7 @@ class ShardedGradients(GradientStore):
         for row in held:
             widen(row.tensor)
             row.tensor.grad = row.of(shard).copy_(cast(torch.Tensor, row.tensor.grad))
+        bucket.forget_laid()
         self._keep_shard(bucket, shard)
 
     def _leave(self, bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, going_on: Collection[Row]) -> Arrival:

@@ -12,7 +12,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..buckets.bucket import BUCKET_OF, Bucket, ParameterSlot, Row, rows_with_gradient
+from ..buckets.bucket import (
+    BUCKET_OF,
+    Bucket,
+    ParameterSlot,
+    Row,
+    allow_norms_of,
+    begin_step_of,
+    end_step_of,
+    refuse_norms_of,
+    rows_with_gradient,
+)
 from ..buckets.memory import UnshardedMemory
 from ..buckets.sharded import ShardedGradient
 from ..comm.all_or_none import Exchange, raise_on_all
@@ -400,8 +410,7 @@ class TrainingStep:
         self._enter(TrainingState.CLIP)
         asked, is_of_all = self._rows_of(parameters)
         rows = rows_with_gradient(asked)
-        for bucket in set(map(BUCKET_OF, rows)):
-            bucket.allow_norms()
+        allow_norms_of(set(map(BUCKET_OF, rows)))
         # The norm before the coefficient, over all ranks: each rank then scales by the same number.
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         self.last_norm = measured.norm
@@ -584,8 +593,7 @@ class TrainingStep:
         if self._parts.replicas is not None and not self.is_accumulating:
             self._parts.replicas.note_gradients(self._parts.buckets)
         if self._parts.mesh.dp.groups.shard_size > 1:
-            for bucket in self._parts.buckets:
-                bucket.refuse_norms()
+            refuse_norms_of(self._parts.buckets)
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Else another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
@@ -604,8 +612,7 @@ class TrainingStep:
         _refuse_inside_backward()
         optimizer, self._sends_early = sharded.optimizer, False
         # The optimizer's own step may take norms of its rows; scripts may not between backward and step.
-        for bucket in buckets:
-            bucket.allow_norms()
+        allow_norms_of(buckets)
         nonfinite = self._parts.nonfinite
         self._enter(TrainingState.STEP)
         # Before the step changes parameters: a failed pass that ends here gathers them with their old values.
@@ -635,8 +642,7 @@ class TrainingStep:
         self._refuse_without_rescue()
         if self._uncounted_edits.watched:
             self._uncounted_edits.refuse(buckets, self.gradients.transport.exchange)
-        for bucket in buckets:
-            bucket.begin_step()
+        begin_step_of(buckets)
         nonfinite.refuse_unscaled(optimizer, buckets)
         if nonfinite.is_due(optimizer):
             self.clip_grad_norm_(float("inf"))
@@ -647,7 +653,9 @@ class TrainingStep:
             return False
         # Reversed: gradients fill buckets from the last layer on, and the next forward reads the first layer first.
         self._written, self._to_send = set(), deque(reversed(buckets))
-        self._sends_early = self._may_send_early and sharded.keeps_stepped_rows
+        # Without anything to send, all masters are written back together.
+        is_sent = self._parts.tier.is_apart or any(isinstance(bucket.memory, UnshardedMemory) for bucket in buckets)
+        self._sends_early = is_sent and self._may_send_early and sharded.keeps_stepped_rows
         if self._parts.tier.cores is not None:
             self._parts.tier.cores.take()
         # A clip has left its own name.
@@ -739,12 +747,12 @@ class TrainingStep:
             parts.tier.cores.release()
         if parts.outer is not None:
             self._waits_for_outer_step = not parts.outer.after_step(buckets)
+        # Rows that are the parameters keep `grad` until the script zeroes it, as under DDP.
+        in_parts = [bucket for bucket in buckets if not bucket.rows_are_parameters]
+        for bucket, stepped in zip(in_parts, end_step_of(in_parts)):
+            if self._gathers_layers:
+                parts.sharded.follow_step(bucket, stepped)
         for bucket in buckets:
-            # Rows that are the parameters keep `grad` until the script zeroes it, as under DDP.
-            if not bucket.rows_are_parameters:
-                stepped = bucket.end_step()
-                if self._gathers_layers:
-                    parts.sharded.follow_step(bucket, stepped)
             # Gradients go before the gathers begin: their memory is free for the buffers of these.
             self.store.release(bucket)
         if parts.replicas is not None:

@@ -3,14 +3,16 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch.autograd.graph import increment_version
 
+from ..arithmetic.flat import FLOAT_DTYPES
 from ..buckets.bucket import BUCKET_OF, GRADIENT_OF, TENSOR_OF, Bucket, Row, Run, runs_of
 from ..buckets.rows import Coded
 from ..buckets.sharded import ClippedGradient, Coefficient, clip_later, take_coefficient, take_coefficients
@@ -69,6 +71,21 @@ class KernelForm(ABC):
         Returns:
             For each row a phase, which `step` needs in addition to the group. Rows with different phases are stepped separately.
         """
+
+    def counted(self, rows: Sequence[Row], states: Sequence[Mapping[str, Any]]) -> Any:
+        """Returns what `again` needs for the next step of rows that have just been stepped; None if `begin` has to prepare it."""
+        return ()
+
+    def again(self, rows: Sequence[Row], counted: Any) -> tuple[int, Any] | None:
+        """Does as `begin` for rows whose states hold the same tensors as after their last step. Runs in C loops.
+
+        Args:
+            counted: the result of `counted`, or of the last call.
+
+        Returns:
+            The phase of all rows, and `counted` for the next call; None, without a change, if `begin` has to prepare the step.
+        """
+        return 0, ()
 
     @abstractmethod
     def settings(self, group: Group, phase: int) -> Any:
@@ -143,6 +160,22 @@ class AdamWForm(KernelForm):
         if len(set(taken)) != 1 or not all(map(is_, found, tensors)) or tuple(map(_VERSION, tensors)) != versions:
             return None
         return taken[0] + 1
+
+    def counted(self, rows: Sequence[Row], states: Sequence[Mapping[str, Any]]) -> Any:
+        following = self._shared_number(dict(zip(rows, states)))
+        if following is None:
+            return None
+        steps = [state["step"] for state in states]
+        return steps, list(map(_VERSION, steps)), following - 1
+
+    def again(self, rows: Sequence[Row], counted: Any) -> tuple[int, Any] | None:
+        steps, versions, number = counted
+        if list(map(_VERSION, steps)) != versions:
+            return None
+        torch._foreach_add_(steps, 1)
+        versions, number = list(map(_VERSION, steps)), number + 1
+        self._counts.update(zip(rows, zip(steps, versions, repeat(number))))
+        return number, (steps, versions, number)
 
     def settings(self, group: Group, phase: int) -> AdamW:
         return AdamW(
@@ -384,15 +417,34 @@ class _Cut(NamedTuple):
     """Slices of a bucket's tensors that a kernel steps together, already checked.
 
     Attributes:
+        names: of the states.
         master, copied: the whole tensors, which the bucket may replace.
         weights, states, copy: the slices.
+        launches: see `Place`.
     """
 
+    names: Sequence[str]
     master: torch.Tensor
     copied: torch.Tensor | None
     weights: torch.Tensor
     states: Mapping[str, torch.Tensor]
     copy: torch.Tensor | None
+    launches: dict[tuple[Any, ...], Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Stepped:
+    """A bucket's last step, if it had all rows. The next step repeats it if it finds the same objects.
+
+    Attributes:
+        cuts: for each run of the bucket's rows.
+        entries: the values in the rows' states, in order.
+        counted: see `KernelForm.counted`.
+    """
+
+    cuts: list[_Cut]
+    entries: list[Any]
+    counted: Any
 
 
 class KernelStep(BucketStep):
@@ -433,6 +485,9 @@ class KernelStep(BucketStep):
         self._lasts = lasts
         self._groups: dict[int, _GroupRead] = {}
         self._cuts: dict[Bucket, dict[Interval, _Cut]] = {}
+        self._stepped: dict[Bucket, _Stepped] = {}
+        # Multiplier and `found_inf` of the last step, which a kernel's check has seen.
+        self._scalars: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         self._said: set[str] = set()
         self._with_copy: set[Bucket] = set()
 
@@ -449,15 +504,82 @@ class KernelStep(BucketStep):
             read = self._groups[index] = _GroupRead(self._form, group)
         return read
 
-    @torch.no_grad()
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        if rows is not bucket.rows or not self._step_as_before(bucket):
+            self._step_anew(bucket, rows)
+        else:
+            # torch does not see a kernel's writes, so increase the versions for readers that check whether a row has changed.
+            increment_version(bucket.row_tensors)
+            if bucket.copy_to_write is not None:
+                self._with_copy.add(bucket)
+
+    def _step_as_before(self, bucket: Bucket) -> bool:
+        """Steps all rows if settings, state, master and the form of the gradients are those of the last step. Runs in C loops."""
+        last = self._stepped.get(bucket)
+        if last is None or not self._is_of_now(last.cuts[0], bucket, (read := self._group(bucket)).names):
+            return False
+        laid, entries = bucket.laid_gradients(), self._entries(bucket)
+        if laid is None or read.hindrance is not None or laid[0][0][1].dtype not in FLOAT_DTYPES:
+            return False
+        if len(entries) != len(last.entries) or not all(map(is_, entries, last.entries)):
+            return False
+        # Last, because the form counts the step.
+        again = self._form.again(bucket.rows, last.counted)
+        if again is None:
+            return False
+        phase, last.counted = again
+        (flats, coefficient), found_inf, settings = laid, self._found_inf(), read.settings(phase)
+        multiplier = None
+        if coefficient is not None:
+            multiplier = coefficient.value
+            take_coefficients(cast(Any, list(map(GRADIENT_OF, bucket.row_tensors))))
+        is_as_before = self._scalars[0] is multiplier and self._scalars[1] is found_inf
+        for cut, (_, gradient) in zip(last.cuts, flats):
+            place = Place(
+                weights=cut.weights,
+                gradient=gradient,
+                states=cut.states,
+                copy=cut.copy,
+                multiplier=multiplier,
+                found_inf=found_inf,
+                is_checked=True,
+                is_as_before=is_as_before,
+                launches=cut.launches,
+            )
+            self._form.step(place, settings)
+        self._scalars = multiplier, found_inf
+        return True
+
+    def _entries(self, bucket: Bucket) -> list[Any]:
+        states = map(self._optimizer.state.__getitem__, bucket.row_tensors)
+        return list(chain.from_iterable(map(dict.values, states)))
+
+    @staticmethod
+    def _is_of_now(cut: _Cut, bucket: Bucket, names: Sequence[str]) -> bool:
+        return cut.master is bucket.master and cut.copied is bucket.copy_to_write and cut.names == names
+
+    def _note(self, bucket: Bucket, rows: Sequence[Row], names: Sequence[str]) -> None:
+        """Notes a step that the next one may repeat."""
+        self._stepped.pop(bucket, None)
+        cuts = [self._cuts.get(bucket, {}).get(interval) for _, interval in bucket.row_runs]
+        found = [cut for cut in cuts if cut is not None and self._is_of_now(cut, bucket, names)]
+        if rows is bucket.rows and found and len(found) == len(cuts):
+            states = [self._optimizer.state[row.tensor] for row in rows]
+            counted = self._form.counted(rows, states)
+            if counted is not None:
+                self._stepped[bucket] = _Stepped(found, self._entries(bucket), counted)
+
+    @torch.no_grad()
+    def _step_anew(self, bucket: Bucket, rows: Sequence[Row]) -> None:
         hindrance = self.hindrance(bucket)
         if hindrance is not None:
             self._say(hindrance)
             self._otherwise.step(bucket, rows)
             return
-        self._launch(self._groups[bucket.key.group], bucket, rows)
-        # torch does not see a kernel's writes, so increase the versions for readers that check whether a row has changed.
+        read = self._groups[bucket.key.group]
+        self._launch(read, bucket, rows)
+        self._note(bucket, rows, read.names)
+        # As in `step`.
         increment_version(list(map(TENSOR_OF, rows)))
         if bucket.copy_to_write is not None and len(rows) == len(bucket.rows):
             self._with_copy.add(bucket)
@@ -489,15 +611,18 @@ class KernelStep(BucketStep):
         """Slices a bucket's tensors for a run. The slices are kept: making and checking them costs more than a launch."""
         cuts, interval = self._cuts.setdefault(bucket, {}), run.interval
         cut, master, copied = cuts.get(interval), bucket.master, bucket.copy_to_write
-        is_checked = cut is not None and cut.master is master and cut.copied is copied
+        is_checked = cut is not None and self._is_of_now(cut, bucket, names)
         if cut is None or not is_checked:
             part = slice(interval.start, interval.stop)
             states = {name: self._flat.of_run(bucket, name, interval) for name in names}
-            cut = _Cut(master, copied, master[part], states, None if copied is None else copied[part])
+            copy = None if copied is None else copied[part]
+            cut = _Cut(names, master, copied, master[part], states, copy, launches={})
             # The cache is bounded, because if different rows have gradients in each step, the intervals change as well.
             if self._lasts and len(cuts) < len(bucket.rows):
                 cuts[interval] = cut
-        return self._place_of(run, cut.weights, cut.states, cut.copy, clip, is_checked=is_checked)
+        return self._place_of(
+            run, cut.weights, cut.states, cut.copy, clip, is_checked=is_checked, launches=cut.launches
+        )
 
     def _place_of(
         self,
@@ -508,6 +633,7 @@ class KernelStep(BucketStep):
         clip: Coefficient | None,
         *,
         is_checked: bool = False,
+        launches: dict[tuple[Any, ...], Any] | None = None,
     ) -> Place:
         return Place(
             weights=weights,
@@ -517,11 +643,13 @@ class KernelStep(BucketStep):
             multiplier=None if clip is None else clip.value,
             found_inf=self._found_inf(),
             is_checked=is_checked,
+            launches=launches,
         )
 
     def forget(self, bucket: Bucket) -> None:
         self._flat.forget(bucket)
         self._cuts.pop(bucket, None)
+        self._stepped.pop(bucket, None)
 
     def take_written(self) -> set[Bucket]:
         """Returns the buckets whose parameters were written, next to the master, by steps since the last call."""

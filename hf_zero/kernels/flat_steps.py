@@ -21,6 +21,36 @@ NUM_WARPS = 4
 tensors need different layouts, and the compiler converts between them through shared memory."""
 
 
+class _Launch:
+    """A kernel with its grid, constants, and the tensors that stay from step to step."""
+
+    def __init__(self, step: Kernel, place: Place, states: Sequence[str], constants: dict[str, object]):
+        self._numel = place.weights.numel()
+        self._run = step[(ceil_div(self._numel, STEP_BLOCK_NUMEL),)]
+        self._weights = place.weights
+        self._others = (*(place.states.get(name) for name in states), place.copy)
+        self._constants = constants | {
+            "BLOCK": STEP_BLOCK_NUMEL,
+            "INTERPRETED": is_interpreted(),
+            "num_warps": NUM_WARPS,
+        }
+
+    def __call__(self, place: Place, scalars: Sequence[float]) -> None:
+        if self._numel:
+            self._run(
+                *(
+                    self._weights,
+                    place.gradient,
+                    *self._others,
+                    place.multiplier,
+                    place.found_inf,
+                    self._numel,
+                    *scalars,
+                ),
+                **self._constants,
+            )
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Place:
     """Flat tensors of equal length on one device, which a kernel steps together.
@@ -33,6 +63,8 @@ class Place:
         multiplier: one float32 element by which the gradient is multiplied (MULTIPLIER of `step_scalars`). None for 1.
         found_inf: one float32 element. If it is not 0, nothing is written. None to step always.
         is_checked: an earlier `check` has found that weights, states and copy are valid together.
+        is_as_before: all tensors are those of an earlier check, or new ones of the same shape, dtype and device.
+        launches: what `launch` has prepared for weights, states and copy of a place that is stepped again; None for others.
     """
 
     weights: torch.Tensor
@@ -42,9 +74,13 @@ class Place:
     multiplier: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     is_checked: bool = False
+    is_as_before: bool = False
+    launches: dict[tuple[Any, ...], _Launch] | None = None
 
     def check(self) -> None:
         """Raises `ValueError` unless the tensors are as described above. States in 8-bit blocks are not checked."""
+        if self.is_as_before:
+            return
         numel, device = self.weights.numel(), self.weights.device
         check_flat("gradient", self.gradient, numel=numel, device=device, dtypes=FLOAT_DTYPES)
         if not self.is_checked:
@@ -77,12 +113,13 @@ def launch(step: Kernel, place: Place, states: Sequence[str], scalars: Sequence[
     Args:
         states: names of states in the order of the kernel's arguments. The kernel gets None for a missing one.
     """
-    numel = place.weights.numel()
-    if numel:
-        grid = (ceil_div(numel, STEP_BLOCK_NUMEL),)
-        constants |= {"BLOCK": STEP_BLOCK_NUMEL, "INTERPRETED": is_interpreted(), "num_warps": NUM_WARPS}
-        tensors = [place.weights, place.gradient, *(place.states.get(name) for name in states)]
-        step[grid](*tensors, place.copy, place.multiplier, place.found_inf, numel, *scalars, **constants)
+    kept, key = place.launches, (step, *constants.values())
+    prepared = None if kept is None else kept.get(key)
+    if prepared is None:
+        prepared = _Launch(step, place, states, constants)
+        if kept is not None:
+            kept[key] = prepared
+    prepared(place, scalars)
 
 
 @kernel

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..offload.walk import Window
 from .bucket_state import DUE, BucketState, EarlyReport, KernelReport, StatePlace, group_with, own_step
 
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+_ROWS, _ROW_TENSORS = attrgetter("rows"), attrgetter("row_tensors")
 
 # ---- One step of a stock optimizer, taken a bucket at a time, to the same bits ----
 
@@ -52,6 +53,11 @@ class BucketStep:
 
     def forget(self, bucket: Bucket) -> None:
         """Drops what it knows of a bucket's entries in `optimizer.state`, which are replaced."""
+
+
+def _rows_with_gradients(bucket: Bucket) -> Sequence[Row]:
+    # The same list if all rows have one, which a kernel's step knows again.
+    return bucket.rows if have_gradients(bucket.row_tensors) else [r for r in bucket.rows if r.tensor.grad is not None]
 
 
 class LentStep(BucketStep):
@@ -150,12 +156,11 @@ class BucketSteps:
             return
         # Before anything collective: every rank keeps the error of a failed step, so all ranks raise here and none waits.
         self.refuse_broken()
-        rows_of = {
-            bucket: bucket.rows
-            if have_gradients(bucket.row_tensors)
-            else [row for row in bucket.rows if row.tensor.grad is not None]
-            for bucket in self._states
-        }
+        buckets = list(self._states)
+        if have_gradients(chain.from_iterable(map(_ROW_TENSORS, buckets))):
+            rows_of = dict(zip(buckets, map(_ROWS, buckets)))
+        else:
+            rows_of = {bucket: _rows_with_gradients(bucket) for bucket in buckets}
         try:
             done = self._commit(self.optimizer)
             left = {bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done}
@@ -169,10 +174,10 @@ class BucketSteps:
             self._broken = error
         # A disk may fail under one rank. The others have stepped by then, and would wait for its parameters.
         self._raise_together()
-        for rows in rows_of.values():
-            # Taken away before the script's own call, which would step these rows a second time.
-            self._gradients.update(zip(rows, map(GRADIENT_OF, map(TENSOR_OF, rows))))
-            set_all(map(TENSOR_OF, rows), "grad", repeat(None))
+        # Taken away before the script's own call, which would step these rows a second time.
+        rows = list(chain.from_iterable(rows_of.values()))
+        self._gradients.update(zip(rows, map(GRADIENT_OF, map(TENSOR_OF, rows))))
+        set_all(map(TENSOR_OF, rows), "grad", repeat(None))
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import inspect
 import logging
 import os
@@ -117,7 +118,8 @@ def trace(
     }
     for device in (*devices, _HOST):
         try:
-            return _traced(model, batch, device, shape=shape, tokens=tokens, **ways)
+            with _without_collections():
+                return _traced(model, batch, device, shape=shape, tokens=tokens, **ways)
         except PlanError:
             raise
         except Exception as error:
@@ -178,6 +180,18 @@ def _traced(
         pinned_bytes=living.pinned_bytes,
     )
     return traced.in_chunks() if in_chunks else traced
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Stops Python's garbage collector, which would look at the objects of all imports: that takes as long as a trace."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

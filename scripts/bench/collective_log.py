@@ -35,13 +35,11 @@ class LedgerWithoutLog(Ledger):
     """The ledger as it is, without what it writes to the log."""
 
     def count(self, label: Label, bytes_sent: int, bytes_between: int) -> None:
-        kind = label.kind
-        row = self._rows[kind]
-        row.calls += 1
-        self.watch.begun[kind] += 1
-        row.bytes_sent += bytes_sent
-        row.bytes_between += bytes_between
-        row.timed_bytes += bytes_sent
+        tally = self._tallies.setdefault(label.words, [label.kind, 0, 0, 0])
+        tally[1] += 1
+        tally[2] += bytes_sent
+        tally[3] += bytes_between
+        self._rows[label.kind].timed_bytes += bytes_sent
 
     def began(self, label: Label) -> None:
         kind = label.kind

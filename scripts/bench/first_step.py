@@ -6,7 +6,8 @@
 Counted is what a script waits for behind its own imports of torch and transformers: the import of hf_zero, the Trainer, the
 engine with its table of what is planned, and one step of 16 tokens. Seconds are those by the clock until the slowest rank is
 there, and the CPU time of the rank that has used most. Parts are the CPU time of rank 0 in the imports, the forecast of the
-peak, the trials of optimizers, the engine (with the trials), and the exchanges of values between ranks.
+peak, the trials of optimizers, the engine (with the trials), the exchanges of values between ranks, and Python's garbage
+collections anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import functools
 import gc
 import os
 import random
+import sys
 import tempfile
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -34,13 +37,14 @@ ALLOWED_S = 1.0
 ALLOWED_CPU = 1.10
 """Largest CPU time of a stage's first step in proportion to DDP's."""
 
-PARTS = ("imports", "forecast", "trials", "engine", "agreement")
+PARTS = ("imports", "forecast", "trials", "engine", "agreement", "collections")
 
 
 def first_step(rank: int, world_size: int, **arguments: Any) -> dict[str, float]:
     # The ranks' server has kept what it imported out of Python's collections, in which a script's imports are.
     gc.unfreeze()
     clocks, parts = Clocks(), dict.fromkeys(PARTS, 0.0)
+    gc.callbacks.append(_timing_collections(parts))
     if arguments["stage"] is not None:
         _time_parts(parts)
     make_trainer(rank, world_size, **arguments).train()
@@ -68,6 +72,19 @@ def _time_parts(parts: dict[str, float]) -> None:
     owners["forecast"] = (accelerator, "extra")
     for part, (owner, name) in owners.items():
         setattr(owner, name, _timed(parts, part, getattr(owner, name)))
+
+
+def _timing_collections(parts: dict[str, float]) -> Callable[[str, Any], None]:
+    clocks = Clocks()
+
+    def note(phase: str, _info: Any) -> None:
+        nonlocal clocks
+        if phase == "start":
+            clocks = Clocks()
+        else:
+            parts["collections"] += clocks.spent().cpu_s
+
+    return note
 
 
 def _timed(parts: dict[str, float], part: str, function: Any) -> Any:
@@ -116,8 +133,9 @@ def main() -> int:
     quick = {"model": "tiny", "rounds": 1}
     options = read_options(__doc__, quick=quick, model=("30m", None, WORKLOADS), ranks=2, rounds=8)
     PRELOADED_MODULES.append("transformers.trainer")
-    # As in a user's second run, Python has compiled what it imports.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        # As in a user's second run, Python has compiled what it imports. Ranks get this flag as it was at the start.
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     measure("tiny", 1, 1)
     rounds = measure(options.model, options.ranks, options.rounds)
     figures = {"kind": "first_step", "model": options.model, "engines": summarise(rounds), "rounds": rounds}

@@ -17,11 +17,12 @@ from training import bert, bert_batch, gpt2, gpt2_batch
 
 import hf_zero
 from hf_zero import ZeroConfig
-from hf_zero.buckets.bucket import Bucket
+from hf_zero.buckets.bucket import Bucket, ParameterSlot
 from hf_zero.config import ConfigError
 from hf_zero.diagnose import recorded as recordings
 from hf_zero.diagnose.parity import _adding_in_float32
 from hf_zero.diagnose.parity_report import ParityError, ParityReport, Recording, compare
+from hf_zero.engine import training_step
 from hf_zero.engine.gradient_store import ShardedGradients
 
 SECONDS = 90
@@ -84,22 +85,23 @@ WRONG = "transformer.h.0.mlp.c_fc.weight"
 
 def with_faults(rank: int, world_size: int) -> list[ParityReport]:
     """A gradient that is divided by half of what it should be, and a shard that rank 1 forgets to step in its second step."""
-    put, end_step = ShardedGradients.put, Bucket.end_step
+    put, end_step_of = ShardedGradients.put, training_step.end_step_of
     ShardedGradients.put = lambda self, slot, gradient: put(self, slot, gradient * (1 + (slot.name == WRONG)))
     [divided] = at_stages(rank, world_size, [{"stage": 2}])
     ShardedGradients.put = put
     kept = []
 
-    def skip_in_second_step(bucket: Bucket) -> None:
-        if rank == 1 and bucket.layout.index == 0:
-            kept.append(bucket.rows[-1].tensor.detach().clone())
+    def skip_in_second_step(buckets: list[Bucket]) -> list[list[ParameterSlot]]:
+        if rank == 1:
+            [first] = [bucket.rows[-1].tensor.detach() for bucket in buckets if bucket.layout.index == 0]
+            kept.append(first.clone())
             if len(kept) == 2:
-                bucket.rows[-1].tensor.detach().copy_(kept[0])
-        end_step(bucket)
+                first.copy_(kept[0])
+        return end_step_of(buckets)
 
-    Bucket.end_step = skip_in_second_step
+    training_step.end_step_of = skip_in_second_step
     [skipped] = at_stages(rank, world_size, [{"stage": 1}])
-    Bucket.end_step = end_step
+    training_step.end_step_of = end_step_of
     return [divided, skipped]
 
 

@@ -6,6 +6,7 @@ Here they run as their torch references (`kernels: always`) and in Triton's inte
 import contextlib
 import copy
 import io
+import itertools
 import json
 import logging
 import os
@@ -41,13 +42,13 @@ from training import (
 
 from hf_zero import ConfigError
 from hf_zero.arithmetic.flat import has_triton, runs_triton, uses_kernels
-from hf_zero.buckets.bucket import runs_of
+from hf_zero.buckets.bucket import Bucket, runs_of
 from hf_zero.buckets.rows import MASTER
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.norm import NonFiniteGradientError
 from hf_zero.integrations.state_io import load_engine
 from hf_zero.kernels import statistics
-from hf_zero.kernels.bucket_steps import form_of
+from hf_zero.kernels.bucket_steps import KernelStep, form_of
 from hf_zero.optimizer.loss_scale import GradScaler
 
 pytestmark = pytest.mark.timeout(180)
@@ -284,6 +285,90 @@ def test_runs_cover_each_gradient_once_in_order(parts, bucket_bytes):
     for run in runs:
         inside = [r for r in wanted if any(r is starts.get((b, run.interval.start)) for b in engine.buckets)]
         assert any(phase_of[row] == run.phase for row in inside)
+
+
+def rows_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Those that this rank steps."""
+    return [row for group in optimizer.param_groups for row in group["params"] if row.grad is not None]
+
+
+def replaces_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for row in rows_of(optimizer):
+        row.grad = torch.ones_like(row)
+
+
+def gives_gradients_other_memory(optimizer: torch.optim.Optimizer) -> None:
+    for row in rows_of(optimizer):
+        row.grad.data = torch.full_like(row.grad.data, 2.0)
+
+
+def edits_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for row in rows_of(optimizer):
+        row.grad.mul_(3.0)
+
+
+def drops_some_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for row in rows_of(optimizer)[:1]:
+        row.grad = None
+
+
+def changes_settings(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0].update(lr=0.3, betas=(0.5, 0.9))
+
+
+def replaces_state(optimizer: torch.optim.Optimizer) -> None:
+    for row in rows_of(optimizer):
+        optimizer.state[row]["exp_avg"] = torch.full_like(row, 0.5)
+
+
+def counts_other_steps(optimizer: torch.optim.Optimizer) -> None:
+    for row in rows_of(optimizer):
+        optimizer.state[row]["step"].fill_(9.0)
+
+
+SCRIPTS = (
+    replaces_gradients,
+    gives_gradients_other_memory,
+    edits_gradients,
+    drops_some_gradients,
+    changes_settings,
+    replaces_state,
+    counts_other_steps,
+)
+
+
+@on_ranks(2)
+def test_a_step_that_repeats_the_last_one_does_as_one_that_is_prepared_anew(rank, world_size, monkeypatch):
+    step_as_before, laid_gradients, repeated = KernelStep._step_as_before, Bucket.laid_gradients, [[]]
+
+    def noted(self: KernelStep, bucket: Bucket) -> bool:
+        repeated[-1].append(step_as_before(self, bucket))
+        return repeated[-1][-1]
+
+    # Prepared anew, a step finds the gradients by their addresses, too.
+    ways = {noted: laid_gradients, lambda *_: False: lambda _: None}
+    for script, clips in zip(SCRIPTS, itertools.cycle((True, False, True))):
+        ends = []
+        for way, finds in ways.items():
+            monkeypatch.setattr(KernelStep, "_step_as_before", way)
+            monkeypatch.setattr(Bucket, "laid_gradients", finds)
+            model, optimizer, engine = small((300, 5, 200), bucket_bytes=1024)
+            for step in range(4):
+                repeated.append([])
+                (model() * (step + 1)).backward()
+                if clips:
+                    engine.clip_grad_norm_(0.5)
+                if step == 2:
+                    script(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append([part.detach().clone() for part in model.parts])
+            engine.close()
+            if way is noted:
+                # The first step has nothing to repeat.
+                first, second, *_ = repeated[-4:]
+                assert not any(first) and all(second) and len(first) == len(second) > 0, script
+        assert all(map(torch.equal, *ends)), (script, clips)
 
 
 def test_one_launch_sweeps_a_bucket_without_padding():
