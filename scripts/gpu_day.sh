@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Everything that a machine with one GPU can show, in ten minutes: the tests that need CUDA, BERT and GPT-2 at every stage and
-# tier beside stock torch in float32 and bfloat16, forecasts of memory, the kernels beside a copy, and state offloaded to the
-# host and to files.
+# Everything that a machine with one GPU can show, in a quarter of an hour: where the host's time of a bfloat16 step goes, the tests
+# that need CUDA, BERT and GPT-2 at every stage and tier beside stock torch in float32 and bfloat16, forecasts of memory, the
+# kernels beside a copy, and state offloaded to the host and to files.
 #
 #     bash scripts/gpu_day.sh                      # with the Python that is active
+#     bash scripts/gpu_day.sh bf16                 # traces of the bfloat16 step, and each suspect out of the way: four minutes
 #     bash scripts/gpu_day.sh tests kernels        # some parts
 #     bash scripts/gpu_day.sh --device cpu         # does it run? small models, no CUDA tests
 #
@@ -38,17 +39,21 @@ part() {
     local outcome=passed
     (( status == 0 )) || outcome="FAILED with status $status"
     (( status != 124 )) || outcome="FAILED: not done after $limit_s s"
-    summary+=("$(printf '%-12s %4d s  %s' "$name" $(( SECONDS - began_s )) "$outcome")")
+    summary+=("$(printf '%-14s %4d s  %s' "$name" $(( SECONDS - began_s )) "$outcome")")
 }
 
 gpus=scripts/bench/gpus.py
 if $is_small; then
+    part bf16 200 python scripts/bench/bf16_trace.py --device cpu --model gpt2-tiny --steps 1 --folder "$logs/bf16_trace" \
+        --json "$results/bf16_trace-$commit-cpu.json"
     part training 200 python "$gpus" --device cpu --models bert-tiny --steps 1 --rounds 1 --json "$results/gpus-$commit-cpu.json"
     part kernels 100 python scripts/bench/fused_kernels.py --device cpu --numel 65536 --rounds 1 --json "$results/kernels-$commit.json"
 else
+    part bf16 240 python scripts/bench/bf16_trace.py --minutes 3.3 --folder "$logs/bf16_trace" \
+        --json "$results/bf16_trace-$commit.json"
     part tests 170 python -m pytest -q -m gpu tests/engine/test_gpu.py tests/kernels/test_kernels.py
     part training 110 python "$gpus" --minutes 1.5 --json "$results/gpus-$commit-1.json"
-    part bf16 70 python "$gpus" --mixed-precision bf16 --models gpt2 --minutes 0.9 --json "$results/gpus-$commit-bf16.json"
+    part training-bf16 70 python "$gpus" --mixed-precision bf16 --models gpt2 --minutes 0.9 --json "$results/gpus-$commit-bf16.json"
     part forecast 80 python scripts/bench/planned_peaks.py --device cuda --ranks 1 --models gpt2 bert llama t5 \
         --set-ups 2 "3, bf16" --batches 8x128 --json "$results/planned_peaks-$commit-gpu.json"
     part kernels 60 python scripts/bench/fused_kernels.py --json "$results/kernels-$commit.json"

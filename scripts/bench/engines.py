@@ -312,7 +312,7 @@ def make_zero_optimizer(make_model: MakeModel, optimizer_arguments: OptimizerArg
 
 def shard_fully(model: torch.nn.Module, reshard_after_forward: bool = True, **more: Any) -> torch.nn.Module:
     """FSDP2 as its documentation shows it: every block is a unit, the rest belongs to the root. `more`: its other options."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **more)

@@ -339,8 +339,13 @@ def test_the_script_for_one_gpu_runs_its_parts_and_sums_them_up(tmp_path):
     script = str(BENCH_FOLDER.parent / "gpu_day.sh")
     out = run_on_cpu(["bash", script, "--device", "cpu"], {"RESULTS": str(tmp_path)})
     summary = out[out.index("== summary") :]
-    assert "training" in summary and "kernels" in summary and "FAILED" not in summary
-    assert len(list(tmp_path.glob("*.json"))) == 2
+    assert all(part in summary for part in ("bf16", "training", "kernels")) and "FAILED" not in summary
+    assert len(list(tmp_path.glob("*.json"))) == 3
+    [traced] = tmp_path.glob("bf16_trace-*.json")
+    by_way = {(each["way"], each["suspect"]): each["losses"] for each in json.loads(traced.read_text())["ways"]}
+    # Seven ways, and two or three of them without each of five suspects. Steps are the same in all: only last digits differ.
+    assert len(by_way) == 7 + 3 * 3 + 2 * 2
+    assert all(losses == pytest.approx(by_way["torch", ""], rel=1e-2) for losses in by_way.values())
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ namespace {
 
 using Entry = std::tuple<int, std::string, std::string, std::string, std::vector<Access>, std::string, std::string>;
 
-constexpr int kFrames = 4;
+constexpr int kFrames = 6;
 std::mutex entries_lock;
 std::vector<Entry> entries;
 std::string package;
