@@ -506,8 +506,7 @@ class Bucket:
         views = self.row_views.of(flat)
         with look_only():
             set_all(self.row_tensors, "grad", views)
-        # Rows that are parameters keep their gradients until the script drops them, and so must not be referred to here.
-        if views and not self.rows_are_parameters:
+        if views:
             flats = [(interval, flat[interval.start : interval.stop]) for _, interval in self.row_runs]
             self._laid = LaidGradients(views, list(map(torch.Tensor.data_ptr, views)), flats)
 
@@ -794,21 +793,25 @@ def begin_step_of(buckets: Sequence[Bucket]) -> None:
         bucket.begin_step()
 
 
-def end_step_of(buckets: Sequence[Bucket]) -> list[list[ParameterSlot]]:
-    """Calls `end_step` of all buckets, whose rows are parts of parameters; returns the slots that were stepped, by bucket."""
+def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
+    """Calls `end_step` of buckets whose rows are parts of parameters; returns the slots that were stepped.
+
+    Rows that are the parameters keep `grad` until the script zeroes it, as under DDP. Then nothing else refers to its memory.
+    """
+    set_all(buckets, "_laid", repeat(None))
+    buckets = _with_parts(buckets)
     with look_only():
         parameters, stand_ins = _all(buckets, _PARAMETERS), _all(buckets, _STAND_INS)
         if not all(map(is_, map(GRADIENT_OF, parameters), stand_ins)):
-            return [bucket.end_step() for bucket in buckets]
+            return {bucket: bucket.end_step() for bucket in buckets}
         # As `end_step` does.
-        set_all(buckets, "_laid", repeat(None))
         set_all(_all(buckets, _ROW_TENSORS), "grad", repeat(None))
         set_all(stand_ins, "state", repeat(GradientState.SPENT))
         set_all(stand_ins, "pending", repeat(None))
         slots = _all(buckets, _SLOTS)
         set_all(slots, "version", list(map((1).__add__, map(_SLOT_VERSION, slots))))
         increment_version(parameters)
-    return list(map(_SLOTS, buckets))
+    return dict(zip(buckets, map(_SLOTS, buckets)))
 
 
 # ---- Neighbouring rows as one flat tensor: one kernel launch for many parameters ----

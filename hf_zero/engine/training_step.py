@@ -747,9 +747,7 @@ class TrainingStep:
             parts.tier.cores.release()
         if parts.outer is not None:
             self._waits_for_outer_step = not parts.outer.after_step(buckets)
-        # Rows that are the parameters keep `grad` until the script zeroes it, as under DDP.
-        in_parts = [bucket for bucket in buckets if not bucket.rows_are_parameters]
-        for bucket, stepped in zip(in_parts, end_step_of(in_parts)):
+        for bucket, stepped in end_step_of(buckets).items():
             if self._gathers_layers:
                 parts.sharded.follow_step(bucket, stepped)
         for bucket in buckets:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import command_runs
@@ -91,7 +92,7 @@ def with_faults(rank: int, world_size: int) -> list[ParityReport]:
     ShardedGradients.put = put
     kept = []
 
-    def skip_in_second_step(buckets: list[Bucket]) -> list[list[ParameterSlot]]:
+    def skip_in_second_step(buckets: Sequence[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
         if rank == 1:
             [first] = [bucket.rows[-1].tensor.detach() for bucket in buckets if bucket.layout.index == 0]
             kept.append(first.clone())
