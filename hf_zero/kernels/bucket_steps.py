@@ -72,7 +72,7 @@ class KernelForm(ABC):
             For each row a phase, which `step` needs in addition to the group. Rows with different phases are stepped separately.
         """
 
-    def counted(self, rows: Sequence[Row], states: Sequence[Mapping[str, Any]]) -> Any:
+    def counted(self, rows: Sequence[Row], states: Sequence[dict[str, Any]]) -> Any:
         """Returns what `again` needs for the next step of rows that have just been stepped; None if `begin` has to prepare it."""
         return ()
 
@@ -161,7 +161,7 @@ class AdamWForm(KernelForm):
             return None
         return taken[0] + 1
 
-    def counted(self, rows: Sequence[Row], states: Sequence[Mapping[str, Any]]) -> Any:
+    def counted(self, rows: Sequence[Row], states: Sequence[dict[str, Any]]) -> Any:
         following = self._shared_number(dict(zip(rows, states)))
         if following is None:
             return None
