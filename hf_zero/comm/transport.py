@@ -316,10 +316,15 @@ class Steps:
 
 
 class StepsInOrder:
-    """Starts collectives of several steps so that every rank starts all steps in the same order."""
+    """Starts collectives of several steps so that every rank starts all steps in the same order.
+
+    Attributes:
+        may_advance: a start may wait for steps that are under way.
+    """
 
     def __init__(self):
         self._under_way: list[Steps] = []
+        self.may_advance = True
 
     def begin(self, first: Start, *later: Start, queue: SideQueue | None = None) -> Steps:
         """Starts another collective, and moves those under way one step further as far as their order allows.
@@ -327,7 +332,7 @@ class StepsInOrder:
         Args:
             queue: in which each of `later` waits for the step before; None is the queue that computes.
         """
-        for steps in self._under_way:
+        for steps in self._under_way if self.may_advance else ():
             steps.advance()
             if not steps.is_at_its_last:
                 break

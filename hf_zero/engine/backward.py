@@ -22,6 +22,7 @@ from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
 from ..hooks.tensors import differentiable_tensors, is_in_backward
 from ..hooks.weak import WeakMethod
 from ..optimizer.shared_settings import SharedSettings
+from .common_starts import CommonStarts
 from .gradient_store import GradientStore
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
@@ -157,6 +158,7 @@ class Gradients:
 
     Attributes:
         store: keeps the gradients until the step.
+        starts: counts the reductions that all ranks have started.
         transport: of the ranks that step together.
         stop_asked: returns the number of the signal that asks this rank to stop, 0 for none.
         stop_agreed: the number of a signal that some rank had at the end of its backward, the same on all ranks; 0 for none.
@@ -201,6 +203,9 @@ class Gradients:
         self._passed_over: set[Bucket] = set()
         self.may_pass_over = True
         store.start_passed_over = WeakMethod(self, Gradients._start_passed_over)
+        self.starts = store.starts = CommonStarts(len(self._buckets))
+        self.starts.start_up_to = WeakMethod(self, Gradients.start_up_to)
+        store.places = {bucket: place for place, bucket in enumerate(self._buckets)}
         self.reducing = True
         self.stop_asked = never_asked
         self.stop_agreed = 0
@@ -569,38 +574,32 @@ class Gradients:
         self.start_full(up_to=place)
         return True
 
-    def has_begun(self, bucket: Bucket) -> bool:
-        """Whether a trained bucket has got gradients in this pass."""
-        filling = self._filling_of.get(bucket)
-        return filling is not None and filling.has_begun
+    def start_up_to(self, number: int) -> int | None:
+        """Starts the first `number` buckets, full or not, up to their last steps. See `CommonStarts`."""
+        if not self.reducing:
+            return None
+        # Ranks with another part of a split model may have more buckets.
+        count = len(self._buckets)
+        if self._next < min(number, count):
+            self._start_first(min(number, count))
+        self.store.start_last_steps(number)
+        return self._next if self._next < count else self.starts.count
 
-    def start_early(self, buckets: Iterable[Bucket], ranks_differ: bool) -> None:
-        """Starts buckets that get no gradients any more, full or not, and all buckets before them.
-
-        Args:
-            ranks_differ: ranks have run different layers. A rank that waited for its oldest reduction then could wait for a rank
-                that has not started it, and that waits for this rank in the agreement on the next layer.
-        """
-        self.store.may_wait = not ranks_differ
-        places = [self._filling_of[bucket].place for bucket in buckets if bucket in self._filling_of]
-        if not (self.reducing and places):
-            return
+    def _start_first(self, number: int) -> None:
         if not self._touched and not self._accumulates():
             # A penalty's `torch.autograd.grad` brings no gradients here, on no rank.
             return
         self._touch()
-        for filling in self._fillings[: max(places) + 1]:
+        for filling in self._fillings[:number]:
             if filling.arrived:
                 self._take_arrived(filling)
-        while self._next <= max(places):
+        while self._next < number:
             bucket = self._buckets[self._next]
             if self._fillings[self._next].awaited:
                 self._passed_over.add(bucket)
             # Counted first: a buffer that is waited for may start buckets, too.
             self._next += 1
             self.store.start(bucket)
-        # Between groups of ranks too, where the next step of a reduction waits for the next reduction.
-        self.store.start_last_steps(self._buckets[: max(places) + 1])
         self.start_full()
 
     def _accumulates(self) -> bool:
@@ -684,6 +683,8 @@ class Gradients:
         self._begin_pass()
         if self.stop_agreed == _LOST:
             self._judge_loss(lost)
+        elif self._world_size > 1:
+            self.starts.learn(self.transport)
 
     def _take_what_waits(self) -> None:
         """Takes sums of `no_sync` micro-batches that `start_unfilled` left in `p.grad` and to which this pass added nothing."""

@@ -244,6 +244,7 @@ class Wire:
 
     Attributes:
         reduction: of gradients, where they are sharded.
+        steps: starts the steps of reductions between several shard groups.
         gather: of the parameters that forward and backward compute with.
         forward, backward: the same for parameters that are dropped in between.
         exact: of parameters that are looked at, edited or saved.
@@ -257,6 +258,7 @@ class Wire:
     forward: Gather
     backward: Gather
     exact: Gather
+    steps: StepsInOrder | None = None
     round_weights: Callable[[torch.Tensor], None] | None = None
     quantises_gradients: bool = False
     align: Alignment = USUAL_ALIGNMENT
@@ -308,6 +310,7 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
         align = Alignment(shard_numel=max(align.shard_numel, BLOCK_NUMEL) * parts)
     return Wire(
         reduction=reduction,
+        steps=order if groups.replicate.size > 1 else None,
         gather=gather,
         forward=forward,
         backward=backward,

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import clear_padding
 from ..buckets.sharded import GradientState, ShardedGradient, widen
-from ..comm.transport import Handle
+from ..comm.transport import Handle, StepsInOrder
 from ..config import ZeroConfig
 from ..device import Arrival, Reservation, reserve
 from ..hooks.guards import look_only
@@ -23,6 +23,7 @@ from ..layout.gradient_buffers import GRAD_BUFFERS, BufferKind, kind_of_buffer, 
 from ..offload.copies import DeviceToHost
 from ..offload.tiers import Tier
 from .collectives import Reduction
+from .common_starts import CommonStarts
 
 # ---- A pool of bucket-sized gradient buffers, which stages 2 and 3 fill and reduce one after the other ----
 
@@ -133,7 +134,9 @@ class GradientStore(ABC):
     Attributes:
         start_passed_over: given a bucket that wants a buffer, starts one that stands before it and is passed over.
             Returns whether it has.
-        may_wait: whether backward may wait for a reduction to get its buffer. If not, the pool grows.
+        starts: counts the reductions that backward may wait for.
+        places: the indices of the buckets, in the order in which they start.
+        steps: starts the steps of reductions between groups of ranks, if these have several.
     """
 
     def __init__(self, reduction: Reduction, landing: Landing):
@@ -150,7 +153,9 @@ class GradientStore(ABC):
         # Gradients that came late while this rank may not wait for the reduction before them.
         self._late: dict[ParameterSlot, torch.Tensor] = {}
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
-        self.may_wait = True
+        self.starts = CommonStarts(0)
+        self.places: dict[Bucket, int] = {}
+        self.steps: StepsInOrder | None = None
 
     @abstractmethod
     def held_bytes(self) -> dict[str, int]:
@@ -322,19 +327,29 @@ class GradientStore(ABC):
                     # A buffer comes with values of another bucket or pass, and the sum over the ranks would have them.
                     slot.view_of(flat).zero_()
                 slot.arrived = False
+        if self.steps is not None:
+            # The next start moves older reductions one step further, and waits for the step before.
+            self.steps.may_advance = all(map(self._may_wait, self._started))
         # In this order: there may be no memory to start it with, and the buffer is discarded as an open one then.
         self._started[bucket] = self._start_reduction(bucket, flat)
         del self._open[bucket]
         most = self._landing.most_under_way
         if most is not None and len(self._started) > most:
             # The oldest: its buffer goes back to the pool first.
-            self.finish(next(iter(self._started)))
+            oldest = next(iter(self._started))
+            if self._may_wait(oldest):
+                self.finish(oldest)
 
-    def start_last_steps(self, buckets: Iterable[Bucket]) -> None:
-        """Has the reductions of some buckets, where they take several steps, go on to the last."""
-        for bucket in buckets:
-            if bucket in self._started:
-                self._started[bucket].start_last()
+    def _may_wait(self, bucket: Bucket) -> bool:
+        """Whether backward may wait for a bucket's reduction. See [Note: waits for reductions]."""
+        return self.places[bucket] < self.starts.sure
+
+    def start_last_steps(self, number: int) -> None:
+        """Moves the reductions of the first `number` buckets to their last step, if they have several."""
+        if self.steps is not None:
+            for bucket, handle in self._started.items():
+                if self.places[bucket] < number:
+                    handle.start_last()
 
     def finish(self, bucket: Bucket) -> None:
         """Waits for the bucket's reduction, if one is under way, and leaves its result in the rows."""
@@ -578,6 +593,7 @@ class ShardedGradients(GradientStore):
         # Buffers of the pool, and the buckets that are reduced in them.
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()
+        self._is_starting = False
         self._scratches: dict[Bucket, int] = {}
         self._most_beside_bytes = 0
 
@@ -651,17 +667,17 @@ class ShardedGradients(GradientStore):
         return self._borrow(bucket, beside=1)
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        if not self.may_wait and slot.bucket in self._started:
-            # Another rank may run more forwards first, and waits for this one in the agreement on the next layer.
+        bucket = slot.bucket
+        if bucket in self._started and not self._may_wait(bucket):
             before = self._late.get(slot)
             self._late[slot] = gradient if before is None else before.add_(gradient)
             if not isinstance(slot.parameter.grad, ShardedGradient):
                 # Else autograd adds the next gradient to this one, which would count twice.
                 slot.parameter.grad = None
             return
-        self.finish(slot.bucket)
+        self.finish(bucket)
         # The shard may still be on its way out of the buffer that is filled again.
-        slot.bucket.await_gradient()
+        bucket.await_gradient()
         self.put(slot, gradient)
 
     def finish_slots(self, slots: Iterable[ParameterSlot]) -> None:
@@ -682,6 +698,13 @@ class ShardedGradients(GradientStore):
         if self._is_put_whole(bucket):
             super().start(bucket)
             return
+        before, self._is_starting = self._is_starting, True
+        try:
+            self._start_with_sums(bucket)
+        finally:
+            self._is_starting = before
+
+    def _start_with_sums(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
             # Unused in this pass: micro-batches under `no_sync` may have left a sum, which no hook brings any more.
             if not slot.arrived:
@@ -741,10 +764,12 @@ class ShardedGradients(GradientStore):
             self.start_passed_over(bucket)
         # Backward waits here for the oldest reduction: the limit on buffers is the limit on gradient memory.
         while self._pool.exhausted_for(bucket, beside) and (self._in_flight or self.start_passed_over(bucket)):
-            if not self.may_wait:
-                break
             if self._in_flight:
-                self.finish(self._in_flight[0])
+                oldest = self._in_flight[0]
+                # Not while another bucket starts: it counts as started, and the other ranks would wait for it.
+                if not self._may_wait(oldest) and (self._is_starting or not self.starts.ask(self.places[oldest] + 1)):
+                    break
+                self.finish(oldest)
         lent = self._lent[bucket] = self._pool.take(bucket, beside)
         return lent if lent.numel() == bucket.layout.numel else lent[: bucket.layout.numel]
 

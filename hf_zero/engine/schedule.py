@@ -17,13 +17,13 @@ from typing import cast
 
 import torch
 
-from ..buckets.bucket import Bucket
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
 from ..hooks.tensors import is_in_backward, tensors_in
 from ..hooks.weak import WeakMethod
 from .collectives import Gather, Wire
+from .common_starts import CommonStarts
 from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 
 # ---- The order in which all ranks start gathers, whichever layers each of them runs ----
@@ -35,9 +35,7 @@ from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 # of each forward and backward, ranks tell one another which layer they need, and all gather the earliest of these. No rank leaves
 # a forward or a backward while another one needs a layer there.
 #
-# Reductions must not stand in the way. A rank waits for an old reduction before it fills another buffer, and another rank may
-# wait for that rank's gather meanwhile. So before a rank waits for others in a backward, it has started the reductions of all
-# layers that were gathered before: with zeros where it has skipped them.
+# Reductions must not stand in the way; see [Note: waits for reductions].
 
 _GATHERED, _ALL_BITS = struct.Struct("<QQ"), 0xFFFFFFFF
 
@@ -49,37 +47,31 @@ class AgreedOrder:
     """The order in which all ranks start gathers. See [Note: layers that some ranks skip].
 
     A gather is a number: the unit's in a forward; the unit's behind all of these in a backward. The last numbers are ends: of a
-    forward without a backward, of one with a backward, and of a backward.
+    forward without a backward, of one with a backward, and of a backward. One more is no gather: a rank asks for starts alone.
 
     Args:
         names: of the units, in their order.
         transport: between all ranks that gather.
         take_part: takes part in a gather that other ranks may need.
-        before_wait: called in a backward before this rank waits for others, with the units gathered since the last call, and
-            whether units without any gradient so far are to be left.
 
     Attributes:
         steps: optimizer steps so far.
-        is_apart: ranks have been seen to run different layers.
+        transport: the same.
+        starts: counts the reductions that all ranks have started.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        transport: Transport,
-        take_part: Callable[[int], None],
-        before_wait: Callable[[list[int], bool], None],
-    ):
+    def __init__(self, names: Sequence[str], transport: Transport, take_part: Callable[[int], None]):
         units = self._units = len(names)
         # With the layer's name, for errors that tell where a rank waits.
-        needed = ["" if number >= 2 * units else names[number % units] for number in range(2 * units + 3)]
+        needed = ["" if number >= 2 * units else names[number % units] for number in range(2 * units + 4)]
         self._labels = [Label(kind="agreement on the next layer", subject="this pass", holds=name) for name in needed]
-        self._transport = transport
+        self.transport = transport
         self._take_part = take_part
-        self._before_wait = before_wait
         self._first_end = 2 * units
         self.forward_end, self.forward_end_with_graph, self.backward_end = range(self._first_end, self._first_end + 3)
+        self._only_starts = self._first_end + 3
         self.steps = 0
+        self.starts = CommonStarts(0)
         # Alike on all ranks: these change in agreements, and as gathers are started.
         self._last = self._end = self.backward_end
         self._since_end: list[int] = []
@@ -89,8 +81,6 @@ class AgreedOrder:
         self._unsure: dict[int, int] = {}
         self._learnt: tuple[list[int], list[int]] = ([], [])
         self._place: dict[int, int] = {}
-        self.is_apart = False
-        self._told = 0
         # Of this rank.
         self._used: set[int] = set()
         self._own_last = self._last
@@ -102,7 +92,9 @@ class AgreedOrder:
     @property
     def following(self) -> int | None:
         """The gather that comes next on all ranks; None if that is not known."""
-        return self._next.get(self._last)
+        following = self._next.get(self._last)
+        # On a way that no backward has gone before, ranks agree on each layer; see [Note: waits for reductions].
+        return None if following is not None and following >= self._units and self.starts.is_new_way else following
 
     def expected(self, count: int) -> list[int]:
         """Returns up to `count` gathers that come next on all ranks."""
@@ -124,27 +116,21 @@ class AgreedOrder:
         Args:
             wanted: False for one that is expected, and that this rank may not compute with.
         """
-        last = self._last
-        if self._next.get(last) == number and (number < self._units or not (self.is_apart or last >= self._first_end)):
+        if self.following == number:
             # Nearly always: as below, for a gather that is expected.
             self._note(number)
             if wanted:
                 self._used.add(number)
                 self._own_last = number
             return
-        strayed, is_backward = None, self._units <= number < self._first_end or number == self.backward_end
+        strayed = None
         while True:
-            following = self._next.get(self._last)
-            if is_backward and (self.is_apart or strayed is not None or self._last >= self._first_end):
-                # Each gather once: the reductions of those before have been started in an earlier call.
-                told, self._told = self._told, len(self._since_end)
-                self._before_wait([each - self._units for each in self._since_end[told:] if each >= self._units], False)
-            elif is_backward and following != number:
-                # Reentrant checkpointing reduces a layer at its first use. Another rank may wait for that in the layer's second.
-                self._before_wait([], True)
+            following = self.following
             if following is None:
                 following = self._agree(number, strayed)
                 strayed = None
+                if following == self._only_starts:
+                    continue
             elif following != number and strayed is None:
                 # The rank goes on with the expected gather, as the others do. The next agreement ends the expectation for all.
                 strayed = self._last
@@ -157,7 +143,16 @@ class AgreedOrder:
         if wanted:
             self.use(number)
 
+    def _is_of_backward(self, number: int) -> bool:
+        return self._units <= number < self._first_end or number >= self.backward_end
+
+    def agree_on_starts(self) -> None:
+        """Joins the next agreement of other ranks, which goes on with no gather then."""
+        if self.following is None:
+            self._agree(self._only_starts, None)
+
     def _note(self, number: int) -> None:
+        self.starts.note(number, is_backward=number >= self._units)
         self._last = number
         self._since_end.append(number)
         # With the step: a rank that gathers the right layers a step too early is found, too.
@@ -177,18 +172,22 @@ class AgreedOrder:
             said[count + each] = 1
         if strayed is not None:
             said[2 * count + strayed] = 1
+        # Not in a forward: the reductions of its backward have not begun.
+        said += self.starts.said(self.starts.keep_promise() if self._is_of_backward(number) else 0)
         # With its complement: the largest of both add up to more, byte by byte, unless all ranks have the same.
         said += self._checksum.to_bytes(4, "little") + (self._checksum ^ _ALL_BITS).to_bytes(4, "little")
-        heard = self._transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), self._labels[number]).tolist()
+        heard = self.transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), self._labels[number]).tolist()
         if int.from_bytes(heard[-8:-4], "little") + int.from_bytes(heard[-4:], "little") != _ALL_BITS:
             raise RuntimeError(
                 "hf_zero: a rank has run a layer by itself while others had stepped already, so layers were gathered from two "
                 "steps. Call layers outside of the model's forward on all ranks, or inside `with hf_zero.gathered(model):`."
             )
+        self.starts.hear(bytes(heard[3 * count : -8]))
         for each in compress(range(count), heard[2 * count :]):
             self._doubt(each)
-        needed = list(compress(range(count), heard))
-        self.is_apart |= len(needed) > 1
+        needed = list(compress(range(self._only_starts), heard))
+        if heard[self._only_starts]:
+            return self._only_starts
         # All ranks have heard the same and have learnt the same order: each chooses the same gather.
         chosen = min(needed, key=self._rank_of)
         if chosen >= self._first_end:
@@ -211,7 +210,7 @@ class AgreedOrder:
 
     def _before(self, number: int, chosen: int) -> int:
         """Returns the latest of the gathers behind which ranks need `chosen`. Collective."""
-        everyone = self._transport.exchange((number, self._own_last), "exchange of a layer's index in the order")
+        everyone = self.transport.exchange((number, self._own_last), "exchange of a layer's index in the order")
         return max(
             (before for needed, before in everyone if needed == chosen), key=lambda each: self._place.get(each, -1)
         )
@@ -257,9 +256,12 @@ class AgreedOrder:
                 if was_used and not used[number]:
                     self._doubt(before)
                 before, was_used = number, used[number]
+        if end == self.backward_end:
+            self.starts.end_backward()
+        else:
+            self.starts.end_forward(end, with_graph=end == self.forward_end_with_graph)
         self._last = self._end = self._own_last = end
         self._since_end.clear()
-        self._told = 0
         self._used.clear()
 
 
@@ -282,8 +284,6 @@ class Unsharding:
         transport: between all ranks that gather.
 
     Attributes:
-        start_reductions: called in a backward, before this rank waits for others, with buckets that get no gradients any more.
-        has_gradients: whether a bucket has got gradients in this backward.
         reshards_after_forward: the same.
         peak_bytes: the most that gathered parameters have taken beyond the shards.
     """
@@ -309,19 +309,14 @@ class Unsharding:
         self._prefetch = prefetch
         self.reshards_after_forward = reshard_after_forward
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
-        self.start_reductions: Callable[[list[Bucket], bool], None] = lambda buckets, ranks_differ: None
-        self.has_gradients: Callable[[Bucket], bool] = lambda bucket: False
         self._order = AgreedOrder(
             [unit.buckets[0].label("").holds if unit.buckets else unit.name for unit in self.units],
             transport,
             WeakMethod(self, Unsharding._take_part),
-            WeakMethod(self, Unsharding._before_wait),
         )
         # The unit in use, and those that were gathered before their use.
         self._at: Unit | None = None
         self._ahead: list[Unit] = []
-        # Of which this rank expects no gradients any more in this backward.
-        self._done_with: list[Unit] = []
         self._running: list[Unit] = []
         self._versions: dict[Unit, dict[int, int]] = {}
         self._is_backward_open = False
@@ -330,6 +325,19 @@ class Unsharding:
         self._keeps_all = False
         self._fetching: list[Unit] = []
         self.peak_bytes = 0
+
+    def count_starts(self, starts: CommonStarts, transport: Transport) -> None:
+        """Has the reductions counted that all ranks have started before they wait for a gather.
+
+        Args:
+            transport: of the ranks that reduce.
+        """
+        self._order.starts = starts
+        if transport is not self._order.transport:
+            # Ranks with other parts of a split model may have other buckets, and all ranks send as many bytes.
+            counts = self._order.transport.exchange(starts.count, "exchange of the number of buckets")
+            starts.count = starts.sure = max(counts)
+        starts.agree = WeakMethod(self._order, AgreedOrder.agree_on_starts)
 
     @property
     def in_pass(self) -> bool:
@@ -386,9 +394,6 @@ class Unsharding:
         if unit is self._root:
             if not backward_follows:
                 self._drop_all()
-            elif self._order.is_apart:
-                # Then gathers tell each rank how far the backwards of others have come, the last layer's too.
-                self._drop(self.units[1:])
         elif len(unit.modules) == 1 and not may_be_last:
             # What stays although it was not the last goes when another comes, as units of several layers do.
             self._drop([unit])
@@ -429,10 +434,7 @@ class Unsharding:
         """This rank's backward gathers nothing more; returns when that is so on all ranks. Before reductions are waited for."""
         if is_transformed():
             return
-        # Also those that the forward has left whole: of these no gather has told how far another rank has come.
-        self._done_with += self._in_order(unit for unit in self._not_sharded if unit is not self._root)
         self._order.reach(self._order.backward_end)
-        self._done_with.clear()
 
     def end_backward(self) -> None:
         """A backward pass is over."""
@@ -524,11 +526,8 @@ class Unsharding:
         if self.reshards_after_forward and unit is not root:
             others = self._not_sharded.keys() - {unit, root}
             if others and (others := others.difference(ahead, self._running)):
-                done = self._in_order(others)
-                if backward:
-                    self._done_with += done
                 # Release before gather: else the new layer's memory comes on top of the one that is done.
-                self._drop(done)
+                self._drop(self._in_order(others))
         # This unit's gather first, the prefetches behind: the link serves them in order, and this one is waited for.
         self._reach(unit, backward=backward)
         while len(ahead) < self._prefetch and self._has_room():
@@ -538,8 +537,7 @@ class Unsharding:
             # What a gather takes its shard from may itself be slow: it is read while the gathers before it run.
             following = self._order.expected(self._prefetch + 1 - len(ahead))
             self._fetch([self.units[number % len(self.units)] for number in following])
-        if unit.state is UnitState.UNSHARDING:
-            unit.finish_unshard()
+        self._finish(unit)
 
     def _in_order(self, units: Iterable[Unit]) -> list[Unit]:
         """Sorts units as the schedule has them, which is the same order on all ranks."""
@@ -578,13 +576,6 @@ class Unsharding:
         # part that `comm.secondary_shard` asks for, or none.
         with torch.set_grad_enabled(self._backward_follows):
             self._start(unit, self._wire.forward)
-
-    def _before_wait(self, numbers: list[int], begun: bool) -> None:
-        done = [*self._done_with, *(self.units[number] for number in numbers)]
-        if begun:
-            # Of others the gradients come later: those of two forwards are added up first, as under DDP.
-            done = [unit for unit in done if any(map(self.has_gradients, unit.buckets))]
-        self.start_reductions([bucket for unit in done for bucket in unit.buckets], self._order.is_apart)
 
     def _take_part(self, number: int) -> None:
         """Takes part in a gather that other ranks may need, and leaves the unit as it is on this rank."""
@@ -627,17 +618,17 @@ class Unsharding:
             if gathered > self.peak_bytes:
                 self.peak_bytes = gathered
 
-    @staticmethod
-    def _finish(unit: Unit) -> None:
+    def _finish(self, unit: Unit) -> None:
         if unit.state is UnitState.UNSHARDING:
+            order = self._order
+            order.starts.keep_promise(order.number(self._numbers[unit], backward=True))
             unit.finish_unshard()
 
     def _drop(self, units: Iterable[Unit]) -> None:
         for unit in () if self._keeps_all else units:
             if not unit.is_sharded and not unit.holds:
-                if unit.state is UnitState.UNSHARDING:
-                    # A gather under way writes to the memory that the reshard gives back.
-                    unit.finish_unshard()
+                # A gather under way writes to the memory that the reshard gives back.
+                self._finish(unit)
                 unit.reshard(keeps=unit in self._kept)
 
     def _drop_all(self) -> None:

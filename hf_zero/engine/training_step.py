@@ -30,7 +30,7 @@ from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
 from ..hooks.tensors import is_in_backward
-from ..hooks.weak import WeakHook, WeakMethod, engine_attached_to
+from ..hooks.weak import WeakHook, engine_attached_to
 from ..layout import gradient_buffers
 from ..optimizer.holder import StateHolder
 from ..optimizer.replicas import ReplicaCheck
@@ -264,9 +264,9 @@ class TrainingStep:
             self._end_backward,
             find_unused_parameters=find_unused_parameters,
         )
-        if self._gathers_layers:
-            parts.sharded.schedule.start_reductions = WeakMethod(self.gradients, Gradients.start_early)
-            parts.sharded.schedule.has_gradients = WeakMethod(self.gradients, Gradients.has_begun)
+        if self._gathers_layers and parts.mesh.dp.groups.world_size > 1:
+            parts.sharded.schedule.count_starts(self.gradients.starts, step_transport)
+            self.store.steps = parts.wire.steps
         # The parameters that a clip was asked for last, and the answer of `_rows_of`.
         self._asked: list[nn.Parameter] = []
         self._found: tuple[list[Row], bool] = [], not parts.slot_of

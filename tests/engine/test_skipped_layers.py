@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Answer, gpt2_batch
 
 from hf_zero.engine.schedule import AgreedOrder
+from hf_zero.layout.gradient_buffers import GRAD_BUFFERS
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -112,8 +113,56 @@ class InTurn(Skipping):
         return list(self.layers[:3] if self.steps % 2 else self.layers[3:])
 
 
+class Parts(nn.Module):
+    """A layer of more buckets than there are buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(GRAD_BUFFERS + 2))
+        self.unused: range = range(0)
+
+    def forward(self, hidden):
+        for place, part in enumerate(self.parts):
+            if place not in self.unused:
+                hidden = torch.tanh(part(hidden)) + hidden
+        return hidden
+
+
+class OtherParts(Skipping):
+    """All ranks run all layers, and one of them uses fewer parameters: those that get their gradients last, first, or none."""
+
+    steps, begin = 0, 0
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Parts() for _ in range(3))
+
+    def chosen(self) -> list[nn.Module]:
+        unused = [range(GRAD_BUFFERS), range(2, 9), range(9)][self.steps % 3]
+        for layer in self.layers:
+            layer.unused = unused if self.steps >= self.begin and torch.distributed.get_rank() == 0 else range(0)
+        self.steps += 1
+        return list(self.layers)
+
+
+class OtherPartsLater(OtherParts):
+    begin = 3
+
+
 CHECKPOINTED, REENTRANT = partial(Skipping, False), partial(Skipping, True)
-MODELS = [Skipping, CHECKPOINTED, REENTRANT, Shuffled, OneEach, OnlyTheFirstRank, Late, OneLoss, InTurn]
+MODELS = [
+    Skipping,
+    CHECKPOINTED,
+    REENTRANT,
+    Shuffled,
+    OneEach,
+    OnlyTheFirstRank,
+    Late,
+    OneLoss,
+    InTurn,
+    OtherParts,
+    OtherPartsLater,
+]
 
 
 def trains_as_under_ddp(rank: int, world_size: int, make: Callable[[], nn.Module], variants: list[dict]) -> None:
@@ -133,7 +182,8 @@ def trains_as_under_ddp(rank: int, world_size: int, make: Callable[[], nn.Module
 
 
 @pytest.mark.short_cells(
-    *(f"some-{name}" for name in ("reentrant", "Shuffled", "OneEach", "OnlyTheFirstRank", "OneLoss", "InTurn"))
+    *(f"some-{name}" for name in ("reentrant", "Shuffled", "OneEach", "OnlyTheFirstRank", "OneLoss", "InTurn")),
+    *("some-OtherParts", "some-OtherPartsLater"),
 )
 @pytest.mark.parametrize(
     "make", MODELS, ids=["random", "checkpointed", "reentrant", *[each.__name__ for each in MODELS[3:]]]
@@ -158,7 +208,9 @@ def trains_in_groups(rank: int, world_size: int, make: Callable[[], nn.Module], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", MODELS[:5], ids=["random", "checkpointed", "reentrant", "Shuffled", "OneEach"])
+@pytest.mark.parametrize(
+    "make", [*MODELS[:5], OtherParts], ids=["random", "checkpointed", "reentrant", "Shuffled", "OneEach", "OtherParts"]
+)
 @pytest.mark.parametrize(
     "comm", [{"shard_group_size": 2}, {"secondary_shard": "node", "node_size": 2}], ids=["hybrid", "secondary"]
 )
@@ -236,7 +288,7 @@ def test_ranks_that_need_any_layers_in_any_order_all_get_them_and_gather_in_one_
             assert set(transport.exchange(number)) == {number}
             gathered[rank].append(number)
 
-        order = AgreedOrder(NAMES, transport, gather, lambda units, begun: None)
+        order = AgreedOrder(NAMES, transport, gather)
         for step in steps:
             forward, backward = step[rank]
             for numbers, end in (
@@ -263,7 +315,7 @@ def test_layers_that_all_ranks_run_need_no_words_but_at_the_ends():
             said.append(values)
             return super().agree_max(values, label)
 
-    order = AgreedOrder(NAMES, Alone(1).of(0), lambda number: None, lambda units, begun: None)
+    order = AgreedOrder(NAMES, Alone(1).of(0), lambda number: None)
     told = []
     for _ in range(3):
         said.clear()
