@@ -332,12 +332,12 @@ class Unsharding:
         Args:
             transport: of the ranks that reduce.
         """
-        self._order.starts = starts
-        if transport is not self._order.transport:
+        order = self._order
+        order.starts, starts.agree = starts, WeakMethod(order, AgreedOrder.agree_on_starts)
+        if transport is not order.transport:
             # Ranks with other parts of a split model may have other buckets, and all ranks send as many bytes.
-            counts = self._order.transport.exchange(starts.count, "exchange of the number of buckets")
+            counts = order.transport.exchange(starts.count, "exchange of the number of buckets")
             starts.count = starts.sure = max(counts)
-        starts.agree = WeakMethod(self._order, AgreedOrder.agree_on_starts)
 
     @property
     def in_pass(self) -> bool:

@@ -250,7 +250,7 @@ class TrainingStep:
         self.has_rescue = False
         self.stop_due = 0
         self.last_norm: torch.Tensor | None = None
-        step_transport = parts.mesh.dp.transport
+        step_transport, world_size = parts.mesh.dp.transport, parts.mesh.dp.groups.world_size
         self._log = step_transport.watch.log
         self.store = self._make_store()
         self.settings = SharedSettings(optimizers)
@@ -258,13 +258,13 @@ class TrainingStep:
             parts.buckets,
             self.store,
             step_transport,
-            parts.mesh.dp.groups.world_size,
+            world_size,
             self.settings,
             self._end_gathers,
             self._end_backward,
             find_unused_parameters=find_unused_parameters,
         )
-        if self._gathers_layers and parts.mesh.dp.groups.world_size > 1:
+        if self._gathers_layers and world_size > 1:
             parts.sharded.schedule.count_starts(self.gradients.starts, step_transport)
             self.store.steps = parts.wire.steps
         # The parameters that a clip was asked for last, and the answer of `_rows_of`.

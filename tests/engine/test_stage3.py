@@ -1189,8 +1189,7 @@ class Branches(nn.Module):
         if branches:
             hidden = hidden + self.branch(hidden).sum(-1, keepdim=True)
         for number, layer in enumerate(self.layers):
-            # The first layer on all ranks or none.
-            if branches and (number == 3 or (number == 0 and self.forwards % 2 == 0)):
+            if branches and number in (0, 1, 3):
                 silent: list = []
                 try:
                     raise LookupError
