@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.sharded import ShardedGradient
+from ..buckets.sharded import GradientState, ShardedGradient
 from ..comm.arrivals import in_words
 from ..comm.ledger import Label
 from ..comm.transport import Transport
@@ -27,7 +27,7 @@ from .gradient_store import GradientStore
 
 _USED = Label(kind="agreement on used parameters", subject="this pass")
 
-_GRAD, _ARRIVED = attrgetter("grad"), attrgetter("arrived")
+_GRAD, _ARRIVED, _PARAMETER = attrgetter("grad"), attrgetter("arrived"), attrgetter("parameter")
 _PLAIN = {torch.Tensor}
 _LOST = 255
 """Sent in place of a signal's number by a rank whose backward has failed; signals have smaller numbers."""
@@ -290,7 +290,8 @@ class Gradients:
     # [Note: a backward that an exception ends]
     # A script may catch the exception and go on. Plain PyTorch then keeps the gradients that have accumulated in `p.grad`.
     # Autograd drops the callback that would have ended the pass, so `_lose_pass` is called before the script goes on. With one
-    # rank, it reduces what has come at once. Micro-batches that only accumulate have everything in `p.grad` anyway. Several ranks
+    # rank, it reduces what has come at once. If that fails too, for want of memory, the next forward raises unless the script has
+    # zeroed its gradients. Micro-batches that only accumulate have everything in `p.grad` anyway. Several ranks
     # raise, as under DDP: a failed rank has sent some gradients and lacks others. At its next forward, backward or step, it first
     # takes part in the reductions that other ranks wait for, and then all ranks raise. Only if all ranks have failed before the
     # first gradient, all go on.
@@ -306,6 +307,18 @@ class Gradients:
         if self._failure is not None:
             self._end_failed_pass()
         self.complete()
+
+    def _show_lost(self) -> None:
+        """Hangs stand-ins where gradients have been taken, so that `_are_zeroed` sees the script's zero_grad."""
+        for filling in self._fillings:
+            for slot in filling.bucket.slots:
+                if slot.parameter.grad is None and (slot.used or filling.is_whole):
+                    slot.parameter.grad = ShardedGradient(slot.name, slot.parameter)
+
+    def _are_zeroed(self) -> bool:
+        """Whether the script has zeroed all gradients."""
+        with look_only():
+            return all(map(_is_zeroed, map(_GRAD, map(_PARAMETER, self._slots))))
 
     def discard(self) -> None:
         """Forgets a failed pass on all ranks, with the gradients of all passes since the last step."""
@@ -335,10 +348,14 @@ class Gradients:
             except Exception as error:
                 # Python prints and drops an exception that is raised here, so the next forward or step raises it.
                 self._failure = _refusal(error)
+                self._show_lost()
 
     @hidden_from_modes
     def _end_failed_pass(self) -> None:
         """Raises the error of a failed pass, after this rank has taken part in what the other ranks wait for."""
+        if self._world_size == 1 and self._are_zeroed():
+            self.discard()
+            return
         if self._owed is not None:
             lost, self._owed = self._owed, None
             # Of this pass: the script may have entered or left `no_sync` since.
@@ -568,9 +585,7 @@ class Gradients:
         self._take_arrived(self._fillings[before])
         # What had come has not completed the bucket.
         if self._next == before:
-            self._next += 1
-            self._passed_over.add(passed_over)
-            self.store.start_unfilled(passed_over)
+            self._start_next()
         self.start_full(up_to=place)
         return True
 
@@ -594,13 +609,27 @@ class Gradients:
             if filling.arrived:
                 self._take_arrived(filling)
         while self._next < number:
-            bucket = self._buckets[self._next]
-            if self._fillings[self._next].awaited:
-                self._passed_over.add(bucket)
-            # Counted first: a buffer that is waited for may start buckets, too.
-            self._next += 1
-            self.store.start(bucket)
+            self._start_next()
         self.start_full()
+
+    def _start_next(self) -> None:
+        """Starts the next bucket, full or not."""
+        bucket, is_full = self._buckets[self._next], not self._fillings[self._next].awaited
+        # Counted first: a buffer that is waited for may start buckets, too.
+        self._next += 1
+        self.store.may_ask = False
+        try:
+            if is_full:
+                self.store.start(bucket)
+            else:
+                self._passed_over.add(bucket)
+                self.store.start_unfilled(bucket)
+        except Exception:
+            # The end of the failed pass starts it once more: the other ranks wait for it.
+            self._next -= 1
+            raise
+        finally:
+            self.store.may_ask = True
 
     def _accumulates(self) -> bool:
         """Whether the backward that runs will accumulate gradients."""
@@ -632,6 +661,8 @@ class Gradients:
         except Exception:
             # The script may catch it. Then no step may follow: gradients are missing.
             self._failure = self._failure or _refusal()
+            if self._world_size == 1:
+                self._show_lost()
             raise
         # Now: one that fails in its last collectives has not ended.
         self.ended += 1
@@ -801,6 +832,12 @@ def _accumulates(parameter: nn.Parameter) -> bool:
     except RuntimeError:
         # The answer where `torch.autograd.grad` returns the gradient of this parameter, which accumulates none.
         return False
+
+
+def _is_zeroed(gradient: torch.Tensor | None) -> bool:
+    if isinstance(gradient, ShardedGradient):
+        return gradient.state is GradientState.ZEROED and gradient.pending is None
+    return gradient is None or not gradient.any()
 
 
 def _is_unreduced(gradient: torch.Tensor | None) -> bool:

@@ -136,6 +136,7 @@ class GradientStore(ABC):
             Returns whether it has.
         starts: counts the reductions that backward may wait for.
         places: the indices of the buckets, in the order in which they start.
+        may_ask: other ranks may be asked to start reductions that this rank wants to wait for.
         steps: starts the steps of reductions between groups of ranks, if these have several.
     """
 
@@ -156,6 +157,7 @@ class GradientStore(ABC):
         self.starts = CommonStarts(0)
         self.places: dict[Bucket, int] = {}
         self.steps: StepsInOrder | None = None
+        self.may_ask = True
 
     @abstractmethod
     def held_bytes(self) -> dict[str, int]:
@@ -326,13 +328,14 @@ class GradientStore(ABC):
                 if not slot.arrived:
                     # A buffer comes with values of another bucket or pass, and the sum over the ranks would have them.
                     slot.view_of(flat).zero_()
-                slot.arrived = False
         if self.steps is not None:
             # The next start moves older reductions one step further, and waits for the step before.
             self.steps.may_advance = all(map(self._may_wait, self._started))
-        # In this order: there may be no memory to start it with, and the buffer is discarded as an open one then.
+        # In this order: there may be no memory to start it with. The buffer stays open then, and a further start finds it filled.
         self._started[bucket] = self._start_reduction(bucket, flat)
         del self._open[bucket]
+        for slot in () if self._is_put_whole(bucket) else bucket.slots:
+            slot.arrived = False
         most = self._landing.most_under_way
         if most is not None and len(self._started) > most:
             # The oldest: its buffer goes back to the pool first.
@@ -593,7 +596,6 @@ class ShardedGradients(GradientStore):
         # Buffers of the pool, and the buckets that are reduced in them.
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()
-        self._is_starting = False
         self._scratches: dict[Bucket, int] = {}
         self._most_beside_bytes = 0
 
@@ -698,13 +700,6 @@ class ShardedGradients(GradientStore):
         if self._is_put_whole(bucket):
             super().start(bucket)
             return
-        before, self._is_starting = self._is_starting, True
-        try:
-            self._start_with_sums(bucket)
-        finally:
-            self._is_starting = before
-
-    def _start_with_sums(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
             # Unused in this pass: micro-batches under `no_sync` may have left a sum, which no hook brings any more.
             if not slot.arrived:
@@ -767,7 +762,7 @@ class ShardedGradients(GradientStore):
             if self._in_flight:
                 oldest = self._in_flight[0]
                 # Not while another bucket starts: it counts as started, and the other ranks would wait for it.
-                if not self._may_wait(oldest) and (self._is_starting or not self.starts.ask(self.places[oldest] + 1)):
+                if not self._may_wait(oldest) and (not self.may_ask or not self.starts.ask(self.places[oldest] + 1)):
                     break
                 self.finish(oldest)
         lent = self._lent[bucket] = self._pool.take(bucket, beside)

@@ -487,6 +487,34 @@ def test_one_rank_goes_on_after_a_caught_failure_of_a_backward_as_plain_torch(wa
                 assert torch.equal(found, expected), (stage, more, step)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_goes_on_after_it_zeroes_gradients_that_there_was_no_memory_to_reduce(stage):
+    torch.manual_seed(0)
+    model = Layers()
+    reference, run = Run(copy.deepcopy(model), None), Run(copy.deepcopy(model), stage)
+    # Watched buckets first, and learned ones later; in place last, since some gradients stay None then.
+    for clear in ("model", "optimizer", "in place"):
+        for each in (reference, run):
+            usual(each)
+            with changed(run.engine._step.store, _start_reduction=out_of_memory) if each is run else nullcontext():
+                with pytest.raises(torch.OutOfMemoryError) if each is run else nullcontext():
+                    each.forward().backward()
+        with pytest.raises(RuntimeError, match="could not be reduced: no memory|after some of its gradients"):
+            run.forward()
+        for each in (reference, run):
+            (each.model if clear == "model" else each.optimizer).zero_grad(set_to_none=clear != "in place")
+            if each is reference:
+                # The batch of the forward that raised.
+                each.forward()
+            usual(each)
+        for expected, found in zip(values(reference), values(run)):
+            assert torch.equal(found, expected), clear
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
 @on_shared_ranks
 def test_all_of_several_ranks_raise_before_a_step_that_follows_a_failed_backward(rank, world_size):
     torch.manual_seed(0)
