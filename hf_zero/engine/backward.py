@@ -223,6 +223,9 @@ class Gradients:
         # else that is whether gradients had come.
         self._failure: RuntimeError | None = None
         self._owed: bool | None = None
+        # Of a failed pass: whether another backward was to add to it, and the gradients that it has left.
+        self._went_on = False
+        self._left: list[tuple] = []
         # The hook on an output came first: no pass like this one needs the hooks of parameters to be noticed.
         self._is_announced = False
         self._begin_pass()
@@ -290,11 +293,14 @@ class Gradients:
     # [Note: a backward that an exception ends]
     # A script may catch the exception and go on. Plain PyTorch then keeps the gradients that have accumulated in `p.grad`.
     # Autograd drops the callback that would have ended the pass, so `_lose_pass` is called before the script goes on. With one
-    # rank, it reduces what has come at once. If that fails too, for want of memory, the next forward raises unless the script has
-    # zeroed its gradients. Micro-batches that only accumulate have everything in `p.grad` anyway. Several ranks
-    # raise, as under DDP: a failed rank has sent some gradients and lacks others. At its next forward, backward or step, it first
-    # takes part in the reductions that other ranks wait for, and then all ranks raise. Only if all ranks have failed before the
-    # first gradient, all go on.
+    # rank, it reduces what has come at once. If there is no memory for that, the next forward raises unless the script has zeroed
+    # its gradients. Micro-batches that only accumulate have everything in `p.grad` anyway. Several ranks raise, as under DDP: a
+    # failed rank has sent some gradients and lacks others. At its next forward, backward or step, it first takes part in the
+    # reductions that other ranks wait for, and then all ranks raise.
+    #
+    # All ranks go on if all have failed before the first gradient, or if the pass was in `no_sync`. There DDP sends nothing, and
+    # adds the gradients of the failed backward to those of the other micro-batches. If the script has changed gradients of
+    # this rank since, for example by zero_grad, the sum over the ranks has them already, and all ranks raise.
 
     def recover(self) -> None:
         """Ends a pass that has not come to its end, so that gradients can be read or a forward can begin.
@@ -307,6 +313,14 @@ class Gradients:
         if self._failure is not None:
             self._end_failed_pass()
         self.complete()
+
+    def _marks_of_gradients(self) -> list[tuple]:
+        """Returns a list that differs after the script has replaced, zeroed or changed a gradient."""
+        with look_only():
+            gradients = list(map(_GRAD, map(_PARAMETER, self._slots)))
+            return [
+                (id(g), g.state if isinstance(g, ShardedGradient) else getattr(g, "_version", 0)) for g in gradients
+            ]
 
     def _show_lost(self) -> None:
         """Hangs stand-ins where gradients have been taken, so that `_are_zeroed` sees the script's zero_grad."""
@@ -339,6 +353,7 @@ class Gradients:
             self._begin_pass()
         elif self._world_size > 1:
             self._failure, self._owed = _refusal(), any(filling.has_begun for filling in self._fillings)
+            self._went_on, self._left = self.store.goes_on, self._marks_of_gradients()
         else:
             # What `no_sync` micro-batches have left is reduced now, too.
             self._touched |= bool(self._held)
@@ -360,6 +375,8 @@ class Gradients:
             lost, self._owed = self._owed, None
             # Of this pass: the script may have entered or left `no_sync` since.
             reducing, self.reducing = self.reducing, True
+            # A script that has zeroed or changed what had come by then means this rank's gradients alone.
+            self.store.went_on = self._went_on and self._left == self._marks_of_gradients()
             # Also if nothing has come here: the other ranks may reduce.
             self._touch()
             self._before_rest()
@@ -369,6 +386,7 @@ class Gradients:
             if not is_in_backward():
                 self._after_pass()
             self.reducing = reducing
+            self.store.went_on = None
         if self._failure is not None:
             raise RuntimeError(*self._failure.args)
 
@@ -726,18 +744,21 @@ class Gradients:
                 self._take(slot, has_graph=None, is_readable=True)
 
     def _judge_loss(self, lost: bool | None) -> None:
-        """Raises on all ranks if the backward of one has failed, unless all have failed before the first gradient.
+        """Raises on all ranks if the backward of one has failed.
+
+        Not if all have failed before the first gradient, nor in `no_sync`, where each rank keeps what has come, as under DDP.
 
         Args:
             lost: as of `_finish_pass`.
         """
         # A signal on another rank is asked for again in the next pass.
         self.stop_agreed = 0
-        everyone = self.transport.exchange((dist.get_rank(), lost), "exchange after a failed backward")
-        if all(theirs is False for _, theirs in everyone):
+        said = dist.get_rank(), lost, self.store.goes_on
+        everyone = self.transport.exchange(said, "exchange after a failed backward")
+        if all(theirs is False for _, theirs, _ in everyone) or all(goes_on for _, _, goes_on in everyone):
             self._failure = None
         else:
-            self._failure = _refusal(ranks=[rank for rank, theirs in everyone if theirs is not None])
+            self._failure = _refusal(ranks=[rank for rank, theirs, _ in everyone if theirs is not None])
             raise RuntimeError(*self._failure.args)
 
     def _start_agreement(self, stop: int) -> Callable[[], torch.Tensor]:

@@ -136,6 +136,7 @@ class GradientStore(ABC):
             Returns whether it has.
         starts: counts the reductions that backward may wait for.
         places: the indices of the buckets, in the order in which they start.
+        went_on: while the end of a failed pass is made up for, whether another backward was to add to it; else None.
         may_ask: other ranks may be asked to start reductions that this rank wants to wait for.
         steps: starts the steps of reductions between groups of ranks, if these have several.
     """
@@ -158,6 +159,7 @@ class GradientStore(ABC):
         self.places: dict[Bucket, int] = {}
         self.steps: StepsInOrder | None = None
         self.may_ask = True
+        self.went_on: bool | None = None
 
     @abstractmethod
     def held_bytes(self) -> dict[str, int]:
@@ -375,7 +377,7 @@ class GradientStore(ABC):
         for bucket in list(self._started):
             self.finish(bucket)
         arriving, self._arriving = self._arriving, []
-        if not self._landing.goes_on():
+        if not self.goes_on:
             for bucket in arriving:
                 bucket.await_gradient()
 
@@ -387,6 +389,11 @@ class GradientStore(ABC):
         self._open.clear()
         self._whole.clear()
         self._late.clear()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another backward is to add to this pass."""
+        return self._landing.goes_on() if self.went_on is None else self.went_on
 
     def _is_put_whole(self, bucket: Bucket) -> bool:
         """Whether all gradients of the bucket's first reduction in this pass were put together: no slot has a note."""

@@ -597,7 +597,7 @@ class TrainingStep:
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Else another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
-        is_last = not (self.is_accumulating or self._has_inner_backwards)
+        is_last = not (self.store.goes_on or self._has_inner_backwards)
         if self._parts.holder.timing.steps_early and is_last:
             self._parts.holder.timing.landed(bucket, arrival, all_used=self.gradients.has_used_all(bucket))
 
