@@ -425,7 +425,7 @@ class Gradients:
             filling.awaited = len(filling.bucket.slots)
             filling.is_plain, filling.completed_by = True, None
             filling.arrived.clear()
-        self._next = 0
+        self._next = self.starts.started = 0
         self._late.clear()
         self._passed_over.clear()
         self._touched = self._is_announced = False
@@ -607,16 +607,14 @@ class Gradients:
         self.start_full(up_to=place)
         return True
 
-    def start_up_to(self, number: int) -> int | None:
+    def start_up_to(self, number: int) -> None:
         """Starts the first `number` buckets, full or not, up to their last steps. See `CommonStarts`."""
-        if not self.reducing:
-            return None
-        # Ranks with another part of a split model may have more buckets.
-        count = len(self._buckets)
-        if self._next < min(number, count):
-            self._start_first(min(number, count))
-        self.store.start_last_steps(number)
-        return self._next if self._next < count else self.starts.count
+        if self.reducing:
+            # Ranks with another part of a split model may have more buckets.
+            number = min(number, len(self._buckets))
+            if self._next < number:
+                self._start_first(number)
+            self.store.start_last_steps(number)
 
     def _start_first(self, number: int) -> None:
         if not self._touched and not self._accumulates():
@@ -648,6 +646,7 @@ class Gradients:
             raise
         finally:
             self.store.may_ask = True
+        self.starts.started = self._next
 
     def _accumulates(self) -> bool:
         """Whether the backward that runs will accumulate gradients."""
@@ -664,6 +663,7 @@ class Gradients:
             # In bucket order, not in order of arrival: ranks match collectives by their order.
             self.store.start(self._buckets[self._next])
             self._next += 1
+            self.starts.started = self._next
 
     @hidden_from_modes
     def _end_pass(self, *, lost: bool | None = None) -> None:

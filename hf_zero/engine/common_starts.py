@@ -1,6 +1,5 @@
 """Stage 3: the reductions that all ranks have started, which a rank may wait for in the middle of its backward."""
 
-import zlib
 from collections.abc import Callable
 
 from ..comm.transport import Transport
@@ -31,23 +30,27 @@ class CommonStarts:
 
     Attributes:
         sure: this rank may wait for the first `sure` buckets. All, if no layers are gathered in a backward.
-        start_up_to: starts the first buckets that have not started, up to a number. Returns how many have started; None in a
-            pass without reductions.
+        started: buckets of this pass that this rank has started.
+        has_steps: a reduction may take several steps, the last of which ranks wait for, too.
+        before: of gathers in this backward, the way and `sure` before each of them.
+        start_up_to: starts the first buckets that have not started, up to a number and up to their last steps.
         agree: takes part in the next agreement, if that comes before any gather.
     """
 
     def __init__(self, count: int):
         self.count = count
         self.sure = count
-        self.start_up_to: Callable[[int], int | None] = lambda number: None
+        self.started = 0
+        self.has_steps = False
+        self.before: dict[int, tuple[int, int]] = {}
+        self.start_up_to: Callable[[int], None] = lambda number: None
+        self._own_count = count
         self.agree: Callable[[], None] | None = None
         self._wanted = 0
         self._promised: dict[int, int] = {}
         # The way since the last backward, and without the forward that is running.
         self._way = self._way_before = 0
         self._has_ended = True
-        # Of gathers in this backward: the way and `sure` before each of them.
-        self._before: dict[int, tuple[int, int]] = {}
         self._ways: list[int] = []
         self._last_ways: list[int] = []
         self._started: dict[int, int] = {}
@@ -61,15 +64,17 @@ class CommonStarts:
 
     def note(self, number: int, *, is_backward: bool) -> None:
         """Adds a gather to the way of all ranks."""
-        self.begin()
+        if self._has_ended:
+            self._begin()
         if is_backward:
-            self._before[number] = self._way, self.sure
+            self.before[number] = self._way, self.sure
             self._ways.append(self._way)
         self._go(number)
 
     def end_forward(self, number: int, *, with_graph: bool) -> None:
         """Adds the end of a forward to the way. No backward follows a forward without a graph, so the way leaves it out."""
-        self.begin()
+        if self._has_ended:
+            self._begin()
         if with_graph:
             self._go(number)
             self._way_before = self._way
@@ -81,31 +86,27 @@ class CommonStarts:
         """From here to the end of the pass, no rank waits for a gather, so this rank may wait for all reductions."""
         self._last_ways = [*self._ways, self._way]
         self._ways.clear()
-        self._before.clear()
+        self.before.clear()
         self._way = self._way_before = 0
         self._has_ended, self.sure = True, self.count
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Begins a way after the end of a backward."""
-        if self._has_ended:
-            self._has_ended, self.sure = False, self._promised.get(self._way, 0)
-            self._silent.update(self._last_ways)
-            self._last_ways.clear()
-            self._started.clear()
+        self._has_ended, self.sure = False, self._promised.get(self._way, 0)
+        self._silent.update(self._last_ways)
+        self._last_ways.clear()
+        self._started.clear()
 
-    def keep_promise(self, gather: int | None = None) -> int:
-        """Called in a backward before this rank waits for a gather, or in an agreement if `gather` is None.
+    def keep_promise(self, way: int, sure: int) -> None:
+        """Called in a backward before this rank waits for a gather.
 
-        Returns how many reductions this rank has started.
+        Args:
+            way, sure: those before the gather, from `before`.
         """
-        way, sure = (self._way, self.sure) if gather is None else self._before.get(gather, (None, 0))
-        if way is None:
-            # Gathered in the forward: all ranks have started it.
-            return 0
-        started = self.start_up_to(sure)
-        if started is not None:
-            self._started.setdefault(way, started)
-        return started or 0
+        if self.started < sure or self.has_steps:
+            self.start_up_to(sure)
+        if way not in self._promised:
+            self._started.setdefault(way, self.started)
 
     def ask(self, number: int) -> bool:
         """Asks all ranks to promise the first `number` reductions, which this rank has started. Returns whether they have."""
@@ -115,8 +116,14 @@ class CommonStarts:
             self._wanted = 0
         return number <= self.sure
 
-    def said(self, started: int) -> bytes:
+    def say(self, *, is_backward: bool) -> bytes:
         """Returns what this rank sends in an agreement; the maximum of all ranks goes to `hear`."""
+        started = 0
+        # Not in a forward: the reductions of its backward have not begun.
+        if is_backward:
+            self.keep_promise(self._way, self.sure)
+            # Ranks with another part of a split model may have more buckets.
+            started = self.started if self.started < self._own_count else self.count
         said = bytearray(started) + b"\1" * (self.count - started)
         if self._wanted:
             said[self._wanted - 1] = _WANTED
@@ -142,5 +149,8 @@ class CommonStarts:
             self._promised.update(zip(ways, map(min, *everyone)))
 
     def _go(self, number: int) -> None:
-        self._way = zlib.crc32(number.to_bytes(8, "little"), self._way)
-        self.sure = max(self.sure, self._promised.get(self._way, 0))
+        # The same on all ranks: hashes of numbers do not depend on the process.
+        way = self._way = hash((self._way, number))
+        promised = self._promised.get(way, 0)
+        if promised > self.sure:
+            self.sure = promised

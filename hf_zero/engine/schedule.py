@@ -172,8 +172,7 @@ class AgreedOrder:
             said[count + each] = 1
         if strayed is not None:
             said[2 * count + strayed] = 1
-        # Not in a forward: the reductions of its backward have not begun.
-        said += self.starts.said(self.starts.keep_promise() if self._is_of_backward(number) else 0)
+        said += self.starts.say(is_backward=self._is_of_backward(number))
         # With its complement: the largest of both add up to more, byte by byte, unless all ranks have the same.
         said += self._checksum.to_bytes(4, "little") + (self._checksum ^ _ALL_BITS).to_bytes(4, "little")
         heard = self.transport.agree_max(torch.frombuffer(said, dtype=torch.uint8), self._labels[number]).tolist()
@@ -620,8 +619,13 @@ class Unsharding:
 
     def _finish(self, unit: Unit) -> None:
         if unit.state is UnitState.UNSHARDING:
-            order = self._order
-            order.starts.keep_promise(order.number(self._numbers[unit], backward=True))
+            starts = self._order.starts
+            # In a forward, the dict is empty.
+            if starts.before:
+                before = starts.before.get(self._order.number(self._numbers[unit], backward=True))
+                # None if the forward has gathered the unit: all ranks have started that gather.
+                if before is not None:
+                    starts.keep_promise(*before)
             unit.finish_unshard()
 
     def _drop(self, units: Iterable[Unit]) -> None:

@@ -267,6 +267,7 @@ class TrainingStep:
         if self._gathers_layers and world_size > 1:
             parts.sharded.schedule.count_starts(self.gradients.starts, step_transport)
             self.store.steps = parts.wire.steps
+            self.gradients.starts.has_steps = parts.wire.steps is not None
         # The parameters that a clip was asked for last, and the answer of `_rows_of`.
         self._asked: list[nn.Parameter] = []
         self._found: tuple[list[Row], bool] = [], not parts.slot_of
