@@ -61,6 +61,7 @@ class _Filling:
         last: of a learned bucket, the slot whose hook takes all gradients; else None.
         is_whole: all gradients were taken together in this pass.
         completed_by: the slot that completed the bucket in this pass, with plain gradients alone.
+        bytes_to_come: when the bucket was completed, the bytes of all buckets of which no gradient had come yet.
     """
 
     __slots__ = (
@@ -73,6 +74,7 @@ class _Filling:
             "arrived",
             "awaited",
             "bucket",
+            "bytes_to_come",
             "completed_by",
         ),
         *("first", "is_plain", "is_whole", "last", "place", "slot_of"),
@@ -89,6 +91,7 @@ class _Filling:
         self.is_whole = False
         self.is_plain = True
         self.completed_by: ParameterSlot | None = None
+        self.bytes_to_come = 0
         self._completed_before: ParameterSlot | None = None
         self._in_a_row, self._wanted = 0, _FIRST_PASSES
         self._hook_dicts: list[MutableMapping[int, Any]] = []
@@ -98,6 +101,11 @@ class _Filling:
     def has_begun(self) -> bool:
         """Whether gradients have come in this pass."""
         return self.awaited < len(self.bucket.slots) or bool(self.arrived)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Returns the bytes of the bucket's whole gradient, in the dtype in which it is reduced."""
+        return self.bucket.layout.numel * self.bucket.precision.reduce.itemsize
 
     @property
     def is_alone(self) -> bool:
@@ -238,8 +246,7 @@ class Gradients:
         """After a pass that reduces: leaves one hook in Python on buckets that fill in the same way each time."""
         for filling in self._fillings:
             if filling.last is None:
-                later = self._buckets[filling.place + 1 :]
-                takes_whole = self._is_announced and self.store.takes_whole(filling.bucket, later)
+                takes_whole = self._is_announced and self.store.takes_whole(filling.bucket, filling.bytes_to_come)
                 if takes_whole and filling.is_learned_now():
                     filling.learn(self)
             elif not filling.is_whole:
@@ -549,6 +556,7 @@ class Gradients:
         self.store.put(slot, gradient)
         if not filling.awaited:
             filling.completed_by = slot
+            filling.bytes_to_come = sum(each.buffer_bytes for each in self._fillings if not each.has_begun)
             self.start_full()
 
     def _take_undefined(self, slot: ParameterSlot) -> None:

@@ -232,25 +232,23 @@ class GradientStore(ABC):
         """Whether the buffers of all buckets last until the step."""
         return True
 
-    def takes_whole(self, bucket: Bucket, later: Sequence[Bucket]) -> bool:
+    def takes_whole(self, bucket: Bucket, bytes_to_come: int) -> bool:
         """Whether `put_whole` may take the bucket's gradients: they have the dtype in which they are reduced.
 
         If all buffers last until the step, the gradients that wait for each other must not need more memory than the buffers
         that have yet to be allocated. Otherwise a rank would hold more than all buffers.
 
         Args:
-            later: buckets that fill after this one.
+            bytes_to_come: bytes of the buffers that are not allocated before the bucket's last gradient has come.
         """
         if bucket.slots[0].parameter.dtype != bucket.precision.reduce:
             return False
         if not self.lasts_whole:
             return True
         numels = [slot.parameter.numel() for slot in bucket.slots]
-        # Autograd always has one gradient, and buckets of other keys may have been allocated: they fill at the same time.
+        # Autograd always has one gradient.
         waiting_bytes = (sum(numels) - max(numels)) * bucket.precision.reduce.itemsize
-        return waiting_bytes <= sum(
-            each.layout.numel * each.precision.reduce.itemsize for each in later if each.key == bucket.key
-        )
+        return waiting_bytes <= bytes_to_come
 
     def put_whole(self, bucket: Bucket, gradients: Sequence[torch.Tensor]) -> bool:
         """Puts the shares of all gradients of a bucket, the first of this pass, and replaces `p.grad` as `put` does.
