@@ -105,7 +105,8 @@ class _Filling:
     @property
     def buffer_bytes(self) -> int:
         """Returns the bytes of the bucket's whole gradient, in the dtype in which it is reduced."""
-        return self.bucket.layout.numel * self.bucket.precision.reduce.itemsize
+        bucket = self.bucket
+        return bucket.layout.numel * bucket.precision.reduce.itemsize
 
     @property
     def is_alone(self) -> bool:

@@ -19,6 +19,7 @@ PLAIN = "O_NOFOLLOW, and refuses everything but a plain file with one name"
 LOCK = "O_NOFOLLOW, in a folder of this user, and only locked"
 RANDOM = "under a random name that this call draws"
 GIVEN = "to an open handle, or to memory"
+NOWHERE = "os.devnull"
 
 WRITES = {
     # The three ways to write where others may write, too.
@@ -33,6 +34,10 @@ WRITES = {
     ("foreign/convert.py", "_copy_the_rest", "shutil.copy2"): OWN_FOLDER,
     ("foreign/convert.py", "convert", "model.save_pretrained"): OWN_FOLDER,
     ("integrations/elastic.py", "write", "write_text"): OWN_FOLDER,
+    # Calls of a notebook's function, in a temporary folder.
+    ("integrations/notebook.py", "_write", "path.open"): OWN_FOLDER,
+    ("integrations/notebook.py", "main", "write_text"): OWN_FOLDER,
+    ("integrations/notebook.py", "main", "os.open"): NOWHERE,
     ("integrations/signals.py", "evaluation", "self._trainer._save_rng_state"): OWN_FOLDER,
     ("integrations/trainer_saves.py", "_save_beside_weights", "model.config.save_pretrained"): OWN_FOLDER,
     ("integrations/trainer_saves.py", "_save_beside_weights", "model.generation_config.save_pretrained"): OWN_FOLDER,

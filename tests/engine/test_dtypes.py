@@ -471,10 +471,14 @@ def test_one_gpu_neither_multiplies_gradients_nor_casts_them():
                 return _method(*args)
 
         setattr(engine._step.store, name, noted)
-    # One by one in the first two passes, a bucket at a time from then on, except for the last bucket.
-    later = (len(engine.buckets[-1].slots), len(engine.buckets) - 1)
-    for seed, (copies, joins) in enumerate([(len(slots), 0), (len(slots), 0), later]):
+    # One by one in the first two passes. From then on a bucket at a time, except for buckets whose gradients would wait on top of
+    # all buffers.
+    for seed in range(3):
         operations.names.clear()
+        fillings = engine._step.gradients._fillings
+        one_by_one = [len(each.bucket.slots) for each in fillings if each.last is None]
+        copies, joins = sum(one_by_one), len(fillings) - len(one_by_one)
+        assert (joins > 0) is (seed == 2) and (seed < 2) is (copies == len(slots))
         backward_on_device(model, seed)
         optimizer.zero_grad()
         assert (operations.names.count("copy_"), operations.names.count("cat")) == (copies, joins)
