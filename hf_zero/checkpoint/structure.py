@@ -425,7 +425,7 @@ def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) ->
             for tensor, (begin, itemsize) in tensors.items()
             for rows, place in owned.get(tensor, ())
         ]
-        # Headers on all ranks: a damaged one would lead a rank to other bytes than those that it has checked.
+        # Every rank checks the headers. With a damaged header, a rank would load bytes that it has not checked.
         header_bytes = min((begin for begin, _ in tensors.values()), default=0)
         indices = set(range(min(chunks_in(whole.nbytes), -(-header_bytes // CHUNK_BYTES))))
         for run in runs:

@@ -141,7 +141,7 @@ class Watch:
     def begun(self) -> Counter[str]:
         """Counts how often each kind of collective has been started on this rank."""
         found = Counter({SAVE: self._saves} if self._saves else {})
-        # A copy, because other threads may start collectives meanwhile.
+        # Iterate over a copy, because another thread may start a collective and change the dict.
         for kind, count, *_ in list(self.tallies.values()):
             found[kind] += count
         return found

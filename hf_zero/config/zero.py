@@ -229,7 +229,7 @@ class CheckpointConfig:
     `checkpoints` of the Accelerator's `project_dir`. In a plain loop, a path with `{step}` names the folder."""
     every_minutes: float = 0.0
     """A crash costs at most these minutes of training and one step: the run saves before more time has passed since the last
-    save, where `on_signal` says. 0 saves at steps only."""
+    save, to the folder that `on_signal` names. 0 saves only at steps."""
     budget: str = "none"
     """The time that the job has, such as `3h40m`. The run saves and ends before, with status 143, as after SIGTERM."""
 

@@ -79,7 +79,7 @@ def _detour(count: int, backend: str, tp_size: int) -> str:
     """Tries the slower transports after the usual one has failed; returns which of them works, as advice."""
     causes = _CAUSES[backend]
     for name, variables in _DETOURS[backend]:
-        found = _measured(count, backend, tp_size, variables)
+        found = _measured(count, backend, tp_size, variables=variables)
         if not isinstance(found, str) and not found["wrong"]:
             export = " ".join(f"{variable}={value}" for variable, value in variables.items())
             speed = "" if found["dp"] is None else f", at {found['dp']['all_reduce_gb']:.2f} GB/s"
@@ -119,7 +119,7 @@ def _speeds(of: dict[str, float], where: str) -> Iterator[Finding]:
 def _detours(count: int, tp_size: int) -> Iterator[Finding]:
     """Measures NCCL's slower transports, for comparison with the usual one."""
     for name, variables in _DETOURS["nccl"]:
-        found = _measured(count, "nccl", tp_size, variables)
+        found = _measured(count, "nccl", tp_size, variables=variables)
         subject = f"all-reduce over {name}"
         if isinstance(found, str):
             yield hint(subject, found, "Only a detour: the usual transport works.")

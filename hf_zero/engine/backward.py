@@ -307,8 +307,8 @@ class Gradients:
     # reductions that other ranks wait for, and then all ranks raise.
     #
     # All ranks go on if all have failed before the first gradient, or if the pass was in `no_sync`. There DDP sends nothing, and
-    # adds the gradients of the failed backward to those of the other micro-batches. If the script has changed gradients of
-    # this rank since, for example by zero_grad, the sum over the ranks has them already, and all ranks raise.
+    # adds the gradients of the failed backward to the gradients of the other micro-batches. If the script has changed this rank's
+    # gradients since then, for example by zero_grad, all ranks raise, because the sum over the ranks already contains them.
 
     def recover(self) -> None:
         """Ends a pass that has not come to its end, so that gradients can be read or a forward can begin.

@@ -12,9 +12,9 @@ from ..comm.transport import Transport
 #
 # A *way* is the history of gathers since the last backward, which is the same on all ranks. After the first backward of a way,
 # ranks exchange how many reductions each of them had started before each gather. The minimum is a promise: from then on, every
-# rank that goes the same way starts as many before it waits, with zeros for gradients that have not come. On a way without
-# promises, ranks agree on each layer, and send what they have started. A rank that needs a buffer then joins the agreement, and
-# asks the others to start what it wants to wait for.
+# rank on the same way starts that many reductions before it waits, with zeros for missing gradients. On a way without promises,
+# ranks agree on each layer, and each rank sends the number of reductions that it has started. A rank that needs a buffer joins
+# this agreement early, and asks the other ranks to start the reduction that it has to wait for.
 
 _WANTED = 2
 """Sent for the last reduction that a rank wants to wait for; for other reductions, 0 if it has started them and 1 if not."""

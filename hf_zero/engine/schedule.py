@@ -147,7 +147,7 @@ class AgreedOrder:
         return self._units <= number < self._first_end or number >= self.backward_end
 
     def agree_on_starts(self) -> None:
-        """Joins the next agreement of other ranks, which goes on with no gather then."""
+        """Joins the next agreement of the other ranks. No gather follows such an agreement."""
         if self.following is None:
             self._agree(self._only_starts, None)
 

@@ -86,7 +86,7 @@ class UnseenEdits:
         if self._gathered is not None:
             differ = _checksums(self._slots).ne(self._gathered)
             if self._is_told:
-                # One result for all passes, of which an evaluation has many.
+                # Keep one result for all passes, because an evaluation has many.
                 former = self.for_all_ranks
                 self.for_all_ranks = (self._slots, differ if former is None else former[1] | differ)
             else:

@@ -23,7 +23,7 @@ from .launcher import PARENT_VARIABLE, end_with_parent, launch_of
 # ---- In the notebook ----
 
 _GRACE_S = 5.0
-"""For ranks that are told to end. torchrun waits for its workers meanwhile, and what is left then is killed."""
+"""Time for torchrun and its workers to exit after SIGTERM. After it, the remaining processes are killed."""
 
 
 def launch(
@@ -87,7 +87,7 @@ class _Unpickler(dill.Unpickler):
 
 def _write(path: Path, value: object) -> None:
     with path.open("wb") as file:
-        # `recurse`: of a function's globals, those that it uses.
+        # With `recurse`, dill stores only the globals that a function uses.
         _Pickler(file, recurse=True).dump(value)
 
 
@@ -111,7 +111,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # A Ctrl-C is this process's, which then ends the ranks.
+        # Ctrl-C reaches only this process, which then ends the ranks.
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -148,11 +148,11 @@ def _first_error(folder: Path) -> str:
 
 
 def main() -> None:
-    """Calls the function that `launch` has left in the folder that the last word names."""
+    """Calls the function that `launch` wrote to a folder. The last command-line argument is the folder."""
     end_with_parent(os.getppid())
     folder, rank = Path(sys.argv[-1]), os.environ.get("RANK", "0")
     if rank != "0":
-        # Only rank 0 is shown. Errors of the others are told by `launch`.
+        # Show only the output of rank 0. `launch` reports errors of the other ranks.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)

@@ -14,9 +14,9 @@ SAVE_DUE, TIME_UP = 1, 2
 """Travel in the byte by which ranks agree on signals, whose numbers (10 and 15) are larger."""
 
 _SLOWER = 1.5
-"""A last save may take this many times the longest one so far: the job's end is a bad time to be wrong."""
+"""Time reserved for the last save, in units of the longest save so far. If the last save is late, its work is lost."""
 _NOTABLE = 0.1
-"""Share of the time between two saves from which the run says what saving costs."""
+"""If saves take a larger share of the time, the run prints their cost."""
 
 
 class SaveClock:
@@ -44,7 +44,7 @@ class SaveClock:
         self._settings, self._step, self._decides, self._now_s = settings, step, decides, now_s
         self._every_s, self._budget_s = 60 * settings.every_minutes, settings.budget_s
         self._began_s = now_s() - (_ran_s() if ran_s is None else ran_s)
-        # Of the step that the last save has, of the last step, and of the last save's beginning.
+        # Times of the last saved step, of the last step, and of the start of the last save.
         self._saved_s = self._polled_s = self._saving_s = now_s()
         self._is_saving = self._has_warned = self._was_held_up = False
         self._cost_s = self._step_s = 0.0
@@ -59,7 +59,7 @@ class SaveClock:
             if self._polled >= 0 and not self._was_held_up:
                 self._step_s = max(self._step_s, now_s - self._polled_s)
             self._polled, self._polled_s, self._was_held_up = step, now_s, self._is_saving
-        # This step, or one more if the run goes on, and a save have to fit in.
+        # The remaining time must suffice for this step, one more step and a save.
         needed_s = 2 * self._step_s + _SLOWER * self._cost_s
         if self._budget_s is not None and now_s - self._began_s + needed_s >= self._budget_s:
             return TIME_UP
@@ -76,16 +76,16 @@ class SaveClock:
             # Until a save has been measured, it may take half of the time.
             interval_s = max(self._every_s - self._cost_s, self._cost_s) if self._cost_s else self._every_s / 2
             return at_s - self._saved_s >= interval_s
-        # Nobody knows what a save costs until there has been one.
+        # The first save measures the cost of a save.
         return self._budget_s is not None and not self._cost_s and at_s - self._began_s >= self._budget_s / 2
 
     def hold_up(self) -> None:
-        """Notes that the time to the next step is no measure of steps: a save or an evaluation is part of it."""
+        """Excludes the time to the next step from the measured steps, because it contains a save or an evaluation."""
         self._was_held_up = True
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A save that has ended when this has."""
+        """Measures a save that ends with the block."""
         self.begin_save()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Preemption: a signal to some rank, or the clock, has all ranks save behind one step, and end or go on."""
+"""Preemption: after a signal to some rank, or by the clock, all ranks save after the same step, and then exit or continue."""
 
 import os
 import signal
@@ -130,10 +130,10 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def end(self, engine: ZeroEngine, number: int, step: int, save: Callable[[], Path]) -> NoReturn:
-        """Saves, says so, and raises SystemExit with the status 128 + `number`, or SIGTERM's if the time is up. Collective.
+        """Saves, prints where, and raises SystemExit with status 128 + `number`, or SIGTERM's if the time is up. Collective.
 
-        A handler that was there before is called behind the save, where its signal came to this rank: it may end the process.
-        With a save that fails, the reason is one line and the status 1.
+        If this rank got the signal, the script's own handler is called after the save, and may end the process. If the save
+        fails, the reason is printed in one line, and the status is 1.
         """
         # First: the save below may run the model and its hooks, where the run would begin to end again.
         self.ends = True
@@ -316,7 +316,7 @@ class LoopStop(StopSignals):
         finally:
             self._saves = False
         automatic = self._accelerator.project_configuration.automatic_checkpoint_naming
-        # accelerate's own naming has a limit of its own.
+        # With automatic naming, accelerate limits the number of checkpoints itself.
         if former is not None and former != self._by_clock and not automatic:
             discard_on_its_disk(former, engine)
 
@@ -387,7 +387,7 @@ class TrainerStop(StopSignals):
     def behind_step(self, engine: ZeroEngine, stock: Callable[[], None]) -> None:
         """Logs, evaluates and saves by way of `stock` where that is due, and ends the run where a stop is. Collective."""
         before, number = self.saved_step, engine.stop_due
-        # Once: Trainer comes here again at the end of an epoch, behind the same step.
+        # Handle the stop only once. Trainer calls this method again at the end of an epoch, after the same step.
         engine.drop_stop()
         is_due, number = number == SAVE_DUE, 0 if number == SAVE_DUE else number
         if number and not self._is_put_off and _ends_epoch(self._trainer):

@@ -433,7 +433,7 @@ def whole_logits(engine: ZeroEngine | None, sp_size: int, *, wanted: bool) -> It
 # ---- Evaluators of sentence-transformers at stage 3 ----
 #
 # Its Trainer runs an evaluator on the first rank, which sends each rank its part of the texts. Parts may have different numbers
-# of batches, and a part may have no text. At stage 3, the other ranks would wait for a forward that never comes.
+# of batches, and a part may have no text. At stage 3, the other ranks would wait for a forward that this rank does not run.
 
 
 @contextmanager

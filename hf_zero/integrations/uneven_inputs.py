@@ -124,7 +124,7 @@ class JoinedRanks:
         told: list[bool] = []
         place = self._place_of(model)
         number = self._joined[place].forwards
-        # Each output has a hook, since a loss may use any of them; `told` lets the first one speak.
+        # Hook every output, because a loss may use any of them. `told` makes only the first hook act.
         for tensor in differentiable_tensors(outputs):
             tensor.register_hook(lambda _: self._before_backward(place, number, told))
 

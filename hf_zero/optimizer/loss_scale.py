@@ -60,7 +60,7 @@ def _unscale_rows(
     increment_version(gradients)
     # Rows may be in other memory than the scale, and a rank may have no rows.
     mine = sum((part.to(found_inf.device) for part in found.values()), start=found_inf)
-    # Agree before the step: a rank only sees overflows of its own rows, and would step while another rank skips.
+    # Agree before the step. A rank sees only overflows in its own shards, and could otherwise step while another rank skips.
     return {found_inf.device: engine.bad_steps.agree(sharded.optimizer, mine)}
 
 

@@ -312,7 +312,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def compare(self, step: int, gathered: Iterable[tuple[Sequence[ParameterSlot], torch.Tensor]] = ()) -> None:
-        """Collective: one exchange of a digest for each shard; raises `ReplicasDivergedError` on all ranks alike.
+        """Collective: one exchange of a digest for each shard; raises the same `ReplicasDivergedError` on all ranks.
 
         Args:
             gathered: parameters that were whole in a pass, and whether each has changed in that time, (n,) bool.

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ConfigError
-from .search import SIMPLER, Machine, StepTime
+from .search import SIMPLER, Machine, StepTime, duration
 
 Timed = Callable[[Mapping[str, Any], Machine], StepTime]
 """Estimates the step of a set-up with these settings on a machine. Raises `ConfigError` if settings exclude each other."""
@@ -18,7 +18,7 @@ _WAYS: tuple[Mapping[str, Any], ...] = (
 """Settings that send fewer bytes, the most exact first."""
 
 _LEAST_BYTES_A_SECOND = 10e6
-"""Rate of a slow home network: if fewer bits do not pay off there, then nowhere."""
+"""Rate of a slow home network. If fewer bits do not pay off at this rate, no limit is named."""
 
 
 def fewer_bits(settings: Mapping[str, Any], machine: Machine, timed: Timed) -> str:
@@ -42,7 +42,7 @@ def fewer_bits(settings: Mapping[str, Any], machine: Machine, timed: Timed) -> s
         # The first way that is nearly as fast is the most exact one.
         way, step = next(each for each in found if each[1].step_s <= fastest.step_s * (1 + SIMPLER))
         ways = " and ".join(_lines({**stage, **way}))
-        return f"Links of {rate}: with {ways}, a step takes {_ms(step.step_s)} instead of {_ms(usual_s)}."
+        return f"Links of {rate}: with {ways}, a step takes {duration(step.step_s)} instead of {duration(usual_s)}."
     limit = _limit(settings, machine, timed)
     below = f"below about {limit / 1e9:.2g} GB/s they do" if limit else "nor do they on slower ones"
     return f"Links of {rate}: gradients in fewer bits do not pay off; {below}."
@@ -95,7 +95,3 @@ def _lines(way: Mapping[str, Any]) -> list[str]:
     flat = {name: value for name, value in way.items() if name != "comm"}
     flat |= {f"comm.{name}": value for name, value in way.get("comm", {}).items()}
     return [f"`{name}: {value}`" for name, value in flat.items()]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

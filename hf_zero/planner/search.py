@@ -4,7 +4,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..config import ZeroConfig
 from ..forecast.fit import CLOSE, FITS, TOO_LARGE, PlanError, Room, size
@@ -444,15 +443,16 @@ def _reasons(
         if _bytes(other) < _bytes(chosen):
             lines.append(
                 f"Less memory: {other.name} needs {size(_bytes(other))}, with a step of "
-                f"{_time(other.step)} in place of {_time(chosen.step)}."
+                f"{duration(_seconds(other))} instead of {duration(_seconds(chosen))}."
             )
     if chosen.forecast.unknown:
         lines.append(f"Not counted, since not known beforehand: {', '.join(chosen.forecast.unknown)}.")
     return tuple(lines)
 
 
-def _time(step: Any) -> str:
-    return f"{step.step_s:.3g} s" if step is not None else "unknown time"
+def duration(seconds: float) -> str:
+    """Returns a step's time in words: "1.25 s" or "27.4 ms"."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _nothing_fits(least: Candidate, room: Room) -> tuple[str, ...]:

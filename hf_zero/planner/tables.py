@@ -8,7 +8,7 @@ from rich.table import Table
 from ..forecast.fit import FITS, gb, size
 from ..forecast.peak import DDP, KINDS
 from .planner import AS_GIVEN, Plan
-from .search import Candidate
+from .search import Candidate, duration
 
 _SHOWN = {
     "parameters": "weights",
@@ -137,8 +137,8 @@ def _cells(plan: Plan, each: Candidate, *, verbose: bool) -> dict[str, str]:
         "disk": _gb(forecast.disk_bytes),
         "save": _gb(forecast.save_bytes),
         "load": _gb(forecast.load_bytes),
-        "step": "" if step is None else _time(step.step_s),
-        "waits": "" if step is None else _time(step.exposed_s),
+        "step": "" if step is None else duration(step.step_s),
+        "waits": "" if step is None else duration(step.exposed_s),
         "MFU": "" if step is None else f"{step.mfu:.0%}",
         "fits": fit,
     }
@@ -146,7 +146,3 @@ def _cells(plan: Plan, each: Candidate, *, verbose: bool) -> dict[str, str]:
 
 def _gb(nbytes: int) -> str:
     return gb(nbytes) if nbytes else ""
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"

@@ -47,7 +47,7 @@ class TextLoss(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         memo = set() if memo is None else memo
         yield from self.trained.named_modules(memo, prefix, remove_duplicate)
-        # A guide, which is not trained, is in a loss only.
+        # Only the loss contains a guide model, which is not trained.
         for index, loss in enumerate(self.losses):
             yield from loss.named_modules(memo, f"loss[{index}]", remove_duplicate)
 
@@ -86,7 +86,7 @@ def text_trainer(trainer: Any) -> bool:
 
 @contextmanager
 def _gathers_of(world_size: int) -> Iterator[None]:
-    """Makes a loss that gathers other ranks' embeddings use its own ones: in a trace, the other ranks are not there."""
+    """Replaces gathers of other ranks' embeddings by copies of this rank's, because a trace runs on one rank."""
     module = sys.modules[_GATHERS]
 
     def gather(tensor: torch.Tensor, with_grad: bool = False) -> torch.Tensor:

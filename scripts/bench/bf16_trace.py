@@ -49,7 +49,7 @@ COMPARED = (REFERENCE, "stage 2", "stage 3")
 
 _MOST_FUNCTIONS = 12
 _LAUNCHES, _COPIES, _ALLOCATIONS = "LaunchKernel", "Memcpy", "Malloc"
-"""Parts of names of calls of the driver, as the profiler has them."""
+"""Parts of the names under which the profiler lists driver calls."""
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def measure(way: str, suspect: str, workload: Workload, device: torch.device, st
         for _ in range(steps):
             clocks = Clocks()
             losses.append(loop.step())
-            # Each step is waited for: otherwise the host's time would hide behind the device's.
+            # Wait for each step. Otherwise the device's time would hide the host's.
             wait_for_device(device)
             spent.append(clocks.spent())
         figures = Figures(
@@ -230,7 +230,7 @@ def tried(way: str, suspect: str, **options: Any) -> Figures:
 
 
 def cells_of(ways: Sequence[str]) -> list[tuple[str, str]]:
-    """Each way, and after these the suspects: those that a plain loop has as well are compared there, too."""
+    """Returns the ways, followed by the suspects. A suspect that a plain loop has too is also measured there."""
     chosen = [way for way in WAYS if way == REFERENCE or way in ways]
     compared = [way for way in COMPARED if way in chosen]
     return [(way, "") for way in chosen] + [

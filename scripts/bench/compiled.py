@@ -495,7 +495,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _with_rows(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the file's record with these rows in place of its own ones of the same cells and stages."""
+    """Returns the file's record, in which these rows replace the rows of the same cells and stages."""
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in (*Cell._fields, "stage"))

@@ -342,7 +342,7 @@ def _rows(kind: str, count: int = 48) -> Any:
 
 
 class Trained(NamedTuple):
-    """What a rank brings back.
+    """The results of one rank.
 
     Attributes:
         losses: of each micro-batch, on this rank.
@@ -631,7 +631,7 @@ def compare(name: str, world_size: int, stages: list[int], folder: Path) -> Iter
                 "error": None,
             }
         except Exception as raised:
-            # The other cells are tried all the same, and the status says so.
+            # Continue with the other cells; the exit status reports the failure.
             row["error"] = str(raised)[-3000:]
         yield row | {"outcome": _outcome(row), "seconds": round(time.monotonic() - began_s, 1)}
         began_s = time.monotonic()

@@ -134,7 +134,7 @@ def main() -> int:
     options = read_options(__doc__, quick=quick, model=("30m", None, WORKLOADS), ranks=2, rounds=8)
     PRELOADED_MODULES.append("transformers.trainer")
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-        # As in a user's second run, Python has compiled what it imports. Ranks get this flag as it was at the start.
+        # Measure imports from compiled bytecode, as in a user's second run. Python reads this variable only when it starts.
         os.execv(sys.executable, [sys.executable, *sys.argv])
     measure("tiny", 1, 1)
     rounds = measure(options.model, options.ranks, options.rounds)

@@ -979,7 +979,7 @@ def test_many_harmed_checkpoints_of_a_layout_are_one_clear_fault_by_every_door(l
     assert not wrong, "\n".join(wrong)
 
 
-# ---- inputs by the thousand: each reader by itself, without a folder to copy ----
+# ---- thousands of inputs for each reader, without copies of folders ----
 
 INPUTS = {"manifest": 1000, "header": 2500, "pickle": 500, "yaml": 1500, "flag": 4500}
 
@@ -996,7 +996,7 @@ def test_ten_thousand_inputs_of_readers_are_read_or_refused():
 @pytest.mark.parametrize("reader", READERS)
 def test_inputs_that_reach_new_code_are_read_or_refused(reader, request, tmp_path):
     runs = request.config.getoption("fuzz") // len(READERS)
-    # A process of its own: atheris ends it. An input that fails stays in the folder.
+    # Run in a separate process, because atheris ends it. A failing input stays in the folder.
     command = [sys.executable, fuzzed_readers.__file__, reader, str(runs)]
     path = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(

@@ -25,7 +25,7 @@ from hf_zero.integrations.launcher import CONFIG_VARIABLE, script_call
 LONGEST_MESSAGE = 1500
 MOST_SECONDS = 10.0
 MOST_GROWN_KIB = 150 * 2**10
-# Of each kind; the slow run comes to more than 10,000. In the short one, `fuzzed_readers.py` adds thousands of flags and files.
+# Examples of each kind. The slow run has more than 10,000. In the short run, `fuzzed_readers.py` adds thousands of inputs.
 FEW, MANY = 12, 1200
 
 KEYS = {

@@ -194,7 +194,7 @@ def test_a_model_is_compiled_after_prepare(rank, world_size, stage):
     assert prepared_and_compiled(stage, True) == prepared_and_compiled(stage, False)
 
 
-# The ways that go through accelerate's and Trainer's flags, and the additions, as far as nothing above has them.
+# Ways through accelerate's and Trainer's flags, and additions, that no test above covers.
 CELLS = [
     *(("gpt2", way, "") for way in ("flag", "plugin", "regions", "wrap-after", "in-place-after", "loss")),
     *(

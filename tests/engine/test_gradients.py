@@ -159,7 +159,7 @@ def test_no_sync_after_a_reduced_backward_and_nested(rank, world_size, settings)
 
 
 class LastFirst(nn.Module):
-    """The bucket that should be full first has `shift`, which the forward adds first: its gradient comes last."""
+    """The first bucket contains `shift`. The forward adds `shift` first, so its gradient comes last and delays the bucket."""
 
     def __init__(self):
         super().__init__()

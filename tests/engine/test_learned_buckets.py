@@ -547,7 +547,7 @@ def test_ranks_go_on_after_a_caught_failure_of_a_backward_in_no_sync_as_under_dd
                 usual(each)
             for expected, found in zip(values(reference), values(run)):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=f"stage {stage}, step {step}")
-        # One rank's zeros cannot be told from the sum over the ranks.
+        # The sum over the ranks does not show that one rank has zeroed its gradients.
         with pytest.raises(RuntimeError, match="last backward ended with an error on rank 0 after"):
             with run.accumulating():
                 run.fail(2 if rank == 0 else None)

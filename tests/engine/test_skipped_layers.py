@@ -129,7 +129,7 @@ class Parts(nn.Module):
 
 
 class OtherParts(Skipping):
-    """All ranks run all layers, and one of them uses fewer parameters: those that get their gradients last, first, or none."""
+    """All ranks run all layers. Rank 0 leaves out the parameters whose gradients come last, those that come first, or all."""
 
     steps, begin = 0, 0
 

@@ -126,13 +126,13 @@ def polled(settings: dict, *, step_s: float, cost_s: float, minutes: float) -> l
 
 
 def test_a_clock_leaves_room_for_a_save_and_measures_one_in_time(capfd):
-    # Half of ten minutes until a save is measured, then one minute less than ten behind each save's step.
+    # The first save starts after half of the ten minutes, the others nine minutes after the last saved step: a save takes one.
     assert polled({"every_minutes": 10}, step_s=30, cost_s=60, minutes=26) == [(5, 1), (14, 1), (23, 1)]
     assert "hf_zero: a save takes 60.0 s, 10% of `checkpoint.every_minutes: 10`" in capfd.readouterr().err
     # Saves that take longer than there is time follow one another.
     assert polled({"every_minutes": 1}, step_s=30, cost_s=120, minutes=6) == [(0.5, 1), (3, 1), (5.5, 1)]
     assert "a crash can cost more than that" in capfd.readouterr().err
-    # One minute has passed before. The save that is measured comes at half time; two steps and a slow save are left at the end.
+    # The run began one minute ago. The first save is at half time. At the end, there is time for two steps and a slow save.
     assert polled({"budget": "1h"}, step_s=60, cost_s=120, minutes=70) == [(29, SAVE_DUE), (54, TIME_UP)]
     assert polled({"budget": "20s"}, step_s=60, cost_s=120, minutes=70) == [(1, TIME_UP)]
 

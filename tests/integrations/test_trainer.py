@@ -436,7 +436,7 @@ class Trials(TrainerCallback):
 
 
 def search(rank: int, world_size: int, door: str, output_dir: str, n_trials: int = 3, stops=True, **overrides) -> dict:
-    """Trains trials of three steps. By `stops`, the second is pruned behind its first evaluation and ends the search."""
+    """Trains trials of three steps. With `stops`, the second trial is pruned after its first evaluation and ends the search."""
     import optuna
 
     class SecondTrial(optuna.pruners.BasePruner):
@@ -461,7 +461,7 @@ def search(rank: int, world_size: int, door: str, output_dir: str, n_trials: int
     best = trainer.hyperparameter_search(
         space, n_trials=n_trials, backend="optuna", sampler=sampler, pruner=SecondTrial()
     )
-    # Behind a search, as behind each trial, the Trainer trains again.
+    # After a search, and after each trial, the Trainer can train again.
     trainer.train()
     return {
         "best": best and (best.run_id, best.objective, best.hyperparameters),

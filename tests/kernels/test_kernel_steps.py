@@ -345,7 +345,7 @@ def test_a_step_that_repeats_the_last_one_does_as_one_that_is_prepared_anew(rank
         repeated[-1].append(step_as_before(self, bucket))
         return repeated[-1][-1]
 
-    # Prepared anew, a step finds the gradients by their addresses, too.
+    # A step that is prepared again also finds gradients by their addresses.
     ways = {noted: laid_gradients, lambda *_: False: lambda _: None}
     for script, clips in zip(SCRIPTS, itertools.cycle((True, False, True))):
         ends = []

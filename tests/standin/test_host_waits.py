@@ -220,7 +220,7 @@ def test_a_graph_could_hold_a_step_that_takes_any_gradient(stage, library, tmp_p
     for found in run_on_ranks(count, library=library, folder=str(tmp_path), **job):
         stops, ignores = found[stage, "stop"], found[stage, "ignore"]
         assert not ignores.differing and (ignores.waits, ignores.left) == (0, 0)
-        # Only the norm of the step before is read, from pinned memory that each step requests anew.
+        # The host reads only the norm of the previous step, from pinned memory that each step allocates.
         assert stops.waits == 1 and sum(stops.differing.values()) <= 4 and stops.left == 0
         assert all("engine/norm.py look" in where or where.endswith("unpin") for where in stops.differing)
 

@@ -111,7 +111,7 @@ _OF_IMPORTS = (".py", ".pyc", ".so", ".pth")
 
 
 class Watch:
-    """Lists what goes on outside of a folder; an audit hook stays for the rest of the process."""
+    """Lists files opened and processes started outside of a folder. Python cannot remove an audit hook again."""
 
     def __init__(self, folder: Path):
         self._folder = os.path.realpath(folder)
@@ -442,7 +442,7 @@ class Fuzz:
 
 
 def fuzz_readers(rank: int, world_size: int, counts: dict[str, int], traced_every: int = 1, seed: int = 0) -> list[str]:
-    """What went wrong, in words, with the input that it goes wrong by. For a process of its own."""
+    """Returns the faults in words, each with its input. Call it in a separate process."""
     wrong = []
     for name, count in counts.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -403,7 +403,7 @@ def killed(number: int, door: str, stage: int | None = None) -> Trial:
 
 
 def lost_by_a_kill(trial: Trial, folder: Path) -> tuple[float, float]:
-    """Kills a run and resumes it. Returns the seconds that were lost, and those that the settings allow.
+    """Kills a run and resumes it. Returns the lost seconds, and the largest loss that the settings allow.
 
     Raises:
         AssertionError: the resumed run is not the uninterrupted one bit for bit, or more than one state of the clock's is left.
@@ -421,7 +421,7 @@ def lost_by_a_kill(trial: Trial, folder: Path) -> tuple[float, float]:
     assert json.loads((folder / "outcome 0").read_text()) == reference, trial
     longest_s = max(after - before for before, after in zip(times, [*times[1:], trial.killed_s]))
     evaluations = folder / "evaluations 0"
-    # A loop's own evaluation comes before its save, and is not known before.
+    # A loop evaluates before it saves, and the clock cannot know that in advance.
     evaluation_s = max(map(float, evaluations.read_text().split()), default=0.0) if evaluations.exists() else 0.0
     return trial.killed_s - times[saved], 60 * trial.minutes + longest_s + evaluation_s
 

@@ -234,7 +234,7 @@ def rows_of(job: SequenceJob, count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def loop_with_accelerate(rank: int, world_size: int, job: SequenceJob, backend: str = "no") -> dict[str, Any]:
-    """Losses of a loop with accelerate, with those of an evaluation behind it, whole logits, and generated tokens.
+    """Returns losses of a loop with accelerate and of an evaluation after it, whole logits, and generated tokens.
 
     Args:
         backend: of torch.compile, by accelerate's flag.
