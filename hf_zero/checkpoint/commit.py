@@ -1,4 +1,4 @@
-"""Commits a folder whole or not at all, on every rank, and locks a run's folder."""
+"""Commits a checkpoint folder completely or not at all, on every rank, and locks a run's folder against other runs."""
 
 import errno
 import fcntl
@@ -38,7 +38,7 @@ from .files import (
 )
 from .manifest import MANIFEST_NAME, Manifest, row_file
 
-# ---- A step of a checkpoint succeeds on all ranks, or raises the first failure's reason on all ----
+# ---- Each step of a save succeeds on all ranks, or raises the first failure on all ----
 
 
 def on_all_ranks(exchange: Exchange, work: Callable[[], Result], *, doing: str, then: str) -> list[Result]:
@@ -46,8 +46,8 @@ def on_all_ranks(exchange: Exchange, work: Callable[[], Result], *, doing: str, 
 
     Args:
         work: returns something picklable.
-        doing: what failed, in words ("write to checkpoint-5/zero").
-        then: what that means and what to do.
+        doing: the action, in words, that the error says could not be done ("write to checkpoint-5/zero").
+        then: the consequence and the remedy, in words.
 
     Raises:
         CheckpointError: on every rank, with the first failing rank's reason.
@@ -55,7 +55,7 @@ def on_all_ranks(exchange: Exchange, work: Callable[[], Result], *, doing: str, 
     return all_results_or_none(
         exchange,
         work,
-        # Every error: with one that is not expected, this rank would raise another class of error than the others.
+        # Expect every error. With an unexpected one, this rank would raise a different class from the other ranks.
         expected=(Exception,),
         tell=lambda error: str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}",
         error=lambda rank, reason: CheckpointError(
@@ -64,19 +64,19 @@ def on_all_ranks(exchange: Exchange, work: Callable[[], Result], *, doing: str, 
     )
 
 
-# ---- Which ranks write to the same disk: one that all hosts share, or one of each host's own ----
+# ---- Which ranks write to the same disk: all hosts may share one, or each host has its own ----
 
 _PROBE_BYTES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The ranks that see one folder. The first of them does the work that a disk needs once.
+    """The ranks with access to the same folder. The first of them does the work needed once per disk.
 
     Attributes:
-        ranks: in order; this one is among them.
-        rank: this one.
-        world_size: ranks of all disks.
+        ranks: in order, including this rank.
+        rank: this rank.
+        world_size: the number of ranks of all disks.
     """
 
     ranks: tuple[int, ...]
@@ -89,12 +89,12 @@ class Disk:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank makes folders, manifests and renames here."""
+        """Whether this rank makes the folders, manifests and renames on its disk."""
         return self.rank == self.ranks[0]
 
     @property
     def index(self) -> int:
-        """Counts this rank among those of the disk, from 0."""
+        """The index of this rank among the ranks of its disk, from 0."""
         return self.ranks.index(self.rank)
 
     @property
@@ -104,10 +104,10 @@ class Disk:
 
 @contextmanager
 def disk_asked(folder: Path) -> Iterator[None]:
-    """Raises the disk's own error in place of torch.save's "unexpected pos", which hides a full disk.
+    """Raises the disk's own error instead of torch.save's "unexpected pos", which hides a full disk.
 
     Raises:
-        OSError: the disk refuses to write to `folder` at all, for this reason.
+        OSError: the disk refuses any write to `folder`, for this reason.
     """
     try:
         yield
@@ -123,10 +123,10 @@ def disk_asked(folder: Path) -> Iterator[None]:
 
 
 def disk_with(path: Path, rank: int, exchange: Exchange) -> Disk:
-    """Finds the ranks to which `path` is the same file or folder. Collective; writes nothing."""
+    """Finds the ranks with the same file or folder at `path`. Collective; writes nothing."""
 
     def identity() -> tuple[int, int] | None:
-        # A copy has another inode, or one of another time; no tool can set the time of an inode's change.
+        # A copy has another inode number, or another change time: no tool can set an inode's change time.
         return (path.stat().st_ino, path.stat().st_ctime_ns) if path.exists() else None
 
     found = exchange(identity())
@@ -135,13 +135,13 @@ def disk_with(path: Path, rank: int, exchange: Exchange) -> Disk:
 
 
 def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk:
-    """Makes `folder` and finds the ranks that see this rank's mark in it. Collective.
+    """Makes `folder`, puts a mark file there and finds the ranks which see the file. Collective.
 
     Args:
         then: what a failure means, in words.
 
     Raises:
-        CheckpointError: on every rank, where one cannot write there.
+        CheckpointError: on every rank, if one of them cannot write there.
     """
     mark = folder / f"{MARK}{uuid.uuid4().hex}"
 
@@ -153,19 +153,19 @@ def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk
     try:
         names = on_all_ranks(exchange, put, doing=f"write to {folder}", then=then)
         seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
-        # After this all ranks have looked. A mark that went earlier would hide its rank from a rank that looks later.
+        # Wait until all ranks have looked. Removing a mark earlier would hide its rank from slower ranks.
         exchange(None)
     finally:
-        # Also if another rank could not write: this rank's mark is there. In a folder that is none, the error above says so.
+        # Remove this rank's mark also if another rank could not write. If `folder` is a file, the error above names the folder.
         with suppress(OSError):
             mark.unlink()
     return Disk(ranks=seen, rank=rank, world_size=len(names))
 
 
-# ---- A checkpoint folder is there whole or not at all ----
+# ---- A checkpoint folder is complete or absent ----
 #
-# Everything is written to `.tmp-NAME` beside the final folder; there each file is hashed and put on the disk, the manifest
-# that lists them all is written last, and one rename makes it the checkpoint.
+# All files are written to `.tmp-NAME`, next to the final folder. There each file is hashed and synced to the disk, and the
+# manifest that lists them is written last. One rename then turns the folder into the checkpoint.
 
 _THEN = (
     "The former checkpoints are as they were, and training state is unharmed. Free space or make the folder writable."
@@ -178,7 +178,7 @@ def temporary_of(final: Path) -> Path:
 
 
 def former_of(final: Path) -> Path:
-    """Names the folder in which `commit` keeps the checkpoint that it replaces."""
+    """Names the folder in which `commit` keeps the replaced checkpoint."""
     return final.parent / f".old-{final.name}"
 
 
@@ -186,10 +186,10 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
     """Makes an empty temporary folder for the checkpoint `final`. Collective.
 
     Args:
-        needed_bytes: that the ranks of this disk together are about to write.
+        needed_bytes: how much all ranks of this disk together are about to write.
 
     Raises:
-        CheckpointError: on every rank, when the folder cannot be made or the disk has too little room.
+        CheckpointError: on every rank, if the folder cannot be made or the disk has too little room.
     """
     temporary = temporary_of(final)
 
@@ -197,63 +197,65 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
         if not disk.leads:
             return
         final.parent.mkdir(parents=True, exist_ok=True)
-        # Asked before the first byte: a disk that fills up in the middle has cost the others their time.
+        # Ask before the first write: a disk which fills up halfway has wasted the time of all ranks.
         free = shutil.disk_usage(final.parent).free
         if free < needed_bytes:
             raise CheckpointError(
                 f"{final} needs about {in_units(needed_bytes)} and {final.parent} has {in_units(free)} free: "
                 f"{in_units(needed_bytes - free)} too little"
             )
-        # A former run that was killed may have left a folder of that name: its files would be sealed with ours.
+        # A killed run may have left a folder of this name. Its files would be sealed with the new ones.
         _take_away(temporary)
         temporary.mkdir()
 
     try:
         on_all_ranks(exchange, make, doing=f"begin {final}", then=_THEN)
     except BaseException:
-        # Another disk may have refused.
+        # The begin may have failed on another disk only.
         abandon(temporary, disk=disk)
         raise
     return temporary
 
 
 def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk, exchange: Exchange) -> None:
-    """Puts the files of a checkpoint on the disk and writes, last, the manifest that vouches for them. Collective.
+    """Syncs the files of a checkpoint to the disk, then writes the manifest with their hashes. Collective.
 
     Args:
-        root: the checkpoint.
-        manifest: without its files, which are recorded here; the ranks of a disk share the hashing. Its `written` is compared.
-        folder: below the root, in which the manifest lies.
-        within: vouch for the files below this folder of the root; "" is all of them.
+        root: the checkpoint folder.
+        manifest: without `files`, which are recorded here; the ranks of a disk divide the hashing. The files are compared
+            with its `written`.
+        folder: the subfolder of the root for the manifest.
+        within: record only the files below this folder of the root; "" records all.
 
     Raises:
-        CheckpointError: on every rank, with the first failing rank's reason; the manifest is then not there.
+        CheckpointError: on every rank, with the first failing rank's reason. There is no manifest then.
     """
     own_name = f"{folder}/{MANIFEST_NAME}"
 
     def hash_own_part() -> dict[Chunk, str]:
-        # What has a name that no manifest may have is not ours.
+        # Skip names which are invalid in a manifest: hf_zero did not write such files.
         names = [n for n in files_below(root) if n.startswith(within) and n != own_name and is_inside(n)]
         hashes: dict[Chunk, str] = {}
         own = share_of({name: (root / name).stat().st_size for name in names}, disk.index, len(disk.ranks))
         for name, indices in by_file(own).items():
-            # The bytes must be on the disk before the manifest vouches for them. After a power cut, the manifest would
-            # otherwise be there and the values not.
+            # The bytes must be on the disk before the manifest vouches for them: otherwise, a power cut could leave the
+            # manifest without the values.
             sync(root / name)
-            # A file that another library wrote, and cut off, would get a good hash of bad content.
+            # Another library may have written and truncated a file. The hash of its bad content would be valid.
             if name.endswith(".safetensors") and not is_whole_safetensors(root / name):
                 raise CheckpointError(f"{name} is shorter than its header says: it was cut off while it was written")
             hashes.update(((name, index), value) for index, value in hashes_of(root / name, indices).items())
         return hashes
 
-    # No rank writes the manifest before all ranks have hashed and synced their share.
+    # No rank writes the manifest before all ranks have hashed and synced their shares.
     parts = on_all_ranks(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
-    # After all hashes: a bit that changed on the way into the file would have a good hash. If it changes later, its hash is bad.
+    # Compare the files with memory after the hashes are made. A bit that flips before the hash is found here, and a bit that
+    # flips later fails the hash.
     on_all_ranks(exchange, lambda: refuse_changed(manifest.written), doing=f"write {root}", then=_THEN)
 
     def write() -> None:
         there = {name for part in parts for name, _ in part}
-        # Against the parts of all ranks: each disk may have some of the files, and a file that is on none has been taken away.
+        # Look in the parts of all ranks: each disk may have only some of the files. A file on no disk has been removed.
         written = [row_file(rank, manifest.world_size) for rank in manifest.writers()]
         lost = [f"{folder}/{file}" for file in written if f"{folder}/{file}" not in there]
         if lost:
@@ -263,8 +265,8 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
             elsewhere = [file for file in written if f"{folder}/{file}" not in files]
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             replace(manifest, files=files, elsewhere=tuple(elsewhere), written_at=now).write(root / folder)
-            # A folder's names are data of their own: without a sync of the folder, a power cut loses files that are
-            # synced. Behind the manifest, whose name belongs to a folder too.
+            # A folder's list of names is data, too: without a sync of the folder, a power cut loses synced files.
+            # Sync after the manifest is written, as its name is in such a list as well.
             for each in [*(path for path in root.rglob("*") if path.is_dir()), root]:
                 sync(each)
 
@@ -280,10 +282,10 @@ def _records(root: Path, parts: Sequence[Mapping[Chunk, str]]) -> dict[str, File
 
 
 def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> None:
-    """Makes a sealed `temporary` the checkpoint `final`, in the place of one of that name. Collective.
+    """Replaces the checkpoint `final` by a sealed `temporary`, with one rename. Collective.
 
     Raises:
-        CheckpointError: on every rank; `final` is then as it was.
+        CheckpointError: on every rank. `final` is unchanged then.
     """
 
     def rename() -> None:
@@ -292,10 +294,10 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
         replaced = former_of(final)
         if os.path.lexists(final) and not final.is_dir():
             _move_file_aside(final)
-        # A rename cannot replace a folder with files, so the old one steps aside. Between the two renames only `.old-`
-        # has the old one: `put_back` and `clear_leftovers` undo that.
+        # A rename cannot replace a folder with files in it, so the old one is renamed first. If the run is killed
+        # between the two renames, only `.old-` is left: `put_back` and `clear_leftovers` then restore the name.
         if final.exists():
-            # A killed run's: it had put a new one in this one's place, and not taken this one away.
+            # Left by a run killed after its second rename, before it removed the old checkpoint.
             _take_away(replaced)
             final.rename(replaced)
         try:
@@ -304,7 +306,7 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
             if replaced.exists():
                 replaced.rename(final)
             raise
-        # The rename is in the folder's list of names. The old checkpoint may only go once the new name is on the disk.
+        # A rename changes the parent folder's list of names. Remove the old checkpoint only after the new name is on the disk.
         sync(final.parent)
         _take_away(replaced)
 
@@ -312,20 +314,20 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
 
 
 def _move_file_aside(final: Path) -> None:
-    """Gives a file that has a checkpoint's name another name. It may be the user's, and no rename replaces it by a folder."""
+    """Renames a plain file with a checkpoint's name. It may be the user's, and a rename cannot replace a file by a folder."""
     aside = final.with_name(f"{final.name}.file-{uuid.uuid4().hex[:8]}")
     final.rename(aside)
     warnings.warn(f"hf_zero: {final} was a file and no checkpoint. It is {aside.name} now.", stacklevel=2)
 
 
 def put_back(finals: Iterable[Path], *, exchange: Exchange) -> None:
-    """Undoes each `commit` of one of `finals` that was killed between the two renames. Collective."""
+    """Undoes each `commit` to one of `finals` if its run was killed between the two renames. Collective."""
 
     def rename() -> None:
         for final in finals:
-            # The old checkpoint is then the only whole one, and nothing reads `.old-`.
+            # The old checkpoint is then the only complete one, and nothing reads `.old-`.
             if former_of(final).is_dir() and not final.exists():
-                # On every rank, since hosts may have disks of their own. Another rank of this disk may have been faster.
+                # Every rank tries, since hosts may have separate disks. Another rank of this disk may have been faster.
                 with suppress(FileNotFoundError):
                     former_of(final).rename(final)
 
@@ -340,17 +342,17 @@ def abandon(temporary: Path, *, disk: Disk) -> None:
 
 
 def discard(final: Path) -> None:
-    """Removes a checkpoint. A kill meanwhile leaves no half of a checkpoint under its name."""
+    """Removes a checkpoint. If the process is killed during the removal, no partial checkpoint keeps the name."""
     temporary = temporary_of(final)
-    # Renamed first: removing files takes time, and half of a checkpoint under its name would be resumed from.
+    # Rename first: removing files takes time, and a partial checkpoint under the final name would be resumed from.
     _take_away(temporary)
-    # To the name of an unfinished checkpoint: the next run clears those away, should this one be killed below.
+    # Use the name of an unfinished checkpoint, which the next run removes if this process is killed below.
     final.rename(temporary)
     _take_away(temporary)
 
 
 def _take_away(folder: Path) -> None:
-    """Removes a folder or a file if it exists; of a link, removes only the link."""
+    """Removes a folder, a file or a link, if there is one. The target of a link remains."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     elif folder.exists():
@@ -358,41 +360,41 @@ def _take_away(folder: Path) -> None:
 
 
 def clear_marks(folder: Path) -> None:
-    """Removes the marks of killed runs. Only for a folder in which no other run is."""
+    """Removes the mark files of killed runs. Call only for a folder without other runs."""
     for left in folder.glob(f"{MARK}*"):
         left.unlink(missing_ok=True)
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes unfinished and half-replaced checkpoints of killed runs from a folder of checkpoints.
+    """Removes the unfinished and half-replaced checkpoints of killed runs from a folder of checkpoints.
 
-    A `.old-NAME` without NAME was renamed and not yet replaced, so the rename is undone.
+    A folder `.old-NAME` without a NAME is renamed back: its run was killed before the new checkpoint got the name.
     """
     for old in folder.glob(".old-checkpoint-*"):
         final = folder / old.name.removeprefix(".old-")
         if final.exists():
             _take_away(old)
         elif old.is_dir():
-            # Killed between the two renames of `commit`: the old checkpoint is the newest whole one.
+            # Killed between the two renames of `commit`: the old checkpoint is the newest complete one.
             old.rename(final)
     for temporary in folder.glob(".tmp-checkpoint-*"):
         _take_away(temporary)
 
 
-# ---- One run at a time writes into a folder of checkpoints: a lock that the system drops when the process ends ----
+# ---- One run at a time writes into a folder of checkpoints. The system drops the lock when the process ends ----
 #
 # [Note: the lock of an open file]
-# The lock belongs to the open file. lockf's lock belongs to the process, and the system drops it as soon as the process closes
-# any handle of the file, as a copy or a hash of the folder does. flock's lock is not seen by a process on the host that exports
-# the folder, if the lock was set through NFS.
+# The lock belongs to the open file (an "open file description lock"). A lock of lockf would belong to the process, and the
+# system drops such a lock as soon as the process closes any handle of the file, as a copy or a hash of the folder does. A
+# lock of flock that was set through NFS is invisible to processes on the host that exports the folder.
 
 LOCK_NAME = ".hf_zero.lock"
 
 PATIENCE_S = 5.0
-"""For a run that is about to end, such as the one that a launcher has just killed to start this."""
+"""How long to wait for a run that is about to end, such as one that a launcher has just killed in order to start this one."""
 
 ELASTIC_PATIENCE_S = 120.0
-"""The same under a launcher that restarts runs: a rank on a host that is lost, or whose agent was killed, may hold the lock until
+"""The wait under a launcher that restarts runs. A rank on a lost host, or one whose agent was killed, may hold the lock until
 its collectives fail, or until the file system's server gives up on its host."""
 
 _GLANCE_S = 0.2
@@ -401,23 +403,23 @@ _HELD: set[int] = set()
 """Handles of the locks of this process."""
 
 _WRITE_LOCK_OF_ALL = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-"""Linux's `struct flock`: a write lock from the first byte to the end, whatever the length. The process number has to be 0."""
+"""Linux's `struct flock`: a write lock on the whole file, whatever its length. The process number has to be 0."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system says that has no locks, or a server of one whose locks are off: some of clusters, and of object stores."""
+"""Errors of file systems without locks, or of servers with locks turned off: some on clusters, and on object stores."""
 
 
 @contextmanager
 def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None]:
-    """Keeps other runs from writing checkpoints to `folder` meanwhile. Collective.
+    """Keeps other runs from writing checkpoints to `folder` while the block runs. Collective.
 
-    The leading process of the disk holds the lock. Where the file system has no locks, a warning says so.
+    The first rank of the disk holds the lock. If the file system has no locks, a warning says so.
 
     Raises:
-        CheckpointError: on every rank, when another run has it.
+        CheckpointError: on every rank, if another run holds the lock.
     """
     held: list[int] = []
-    # The script may go to another folder meanwhile.
+    # Make the path absolute: the script may change its working directory.
     path = folder.absolute() / LOCK_NAME
 
     def take() -> None:
@@ -427,15 +429,14 @@ def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None
 
     then = "Nothing was trained. Give this run an output_dir of its own, or end the other first."
     try:
-        # Inside `try`: this raises on all ranks where one has no lock, and the locks that other disks' ranks have taken must
-        # go.
+        # Inside `try`: if one rank gets no lock, this raises on all ranks, and the other disks' ranks must release theirs.
         on_all_ranks(exchange, take, doing=f"have {folder} for its checkpoints alone", then=then)
         yield
     finally:
-        # A forked child that leaves this block, by sys.exit in a callback, must not remove its parent's file.
+        # A forked child may leave this block (a callback calls sys.exit). Then the parent's file must remain.
         for lock in _HELD.intersection(held):
-            # Removed while the lock is held: a waiting process then finds the file gone, and makes another.
-            # On a disk that refuses, the file stays and locks nothing.
+            # Remove the file while the lock is held: a waiting process then finds the file gone and makes a new one.
+            # If the disk refuses, the file stays but locks nothing.
             with suppress(OSError):
                 path.unlink()
             _HELD.remove(lock)
@@ -443,7 +444,7 @@ def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None
 
 
 def _close_in_child() -> None:
-    # A child that outlives a killed run, such as a DataLoader's worker, would keep the open file, and with it the lock.
+    # A child which outlives a killed run, such as a DataLoader worker, would keep the file open, and with the file the lock.
     while _HELD:
         os.close(_HELD.pop())
 
@@ -452,13 +453,13 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _taken(path: Path) -> int:
-    """Opens and locks the file; waits while another run holds the lock."""
+    """Opens and locks the file; waits while another run holds the lock. Returns the handle."""
     deadline_s = time.monotonic() + _patience_s()
     while True:
         lock = _opened(path)
         try:
             _lock(lock)
-        # POSIX lets a system raise either if another open file has the lock.
+        # POSIX allows either error if another open file has the lock.
         except (BlockingIOError, PermissionError) as error:
             holder = _in_words(os.pread(lock, 500, 0).decode(errors="replace"))
             if any(os.path.samestat(os.fstat(lock), os.fstat(own)) for own in _HELD):
@@ -475,7 +476,8 @@ def _taken(path: Path) -> int:
                 return lock
             os.close(lock)
             raise
-        # The lock is on an inode. If the former holder has unlinked the file, this lock keeps nobody out.
+        # A lock belongs to an inode. If the last holder has unlinked the file, this lock would keep nobody out, so compare
+        # inodes.
         try:
             if os.path.samestat(os.fstat(lock), path.stat()):
                 os.ftruncate(lock, 0)
@@ -483,10 +485,10 @@ def _taken(path: Path) -> int:
                 _HELD.add(lock)
                 return lock
         except FileNotFoundError:
-            # The last holder has removed the file since it was opened here.
+            # The last holder removed the file in the meantime. Try again.
             continue
         finally:
-            # Also if the disk refuses the write: an open file would keep the folder locked until this process ends.
+            # Close also if the disk refuses the write: an open file would keep the folder locked until this process ends.
             if lock not in _HELD:
                 os.close(lock)
 
@@ -500,7 +502,7 @@ def _lock(handle: int) -> None:
     try:
         fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _WRITE_LOCK_OF_ALL)
     except OSError as error:
-        # Kernels of some sandboxes have only flock.
+        # The kernels of some sandboxes only support flock.
         if error.errno != errno.EINVAL:
             raise
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -512,16 +514,16 @@ def _own_name() -> dict[str, str | int]:
 
 
 def _opened(path: Path) -> int:
-    """Opens the lock file, and makes one where there is none.
+    """Opens the lock file, or makes one if there is none.
 
     Raises:
-        CheckpointError: it is a link or no plain file, or it is another user's.
+        CheckpointError: the file is a link, is no plain file, or belongs to another user.
     """
     try:
-        # The file is cut and written to. A link that another user made in a shared folder could name any file of this user.
+        # The file is truncated and written to. In a shared folder, another user's link could point to any file of this user.
         return open_in_place(path, os.O_RDWR)
     except PermissionError as error:
-        # A file that is there and refused is another user's. Without a file, the folder itself refuses.
+        # If the file exists, another user owns the file. If not, the folder itself refuses the write.
         with suppress(FileNotFoundError):
             raise CheckpointError(
                 f"{path} is user {path.lstat().st_uid}'s, whose run writes there or has left it"
@@ -550,11 +552,11 @@ def _in_words(holder: str) -> str:
         return "a process that does not say its number"
 
 
-# ---- A save that goes on behind training, and whose failure surfaces at the next one or at the end ----
+# ---- A save in a thread while training continues. Its failure is raised by the next save or at the end ----
 
 
 class Background:
-    """Runs one job at a time in a thread of its own. `device`: of what it saves."""
+    """Runs one job at a time in a thread. `device`: the device of the saved tensors."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -562,7 +564,7 @@ class Background:
         self._fault: BaseException | None = None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Starts `job`; the one before must have been finished."""
+        """Starts `job`. The previous job must have been finished with `finish`."""
         if self._thread is not None:
             raise AssertionError(
                 "hf_zero: bug: a save was started before the last one was finished. Open an issue with this traceback."
@@ -570,10 +572,10 @@ class Background:
 
         def run() -> None:
             try:
-                # A new thread begins on device 0, whatever device the main thread uses.
+                # A new thread starts with device 0 as its current device, whatever device the main thread uses.
                 enter_thread(self._device)
                 job()
-            # All errors: a thread prints an error, or ends in silence on SystemExit, and the save would pass for done.
+            # Catch every error: a thread prints an error or exits silently on SystemExit, and the save would count as done.
             except BaseException as fault:
                 self._fault = fault
 
@@ -581,7 +583,7 @@ class Background:
         self._thread.start()
 
     def is_done(self, patience_s: float) -> bool:
-        """Whether the job has ended, within `patience_s`."""
+        """Waits up to `patience_s` seconds for the job; returns whether the job has ended."""
         if self._thread is not None:
             self._thread.join(patience_s)
         return self._thread is None or not self._thread.is_alive()
@@ -591,7 +593,7 @@ class Background:
         if self._thread is not None:
             self._thread.join()
         self._thread = None
-        # Raised once only: the next save begins without the error of this one.
+        # Raise the error only once: the next save starts without the error of this one.
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault

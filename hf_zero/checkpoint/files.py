@@ -1,4 +1,4 @@
-"""Reads files of a folder that nobody vouches for: links, JSON, safetensors headers, and the errors that say what is wrong."""
+"""Reads files from untrusted folders: links, JSON, safetensors headers and hashes, with errors for each fault."""
 
 import errno
 import json
@@ -22,24 +22,24 @@ import xxhash
 
 from ..config.checks import SpeltError, spelt
 
-# ---- The error of everything that reads or writes checkpoints ----
+# ---- The error of all code for checkpoints ----
 
 
 class CheckpointError(SpeltError, ValueError):
-    """Says why a checkpoint cannot be read or written: names the folder or file, the fault and the remedy."""
+    """A checkpoint cannot be read or written. The message names the folder or file, the fault and the remedy."""
 
 
-# ---- Text out of files that somebody else may have written, made fit to be shown ----
+# ---- Untrusted text from files, escaped before it is shown ----
 
 
 def shown(text: object, most: int = 200) -> str:
-    """Returns a value as one line of at most `most` characters. Control and unprintable characters are spelt out."""
+    """Returns a value as one line of at most `most` characters. Control and unprintable characters are escaped."""
     line = spelt(str(text)[: most + 1]).replace("\n", "\\n")
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns an error's class, and the first line of its text."""
+    """Returns an error's class and the first line of its text."""
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
@@ -48,32 +48,33 @@ _LONGEST_REASON = 300
 
 
 def reason(error: Exception | None) -> str:
-    """Returns an error's first line, with the next if the first only announces it; its class without a text."""
+    """Returns an error's first line, joined with the next if the first ends with a colon; the error's class if the text is
+    empty."""
     said = []
     for line in str(error).strip().splitlines():
         said.append(line.strip())
-        # transformers' configs name a field and a colon first, and what is wrong with its value below.
+        # transformers' config errors name a field and a colon first, and the fault on the next line.
         if not said[-1].endswith(":"):
             break
     return (" ".join(said) or type(error).__name__)[:_LONGEST_REASON].rstrip(".")
 
 
 _BY_DAMAGE = (EOFError, KeyError, IndexError, ValueError, TypeError, AttributeError, struct.error, zipfile.BadZipFile)
-"""What readers of pickles and archives raise for bytes that are not what was written. A pickle may raise any of these."""
+"""Raised by readers of pickles and archives on damaged bytes. A damaged pickle may raise any of these."""
 
 _SAYS_DAMAGE = re.compile(
     r"PytorchStreamReader|archive is corrupted|unexpected EOF|magic number|wrong byte size|unexpected pos"
 )
-"""In a RuntimeError of torch, which raises that class for anything."""
+"""Marks damage in a RuntimeError of torch, which uses that class for many other faults."""
 
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed global|whose module)")
 _SAID_BY_UNPICKLER = re.compile(r"WeightsUnpickler error:\s*(.*)")
 _SAYS_CLASS = re.compile(r"add_safe_globals|must be imported")
-"""In an error of the unpickler that misses a class."""
+"""Marks an error of the unpickler about a class that it does not know."""
 
 
 def read_fault(error: Exception) -> str:
-    """Says in words, after a file's name, why it cannot be read. Only an error of damaged bytes is called damage."""
+    """Explains why a file cannot be read, as words to follow its name. Only damaged bytes are called damage."""
     text = str(error)
     refused = _REFUSED.search(text)
     if refused is not None:
@@ -83,26 +84,26 @@ def read_fault(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         is_damage = _SAYS_CLASS.search(cause) is None
     elif isinstance(error, OSError):
-        # torch asks for bytes before the beginning of an archive that is cut off.
+        # torch seeks before the beginning of an archive that is cut off.
         is_damage = error.errno == errno.EINVAL
     elif isinstance(error, RuntimeError):
         is_damage = _SAYS_DAMAGE.search(text) is not None
     else:
-        # By its name: this floor does not import safetensors.
+        # Compare the class by name: this module does not import safetensors.
         is_damage = isinstance(error, _BY_DAMAGE) or type(error).__name__ == "SafetensorError"
     return f"{'is cut off or damaged' if is_damage else 'cannot be read'} ({shown(cause)})"
 
 
-# ---- Links that lead out of a folder: files behind them belong to somebody else and are neither read nor copied ----
+# ---- Links out of a folder: their targets belong to somebody else, so a link is neither read nor copied ----
 
 
 def leads_out(root: Path, path: Path) -> bool:
-    """Whether `path`, somewhere below `root`, resolves to a file or folder outside.
+    """Whether `path`, somewhere below `root`, resolves to a file or folder outside of `root`.
 
-    A snapshot in the Hub's cache is made of links to the `blobs` folder beside it, which is a part of it.
+    A snapshot in the Hub's cache consists of links to the `blobs` folder of its repository, which counts as inside.
     """
     here, real = os.path.realpath(root), os.path.realpath(path)
-    # With the separator: `/runs/model-2` begins with `/runs/model`, and is outside.
+    # Compare with the separator: `/runs/model-2` starts with `/runs/model` and is outside.
     if real == here or real.startswith(here + os.sep):
         return False
     snapshots = Path(here).parent
@@ -110,11 +111,11 @@ def leads_out(root: Path, path: Path) -> bool:
 
 
 def entry_faults(root: Path) -> list[str]:
-    """Lists in words the entries below `root` that are never read: links to outside, pipes, devices."""
+    """Describes the entries below `root` which are never read: links to outside, pipes, devices."""
     walk = os.walk(root)
     paths = sorted(Path(folder, name) for folder, folders, files in walk for name in (*folders, *files))
     links = [path for path in paths if path.is_symlink() and leads_out(root, path)]
-    # A pipe would be waited for, and a device has no end. A link to nowhere leads out or is no file to anybody.
+    # Reading a pipe would wait, and a device has no end. A dangling link leads out, or exists for no reader.
     odd = [path for path in paths if path.exists() and not path.is_file() and not path.is_dir()]
     return [
         *(f"{path.relative_to(root).as_posix()} is a link that leads out of the folder" for path in links),
@@ -132,32 +133,32 @@ def refuse_links(root: Path, paths: Iterable[Path]) -> None:
             )
 
 
-# ---- Files in folders that others may write to: no link is followed, and a name never has half a file ----
+# ---- Files in folders with other writers: links are not followed, and no name ever belongs to a partial file ----
 
 MARK = ".hf_zero-"
-"""Begins the names of files that exist for a moment. A killed run may leave some, and the next run removes them."""
+"""Prefix of the names of short-lived files. A killed run may leave some; the next run removes them."""
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Puts a file of this content at `path` with one rename. A link there is replaced and not followed."""
-    # Others cannot guess the name, so they cannot put a link there; mode "x" would refuse the link.
+    """Writes `content` to a temporary file and renames the file to `path`. A link at `path` is replaced, not followed."""
+    # Others cannot guess the temporary name and put a link there. Mode "x" would refuse a link anyway.
     temporary = path.with_name(f"{MARK}{uuid.uuid4().hex}")
     try:
         with temporary.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            # The rename may reach the disk before the content. After a power cut, the name would belong to an empty file.
+            # The rename may reach the disk before the content: after a power cut, the name would belong to an empty file.
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        # By the name that the reader of the error knows.
+        # Name the final path, which the reader of the error knows.
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def copy_new(source: Path, target: Path) -> None:
-    """Copies a file's content, permissions and times. Raises `FileExistsError` if something is at `target`, a link included."""
+    """Copies a file's content, permissions and times. Raises `FileExistsError` if `target` exists, even as a link."""
     with source.open("rb") as read, target.open("xb") as written:
         shutil.copyfileobj(read, written)
         written.flush()
@@ -167,13 +168,13 @@ def copy_new(source: Path, target: Path) -> None:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """Opens a file that is changed in place, and makes one if there is none.
+    """Opens a file for changes in place, or makes one. Returns the handle.
 
     Raises:
-        CheckpointError: it is a link, a file with several names, or no plain file.
+        CheckpointError: it is a link, a file with several names (hard links), or no plain file.
     """
     refusal = f"{path} is a link or no plain file, and not hf_zero's. Take it away"
-    # O_NONBLOCK: opening a pipe would wait for its other end.
+    # O_NONBLOCK: opening a pipe would otherwise wait for its other end.
     flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = os.open(path, flags, 0o666)
@@ -181,8 +182,8 @@ def open_in_place(path: Path, flags: int) -> int:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise CheckpointError(refusal) from error
         raise
-    # The flags refuse no hard link, which may be another file of this user, and they open a pipe. `fstat` and not `stat`: the
-    # file at the path may have been exchanged since.
+    # The flags accept a hard link, which may be another file of this user, and a pipe. Use `fstat`, as the file at the path may
+    # have been replaced since.
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(file)
@@ -190,16 +191,16 @@ def open_in_place(path: Path, flags: int) -> int:
     return file
 
 
-# ---- JSON files that somebody else may have written: read with a limit on their size, and with one kind of error ----
+# ---- JSON files of unknown origin: their size is limited, and all faults raise one kind of error ----
 
 LARGEST_BYTES = 256 * 2**20
-"""Far above any config, index, trainer state or card data."""
+"""Far larger than any config, index, trainer state or card data."""
 
 
 def read_text(path: Path, *, most_bytes: int = LARGEST_BYTES) -> str:
-    """Reads a UTF-8 file. Raises `CheckpointError` for an unreadable file and for one larger than `most_bytes`."""
+    """Reads a UTF-8 file. Raises `CheckpointError` if the file is unreadable or larger than `most_bytes`."""
     try:
-        # The size first: a folder from the Hub may hold a file that fills the memory of the host.
+        # Check the size first: a folder from the Hub may contain a file large enough to fill the host's memory.
         nbytes = path.stat().st_size
         if nbytes > most_bytes:
             raise CheckpointError(f"hf_zero: {path} has {nbytes} bytes, and at most {most_bytes} are read.")
@@ -217,12 +218,12 @@ def parse_json(text: str, path: Path) -> Any:
     except RecursionError as error:
         raise CheckpointError(f"hf_zero: {path} is damaged: its values are nested too deeply.") from error
     except ValueError as error:
-        # Also a number of more digits than Python converts.
+        # Python also raises this for an integer with too many digits.
         raise CheckpointError(f"hf_zero: {path} is damaged ({error}).") from error
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that holds a mapping. Raises `CheckpointError` otherwise."""
+    """Reads a JSON file with a mapping. Raises `CheckpointError` for any other content."""
     content = parse_json(read_text(path), path)
     if not isinstance(content, dict):
         raise CheckpointError(f"hf_zero: {path} holds a {type(content).__name__}, where a mapping is due.")
@@ -230,23 +231,23 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 _MOST_COUNTED = 2**63
-"""More than torch can count."""
+"""Larger than any size that torch supports."""
 
 
 def is_size(value: object) -> bool:
-    """Whether a JSON value is a number of elements or bytes that torch can count."""
+    """Whether a JSON value is a number of elements or bytes within torch's limits."""
     return type(value) is int and 0 <= value < _MOST_COUNTED
 
 
 def is_shape(value: object) -> bool:
-    """Whether a JSON value is a list of sizes with a product that torch can count."""
+    """Whether a JSON value is a list of sizes whose product torch can count."""
     if not isinstance(value, list) or not all(is_size(size) for size in value):
         return False
-    # Zeros aside: torch multiplies what is there besides.
+    # Leave out zeros: torch also multiplies the remaining sizes.
     return math.prod(size for size in value if size) < _MOST_COUNTED
 
 
-# ---- Headers of safetensors files, each checked before anything relies on one ----
+# ---- Headers of safetensors files, each checked before its values are used ----
 
 DTYPE_BYTES = {
     "BOOL": 1,
@@ -267,7 +268,7 @@ DTYPE_BYTES = {
     "F64": 8,
     "C64": 8,
 }
-"""Bytes an element, by dtype as the format spells it; of others, the file's word is taken."""
+"""Bytes per element, by the format's name of the dtype. For unlisted dtypes the file's offsets are trusted."""
 
 _LARGEST_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
@@ -275,7 +276,7 @@ _LARGEST_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """The bytes of a tensor in a safetensors file, from `begin` up to `end`; dtype as safetensors spells it ("F32")."""
+    """The byte range [begin, end) of a tensor in a safetensors file. `dtype` is the format's name ("F32")."""
 
     begin: int
     end: int
@@ -284,7 +285,7 @@ class TensorSpan:
 
 
 def is_whole_safetensors(path: Path) -> bool:
-    """Whether a file is as long as the header says."""
+    """Whether a file's length is the one its header implies."""
     header = _header_of(path)
     if header is None:
         return False
@@ -293,25 +294,25 @@ def is_whole_safetensors(path: Path) -> bool:
 
 
 def tensors_in(path: Path) -> dict[str, tuple[int, int]]:
-    """Each tensor of a safetensors file: its first byte, and bytes an element. {} for a file that is cut off."""
+    """Tensor → its first byte and its bytes per element. {} for a file with an unreadable header."""
     spans = spans_in(path) or {}
     numels = {name: math.prod(span.shape) for name, span in spans.items()}
-    # Tensors without elements have no bytes to share out, and would divide by zero.
+    # Skip tensors without elements: the division would be by zero.
     return {name: (span.begin, (span.end - span.begin) // numels[name]) for name, span in spans.items() if numels[name]}
 
 
 def spans_in(path: Path) -> dict[str, TensorSpan] | None:
-    """Tensor → its bytes in a safetensors file; None for a file of another kind."""
+    """Tensor → its byte range in a safetensors file; None if the file is missing or of another kind."""
     header = _header_of(path) if path.is_file() else None
     return None if header is None else header[1]
 
 
 SAVE_KEY = "save"
-"""Under which the header of a rank's file has the ID of its save."""
+"""Metadata key of the save's ID in the header of a rank's file."""
 
 
 def save_in(path: Path) -> str:
-    """Returns the ID of the save in a safetensors file's header; "" without one, and for a file of another kind."""
+    """Returns the ID of the save from a safetensors file's header; "" without one, or for a file of another kind."""
     header = _header_of(path) if path.is_file() else None
     metadata = {} if header is None else header[2]
     save = metadata.get(SAVE_KEY, "") if isinstance(metadata, dict) else ""
@@ -319,7 +320,7 @@ def save_in(path: Path) -> str:
 
 
 def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan], Any] | None:
-    """Reads a header: bytes up to the first tensor, the tensors, and the metadata; None for a file of another kind."""
+    """Reads a header: the offset of the first tensor, the tensors, and the metadata; None for a file of another kind."""
     size = path.stat().st_size
     with path.open("rb", buffering=0) as file:
         refuse_read_ahead(file)
@@ -327,7 +328,7 @@ def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan], Any] | None:
         if len(prefix) < 8:
             return None
         (header_bytes,) = struct.unpack("<Q", prefix)
-        # Unchecked, eight bytes of a damaged file could ask for exabytes of memory.
+        # Check the length: in a damaged file, these eight bytes could ask for exabytes of memory.
         if header_bytes > min(_LARGEST_HEADER_BYTES, size - 8):
             return None
         try:
@@ -348,7 +349,7 @@ def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan], Any] | None:
 
 
 def _span_of(entry: Any, start: int) -> TensorSpan | None:
-    """Reads a tensor's entry; None where dtype, shape and bytes contradict each other."""
+    """Reads a tensor's header entry; None if its dtype, shape and bytes contradict each other."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return None
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -356,59 +357,59 @@ def _span_of(entry: Any, start: int) -> TensorSpan | None:
         return None
     if not all(is_size(offset) for offset in offsets) or offsets[1] < offsets[0]:
         return None
-    # Trusted bytes beyond the shape would let one tensor read another's.
+    # If a range beyond the shape were trusted, one tensor could contain another's bytes.
     if dtype in DTYPE_BYTES and offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
         return None
     return TensorSpan(start + offsets[0], start + offsets[1], tuple(shape), dtype)
 
 
-# ---- The files of a checkpoint: recorded when they are written, checked when they are read ----
+# ---- The files of a checkpoint: the writer records hashes, the reader compares them ----
 
 CHUNK_BYTES = 256 * 2**10
-"""Bytes hashed in one piece. Ranks share a file by pieces, and a rank checks little more than the bytes that it loads."""
+"""Bytes per hash. Ranks divide a file by chunks, and a rank verifies little more than the bytes that it loads."""
 HASH_DIGITS = 16
 _LONGEST_PATH = 1024
 _LONGEST_PART = 255
-"""Of a name between two slashes, in bytes: what file systems take."""
+"""Limit of file systems for one name between two slashes, in bytes."""
 _WINDOW_CHUNKS = 64
 
 Progress = Callable[[int, int], None]
-"""Is called with the bytes that are done and the bytes in all."""
+"""Called with the number of bytes done and the total number of bytes."""
 
 Chunk = tuple[str, int]
-"""A file's name, and which of its runs of `CHUNK_BYTES` is meant."""
+"""A file's name, and the index of a run of `CHUNK_BYTES` in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """A file's size in bytes, and the XXH3 64-bit hash, in hexadecimal, of each 256 KiB in turn."""
+    """A file's size in bytes, and the XXH3 64-bit hashes, in hexadecimal, of its consecutive 256 KiB chunks."""
 
     size: int
     xxh3: tuple[str, ...]
 
 
 def no_folder(path: Path) -> str:
-    """Says in words why `path` is not a folder."""
+    """Explains why `path` is not a folder."""
     return f"{path} is a file; give the folder that it is in" if path.exists() else f"there is no folder {path}"
 
 
 def chunks_in(size: int) -> int:
-    """Counts the chunks of a file of `size` bytes; an empty file has one, so that it is checked too."""
+    """The number of chunks of a file of `size` bytes. An empty file has one chunk, so a missing empty file is found, too."""
     return max(1, -(-size // CHUNK_BYTES))
 
 
 def untold(_done_bytes: int, _total_bytes: int) -> None:
-    """Reports progress to nobody."""
+    """Ignores the progress."""
 
 
 def hashes_of(path: Path, indices: Iterable[int], on_read: Callable[[int], None] = lambda _: None) -> dict[int, str]:
-    """Hashes these chunks of a file in order: index → XXH3 64-bit hash, in hexadecimal.
+    """Hashes these chunks of a file in ascending order: index → XXH3 64-bit hash, in hexadecimal.
 
     Args:
-        on_read: is told the bytes of each chunk.
+        on_read: called with the bytes of each chunk.
     """
     hashes = {}
-    # One buffer for all: fresh memory for each chunk costs more than hashing it.
+    # Reuse one buffer: fresh memory for each chunk costs more time than hashing it.
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         for first, last in _windows(sorted(indices)):
@@ -416,7 +417,7 @@ def hashes_of(path: Path, indices: Iterable[int], on_read: Callable[[int], None]
             file.seek(first * CHUNK_BYTES)
             for index in range(first, last):
                 filled = 0
-                # In a loop: without a buffer of Python's, one read may return fewer bytes than there are.
+                # Loop: an unbuffered read may return fewer bytes than the file has left.
                 while read := file.readinto(buffer[filled:]):
                     filled += read
                 hashes[index] = xxhash.xxh3_64_hexdigest(buffer[:filled])
@@ -425,11 +426,11 @@ def hashes_of(path: Path, indices: Iterable[int], on_read: Callable[[int], None]
 
 
 _READ_BYTES = 2**20
-"""Few enough to stay in a processor's cache until they are hashed."""
+"""Small enough to stay in a processor's cache until they are hashed."""
 
 
 class Written(NamedTuple):
-    """A run of bytes of a file, and the XXH3 64-bit hash that they had in memory. `name`: of the tensor, for errors."""
+    """A run of bytes of a file, and the XXH3 64-bit hash of the bytes in memory. `name`: the tensor's, for errors."""
 
     path: Path
     offset: int
@@ -439,7 +440,7 @@ class Written(NamedTuple):
 
 
 def refuse_changed(written: Iterable[Written]) -> None:
-    """Raises `CheckpointError` if a file does not have the bytes that were in memory."""
+    """Raises `CheckpointError` if a file's bytes differ from the bytes in memory."""
     for path, parts in groupby(sorted(written), key=attrgetter("path")):
         with path.open("rb", buffering=0) as file:
             for part in parts:
@@ -455,7 +456,7 @@ def refuse_changed(written: Iterable[Written]) -> None:
 
 
 def _windows(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive numbers, none above `_WINDOW_CHUNKS` long, as (first, last + 1)."""
+    """Yields runs of consecutive indices, each at most `_WINDOW_CHUNKS` long, as (first, last + 1)."""
     for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in run]
         for first in range(numbers[0], numbers[-1] + 1, _WINDOW_CHUNKS):
@@ -463,25 +464,25 @@ def _windows(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _fetch(file: IO[bytes], begin: int, nbytes: int) -> None:
-    """Asks the system to begin reading exactly these bytes."""
+    """Asks the system to start reading exactly these bytes into its cache."""
     refuse_read_ahead(file)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), begin, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def refuse_read_ahead(file: IO[bytes]) -> None:
-    """Turns the system's read-ahead off: it would read chunks that another rank checks."""
+    """Turns off the system's read-ahead, which would read other ranks' chunks."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def share_of(sizes: Mapping[str, int], rank: int, world_size: int) -> list[Chunk]:
-    """Returns the chunks of these files that one of `world_size` ranks checks. All ranks get about as many bytes."""
+    """Returns the chunks of these files for one of `world_size` ranks to verify. All ranks get about equally many bytes."""
     total, before, own = max(1, sum(sizes.values())), 0, []
     for name in sorted(sizes):
         for index in range(chunks_in(sizes[name])):
             nbytes = min(CHUNK_BYTES, sizes[name] - index * CHUNK_BYTES)
-            # `min`: an empty file behind all others would fall to a rank that does not exist, and nobody would check that file.
+            # `min`: an empty file after all others would belong to rank `world_size`, which does not exist.
             if min(world_size - 1, (before + nbytes // 2) * world_size // total) == rank:
                 own.append((name, index))
             before += nbytes
@@ -497,7 +498,7 @@ def by_file(chunks: Iterable[Chunk]) -> dict[str, list[int]]:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Lists all files below a folder, relative, with forward slashes, sorted."""
+    """Lists all files below a folder as relative paths with forward slashes, sorted."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
@@ -517,7 +518,7 @@ def is_inside(name: str) -> bool:
 def faults_of(
     folder: Path, records: Mapping[str, FileRecord], chunks: Sequence[Chunk], on_progress: Progress = untold
 ) -> list[tuple[str, str]]:
-    """Lists names and, in words, faults of these chunks of recorded files: absent, of another size, of other contents."""
+    """Lists (name, fault in words) for these chunks of recorded files: missing files, wrong sizes, changed content."""
     total = sum(min(CHUNK_BYTES, records[name].size - index * CHUNK_BYTES) for name, index in chunks)
     done = 0
 
@@ -537,7 +538,7 @@ def _faults_of_file(
     folder: Path, name: str, record: FileRecord, indices: Sequence[int], on_read: Callable[[int], None]
 ) -> list[str]:
     path = folder / name
-    # From cheap to dear, and the name first: a name with `..` would have this read any file of the user's.
+    # Check in order of cost, and the name first: with `..` in a name, any file of the user's would be read.
     if not is_inside(name):
         return [f"the manifest names {name!r}, which is not inside the folder"]
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The manifest says which element of which parameter's state is in which file. Written last, it makes a checkpoint whole."""
+"""The manifest lists the file of each element of each parameter's state. Written last, it completes a checkpoint."""
 
 import dataclasses
 import json
@@ -35,20 +35,20 @@ MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 7
 
 WEIGHTS = "weights"
-"""The kind of the rows that hold the model itself, in a checkpoint of layout `sharded`."""
+"""The kind of the rows with the model's own weights, in a checkpoint of layout `sharded`."""
 
 _NESTED = "nested."
-"""Begins the entry of `scalars` that describes a list, tuple or dict of the optimizer's."""
+"""Prefix of the `scalars` entry which describes a list, tuple or dict in the optimizer's state."""
 
 _LARGEST_BYTES = 2**30
-"""A checkpoint of 10 TB has a manifest of about 700 MB, nearly all of it checksums."""
+"""Limit of a manifest's size. A 10 TB checkpoint has a manifest of about 700 MB, nearly all of it checksums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRow:
-    """A run of one parameter's state in the file of `rank`, 1-D under `key`; dtype as safetensors spells it ("F32").
+    """A run of one parameter's state, 1-D, under `key` in the file of `rank`; dtype in safetensors' spelling ("F32").
 
-    `interval` counts the elements of `box`, the part of the parameter that the rank has; None is the whole parameter.
+    `interval` counts the elements of `box`, the rank's part of the parameter; None means the whole parameter.
     """
 
     kind: str
@@ -65,10 +65,10 @@ class SavedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRows:
-    """Rows of one kind of state of one parameter, next to each other in the files of evenly spaced ranks.
+    """Rows of one kind of state of one parameter, adjacent to each other, in the files of evenly spaced ranks.
 
-    The manifest keeps these instead of every row, and computes rows when they are needed: its size does not depend on the number
-    of ranks. A row that continues no other is a `SavedRows` of one rank.
+    The manifest stores these instead of every row, and computes rows when they are needed, so its size does not depend on the
+    number of ranks. A row without a neighbor is a `SavedRows` of one rank.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class SavedRows:
         )
 
     def about(self, wanted: Interval) -> Iterator[SavedRow]:
-        """Yields the rows that have an element of `wanted`, which counts elements of the box."""
+        """Yields the rows with an element of `wanted`, which counts elements of the box."""
         return map(self.row, self.cuts.about(wanted))
 
     def __iter__(self) -> Iterator[SavedRow]:
@@ -97,7 +97,7 @@ class SavedRows:
 
 
 def joined_rows(rows: Iterable[SavedRow]) -> tuple[SavedRows, ...]:
-    """Describes all ranks' rows by as few `SavedRows` as their cuts allow."""
+    """Merges the rows of all ranks into as few `SavedRows` as their cuts allow."""
     alike: dict[tuple[str, str, str, Box | None], list[tuple[Interval, int]]] = {}
     for row in rows:
         alike.setdefault((row.kind, row.name, row.dtype, row.box), []).append((row.interval, row.rank))
@@ -109,9 +109,10 @@ def joined_rows(rows: Iterable[SavedRow]) -> tuple[SavedRows, ...]:
 
 
 def _ranks_of(rows: Iterable[SavedRows]) -> list[range]:
-    """Returns the ranks whose files have these rows. Ranges with different steps may share ranks."""
-    # Rows of different parameters are in overlapping ranges of ranks. Joined, they have as many ranks as the run had, and not as
-    # many as there are rows.
+    """Returns the ranks whose files contain these rows. Ranges with different steps may share ranks."""
+    # The rows of different parameters have overlapping ranges of ranks. Joined, the ranges list each rank about once, not once
+    # per
+    # row.
     found: dict[tuple[int, int], list[Interval]] = {}
     for each in rows:
         index, offset = divmod(each.ranks.start, each.ranks.step)
@@ -132,7 +133,7 @@ _ROW_FILE = re.compile(r"rank-(\d{5,19})-of-\d{5,19}\.safetensors")
 
 
 def rank_of(file: str, world_size: int) -> int | None:
-    """Returns the rank whose rows a file has by its name, or None for a file of another name or number of ranks."""
+    """Returns the rank in the name of a row file; None for a name of another form or with another number of ranks."""
     found = _ROW_FILE.fullmatch(file)
     return (
         int(found[1]) if found and file == row_file(int(found[1]), world_size) and int(found[1]) < world_size else None
@@ -141,29 +142,29 @@ def rank_of(file: str, world_size: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedWeight:
-    """A tensor of the model under its name in `save_pretrained`; dtype as safetensors spells it ("F32")."""
+    """A tensor of the model, by its name in `save_pretrained`; dtype in safetensors' spelling ("F32")."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def new_save() -> str:
-    """Makes the ID of a save. All ranks have to use the same one."""
+    """Makes the ID of a save. All ranks must use the same one."""
     return uuid.uuid4().hex
 
 
 _SAVE = re.compile(r"(?:[0-9a-f]{32})?")
-"""IDs that `new_save` makes, and the empty ID of checkpoints from before there were IDs."""
+"""IDs of `new_save`, and the empty ID of checkpoints from before IDs were introduced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveIdentity:
-    """Tells the save to which a part of a checkpoint belongs. Parts of one checkpoint have equal identities.
+    """Identifies the save which wrote a part of a checkpoint. All parts of one checkpoint have equal identities.
 
     Attributes:
-        save: its ID; "" of checkpoints from before there were IDs, which only the other fields tell apart.
-        contents: checksum of the parameters' names and shapes, and of state that is one value for a parameter.
-        written_at: of the manifest; each disk has its own, so that it is not compared.
+        save: ID of the save; "" in checkpoints from before there were IDs, which only the other fields distinguish.
+        contents: checksum of the parameters' names and shapes, and of the state with one value per parameter.
+        written_at: date of the manifest. Not compared, as each disk has its own manifest.
     """
 
     save: str
@@ -201,21 +202,23 @@ class Manifest:
 
     Attributes:
         shapes: parameter name → its whole shape.
-        kinds: parameter name → kinds of state it has rows of, so that a kind whose rows are lost is missed.
-        scalars: parameter name → state name → value that holds for all its elements.
-        rows: of masters, optimizer state and weights, of all ranks.
-        own_shapes: parameter name → kind → shape, for kinds that have not one value an element of the parameter. Their rows
-            count the state tensor's own elements.
-        optimizers: for each optimizer its class, and its groups: settings and parameter names.
-        files: every file of the checkpoint but the manifest, by name relative to the folder above the manifest's; where hosts
-            have disks of their own, those of this one.
-        weights: the model's tensors where they lie in rows (layout `sharded`); {} where the folder has weights files.
-        is_kept: rotation leaves this checkpoint alone.
-        base: checksum of the frozen parameters that the checkpoint's adapters belong to; None where the model is whole.
-        save: ID that all parts of the checkpoint have, on whichever disk; "" in formats 4 and 5.
-        step: that it was written behind; None in old states of accelerate loops.
-        written_at: date and time, UTC, in ISO 8601; "" before it is written.
-        written: what this rank wrote, as it was in memory; not part of the file.
+        kinds: parameter name → the kinds of state that have rows. A kind whose rows are lost is found by this.
+        scalars: parameter name → state name → one value for the whole parameter.
+        rows: all ranks' rows of masters, optimizer state and weights.
+        own_shapes: parameter name → kind → shape, for state tensors without exactly one value per element of the parameter.
+            Their rows count the elements of the state tensor.
+        optimizers: for each optimizer its class, and its groups with settings and parameter names.
+        files: every file of the checkpoint except the manifest, by its path relative to the parent of the manifest's folder; if
+            hosts have separate disks, only the files on this one.
+        weights: the model's tensors if they are stored in rows (layout `sharded`); {} if the folder has weights files.
+        is_kept: rotation does not delete this checkpoint.
+        base: checksum of the frozen parameters that the checkpoint's adapters belong to; None if the checkpoint has the whole
+            model.
+        elsewhere: row files that are on other hosts' disks.
+        save: ID that all parts of the checkpoint share, on every disk; "" in formats 4 and 5.
+        step: the optimizer step after which it was written; None in old states of accelerate loops.
+        written_at: date and time, UTC, in ISO 8601; "" before the manifest is written.
+        written: the parts that this rank wrote, with their hashes in memory; not stored in the file.
     """
 
     world_size: int
@@ -239,7 +242,7 @@ class Manifest:
 
     @property
     def identity(self) -> SaveIdentity:
-        """Returns what all parts of this checkpoint have in common."""
+        """Returns the values shared by all parts of this checkpoint."""
         return SaveIdentity(
             save=self.save,
             step=self.step,
@@ -253,7 +256,7 @@ class Manifest:
         return Box.whole(self.whole_shape(row.kind, row.name) or ()) if row.box is None else row.box
 
     def file_of(self, row: SavedRow) -> str:
-        """Names the file that a row is in."""
+        """Names the file of a row."""
         return row_file(row.rank, self.world_size)
 
     def writers(self) -> list[int]:
@@ -261,7 +264,7 @@ class Manifest:
         return sorted({rank for ranks in _ranks_of(self.rows) for rank in ranks})
 
     def with_files(self, files: Mapping[str, FileRecord]) -> "Manifest":
-        """Returns the same manifest with these files."""
+        """Returns a copy of the manifest with these files."""
         return dataclasses.replace(self, files=dict(files))
 
     def whole_shape(self, kind: str, name: str) -> tuple[int, ...] | None:
@@ -273,10 +276,10 @@ class Manifest:
         return self.own_shapes.get(name, {}).get(kind, self.shapes[name])
 
     def write(self, folder: Path) -> None:
-        """Writes `manifest.json`, whole or not at all, with a hash of the content.
+        """Writes `manifest.json` atomically, with a hash of the content.
 
         Raises:
-            CheckpointError: it would be longer than `read` takes.
+            CheckpointError: the file would be longer than `read` accepts.
         """
         boxes = dict.fromkeys(rows.box for rows in self.rows if rows.box is not None)
         numbers = {box: number for number, box in enumerate(boxes)}
@@ -310,7 +313,7 @@ class Manifest:
             "boxes": [[list(box.shape), box.ranges] for box in numbers],
         }
         text = _text({**content, "xxh3": _hash(content)})
-        # Here, and not at a resume, when the run that could have been saved in another way is over. The text is ASCII.
+        # Raise here, not at a resume, when the run can no longer be saved in a different way. The text is ASCII.
         if len(text) > _LARGEST_BYTES:
             raise CheckpointError(
                 f"{MANIFEST_NAME} would have {len(text)} bytes, and at most {_LARGEST_BYTES} are read: {len(self.rows)} entries "
@@ -321,9 +324,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Reads a folder's manifest. Raises `CheckpointError` for a missing, damaged or unknown one."""
+        """Reads a folder's manifest. Raises `CheckpointError` if it is missing, damaged or of an unknown version."""
         path = folder / MANIFEST_NAME
-        # Before anything is opened: a link in a folder from the Hub could name any file of this user's.
+        # Check first: a link in a folder from the Hub could point to any file of this user.
         refuse_links(folder.parent, [folder, path])
         if not path.is_file():
             found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else None
@@ -334,7 +337,7 @@ class Manifest:
             )
         text = read_text(path, most_bytes=_LARGEST_BYTES)
         content = parse_json(text, path)
-        # The version before the hash: another version's file is not damaged, and its user needs another sentence.
+        # Check the version before the hash: a file of another version is not damaged, and its error must name the version.
         version = content.get("format_version") if isinstance(content, dict) else None
         if type(version) is int and version not in _FIELDS:
             raise CheckpointError(
@@ -347,7 +350,7 @@ class Manifest:
             )
         try:
             manifest = _of_content(content, folder)
-            # Reading takes the fields' word for each other. A row beyond its parameter would read another row's bytes.
+            # Until here, each field was parsed separately. A row beyond its parameter would read another row's bytes.
             _refuse_contradictions(manifest)
         except _FieldError as error:
             raise CheckpointError(
@@ -390,17 +393,17 @@ def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
 _ALL_FIELDS = frozenset(field.name for field in dataclasses.fields(Manifest)) - {"written"} | {"boxes"}
 _FIELDS = {
     4: _ALL_FIELDS - {"boxes", "save"},
-    # Of models that are split over ranks.
+    # Models split over ranks.
     5: _ALL_FIELDS - {"save"},
-    # Lists each row of each rank.
+    # One entry per row and rank.
     6: _ALL_FIELDS,
     FORMAT_VERSION: _ALL_FIELDS,
 }
-"""Format version → the fields that a manifest of it has."""
+"""Format version → the fields of its manifest."""
 
 
 def _refuse_contradictions(manifest: Manifest) -> None:
-    """Raises `_FieldError` if a field names a parameter, a kind, elements or a file that the others do not have."""
+    """Raises `_FieldError` if a field names a parameter, kind, element or file that is unknown to the other fields."""
     for name in ("kinds", "scalars", "own_shapes"):
         _refuse_unknown(manifest.shapes, getattr(manifest, name), name)
     for optimizer in manifest.optimizers:
@@ -415,7 +418,7 @@ def _refuse_contradictions(manifest: Manifest) -> None:
         if box.shape != whole:
             raise _FieldError(f"`boxes` have a part of {box.shape} of {rows.name[:200]!r}, which is {whole}")
         _refuse_beyond(*rows.cuts.whole, box.local_shape, f"a row of {rows.kind} of {rows.name[:200]!r}")
-    # After this, no loop over ranks is longer than the lists of files, however many ranks a row counts.
+    # After this check, no loop over ranks is longer than the lists of files, however many ranks a row counts.
     files = {*manifest.elsewhere, *(PurePosixPath(name).name for name in manifest.files)}
     for rank in (rank for ranks in _ranks_of(manifest.rows) for rank in ranks):
         file = row_file(rank, manifest.world_size)
@@ -449,7 +452,7 @@ def _rows(held: Mapping[str, Any], world_size: int) -> tuple[SavedRows, ...]:
 
 
 def _rows_one_by_one(folder: Path, held: Mapping[str, Any], world_size: int) -> tuple[SavedRows, ...]:
-    """The rows of formats before 7: each with its file and key, and the boxes of each file."""
+    """Parses the rows of formats before 7: each row with its file and key, and the boxes of each file."""
     boxes = _as_mapping(held.get("boxes", {}), "boxes", lambda boxes, what: _as_mapping(boxes, what, _box))
 
     def row(value: Any, what: str) -> SavedRow:
@@ -509,7 +512,7 @@ def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
         raise CheckpointError(
             f"hf_zero: {folder / MANIFEST_NAME} names {name[:200]!r}, which is not inside its checkpoint."
         )
-    # Counted here: the check of a file looks a hash up by its chunk, and would fail with an IndexError on too few.
+    # Count here: the check of a file looks up hashes by chunk, and too few would raise an IndexError.
     if len(xxh3) != HASH_DIGITS * chunks_in(size):
         raise CheckpointError(
             f"hf_zero: {folder / MANIFEST_NAME} has {len(xxh3)} digits of checksums for {name!r} of {size} bytes."
@@ -518,10 +521,10 @@ def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
 
 
 def _is_as_written(content: dict[str, Any], text: str) -> bool:
-    """Whether a manifest has its own hash, which is taken out, and its own spelling: `1E-8` is `1e-8` with a flipped bit."""
+    """Whether a manifest matches its hash, which is removed, and its own spelling: one flipped bit turns `1e-8` into `1E-8`."""
     try:
-        # The text first, with the hash in. The hash is of the other fields, and is taken out for good: a field more would be
-        # refused.
+        # Compare the text first, while the hash is included. The hash covers the other fields. It is removed for good, since an
+        # additional field would be refused later.
         return text == _text(content) and content.pop("xxh3", None) == _hash(content)
     except RecursionError:
         return False
@@ -535,13 +538,13 @@ def _hash(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-# ---- JSON values, held against the format before anything relies on them ----
+# ---- JSON values, checked against the format before they are used ----
 
 Value = TypeVar("Value")
 
 
 class _FieldError(ValueError):
-    """A value of another kind than the format says; names the field."""
+    """A value differs from the format. The message names the field."""
 
 
 def _as_mapping(value: Any, what: str, of: Callable[[Any, str], Value]) -> dict[str, Value]:
@@ -559,14 +562,14 @@ def _as_list(value: Any, what: str, of: Callable[[Any, str], Value]) -> tuple[Va
 
 
 def _as_fields(value: Any, what: str, names: set[str]) -> dict[str, Any]:
-    """A mapping that has these names and no others."""
+    """Checks a mapping with exactly these names."""
     if not isinstance(value, dict) or value.keys() != names:
         raise _other(value, what, f"a mapping of {', '.join(sorted(names))}")
     return value
 
 
 def _as_items(value: Any, what: str, count: int) -> list[Any]:
-    """A list of so many values."""
+    """Checks a list of this length."""
     if not isinstance(value, list) or len(value) != count:
         raise _other(value, what, f"a list of {count}")
     return value
@@ -591,7 +594,7 @@ def _as_bool(value: Any, what: str) -> bool:
 
 
 def _as_size(value: Any, what: str) -> int:
-    """A whole number from 0 on that torch can count."""
+    """Checks a whole number from 0 on within torch's limits."""
     if not is_size(value):
         raise _other(value, what, "a whole number from 0 to 2**63")
     return value
@@ -604,7 +607,7 @@ def _as_shape(value: Any, what: str) -> tuple[int, ...]:
 
 
 def _as_scalar(value: Any, what: str) -> Any:
-    """A state of a whole parameter: a number, a string, a boolean, None, or a tensor as `{"dtype", "value"}`."""
+    """Checks a parameter's scalar: a number, a string, a boolean, None, or a tensor as `{"dtype", "value"}`."""
     if isinstance(value, dict):
         held = _as_fields(value, what, {"dtype", "value"})
         dtype = getattr(torch, _as_text(held["dtype"], f"{what}.dtype"), None)
@@ -623,8 +626,8 @@ def _as_scalar(value: Any, what: str) -> Any:
 
 
 def _as_optimizer(value: Any, what: str) -> dict[str, Any]:
-    """A class name, and groups of settings and parameters' names."""
-    # `own` is left out if the class adds no values to its state dict.
+    """Checks a class name, and groups of settings and parameter names."""
+    # `own` is absent if the class adds no values to its state dict.
     names = {"class", "groups"} | ({"own"} if isinstance(value, dict) and "own" in value else set())
     held = _as_fields(value, what, names)
     _as_text(held["class"], f"{what}.class")
@@ -635,21 +638,21 @@ def _as_optimizer(value: Any, what: str) -> dict[str, Any]:
 
 
 def _refuse_unknown(known: Mapping[str, Any], names: Mapping[str, Any], what: str) -> None:
-    """Raises unless all names are known ones."""
+    """Raises `_FieldError` unless all names are known."""
     for name in names:
         if name not in known:
             raise _FieldError(f"{what} has {name[:200]!r}, which no parameter is called")
 
 
 def _refuse_mixed(scalars: Mapping[str, Mapping[str, Any]], what: str) -> None:
-    """Raises where one state of a group's parameters is a tensor for some and a plain value for others.
+    """Raises `_FieldError` if a state is a tensor for some of a group's parameters and a plain value for others.
 
-    torch steps a group's parameters together, and fails of such a mixture in the midst of a step.
+    torch steps a group's parameters together, and fails on such a mixture in the middle of a step.
     """
     form: dict[str, tuple[bool, str]] = {}
     for name, values in scalars.items():
         for key, value in values.items():
-            # A value in a list is its optimizer's own business: torch's keep none there.
+            # Skip values in lists, which only the optimizer itself uses: torch's optimizers store none there.
             if value is None or f"{_NESTED}{key.rpartition('.')[0]}" in values:
                 continue
             is_tensor = isinstance(value, dict)
@@ -661,7 +664,7 @@ def _refuse_mixed(scalars: Mapping[str, Mapping[str, Any]], what: str) -> None:
 
 
 def _refuse_beyond(start: int, stop: int, whole: tuple[int, ...], what: str) -> None:
-    """Raises unless elements `start` to `stop` are some of a tensor of shape `whole`."""
+    """Raises `_FieldError` unless elements `start` to `stop` are inside a tensor of shape `whole`."""
     if not start <= stop <= math.prod(whole):
         raise _FieldError(f"{what} has elements {start} to {stop} of {math.prod(whole)}")
 

@@ -1,4 +1,4 @@
-"""Reads tensors of checkpoints, of each only the bytes that a rank needs, whatever world size and stage wrote them."""
+"""Reads tensors of checkpoints: only the bytes a rank needs, for any world size and stage of the writers."""
 
 import io
 import math
@@ -21,24 +21,24 @@ from .files import CheckpointError, is_whole_safetensors, read_fault, refuse_lin
 from .manifest import Manifest, SavedRow, SavedRows, named_save, refuse_other_save
 from .writer import DTYPE_NAMES
 
-# ---- Tensors of a safetensors file in memory-mapped pages, none of which is read before somebody looks at it ----
+# ---- Tensors of a safetensors file in memory-mapped pages, which are only read on access ----
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Returns the dtype of a safetensors name. Raises `CheckpointError` for a dtype that torch does not have."""
+    """Returns the dtype of a safetensors name. Raises `CheckpointError` for a dtype unknown to torch."""
     if name not in _DTYPES:
         raise CheckpointError(f"hf_zero: dtype {name} of a safetensors file is none of {', '.join(_DTYPES)}.")
     return _DTYPES[name]
 
 
 def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Maps a safetensors file: name → tensor. Writes to a tensor stay in this process.
+    """Maps a safetensors file into memory: name → tensor. Writes to a tensor stay in this process.
 
     Raises:
-        CheckpointError: not a whole safetensors file.
-        OSError: it cannot be read.
+        CheckpointError: the file is no complete safetensors file.
+        OSError: the file cannot be read.
     """
     spans = spans_in(path)
     if spans is None or not is_whole_safetensors(path):
@@ -47,8 +47,8 @@ def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
             "resume from an earlier one."
         )
     with path.open("rb") as file:
-        # safetensors' `get_tensor` touches a tensor's first page, and the system then reads its neighbours too: a rank
-        # would read far more than its part.
+        # Not safetensors' `get_tensor`: it touches a tensor's first page, so the system also reads the pages after it,
+        # and a rank would read far more than its part.
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     if hasattr(mmap, "MADV_RANDOM"):
         pages.madvise(mmap.MADV_RANDOM)
@@ -56,7 +56,7 @@ def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
     for name, span in spans.items():
         dtype = dtype_named(span.dtype)
         numel = (span.end - span.begin) // dtype.itemsize
-        # torch makes no tensor of a buffer without elements.
+        # torch makes no tensor from a buffer without elements.
         flat = (
             torch.frombuffer(pages, dtype=dtype, count=numel, offset=span.begin)
             if numel
@@ -66,11 +66,11 @@ def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# ---- Files of `torch.save` that somebody else may have written ----
+# ---- Files of `torch.save` of unknown origin ----
 
 
 class _BoundedReads(io.BufferedReader):
-    """A file whose reads allocate no more than the file has. A length in a pickle of nine bytes may be 4 GiB."""
+    """A file whose reads never allocate more than its remaining bytes. A pickle of nine bytes may ask for 4 GiB."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         left = max(0, os.fstat(self.fileno()).st_size - self.tell())
@@ -78,13 +78,13 @@ class _BoundedReads(io.BufferedReader):
 
 
 def load_tensors(path: Path) -> Any:
-    """Returns what `torch.save` wrote, tensors and plain values only. They are memory-mapped if the format allows that.
+    """Loads a file of `torch.save` with tensors and plain values only. Memory-maps the tensors if the format allows mapping.
 
     Raises:
-        Exception: of any class, for a damaged file and for one with objects of other classes.
+        Exception: of any class, if the file is damaged or contains objects of other classes.
     """
     if is_zipfile(path):
-        # torch does not notice damage in a file that it maps.
+        # torch does not notice damage in a mapped file, so `is_zipfile` has looked for the archive's end first.
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     with _BoundedReads(io.FileIO(path)) as file:
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -94,10 +94,10 @@ def load_tensors(path: Path) -> Any:
 
 
 class CheckpointReader:
-    """Reads the rows of one `zero/` folder. A context manager; files stay open inside.
+    """Reads the rows of one `zero/` folder. A context manager: files stay open inside.
 
     Args:
-        others: `zero/` folders of the same checkpoint on other hosts' disks, for files that this one has not.
+        others: `zero/` folders of the same checkpoint on other hosts' disks, for files that are missing in this one.
 
     Raises:
         CheckpointError: a manifest is missing or damaged, or the folders are of different saves.
@@ -125,12 +125,12 @@ class CheckpointReader:
         self._files.clear()
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        """Lists the kinds with one value an element of a parameter."""
+        """Lists a parameter's kinds of state with one value per element."""
         own = self.manifest.own_shapes.get(name, {})
         return tuple(kind for kind in self.manifest.kinds.get(name, ()) if kind not in own)
 
     def scalars_of(self, name: str) -> dict[str, Any]:
-        """Returns state that holds for a parameter as a whole; tensors are new."""
+        """Returns the state of a parameter as a whole: scalars, and tensors of their own shape. All tensors are new."""
         scalars = {key: _revive(value) for key, value in self.manifest.scalars.get(name, {}).items()}
         own = self.manifest.own_shapes.get(name, {})
         return scalars | {
@@ -138,7 +138,7 @@ class CheckpointReader:
         }
 
     def check_names(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raises `CheckpointError` unless the checkpoint is of exactly these parameters and shapes."""
+        """Raises `CheckpointError` unless the checkpoint has exactly these parameters and shapes."""
         saved = self.manifest.shapes
         missing = [name for name in shapes if name not in saved]
         extra = [name for name in saved if name not in shapes]
@@ -159,10 +159,10 @@ class CheckpointReader:
             )
 
     def read(self, kind: str, name: str, interval: Interval) -> torch.Tensor:
-        """Reads the elements `interval` of one kind of state of one whole parameter, a 1-D host tensor."""
+        """Reads the elements `interval` of one kind of state of one whole parameter as a 1-D host tensor."""
         runs = self._runs.get((kind, name))
         if runs is None:
-            # Sorted once a tensor: a resume asks for each parameter's rows separately.
+            # Sort once per tensor: a resume reads each parameter's rows separately.
             runs = self._runs[kind, name] = _Runs(self.manifest, self._rows.get((kind, name), []))
         saved = list(self._here(runs.about(interval)))
         try:
@@ -173,14 +173,14 @@ class CheckpointReader:
             ) from error
         parts = [self._slice(piece.source[0], piece.in_source.shift(piece.source[1])) for piece in pieces]
         if not parts and (kind, name) in self._rows:
-            # Of a tensor without elements, whose dtype the row has.
+            # A tensor without elements, so only the row's dtype matters.
             return self._slice(self._rows[kind, name][0].row(0), Interval(0, 0))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _here(
         self, runs: Iterable[tuple[Interval, tuple[SavedRow, int]]]
     ) -> Iterator[tuple[Interval, tuple[SavedRow, int]]]:
-        """Yields the runs, each after its file has been found: a manifest may count more ranks than there are files."""
+        """Yields the runs, each after looking for its file: a manifest may count more ranks than there are files."""
         for interval, (row, start) in runs:
             self._path_of(self.manifest.file_of(row))
             yield interval, (row, start)
@@ -201,8 +201,8 @@ class CheckpointReader:
         path = self._path_of(file)
         try:
             if file not in self._files:
-                # Once a file, before it is opened: the manifest's names are checked, the file system may still lead
-                # elsewhere.
+                # Once per file, before the file is opened: the manifest's names are checked, but a link may still lead out of
+                # the folder.
                 refuse_links(path.parent.parent, [path])
                 tensors, save = mapped_tensors(path), save_in(path)
                 if save != self.manifest.save:
@@ -218,24 +218,23 @@ class CheckpointReader:
             ) from error
         except OSError as error:
             raise CheckpointError(f"hf_zero: {path} {read_fault(error)}; resume from an earlier checkpoint.") from error
-        # The header is the file's word, the manifest the checkpoint's: where they differ, the slice below would be of
-        # other elements.
+        # Compare the file's header with the manifest: if they disagree, the slice below would select different elements.
         if whole.shape != (row.interval.numel,) or whole.dtype != dtype_named(row.dtype):
             raise CheckpointError(
                 f"hf_zero: {path} has {row.key!r} of shape {tuple(whole.shape)} and {whole.dtype}, and the manifest says "
                 f"{row.interval.numel} elements of {row.dtype}; the checkpoint is damaged, resume from an earlier one."
             )
         values = whole[interval.start : interval.stop]
-        # The whole run at once: page by page, a disk on a network answers one request after the other.
+        # Read ahead the whole run: page by page, a network disk would answer one request after the other.
         ask_for(values)
-        # A clone: a view would keep the whole file mapped for as long as the state lives.
+        # Clone, because a view would keep the whole file mapped for as long as the state exists.
         return values.clone()
 
 
 class _Runs:
-    """The runs of one kind of state of a whole parameter that are also contiguous in the files' boxes, by their first element.
+    """The runs of one kind of a parameter's state which are also contiguous in the files' boxes, sorted by first element.
 
-    A box of a parameter that is split over ranks may be many runs of the whole.
+    A box of a parameter that is split over ranks may consist of many runs of the whole parameter.
     """
 
     def __init__(self, manifest: Manifest, saved: Sequence[SavedRows]):
@@ -249,8 +248,8 @@ class _Runs:
         self._most = max((run.numel for run, _ in self._runs), default=0)
 
     def about(self, interval: Interval) -> Iterator[tuple[Interval, tuple[SavedRow, int]]]:
-        """Yields the parts of the runs that have elements of the interval, each with its row and its start in that row."""
-        # A run that begins before the interval may reach into the interval, but no run is longer than `_most`.
+        """Yields the parts of the runs within the interval, each with its row and its start in the row."""
+        # A run before the interval may reach into it, but no run is longer than `_most`.
         first = bisect_left(self._starts, interval.start - self._most)
         for run, (rows, at) in self._runs[first : bisect_left(self._starts, interval.stop)]:
             wanted = run.intersect(interval)
@@ -268,18 +267,18 @@ def _revive(value: Any) -> Any:
     return value
 
 
-# ---- Part of a tensor put together from blocks of it, as checkpoints of other layouts hold them ----
+# ---- A part of a tensor, assembled from blocks in checkpoints of other layouts ----
 
 _Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBlock:
-    """Elements of a tensor that lie beside each other along each dimension.
+    """A rectangular block of a tensor: consecutive elements along each dimension.
 
     Attributes:
-        offsets, sizes: in the whole tensor, one a dimension.
-        load: the values, of shape `sizes`.
+        offsets, sizes: in the whole tensor, one per dimension.
+        load: returns the values, of shape `sizes`.
     """
 
     offsets: tuple[int, ...]
@@ -288,10 +287,11 @@ class SavedBlock:
 
 
 def read_blocks(box: Box, interval: Interval, blocks: Iterable[SavedBlock]) -> torch.Tensor:
-    """Reads the elements `interval`, row-major, of a part of a tensor, 1-D. Only blocks with rows of that are loaded.
+    """Reads the elements `interval`, in row-major order, of a part of a tensor as a 1-D tensor. Loads only overlapping blocks.
 
     Args:
-        blocks: that have each element of the whole tensor once.
+        box: the part of the whole tensor.
+        blocks: together contain each element of the whole tensor exactly once.
     """
     row_numel = math.prod(box.local_shape[1:])
     if interval.numel == 0 or row_numel == 0:
@@ -315,10 +315,10 @@ def read_blocks(box: Box, interval: Interval, blocks: Iterable[SavedBlock]) -> t
 
 
 def _overlap(block: SavedBlock, there: _Slices, here: _Slices) -> tuple[_Slices, _Slices] | None:
-    """Returns the common elements of two blocks, in the saved one and in the part.
+    """Returns the slices of the common elements of a saved block and a part, in the block and in the part; None without any.
 
     Args:
-        there, here: the other block, in the whole tensor and in the part.
+        there, here: the slices of a block of the part, in the whole tensor and in the part.
     """
     in_block, in_part = [], []
     for offset, size, whole, own in zip(block.offsets, block.sizes, there, here, strict=True):

@@ -1,4 +1,4 @@
-"""Reads a folder of a checkpoint, a model or a run: whose it is, whether its parts fit together and its bytes are as written."""
+"""Checks a checkpoint, model or run folder: which library wrote the folder, and whether its parts agree and are undamaged."""
 
 import fnmatch
 import math
@@ -49,20 +49,20 @@ from .manifest import (
     row_file,
 )
 
-# ---- Do a checkpoint's parts fit together? Checksums say that files are as written, not that they were right ----
+# ---- Contradictions between a checkpoint's parts. Checksums only find files which changed after the write ----
 
 STATE_NAME = "trainer_state.json"
 POSITION_NAME = "data_position.json"
 RUN_NAME = "training_run.json"
-"""Settings, set-up and hardware of the run that trained the model, for its card; without paths and secrets."""
+"""Settings, set-up and hardware of the run that trained the model, for its model card. No paths, no secrets."""
 
 LOG_NAME = "zero_log.jsonl"
 PAGE_NAME = "zero_report.html"
-"""The log of a run, and the page that is made of it."""
+"""The log of a run, and the HTML page that is made from the log."""
 
 RUN_FIELDS = ("arguments", "zero", "data", "hardware", "versions")
 _NUMBERS = ("loss", "eval_loss", "step", "epoch", "zero/peak_mib")
-"""What is calculated with, of what a Trainer logs."""
+"""The fields of Trainer's log entries that are used in calculations."""
 
 _READ_BACK = (
     "model.safetensors",
@@ -84,7 +84,7 @@ _READ_BACK = (
     STATE_NAME,
     POSITION_NAME,
 )
-"""Files beside the manifest's folder that a resume or `from_pretrained` would read."""
+"""Files outside the manifest's folder that a resume or `from_pretrained` would read."""
 
 
 _SMALL_PICKLES = (
@@ -99,14 +99,14 @@ _SMALL_PICKLES = (
 """Pickles of Trainer and accelerate that hold no tensor of the model or the optimizer."""
 
 _TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".npz", ".distcp", ".index.json")
-"""Ends of names of files that may hold such tensors, or that say where they are."""
+"""Name endings of files that may hold such tensors, or an index of them."""
 
 
 def may_be_edited(name: str, folder: str) -> bool:
-    """Whether a resume goes on, as with plain Trainer, after a person has edited or removed this file of a checkpoint.
+    """Whether a resume accepts this checkpoint file after a person has edited or removed the file, as plain Trainer does.
 
     Args:
-        folder: below the checkpoint, in which the manifest lies.
+        folder: the subfolder of the checkpoint that contains the manifest.
     """
     first, _, rest = name.partition("/")
     if rest and first.startswith(folder):
@@ -117,16 +117,17 @@ def may_be_edited(name: str, folder: str) -> bool:
 def structure_faults(
     checkpoint: Path, folder: str, manifest: Manifest, *, rank: int = 0, world_size: int = 1
 ) -> list[str]:
-    """Lists in words the contradictions to the manifest, checksums aside, that one of `world_size` ranks looks for.
+    """Describes each contradiction between the manifest and the files of this rank's share. Checksums are not compared here.
 
-    The ranks share the files of rows, whose headers have an entry for each row; the first one looks at everything else.
+    The row files are divided among the ranks, since their headers have an entry for each row. Rank 0 checks everything else.
 
     Args:
-        folder: below the checkpoint, in which the manifest lies. Those of further models, `folder_1` and so on, too.
+        folder: the subfolder of the checkpoint that contains the manifest. The folders of further models (`folder_1`, ...)
+            are checked as well.
     """
 
     def of_rows(zero: Path, its: Manifest) -> list[str]:
-        # Files are looked at only for rows that make sense: otherwise each fault would be reported twice.
+        # Check the files only if the manifest's rows are consistent: otherwise each fault would be reported twice.
         return row_faults(its) or list(_row_file_faults(zero, its, rank, world_size))
 
     faults = of_rows(checkpoint / folder, manifest)
@@ -149,22 +150,22 @@ def structure_faults(
 
 
 def described_faults(folder: Path) -> list[str]:
-    """Lists the faults of the JSON files beside a model's weights, from which cards, tables and resumes are made."""
+    """Lists the faults of the JSON files next to a model's weights, which cards, tables and resumes are made from."""
     faults = []
     for read in (read_run, read_history, read_position):
         try:
             read(folder)
         except CheckpointError as error:
             faults.append(in_words(error))
-    # Without a trainer's state, `read_history` reads the record of the run again, and finds the same fault.
+    # Without a trainer state, `read_history` reads the run's record again and finds the same fault, so drop duplicates.
     return list(dict.fromkeys(faults))
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Reads a folder's record of the run that trained its model; {} without one. Those of `RUN_FIELDS` are mappings.
+    """Reads a folder's record of the training run; {} without one. The fields in `RUN_FIELDS` are mappings.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds something else.
+        CheckpointError: the file cannot be read, or its content has another form.
     """
     path = folder / RUN_NAME
     run = read_mapping(path) if path.is_file() else {}
@@ -175,7 +176,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """Reads a Trainer's log from its state in the folder, or from the record of a model folder; see `log_history`."""
+    """Reads a Trainer's log from the trainer state in the folder, or from the run record of a model folder; see `log_history`."""
     path = folder / STATE_NAME
     return log_history(read_mapping(path), path) if path.is_file() else log_history(read_run(folder), folder / RUN_NAME)
 
@@ -185,10 +186,10 @@ _LEAST, _MOST = 1e-150, 1e150
 
 
 def log_history(state: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
-    """Returns the log in a Trainer's state: entries in order, with numbers in the known fields.
+    """Returns the log entries of a Trainer's state, in order. The fields in `_NUMBERS` are numbers.
 
     Raises:
-        CheckpointError: it has something else there; `path` is the file that the state is of.
+        CheckpointError: the log is no list of mappings, or such a field is no number; `path` is the state's file, for the error.
     """
     history = state.get("log_history") or []
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
@@ -201,17 +202,17 @@ def log_history(state: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
 
 
 def is_number(value: object) -> bool:
-    """Whether a JSON value is a number that a float can hold."""
+    """Whether a JSON value is a number in the range of a float."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
 def is_finite(value: object) -> bool:
-    """Whether sums, differences and ratios of such values are numbers again: no loss is beyond 1e150, and none below 1e-150."""
+    """Whether a value is 0 or from 1e-150 to 1e150 in magnitude: sums, differences and ratios of such values are finite."""
     return is_number(value) and (value == 0 or _LEAST <= abs(value) <= _MOST)  # type: ignore[arg-type]  # it is a number
 
 
 def is_step(value: object) -> TypeGuard[int]:
-    """Whether a value counts steps. Beyond 2**53, a float does not tell a step from the next."""
+    """Whether a value is a step count of at most 2**53. Beyond 2**53, consecutive steps are equal as floats."""
     return type(value) is int and 0 <= value <= _LAST_STEP
 
 
@@ -219,7 +220,7 @@ def read_position(folder: Path) -> dict[str, int] | None:
     """Reads the position of training in its data: `global_rows`, `epoch` and `rows`; None without a record.
 
     Raises:
-        CheckpointError: the file holds something else.
+        CheckpointError: the file has other fields or values.
     """
     path = folder / POSITION_NAME
     if not path.is_file():
@@ -235,7 +236,7 @@ def read_position(folder: Path) -> dict[str, int] | None:
 
 
 def row_faults(manifest: Manifest) -> list[str]:
-    """Lists elements of a parameter's state without a row, or with several."""
+    """Lists the parameter states with an element in no row, or in several."""
     rows: dict[tuple[str, str], dict[Box, list[Interval]]] = {}
     for saved in manifest.rows:
         of_box = rows.setdefault((saved.kind, saved.name), {})
@@ -246,7 +247,7 @@ def row_faults(manifest: Manifest) -> list[str]:
     for kind, name in wanted:
         whole_numel = math.prod(manifest.whole_shape(kind, name) or ())
         parts = rows.get((kind, name), {})
-        # By sizes and pairs: boxes that share nothing and have as many elements as the whole cover each element once.
+        # Boxes cover each element once if no two overlap and their sizes add up to the whole, so compare sizes and pairs.
         once = sum(box.numel for box in parts) == whole_numel and not any(
             one.shares_with(other) for one, other in combinations(parts, 2)
         )
@@ -258,7 +259,7 @@ def row_faults(manifest: Manifest) -> list[str]:
 
 
 def _strange_files(checkpoint: Path, folder: str, manifest: Manifest) -> Iterator[str]:
-    """Lists files that are cut off, and files without a checksum that a resume would read."""
+    """Yields truncated files, and files without a checksum which a resume would read."""
     from_elsewhere = {f"{folder}/{file}" for file in manifest.elsewhere}
     for name in files_below(checkpoint):
         if name in manifest.files:
@@ -269,7 +270,7 @@ def _strange_files(checkpoint: Path, folder: str, manifest: Manifest) -> Iterato
 
 
 def _added(checkpoint: Path, folder: str, manifest: Manifest) -> list[str]:
-    """Lists files without tensors that a resume would read, and that the manifest has not."""
+    """Lists the tensor-free files which a resume would read although the manifest does not list them."""
     return [
         name
         for name in files_below(checkpoint)
@@ -278,7 +279,7 @@ def _added(checkpoint: Path, folder: str, manifest: Manifest) -> list[str]:
 
 
 def _unreadable(checkpoint: Path) -> list[str]:
-    """Lists the faults of configs, which a person may have edited and a model's loader parses."""
+    """Lists the faults of config files. A person may have edited them, and a model's loader parses them."""
     faults = []
     for path in (checkpoint / name for name in ("config.json", "adapter_config.json")):
         try:
@@ -290,7 +291,7 @@ def _unreadable(checkpoint: Path) -> list[str]:
 
 
 def accept_edits(checkpoint: Path, folder: str) -> None:
-    """Makes the manifest vouch for the files that may be edited, as they are now. The others have been found good."""
+    """Updates the manifest's records of all editable files to the files' present content. All other files must be verified."""
     manifest = Manifest.read(checkpoint / folder)
     files = {name: record for name, record in manifest.files.items() if not may_be_edited(name, folder)}
     for name in [*(n for n in manifest.files if n not in files), *_added(checkpoint, folder, manifest)]:
@@ -304,7 +305,7 @@ def accept_edits(checkpoint: Path, folder: str) -> None:
 
 
 def _row_file_faults(folder: Path, manifest: Manifest, rank: int, world_size: int) -> Iterator[str]:
-    """Lists rows that differ from the manifest, in this rank's share of the files. Reads the files' headers."""
+    """Yields the rows whose file disagrees with the manifest, for this rank's share of the files. Reads headers only."""
     for writer in manifest.writers()[rank::world_size]:
         file = row_file(writer, manifest.world_size)
         spans = spans_in(folder / file)
@@ -361,59 +362,60 @@ def _step_faults(checkpoint: Path, manifest: Manifest) -> list[str]:
     return []
 
 
-# ---- Whose checkpoint a folder is, by the names of its files ----
+# ---- Which library wrote a checkpoint, by the names of its files ----
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 OPTIMIZER_FOLDER = "optimizer_0"
 METADATA_NAME = ".metadata"
-"""Of FSDP, and of torch.distributed.checkpoint."""
+"""Names in folders of FSDP and torch.distributed.checkpoint."""
 
 OPTIMIZER_FILE = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
-"""Of DeepSpeed, one a rank."""
+"""DeepSpeed's optimizer files, one per rank."""
 
 _WEIGHT_SHARD = re.compile(r"shard-(\d{5})-model-\d{5}-of-\d{5}\.safetensors")
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether a folder looks like DeepSpeed's or FSDP's; `open_foreign` says whether it is good."""
+    """Whether a folder looks like a DeepSpeed or FSDP checkpoint. `open_foreign` checks whether the checkpoint is good."""
     if not folder.is_dir():
         return False
     return is_dcp(folder) or (folder / "pytorch_model_fsdp.bin").is_file() or _is_deepspeed(folder)
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether a folder looks like FSDP's, torch.distributed.checkpoint's, or has weights in a file a rank."""
+    """Whether a folder looks like an FSDP or torch.distributed.checkpoint checkpoint, or has one weight file per rank."""
     named = (folder / MODEL_FOLDER).is_dir() or (folder / OPTIMIZER_FOLDER).is_dir()
     return named or (folder / METADATA_NAME).is_file() or bool(weight_shards_of(folder))
 
 
 def _is_deepspeed(folder: Path) -> bool:
-    # Also where what `latest` names is not there: `open_foreign` says so.
+    # `latest` may name a missing folder; `open_foreign` raises the error for this.
     return (folder / "latest").is_file() or any(OPTIMIZER_FILE.match(path.name) for path in folder.iterdir())
 
 
 def weight_shards_of(folder: Path) -> list[Path]:
-    """The files of `save_pretrained(..., distributed_checkpoint=True)` in a folder, one a rank; none where there is no folder."""
+    """Lists the files of `save_pretrained(..., distributed_checkpoint=True)`, one per rank; empty without the folder."""
     return sorted(path for path in folder.glob("*.safetensors") if _WEIGHT_SHARD.fullmatch(path.name))
 
 
-# ---- The share of a checkpoint's files that a rank verifies: if possible, the part that it will load ----
+# ---- Which chunks of a checkpoint a rank verifies: if possible, the ones the rank will load ----
 #
-# [Note: whoever loads it checks it] A resume reads a checkpoint twice: to see that it is good, before anything else, and to
-# load it. Ranks of one host share what the system has read, ranks of several do not. So a rank's file in `zero/` is looked
-# at by the rank that stands where its writer stood, and a part of a weights file by the rank that stands where the owner of
-# that parameter's state stood. On as many ranks and at the same stage as before, these are the bytes that a rank loads.
-# Otherwise it is a guess, which costs reading and nothing else: every byte is some rank's in any case.
+# [Note: whoever loads it checks it] A resume reads a checkpoint twice: first to verify, then to load. Ranks of one host share
+# the system's page cache, ranks of different hosts do not. So each rank verifies the bytes it will probably load: a file in
+# `zero/` is verified by the rank at the relative position of the file's writer, and a part of a weights file by the rank at
+# the relative position of the owner of the parameter's state. With the same number of ranks and the same stage as before,
+# the rank loads exactly these bytes. Otherwise a wrong guess only costs a second read: some rank still verifies each byte.
 
 
 def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) -> list[Chunk]:
-    """The chunks of a checkpoint's recorded files that one of `world_size` ranks looks at.
+    """Returns the chunks of a checkpoint's recorded files for one of `world_size` ranks to verify.
 
-    Several look at a chunk of which each will load a part, and all at the headers of safetensors files. The time depends on the
-    number of parameters and on this rank's chunks, not on the number of ranks that wrote the checkpoint.
+    If several ranks will load parts of a chunk, each of them verifies it. All ranks verify the headers of safetensors files.
+    The time depends on the number of parameters and on this rank's chunks, not on the number of ranks that wrote the
+    checkpoint.
 
     Args:
-        root: the checkpoint.
+        root: the checkpoint folder.
     """
     writers = sorted({number for name in manifest.files if (number := _writer(name, manifest)) is not None})
     owned = _owned_rows(manifest, writers)
@@ -425,7 +427,7 @@ def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) ->
             for tensor, (begin, itemsize) in tensors.items()
             for rows, place in owned.get(tensor, ())
         ]
-        # Every rank checks the headers. With a damaged header, a rank would load bytes that it has not checked.
+        # Every rank checks the headers: with a damaged header, a rank would load bytes outside of its verified chunks.
         header_bytes = min((begin for begin, _ in tensors.values()), default=0)
         indices = set(range(min(chunks_in(whole.nbytes), -(-header_bytes // CHUNK_BYTES))))
         for run in runs:
@@ -437,7 +439,7 @@ def own_chunks(root: Path, manifest: Manifest, *, rank: int, world_size: int) ->
 
 
 def _writer(name: str, manifest: Manifest) -> int | None:
-    """Returns the rank whose rows a recorded file has; those of further models lie in folders of their own."""
+    """Returns the rank whose rows a recorded file holds. Further models' files have the same names, in other folders."""
     return rank_of(PurePosixPath(name).name, manifest.world_size)
 
 
@@ -446,7 +448,7 @@ def _reader(position: float, world_size: int) -> int:
 
 
 def _chunks_between(runs: Iterable[Interval], nbytes: int) -> Iterator[range]:
-    """Yields the chunks of a file that have no byte of the runs."""
+    """Yields the ranges of a file's chunks without a byte of the runs."""
     at = 0
     for run in joined_intervals(run for run in runs if run.numel):
         yield range(at, run.start // CHUNK_BYTES)
@@ -456,14 +458,14 @@ def _chunks_between(runs: Iterable[Interval], nbytes: int) -> Iterator[range]:
 
 @dataclass(frozen=True, kw_only=True)
 class _WholeFile:
-    """A file of `nbytes`, and its position among everything that the ranks have written, `first` to `last` of 0 to 1."""
+    """A file of `nbytes`. `first` to `last`: its relative position among the bytes of all ranks, within 0 to 1."""
 
     nbytes: int
     first: float
     last: float
 
     def chunks_of(self, chunks: range, rank: int, world_size: int) -> range:
-        """Returns those of `chunks` that this rank looks at."""
+        """Returns the part of `chunks` for this rank to verify."""
 
         def reader(index: int) -> int:
             middle = (index * CHUNK_BYTES + min(self.nbytes, (index + 1) * CHUNK_BYTES)) // 2
@@ -474,12 +476,12 @@ class _WholeFile:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """The bytes of a tensor in a file of weights whose state lies in `rows`.
+    """The bytes of one tensor in a weights file, and the rows of the parameter's state.
 
     Attributes:
         begin: the tensor's first byte.
-        place: of the parameter's elements among those of all parameters, from 0 to 1. A rank writes its part of each parameter in
-            the order of all parameters, so this is about their position in any rank's file.
+        place: the relative position of the parameter's elements among all parameters' elements, within 0 to 1. A rank writes
+            its parts of all parameters in the same order, so a part has about this position in any rank's file.
         writers: the ranks that wrote rows, in order.
     """
 
@@ -495,10 +497,10 @@ class _Run:
         return Interval(self.begin + start * self.itemsize, self.begin + stop * self.itemsize)
 
     def chunks_of(self, rank: int, world_size: int, file_bytes: int) -> Iterator[int]:
-        """Yields the chunks that this rank looks at since it is at the position of their writer."""
+        """Yields the chunks whose writer's relative position is this rank's."""
         every = range(len(self.rows.ranks))
         first, last = self.place
-        # Ranks ascend along the rows, and with them the readers.
+        # Ranks ascend along the rows, and so do the readers, so bisect finds this rank's rows.
         own = every[
             bisect_left(every, rank, key=lambda index: _reader(self._position(index, last), world_size)) : bisect_right(
                 every, rank, key=lambda index: _reader(self._position(index, first), world_size)
@@ -518,7 +520,7 @@ class _Run:
 
 
 def _whole_files(manifest: Manifest, writers: Sequence[int]) -> dict[str, _WholeFile]:
-    """Returns each recorded file: at its writer's position for a rank's rows, otherwise by its bytes."""
+    """Returns each recorded file's position: the writer's for a rank's row file, otherwise one in proportion to bytes."""
     files: dict[str, _WholeFile] = {}
     numbers = {writer: number for number, writer in enumerate(writers)}
     others = {n: r.size for n, r in sorted(manifest.files.items()) if _writer(n, manifest) is None}
@@ -535,7 +537,7 @@ def _whole_files(manifest: Manifest, writers: Sequence[int]) -> dict[str, _Whole
 
 
 def _owned_rows(manifest: Manifest, writers: Sequence[int]) -> dict[str, list[tuple[SavedRows, tuple[float, float]]]]:
-    """Parameter → its rows of one kind of state, and their place among those of all parameters, from 0 to 1."""
+    """Parameter → the rows of one kind of its state, each with its relative position among all parameters, within 0 to 1."""
     rows = list(_one_kind_of_each(manifest)) if writers else []
     total, before = max(1, sum(each.cuts.whole.numel for each in rows)), 0
     found: dict[str, list[tuple[SavedRows, tuple[float, float]]]] = {}
@@ -546,7 +548,7 @@ def _owned_rows(manifest: Manifest, writers: Sequence[int]) -> dict[str, list[tu
 
 
 def _one_kind_of_each(manifest: Manifest) -> Iterator[SavedRows]:
-    """Rows of a state that has one value an element of its parameter."""
+    """Yields, for each parameter, the rows of one kind of state with one value per element."""
     kind_of = {
         name: next((kind for kind in kinds if kind not in manifest.own_shapes.get(name, {})), None)
         for name, kinds in manifest.kinds.items()
@@ -556,14 +558,14 @@ def _one_kind_of_each(manifest: Manifest) -> Iterator[SavedRows]:
             yield rows
 
 
-# ---- Is this checkpoint good? Which is the newest that is? ----
+# ---- Verification of a checkpoint, and the newest good one ----
 
 _NUMBERED = re.compile(r"^checkpoint-(\d+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A checkpoint folder and its faults; good without any."""
+    """A checkpoint folder and its faults. The checkpoint is good if there are none."""
 
     path: Path
     faults: tuple[str, ...]
@@ -571,13 +573,13 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a rank, or all ranks, have found in a checkpoint's folder.
+    """The result of checking a checkpoint folder, by one rank or by all ranks.
 
     Attributes:
-        faults: in words; without any, the checkpoint is good.
-        edits: in words, the files without tensors of the model or optimizer that are not as they were written. A resume takes
-            them as they are, with a warning.
-        identity: of the save that wrote the folder; None if none of ours did, or if there are faults.
+        faults: in words; the checkpoint is good if there are none.
+        edits: in words, the changed files that contain no tensor of the model or optimizer. A resume uses their present
+            content and warns.
+        identity: of the save that wrote the folder; None if hf_zero did not write the folder, or if there are faults.
     """
 
     faults: tuple[str, ...] = ()
@@ -585,7 +587,7 @@ class Findings:
     identity: SaveIdentity | None = None
 
     def warning(self, checkpoint: Path) -> str:
-        """Tells a person of the edits, and how to keep them."""
+        """Words a warning with the edits and the command to accept them."""
         return (
             f"hf_zero: {checkpoint} is not as it was written: {shown('; '.join(self.edits), 1000)}. Its files are read as "
             f"they are now. `hf-zero verify --accept {checkpoint}` accepts the edits."
@@ -595,12 +597,13 @@ class Findings:
 def findings_in(
     checkpoint: Path, folder: str, *, rank: int = 0, world_size: int = 1, on_progress: Progress = untold
 ) -> Findings:
-    """Checks this rank's share of a checkpoint's files. Every rank reads a part.
+    """Checks this rank's share of a checkpoint's files. The ranks divide the reading.
 
     Args:
-        folder: below the checkpoint, in which the manifest lies. A checkpoint without such a folder, of plain Trainer,
-            DeepSpeed or FSDP, is checked for whole safetensors files, for all ranks' files, and for a readable trainer state.
-        on_progress: called with the bytes of this rank's share that have been read, and all of them.
+        folder: the subfolder of the checkpoint that contains the manifest. In a checkpoint of plain Trainer, DeepSpeed or FSDP,
+            which has no such folder, the safetensors files have to be complete, all ranks' files present, and the trainer
+            state readable.
+        on_progress: called with the bytes of this rank's share that have been read, and the bytes of the whole share.
     """
     try:
         return _findings(checkpoint, folder, rank=rank, world_size=world_size, on_progress=on_progress)
@@ -611,18 +614,18 @@ def findings_in(
 
 
 def checkpoint_faults(checkpoint: Path, folder: str, **share: Any) -> list[str]:
-    """Lists faults and edits of `findings_in`, which has the same arguments."""
+    """Lists the faults and edits of `findings_in`, which takes the same arguments."""
     found = findings_in(checkpoint, folder, **share)
     return [*found.faults, *found.edits]
 
 
 def agreed(exchange: Exchange, mine: Findings) -> Findings:
-    """Returns the findings of all ranks, the same on each, so that all go on alike. Collective."""
+    """Merges the findings of all ranks. Every rank gets the same result, so all make the same decision. Collective."""
     everyones = exchange(mine)
     faults = dict.fromkeys(fault for theirs in everyones for fault in theirs.faults)
     if faults:
         return Findings(faults=tuple(faults))
-    # Each rank has looked at its own disk: parts of different saves are good, each on its own disk.
+    # Each rank has checked its own disk. Parts of different saves can each be good, so compare the saves.
     first = everyones[0].identity
     for rank, theirs in enumerate(everyones):
         if theirs.identity != first:
@@ -635,7 +638,7 @@ def agreed(exchange: Exchange, mine: Findings) -> Findings:
 
 
 def in_words(error: Exception) -> str:
-    """Formats an error as a fault: without a prefix, and without a full stop."""
+    """Formats an error as a fault: without the package's prefix and the final full stop."""
     return str(error).removeprefix("hf_zero: ").rstrip(".")
 
 
@@ -644,37 +647,37 @@ def _findings(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_p
         return Findings(faults=(no_folder(checkpoint),))
     faults = entry_faults(checkpoint)
     if faults:
-        # What these lead to is not looked at.
+        # Do not follow these entries: a link may lead out of the folder, and reading a pipe may never end.
         return Findings(faults=tuple(faults))
     if not (checkpoint / folder).is_dir():
         return Findings(faults=tuple(_faults_of_plain(checkpoint)))
     manifest = Manifest.read(checkpoint / folder)
     chunks = own_chunks(checkpoint, manifest, rank=rank, world_size=world_size)
     found = faults_of(checkpoint, manifest.files, chunks, on_progress)
-    # No Trainer goes on without its own state.
+    # Trainer cannot resume without its state, so a missing one is a fault. An edited one is an edit.
     of_edits = {n for n, _ in found if may_be_edited(n, folder) and (n != STATE_NAME or (checkpoint / n).is_file())}
     edits = [fault for name, fault in found if name in of_edits]
     faults = list(dict.fromkeys(fault for name, fault in found if name not in of_edits))
-    # The structure of files that are not as they were written does not matter.
+    # Check the structure only if the bytes are good: a changed file would be reported twice.
     if not faults:
         faults = structure_faults(checkpoint, folder, manifest, rank=rank, world_size=world_size)
         if not rank:
             added = _added(checkpoint, folder, manifest)
             edits += [f"{name} is not among the files that {MANIFEST_NAME} vouches for" for name in added]
             faults = faults or _unreadable(checkpoint)
-        # An edit that contradicts the rest is a fault, and told once.
+        # If an edit contradicts other files, the faults already name the contradiction; report only these.
         edits = [] if faults else edits
     return Findings(faults=tuple(faults), edits=tuple(dict.fromkeys(edits)), identity=manifest.identity)
 
 
 def newest_first(output_dir: Path) -> Iterator[Path]:
-    """The folders `checkpoint-N` of a run, the highest N first."""
+    """Yields the folders `checkpoint-N` of a run, the highest N first."""
     found = [path for path in output_dir.glob("checkpoint-*") if path.is_dir() and _NUMBERED.match(path.name)]
     yield from sorted(found, key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The N of a folder `checkpoint-N`."""
+    """Returns the N of a folder `checkpoint-N`."""
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
@@ -688,18 +691,18 @@ def find_good(
     on_edits: Callable[[str], None] = lambda warning: None,
     on_progress: Progress = untold,
 ) -> tuple[Path | None, list[Candidate]]:
-    """The newest good checkpoint, and those passed over with their faults. Collective: the ranks share the reading.
+    """Returns the newest good checkpoint, and the newer ones with their faults. Collective: the ranks divide the reading.
 
-    Where ranks have disks of their own, it is good on each.
+    If ranks have separate disks, the checkpoint is good on each of them.
 
     Args:
-        further_faults: what else is wrong with a checkpoint whose files are good.
-        on_edits: called, on each rank, with the warning of edits of the checkpoint that is returned.
-        on_progress: called with the bytes of a checkpoint that this rank has read, and all that it reads of it.
+        further_faults: lists further faults of a checkpoint whose files are good.
+        on_edits: called on each rank with a warning if files of the returned checkpoint have been edited.
+        on_progress: called with the bytes of a checkpoint that this rank has read, and the bytes that it will read in all.
     """
     passed: list[Candidate] = []
-    # The names on all ranks: each candidate costs an exchange, in which ranks that see other folders would answer for another
-    # one.
+    # Unite the names of all ranks. Each candidate costs one exchange; ranks with different folders would otherwise answer
+    # for different candidates.
     names = {path.name for theirs in exchange(list(newest_first(output_dir))) for path in theirs}
     for path in sorted((output_dir / name for name in names), key=step_of, reverse=True):
         mine = findings_in(path, folder, rank=disk.index, world_size=len(disk.ranks), on_progress=on_progress)

@@ -1,4 +1,4 @@
-"""Writes tensors into safetensors files while training waits or goes on, and masters and optimizer state: every rank its rows."""
+"""Writes tensors to safetensors files, while training waits or continues: each rank writes its rows of masters and state."""
 
 import importlib.metadata
 import json
@@ -27,14 +27,14 @@ from .commit import on_all_ranks
 from .files import SAVE_KEY, CheckpointError, Written
 from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRows, row_file
 
-# ---- Tensors of an accelerator on their way into files, through two pinned buffers that take turns ----
+# ---- Copies from an accelerator to files, through two pinned buffers in turn ----
 
 BUFFERS = 2
-"""One is written to the file while the other is filled."""
+"""One buffer is written to the file while the other is filled."""
 
 
 class Values(Protocol):
-    """A 1-D tensor, or an object that makes one part by part."""
+    """A 1-D tensor, or an object which computes one slice by slice."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -49,17 +49,17 @@ class Values(Protocol):
     def numel(self) -> int: ...
     def __getitem__(self, part: slice) -> "Values": ...
     def detach(self) -> torch.Tensor:
-        """The tensor."""
+        """Returns the tensor."""
 
 
 class HostCopy:
-    """Values that are in host memory already, so that no copy is made."""
+    """Values in host memory, used without a copy."""
 
     def __init__(self, values: Values):
         self._values = values
 
     def values(self) -> Values:
-        """Returns the values, which stay until `release`."""
+        """Returns the values, which stay valid until `release`."""
         return self._values
 
     def release(self) -> None:
@@ -67,12 +67,12 @@ class HostCopy:
 
 
 class Staging:
-    """Copies values from accelerators to host memory, a few at a time. Values in host memory are used in place.
+    """Copies values from accelerators to host memory, a few at a time. Values in host memory are used without a copy.
 
-    Nobody may write to the values until `HostCopy.values` has returned.
+    The caller must not write to the values before `HostCopy.values` has returned.
 
     Args:
-        values: all that are to be copied.
+        values: all values that will be copied, which set the size of the buffers.
     """
 
     def __init__(self, values: Iterable[Values]):
@@ -83,18 +83,18 @@ class Staging:
         self._ways = {device: _Way(device, nbytes) for device, nbytes in most_bytes.items()}
 
     def start(self, values: Values) -> HostCopy:
-        """Begins to copy values to host memory. At most `BUFFERS` copies may be unreleased."""
+        """Starts to copy values to host memory. At most `BUFFERS` copies may be unreleased at a time."""
         way = self._ways.get(values.device)
         return HostCopy(values) if way is None else way.start(values)
 
     def close(self) -> None:
-        """Frees the buffers, all of which have been released."""
+        """Frees the buffers. All copies must have been released."""
         for way in self._ways.values():
             way.close()
 
 
 class _Way:
-    """Copies from one accelerator through pinned buffers. `nbytes`: of each buffer."""
+    """Copies from one accelerator through pinned buffers. `nbytes`: the size of each buffer."""
 
     def __init__(self, device: torch.device, nbytes: int):
         self._device = device
@@ -106,8 +106,8 @@ class _Way:
 
     def start(self, values: Values) -> HostCopy:
         buffer = self._take()
-        # On a stream of its own, behind the work that the device had when the save began: it sees the values of that
-        # time, and training goes on beside it.
+        # On a side stream, after the work queued on the device when the save began: the copy sees the values of the save, and
+        # training continues in parallel.
         with self._queue.aside(behind=self._since):
             source = values.detach()
             target = buffer[: source.nbytes].view(source.dtype)
@@ -134,7 +134,7 @@ class _StagedCopy(HostCopy):
 
     Args:
         copied: marks the end of the copy.
-        free: takes the buffer back.
+        free: the list that gets the buffer back on release.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class _StagedCopy(HostCopy):
         free: list[torch.Tensor],
     ):
         super().__init__(target)
-        # Kept until the copy has ended: else the allocator gives the memory to another tensor, and its values are
+        # Keep the source until the copy has ended: otherwise the allocator reuses the memory, and another tensor's values are
         # saved.
         self._source: torch.Tensor | None = source
         self._copied = copied
@@ -155,18 +155,18 @@ class _StagedCopy(HostCopy):
 
     def values(self) -> Values:
         if self._source is not None:
-            # The event of this copy alone. A wait for the stream would wait for the other buffer's copy too.
+            # Wait for this copy's event only. Waiting for the stream would include the other buffer's copy.
             self._copied.wait()
             self._source = None
         return super().values()
 
     def release(self) -> None:
-        # A copy that nobody has asked for still writes to the buffer: the next user must not have it before.
+        # An unread copy may still be writing to the buffer. Wait, so that the next user gets the buffer afterwards.
         self.values()
         self._free.append(self._buffer)
 
 
-# ---- safetensors files that several ranks fill at once: one writes the header, then each rank its own bytes ----
+# ---- safetensors files filled by several ranks: one rank writes the header, then each rank its own bytes ----
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -186,7 +186,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-"""dtypes as the safetensors format spells them."""
+"""dtype → its name in the safetensors format."""
 
 _ALIGNMENT_BYTES = 8
 _CHUNK_BYTES = 16 * 2**20
@@ -194,7 +194,8 @@ _GLANCE_S = 0.001
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """Spells the dtype of a tensor `name` as safetensors does. Raises `CheckpointError` for a dtype without a name there."""
+    """Returns safetensors' name of a dtype. Raises `CheckpointError` for a dtype without one; `name`: the tensor's, for the
+    error."""
     if dtype not in DTYPE_NAMES:
         raise CheckpointError(
             f"{name} has dtype {dtype}, which cannot be saved; those that can are {', '.join(DTYPE_NAMES.values())}. Keep it "
@@ -205,10 +206,10 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A run of bytes of one file: `values`, 1-D and contiguous, belong at byte `offset` of `path`.
+    """A run of bytes of one file: `values`, 1-D and contiguous, are written at byte `offset` of `path`.
 
     Attributes:
-        name: of the tensor, for errors.
+        name: the tensor's, for errors.
     """
 
     path: Path
@@ -221,7 +222,7 @@ class Piece:
         return self.values.nbytes
 
     def in_memory(self) -> Written:
-        """Hashes the values, which are in host memory."""
+        """Hashes the values, which must be in host memory."""
         return self._hashed(self._content())
 
     def _content(self) -> memoryview:
@@ -231,15 +232,16 @@ class Piece:
         return Written(self.path, self.offset, len(content), xxhash.xxh3_64_hexdigest(content), self.name)
 
     def write(self) -> Written:
-        """Writes the values, which are in host memory, at `offset`; returns what they were before.
+        """Writes the values, which must be in host memory, at `offset`; returns their hash from before the write.
 
         Raises:
-            OSError, CheckpointError: the latter when the disk takes fewer bytes.
+            OSError: from the disk.
+            CheckpointError: the disk writes fewer bytes than it was given.
         """
         content = self._content()
-        # Before the write: a hash of the file would also fit bytes that have changed on their way there.
+        # Hash memory, before the write: a hash of the file would also match bytes changed on the way to the disk.
         hashed = self._hashed(content)
-        # Without O_CREAT: `lay_out` has made the file, and a missing one means that the folder was taken away.
+        # Without O_CREAT: `lay_out` has made the file, so if the file is missing, somebody removed the folder.
         handle = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             left, at = content, self.offset
@@ -258,47 +260,47 @@ class Piece:
 def lay_out(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> dict[str, int]:
-    """Makes a safetensors file of these tensors without values; returns the byte at which each begins.
+    """Makes a safetensors file with a header for these tensors and no values yet; returns each tensor's first byte.
 
     Args:
         tensors: name → dtype and shape.
-        metadata: what the header says beside them.
+        metadata: the header's `__metadata__`.
 
     Raises:
-        OSError: no room, or no right to write there.
-        CheckpointError: a dtype that the format has no name for.
+        OSError: no room, or no permission to write there.
+        CheckpointError: a dtype has no name in the format.
     """
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     begins = {}
     end = 0
-    # Wide ones first, so that each begins at a multiple of its element.
+    # Wide dtypes first: each tensor then starts at a multiple of its element size.
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
         dtype, shape = tensors[name]
         begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         begins[name] = begin
         header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Spaces, which JSON allows behind a value: the first tensor then begins at a multiple of its element, too.
+    # Pad with spaces, which JSON allows after a value, to align the first tensor as well.
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     start = len(text) + 8
-    # A link in the folder is removed and not followed. Mode "x" refuses one that is made in between.
+    # Remove a link instead of following it. Mode "x" fails if somebody makes one in between.
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.flush()
-        # The whole file at once: a full disk shows here, before training has waited for a single value, and each rank
-        # can then write its part without waiting for another.
+        # Allocate the whole file now: a full disk fails here, before training has waited for any value, and each rank can
+        # then write its part without waiting for another.
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, start + end)
         else:
-            # macOS: a full disk shows when the bytes are written.
+            # macOS: a full disk fails only when the bytes are written.
             file.truncate(start + end)
     return {name: start + begin for name, begin in begins.items()}
 
 
 def write_all(pieces: Iterable[Piece], on_written: Callable[[int], None] = lambda _: None) -> list[Written]:
-    """Writes pieces one after the other. `on_written`: is told the bytes of each part that has been written."""
-    # What is no tensor yet never is all at once.
+    """Writes pieces one after the other. `on_written`: called with the bytes of each part after its write."""
+    # Split into chunks: an object which computes its tensor then never holds the whole tensor.
     chunks = [chunk for piece in pieces for chunk in _chunks(piece)]
     staging = Staging(chunk.values for chunk in chunks)
     try:
@@ -316,7 +318,7 @@ def _write_staged(chunks: Iterable[Piece], staging: Staging, on_written: Callabl
 
 
 def _in_host_memory(pieces: Iterable[Piece], staging: Staging) -> Generator[Piece, None, None]:
-    """Yields the pieces with their values in host memory, and copies the next one meanwhile."""
+    """Yields the pieces with their values in host memory, and copies the next one while the caller writes."""
     left, coming = iter(pieces), deque[tuple[Piece, HostCopy]]()
     try:
         while True:
@@ -327,38 +329,38 @@ def _in_host_memory(pieces: Iterable[Piece], staging: Staging) -> Generator[Piec
             yield replace(piece, values=copy.values())
             coming.popleft()[1].release()
     finally:
-        # Also after an error: an unreleased buffer would be missing in the next round.
+        # Release also after an error: otherwise the next round would lack a buffer.
         for _, copy in coming:
             copy.release()
 
 
 _SMALL_BYTES = 64 * 2**10
-"""Copying so few bytes costs about as much as starting the copy."""
+"""For so few bytes, a copy takes about as long as its launch."""
 
 _SAMPLED_BYTES = 1024
-"""A sum reads one element of so many bytes: one cache line of sixteen."""
+"""A sample reads one element per so many bytes: one cache line of sixteen."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their number of bytes: the sums are over bits, so that a NaN counts like any other value."""
+"""Element size → integer dtype. Samples sum bits, so a NaN counts like any other value."""
 
 
 class _Samples:
-    """Sums one element of each run of `_SAMPLED_BYTES` in a tensor, to see whether the tensor has been written to.
+    """Sums one element of each run of `_SAMPLED_BYTES` in a tensor, to detect writes to the tensor.
 
-    Any write of twice as many bytes in a row changes the sum, and so does a write to many elements. A sum over all elements
-    would make training wait about five times as long.
+    A write to at least twice as many consecutive bytes changes the sum, and so does a write to many elements. Summing all
+    elements would make training wait about five times as long.
     """
 
     def __init__(self) -> None:
         self._positions: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum, an int64 scalar on the values' device that is the same on each device. `values` are a chunk's."""
+        """Returns the sum of a chunk's samples: an int64 scalar on the values' device, equal on every kind of device."""
         run = _SAMPLED_BYTES // values.itemsize
         key = values.device, values.itemsize
         if key not in self._positions:
             runs = torch.arange(_CHUNK_BYTES // _SAMPLED_BYTES + 1, device=values.device)
-            # At another position in each run: a column of a matrix would otherwise miss all positions.
+            # Sample at a different offset in each run: with a fixed one, a write to a column of a matrix could miss every sample.
             self._positions[key] = runs * run + (runs * 2654435761 >> 16) % run
         bits = values.detach().view(_BITS[values.itemsize])
         return bits.index_select(0, self._positions[key][: values.numel() // run]).sum(dtype=torch.int64)
@@ -366,38 +368,38 @@ class _Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunk(Piece):
-    """A part of a piece. `number`: among those of which a sample was taken; -1 of others."""
+    """A part of a piece. `number`: its index among the sampled chunks; -1 without a sample."""
 
     number: int = -1
 
 
 class LivePieces:
-    """Pieces that one thread writes while another is about to change their values.
+    """Pieces written by one thread while another is about to change their values.
 
-    The values are written from where they live, small ones from a copy that is made at once; `secure`, called before the values
-    change, copies the rest.
+    The values are written from their own memory, small ones from a copy that is made at once. Call `secure` before the values
+    change: it copies the pieces that are not written yet.
 
     Args:
-        most_bytes: that the copies may take; `secure` writes what does not fit itself.
+        most_bytes: limit for the copies. `secure` writes the pieces that do not fit itself.
         refuse_edits: raises if values have been changed without `secure`. Called when all is written or copied.
 
     Attributes:
-        nbytes: of all pieces.
-        written_bytes: of those that are written.
-        on_written: is told the bytes of each part, in the thread that has written it.
-        written: the parts that are written, as they were in memory.
+        nbytes: bytes of all pieces.
+        written_bytes: bytes of the pieces that are written.
+        on_written: called with the bytes of each part, in the thread that has written it.
+        written: the parts that are written, with the hashes of their values in memory.
     """
 
     def __init__(self, pieces: Iterable[Piece], most_bytes: int, refuse_edits: Callable[[], None]):
         self._samples = _Samples()
         sums: list[torch.Tensor] = []
         self._left = deque(self._begun(chunk, sums) for piece in pieces for chunk in _chunks(piece))
-        # One tensor for each device, which a thread reads with one wait.
+        # Stack the sums into one tensor per device: reading them then costs one wait.
         devices = dict.fromkeys(each.device for each in sums)
         numbers = {device: [n for n, each in enumerate(sums) if each.device == device] for device in devices}
         self._sums_at_save = [(found, torch.stack([sums[n] for n in found])) for found in numbers.values()]
         self._sums_written: dict[int, tuple[str, torch.Tensor]] = {}
-        # After the sums: the copies of this object follow the work that the device has now.
+        # Make the staging after the sums: its copies then wait for the sums, which are queued on the device now.
         self._staging = Staging([*(chunk.values for chunk in self._left), *(each for _, each in self._sums_at_save)])
         self._ready = _in_host_memory(tuple(self._left), self._staging)
         self.nbytes = sum(chunk.nbytes for chunk in self._left)
@@ -413,9 +415,9 @@ class LivePieces:
         self._fault: Exception | None = None
 
     def write(self) -> None:
-        """Writes all pieces. An error of `Piece.write`, in `secure` too, is raised here."""
+        """Writes all pieces. Raises the errors of `Piece.write`, also the ones from `secure`."""
         while True:
-            # Python's locks are not fair: without this, the one who waits in `secure` would wait for all.
+            # Python's locks are not fair: without this wait, a thread in `secure` would wait until all pieces are written.
             while self._is_wanted:
                 time.sleep(_GLANCE_S)
             with self._lock:
@@ -427,46 +429,46 @@ class LivePieces:
                         self._refuse_changed()
                     finally:
                         self._end_copies()
-                    # Seen by the tensors' version counters: a step without `secure` has mixed two steps in one file.
+                    # Uses the tensors' version counters: a step without `secure` has mixed two steps in one file.
                     if not self._is_secured:
                         self._refuse_edits()
                         self._is_secured = True
                     return
                 try:
                     if self._is_secured and not self._copied:
-                        # At once, and not when each is written: copies may wait long for a slow disk. And not in `secure`, for
-                        # which training waits.
+                        # Hash all copies now, as some may wait long for a slow disk. `secure` does not hash: training waits for
+                        # it.
                         self._copied = {(copy.path, copy.offset): copy.in_memory() for copy in self._left}
                     chunk = next(self._ready)
                     self._write(chunk)
-                    # Behind the write: `secure`, in the other thread, takes pieces that are still here for unwritten.
+                    # Remove the chunk after the write: `secure`, in the other thread, treats the chunks in `_left` as unwritten.
                     self._left.popleft()
                     self._count(chunk.nbytes)
                 except Exception:
-                    # Nothing is left to `secure`: training must not wait for copies of a save that has failed.
+                    # Leave nothing for `secure`: training must not wait for copies of a failed save.
                     self._left.clear()
                     self._end_copies()
                     raise
 
     def drop(self) -> None:
-        """Makes `write`, in its thread, raise before the next piece."""
+        """Makes `write` raise in its thread before the next piece."""
         self._fault = CheckpointError("the save was interrupted")
 
     def secure(self) -> None:
-        """Copies or writes the remaining pieces; then their values may change."""
+        """Copies or writes the remaining pieces. Their values may change afterwards."""
         if self._is_secured:
             return
         self._is_wanted = True
         try:
             with self._lock:
-                # Again under the lock: the thread that writes may have come to its end while this one waited.
+                # Check again under the lock: the writing thread may have finished while this one waited.
                 if self._is_secured:
                     return
                 self._is_secured = True
-                # Copies under way are of pieces that are still in `_left`, and start again below.
+                # The pieces of unfinished copies are still in `_left`, and are copied again below.
                 self._ready.close()
                 now, copies = _snapshot(list(self._left), self._most_bytes, self._staging)
-                # Only the pieces that are left: a disk that is done before the next optimizer step costs no copy at all.
+                # Copy only the remaining pieces: if the disk finishes before the next optimizer step, nothing is copied.
                 self._left = deque(copies)
                 for chunk in _in_host_memory(now, self._staging):
                     self._write(chunk)
@@ -475,16 +477,16 @@ class LivePieces:
                 self._ready = _in_host_memory(tuple(copies), self._staging)
                 self._refuse_edits()
         except Exception as fault:
-            # This is the thread that trains; the one that saves tells all ranks.
+            # This is the training thread; the saving thread raises the fault in `write` and informs all ranks.
             self._fault = fault
             self._end_copies()
         finally:
             self._is_wanted = False
 
     def _begun(self, chunk: Piece, sums: list[torch.Tensor]) -> Piece:
-        """Returns a chunk to write later: a copy of a small one, and a large one with its sample among `sums`."""
+        """Returns a chunk to write later: a copy of a small one, or a large one itself, with its sample added to `sums`."""
         if not isinstance(chunk.values, torch.Tensor):
-            # Computed when it is read, from state that no script holds.
+            # The values are computed when they are read, from state the script cannot access.
             return chunk
         if is_small(chunk.nbytes):
             return replace(chunk, values=chunk.values.detach().clone())
@@ -495,11 +497,11 @@ class LivePieces:
         hashed = chunk.write()
         self.written.append(self._copied.get((chunk.path, chunk.offset), hashed))
         if isinstance(chunk, _Chunk):
-            # After the write, which a change in its midst would have mixed.
+            # Sample after the write, to detect a change during the write.
             self._sums_written[chunk.number] = (chunk.name, self._samples.of(chunk.values.detach()))
 
     def _refuse_changed(self) -> None:
-        """Raises if values that are written are not those of the save. Version counters miss writes by `.data` and numpy."""
+        """Raises if written values differ from the values at the save. Version counters miss writes through `.data` and numpy."""
         for numbers, sums in self._sums_at_save:
             copy = self._staging.start(sums)
             at_save = copy.values().detach().tolist()
@@ -519,12 +521,12 @@ class LivePieces:
 
 
 def is_small(nbytes: int) -> bool:
-    """Whether `LivePieces` copies so few bytes at once."""
+    """Whether `LivePieces` copies a chunk of this size at once."""
     return nbytes <= _SMALL_BYTES
 
 
 def edited_while_written(name: str) -> CheckpointError:
-    """Makes the error of a save for which a tensor has been changed too early."""
+    """Makes the error for a tensor changed before its save was written."""
     return CheckpointError(
         f"{name!r} was edited between a save and the next optimizer step, while it was being written. Edit it before "
         "the save, or set `checkpoint.async_save: false`"
@@ -539,17 +541,17 @@ def _chunks(piece: Piece) -> Iterable[Piece]:
 
 
 def _snapshot(pieces: Sequence[Piece], most_bytes: int, staging: Staging) -> tuple[list[Piece], list[Piece]]:
-    """Returns the pieces that do not fit in `most_bytes`, and copies in host memory of the others."""
+    """Returns the pieces beyond `most_bytes`, and copies in host memory of the others."""
     fitting, used = 0, 0
     for piece in pieces:
         if used + piece.nbytes > most_bytes:
             break
         fitting, used = fitting + 1, used + aligned(piece.nbytes, _ALIGNMENT_BYTES)
-    # One allocation for all copies: training waits here, and many small ones would each touch new pages.
+    # Allocate all copies at once: training waits here, and many small allocations would each touch new pages.
     arena = allocate(used, torch.uint8, torch.device("cpu"))
     copies, at = [], 0
     for piece in _in_host_memory(pieces[:fitting], staging):
-        # Each at a multiple of eight bytes: torch views bytes as a wider dtype only from a multiple of its size.
+        # Start each copy at a multiple of eight bytes: torch only views bytes as a wider dtype from a multiple of its size.
         values = arena[at : at + piece.nbytes].view(piece.values.dtype)
         values.copy_(piece.values.detach())
         copies.append(replace(piece, values=values))
@@ -557,10 +559,10 @@ def _snapshot(pieces: Sequence[Piece], most_bytes: int, staging: Staging) -> tup
     return list(pieces[fitting:]), copies
 
 
-# ---- A rank's rows of masters and optimizer state, in a file of its own ----
+# ---- A rank's rows of masters and optimizer state, in one file per rank ----
 
 Row = tuple[str, str, Interval, Values]
-"""Kind, name, interval of the parameter, and the 1-D tensor of those elements."""
+"""Kind of state, parameter name, interval of the parameter's elements, and the 1-D tensor of those elements."""
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors")
 
@@ -585,32 +587,32 @@ def plan_rows(
     own_shapes: dict[str, dict[str, tuple[int, ...]]] | None = None,
     boxes: Mapping[str, Box] | None = None,
 ) -> tuple[Manifest, list[Piece]]:
-    """Makes this rank's file; returns the manifest of all ranks' rows and this rank's pieces. Collective.
+    """Makes this rank's file; returns the manifest of all ranks' rows, and this rank's pieces. Collective.
 
     Args:
         save: ID of the save, the same on every rank.
-        shapes, scalars: of the parameters that this rank has rows of.
-        optimizers: asked for JSON values, the same on every rank, or raises for what cannot be saved.
-        exchange: how the ranks tell each other that they are done.
-        own_shapes: name → kind → shape, of this rank's rows whose state tensor has not the parameter's shape.
-        boxes: name → which part of a parameter this rank's rows count the elements of, where that is not all of it.
+        shapes, scalars: for the parameters of this rank's rows.
+        optimizers: returns JSON values, the same on every rank; raises if an optimizer cannot be saved.
+        exchange: gathers an object of each rank.
+        own_shapes: name → kind → shape, for this rank's state tensors whose shape differs from the parameter's.
+        boxes: name → the box of the parameter whose elements this rank's intervals count, if it is not the whole parameter.
 
     Raises:
-        CheckpointError: on every rank, with the reason of the first rank that failed. No manifest is there then.
+        CheckpointError: on every rank, with the reason of the first rank that failed. There is no manifest then.
     """
     file = row_file(rank, world_size)
 
     def lay_out_own() -> dict[str, Any]:
-        # Inside: an optimizer that cannot be saved fails on all ranks together.
+        # Called here: if an optimizer cannot be saved, all ranks raise together.
         described.extend(optimizers())
         folder.mkdir(parents=True, exist_ok=True)
-        # An older manifest must not vouch for the files that are about to replace its own.
+        # Remove the older manifest, which must not vouch for the new files.
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
-        # The file has its full size before values are copied: a full disk shows while training state is untouched.
+        # Allocate the full size before values are copied: a full disk then fails before any training state is touched.
         begins = lay_out(
             folder / file,
             {f"{kind}/{name}": (tensor.dtype, tensor.shape) for kind, name, _, tensor in rows},
-            # In the file too: another disk's manifest has no checksum of the file, which a person may copy.
+            # Also in the file: a manifest on another disk has no checksum of this file, which a person may copy there.
             {SAVE_KEY: save},
         )
         pieces.extend(
@@ -622,7 +624,9 @@ def plan_rows(
             )
             for kind, name, _, tensor in rows
         )
-        # By interval: all ranks get the reports of all, and the kinds of a parameter's state are mostly cut at the same elements.
+        # Group by interval to keep the reports small, as every rank gets all of them. A parameter's kinds of state mostly have
+        # the
+        # same cuts.
         parts: dict[tuple[str, Interval], list[tuple[str, str]]] = {}
         for kind, name, interval, tensor in rows:
             parts.setdefault((name, interval), []).append((kind, dtype_name(name, tensor.dtype)))
@@ -649,10 +653,10 @@ def write_pieces(
     manifest: Manifest,
     on_written: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
-    """Writes this rank's pieces; returns the manifest to seal, with what they were in memory. Collective.
+    """Writes this rank's pieces; returns the manifest to seal, with the hashes of the pieces in memory. Collective.
 
     Args:
-        on_written: is told the bytes of each part that has been written.
+        on_written: called with the bytes of each part after it is written.
 
     Raises:
         CheckpointError: on every rank, with the reason of the first rank that failed.
@@ -708,15 +712,15 @@ def _manifest(
 
 @cache
 def versions_of(*libraries: str) -> Mapping[str, str]:
-    """Returns the versions of the package and of libraries; cached, since that takes 20 ms of every save.
+    """Returns the versions of the package and of libraries. Cached, since the lookup takes 20 ms of every save.
 
-    The package's own is not looked up: a checkout that PYTHONPATH names is installed nowhere, and its first save would fail.
+    The package's own version is not looked up: a checkout on PYTHONPATH is not installed, and its first save would fail.
     """
     return {"hf-zero": __version__} | {library: importlib.metadata.version(library) for library in libraries}
 
 
 def _plain(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """0-d tensors as {"dtype", "value"}; numbers, strings, booleans and None as they are."""
+    """Formats 0-d tensors as {"dtype", "value"}; keeps numbers, strings, booleans and None."""
     plain: dict[str, dict[str, Any]] = {}
     numbers = _numbers_of(value for values in scalars.values() for value in values.values())
     for name, values in scalars.items():
@@ -744,15 +748,15 @@ def _kind_of(value: Any) -> str:
 
 
 def _numbers_of(values: Iterable[Any]) -> dict[int, int | float | bool]:
-    """Reads tensors of one element: id → number. An accelerator's are read with one wait a dtype."""
+    """Reads tensors of one element: id → number. Waits for an accelerator once per dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for value in values:
         if torch.is_tensor(value) and value.numel() == 1 and not value.is_complex():
             alike.setdefault((value.device, value.dtype), []).append(value)
     numbers: dict[int, int | float | bool] = {}
     for found in alike.values():
-        # One copy and one wait for all: an `item()` each would stop the device once a parameter.
+        # Copy all with one wait: `item()` for each would make the host wait once per parameter.
         together = torch.stack([value.detach().reshape(()) for value in found]).tolist()
-        # By identity: `scalars` holds these tensors until the numbers are looked up, so no two have one identity.
+        # Key by id: `scalars` keeps these tensors alive until the numbers are looked up, so ids are unique.
         numbers.update(zip(map(id, found), together))
     return numbers

@@ -1,4 +1,4 @@
-"""Steps buckets with kernels, for the optimizers that have a kernel."""
+"""Steps buckets with kernels, for optimizers with a kernel."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -27,16 +27,16 @@ from .flat_steps import Place
 from .lion import Lion, lion
 from .sgd import SGD, sgd
 
-# ---- The optimizers that have a kernel: their supported settings, and their state ----
+# ---- Optimizers with a kernel: their supported settings, and their state ----
 
 Group = Mapping[str, Any]
 
 MakeReady = Callable[[str, States], set[Row]]
-"""Moves one kind of state of the rows to the kernel's memory; returns the rows that had none, whose state is now zero."""
+"""Moves one kind of state of the rows to the kernel's memory. Returns the rows without earlier state, which now start at zero."""
 
 
 class KernelForm(ABC):
-    """One optimizer as a kernel computes it: the same state under the same names.
+    """The kernel's version of one optimizer: the same state under the same names.
 
     Args:
         optimizer: for settings that are not in its groups.
@@ -53,7 +53,7 @@ class KernelForm(ABC):
         self._optimizer = optimizer
 
     def hindrance(self, group: Group) -> str | None:
-        """Returns the reason why the kernel cannot step this group, as text; None if it can."""
+        """Returns, as text, why the kernel cannot step this group; None if nothing prevents the step."""
         for name, value in self.usual.items():
             if group.get(name, value) != value:
                 return f"`{name}` is {group[name]}"
@@ -73,11 +73,11 @@ class KernelForm(ABC):
         """
 
     def counted(self, rows: Sequence[Row], states: Sequence[dict[str, Any]]) -> Any:
-        """Returns what `again` needs for the next step of rows that have just been stepped; None if `begin` has to prepare it."""
+        """Returns the argument of `again` for the next step of these rows; None if `begin` has to prepare this step."""
         return ()
 
     def again(self, rows: Sequence[Row], counted: Any) -> tuple[int, Any] | None:
-        """Does as `begin` for rows whose states hold the same tensors as after their last step. Runs in C loops.
+        """Works like `begin` if the rows' states hold the same tensors as after their last step. Runs in C loops.
 
         Args:
             counted: the result of `counted`, or of the last call.
@@ -89,7 +89,7 @@ class KernelForm(ABC):
 
     @abstractmethod
     def settings(self, group: Group, phase: int) -> Any:
-        """Returns what `step` needs of a group and a phase."""
+        """Converts a group's settings and the phase to the argument of `step`."""
 
     @abstractmethod
     def step(self, place: Place, settings: Any) -> None:
@@ -109,7 +109,7 @@ class AdamWForm(KernelForm):
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         super().__init__(optimizer)
-        # Row → the tensor `step`, its version, and its value when it was last written here.
+        # Row → the tensor `step`, its version, and its value at the last write here.
         self._counts: dict[Row, tuple[torch.Tensor, int, int]] = {}
 
     def hindrance(self, group: Group) -> str | None:
@@ -134,14 +134,14 @@ class AdamWForm(KernelForm):
         numbers = {}
         for row, state in states.items():
             if "step" not in state:
-                # On the device on which torch's own step keeps it, so that either may compute the next step.
+                # On the same device as in torch's own step, so either may compute the next step.
                 home = row.tensor.device if group["fused"] else torch.device("cpu")
                 state["step"] = torch.zeros((), dtype=torch.float32, device=home)
                 counts[row] = (state["step"], state["step"]._version, 0)
             step = state["step"]
             known, version, taken = counts.get(row, (step, -1, 0))
             if known is not step or version != step._version:
-                # Read from the device only if something else has written it, because reading stops the device's queue.
+                # Read the device only if somebody else has written the count: a read makes the host wait for the device.
                 taken = int(step.item())
             numbers[row] = taken + 1
         steps = [state["step"] for state in states.values()]
@@ -190,7 +190,7 @@ class AdamWForm(KernelForm):
         adamw(place, settings)
 
     def step_in_blocks(self, place: Place, settings: AdamW) -> None:
-        """Computes the step on moments that are, and stay, in 8-bit blocks."""
+        """Computes the step on moments in 8-bit blocks, and keeps the moments in blocks."""
         adamw_in_blocks(place, settings)
 
 
@@ -245,7 +245,7 @@ class LionForm(KernelForm):
         lion(place, settings)
 
     def _weight_decay(self, group: Group) -> float:
-        """Weight decay; with `decoupled_weight_decay`, divided by the initial lr, so that the group's value holds at that lr."""
+        """Weight decay. With `decoupled_weight_decay`, the group's value divided by the initial lr, to hold at the initial lr."""
         # Releases before 0.2.3 lack this option.
         is_decoupled = getattr(self._optimizer, "decoupled_wd", False)
         return float(group["weight_decay"]) / (cast(Any, self._optimizer)._init_lr if is_decoupled else 1.0)
@@ -271,7 +271,7 @@ def form_of(optimizer: torch.optim.Optimizer) -> KernelForm | None:
 
 
 def form_in_blocks_of(optimizer: torch.optim.Optimizer) -> AdamWForm | None:
-    """Returns the form that steps an optimizer's moments in 8-bit blocks; None if there is none."""
+    """Returns the form for moments in 8-bit blocks of an optimizer; None without one."""
     form = form_of(optimizer)
     return form if isinstance(form, AdamWForm) else None
 
@@ -306,21 +306,21 @@ class FlatState:
         self._views: dict[Bucket, dict[str, dict[Row, torch.Tensor]]] = {}
 
     def of(self, bucket: Bucket, name: str) -> torch.Tensor:
-        """Returns (shard_numel,) of the master dtype. Undefined for rows that have not been made ready."""
+        """Returns (shard_numel,) of the master dtype. Elements of a row are undefined before `make_ready` for the row."""
         flats = self._flats.setdefault(bucket, {})
         if name not in flats:
             flats[name] = bucket.tier.empty(bucket.layout.shard_numel, bucket.precision.master)
         return flats[name]
 
     def make_ready(self, bucket: Bucket, name: str, states: States) -> set[Row]:
-        """Makes each row's `name` in the register a view of the flat tensor; returns the rows that had no values."""
+        """Makes each row's `name` in the register a view of the flat tensor; returns the rows without earlier values."""
         views, new = self._views.setdefault(bucket, {}).setdefault(name, {}), set()
         values = list(map(dict.get, states.values(), repeat(name)))
         if all(map(is_not, values, repeat(None))) and all(map(is_, values, map(views.get, states))):
             return set()
         for row, state in states.items():
             value = state.get(name)
-            # Check this first, because it is true for all rows in all steps except the first.
+            # Check this first: it is true for all rows in all steps except the first.
             if row in views and value is views[row]:
                 continue
             if row not in views:
@@ -347,7 +347,7 @@ class FlatState:
 
 
 class SmallState(FlatState):
-    """State of parameters that are too small for 8-bit blocks: float32, contiguous, without gaps."""
+    """State of parameters too small for 8-bit blocks: float32, contiguous, without gaps."""
 
     def __init__(self):
         super().__init__()
@@ -379,7 +379,7 @@ class SmallState(FlatState):
 
 
 class _GroupRead:
-    """The values that a kernel's form has read of a group. Each bucket of the group needs them in each step.
+    """The values of a group as read by a kernel's form. Each bucket of the group needs the values in each step.
 
     Args:
         form: the kernel's form of the optimizer.
@@ -394,7 +394,7 @@ class _GroupRead:
         self._form = form
         self.group = group
         self._values = tuple(group.values())
-        # A script may modify a list in place, and then the object is the same.
+        # A script may modify a list in place; identity comparison would miss the change.
         self._may_change = any(isinstance(value, list) for name, value in group.items() if name != "params")
         self.hindrance = form.hindrance(group)
         self.names = form.state_names(group) if self.hindrance is None else ()
@@ -402,7 +402,7 @@ class _GroupRead:
         self._settings: Any = None
 
     def is_of(self, group: Group) -> bool:
-        """Whether the group still has the same objects that were read. Runs in a C loop."""
+        """Whether the group still holds the same objects as at the last read. Runs in a C loop."""
         values = self._values
         return not self._may_change and len(group) == len(values) and all(map(is_, group.values(), values))
 
@@ -414,7 +414,7 @@ class _GroupRead:
 
 
 class _Cut(NamedTuple):
-    """Slices of a bucket's tensors that a kernel steps together, already checked.
+    """Slices of a bucket's tensors for one kernel launch, already checked.
 
     Attributes:
         names: of the states.
@@ -434,7 +434,7 @@ class _Cut(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Stepped:
-    """A bucket's last step, if it had all rows. The next step repeats it if it finds the same objects.
+    """A bucket's last step of all rows. The next step repeats this one if all objects are the same.
 
     Attributes:
         cuts: for each run of the bucket's rows.
@@ -448,7 +448,7 @@ class _Stepped:
 
 
 class KernelStep(BucketStep):
-    """Steps one optimizer's buckets with the kernel that computes the optimizer's step.
+    """Steps one optimizer's buckets with the optimizer's kernel.
 
     [Note: steps by kernels]
     The kernel reads and writes a bucket's flat tensors: master, reduced gradient and state, and in the same pass the parameters'
@@ -492,7 +492,7 @@ class KernelStep(BucketStep):
         self._with_copy: set[Bucket] = set()
 
     def hindrance(self, bucket: Bucket) -> str | None:
-        """Returns the reason why the kernel cannot step the bucket with its group's current settings; None if it can."""
+        """Returns why the kernel cannot step the bucket with its group's current settings; None if nothing prevents the step."""
         if bucket.precision.master != torch.float32:
             return f"{bucket.precision.master} parameters"
         return self._group(bucket).hindrance
@@ -508,13 +508,13 @@ class KernelStep(BucketStep):
         if rows is not bucket.rows or not self._step_as_before(bucket):
             self._step_anew(bucket, rows)
         else:
-            # torch does not see a kernel's writes, so increase the versions for readers that check whether a row has changed.
+            # torch does not see a kernel's writes, so increase the versions for readers of the version counters.
             increment_version(bucket.row_tensors)
             if bucket.copy_to_write is not None:
                 self._with_copy.add(bucket)
 
     def _step_as_before(self, bucket: Bucket) -> bool:
-        """Steps all rows if settings, state, master and the form of the gradients are those of the last step. Runs in C loops."""
+        """Steps all rows if settings, state, master and form of the gradients equal the last step's. Runs in C loops."""
         last = self._stepped.get(bucket)
         if last is None or not self._is_of_now(last.cuts[0], bucket, (read := self._group(bucket)).names):
             return False
@@ -523,7 +523,7 @@ class KernelStep(BucketStep):
             return False
         if len(entries) != len(last.entries) or not all(map(is_, entries, last.entries)):
             return False
-        # Last, because the form counts the step.
+        # Call this last, because the form counts the step.
         again = self._form.again(bucket.rows, last.counted)
         if again is None:
             return False
@@ -559,7 +559,7 @@ class KernelStep(BucketStep):
         return cut.master is bucket.master and cut.copied is bucket.copy_to_write and cut.names == names
 
     def _note(self, bucket: Bucket, rows: Sequence[Row], names: Sequence[str]) -> None:
-        """Notes a step that the next one may repeat."""
+        """Notes a step for the next one to repeat."""
         self._stepped.pop(bucket, None)
         cuts = [self._cuts.get(bucket, {}).get(interval) for _, interval in bucket.row_runs]
         found = [cut for cut in cuts if cut is not None and self._is_of_now(cut, bucket, names)]
@@ -579,7 +579,7 @@ class KernelStep(BucketStep):
         read = self._groups[bucket.key.group]
         self._launch(read, bucket, rows)
         self._note(bucket, rows, read.names)
-        # As in `step`.
+        # Increase the versions, as `step` does.
         increment_version(list(map(TENSOR_OF, rows)))
         if bucket.copy_to_write is not None and len(rows) == len(bucket.rows):
             self._with_copy.add(bucket)
@@ -732,7 +732,7 @@ class KernelShare:
     def take(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], kernel: KernelStep | None, *, else_why: str
     ) -> list[Bucket]:
-        """Returns the optimizer's buckets that `kernel` steps from now on.
+        """Assigns buckets of the optimizer to `kernel` from now on; returns these buckets.
 
         Offloaded state is stepped on its tier by the optimizer, and does not count.
 
@@ -756,18 +756,18 @@ class KernelShare:
         return mine
 
     def unwritten(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """Returns those buckets whose parameters no kernel has written, next to the master, since the last call."""
+        """Returns the buckets whose parameters, in addition to the master, no kernel has written since the last call."""
         written = {bucket for kernel in self._kernels for bucket in kernel.take_written()}
         return [bucket for bucket in buckets if bucket not in written]
 
     def clip_later(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> list[Row]:
-        """Defers the multiplication of gradients that kernels read to the kernels; returns the rows of all other gradients.
+        """Leaves the clipping of gradients to the kernels which read them; returns the rows of all other gradients.
 
         See `ClippedGradient`.
         """
         if coefficient is None:
             return []
-        # Rows that are parameters have no clipped gradient; see `ClippedGradient`.
+        # If rows are parameters, none has a clipped gradient; see `ClippedGradient`.
         mine = {bucket for bucket in self._mine if not bucket.rows_are_parameters}
         if not mine:
             return list(rows)
@@ -788,7 +788,7 @@ class KernelShare:
 
 
 class KernelSteps(StepChoice):
-    """Uses kernels for the buckets of optimizers that have a kernel, and the optimizers' own steps for the others.
+    """Uses kernels for the buckets of optimizers with a kernel, and the optimizers' own steps for all others.
 
     Moments in 8-bit blocks stay in blocks if a kernel can step them there. See [Note: steps by kernels].
 
@@ -830,7 +830,7 @@ class KernelSteps(StepChoice):
         return self._assigned(optimizer, buckets, kernel_of(optimizer, self._found_inf), why)
 
     def _rounded(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> Assigned:
-        """Assigns buckets whose masters exist only during the step, because they are rounded."""
+        """Assigns buckets whose rounded masters only exist in float32 during the step."""
         kernel = kernel_of(optimizer, self._found_inf, lasts=False)
         if kernel is None:
             return Assigned(BucketStep(optimizer), {})
