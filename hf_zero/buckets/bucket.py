@@ -1,4 +1,4 @@
-"""Buckets of parameters that are reduced together, their slots and this rank's rows."""
+"""Buckets of parameters reduced together, the slots of the parameters, and this rank's shards."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -41,17 +41,17 @@ from .sharded import (
 
 
 class FlatViews:
-    """Cuts flat tensors of one layout into views. Views made one by one in Python cost the host five times as much.
+    """Splits flat tensors of one layout into views, five times as fast on the host as one view at a time in Python.
 
     Args:
-        parts: interval of the flat tensor and shape of each view, in the order of the intervals, which do not overlap.
+        parts: for each view, its interval of the flat tensor and its shape; intervals are ascending and do not overlap.
     """
 
     def __init__(self, parts: Iterable[tuple[Interval, Sequence[int]]]):
-        # Of all pieces, gaps included.
+        # Sizes of all pieces, including gaps.
         self._sizes: list[int] = []
         self._places: list[int] = []
-        # Pieces are 1-D already. A view of these would be an operation for nothing, and most parameters are vectors.
+        # Pieces are already 1-D. Reshaping 1-D views, as of most parameters, would only cost operations.
         self._shaped: list[int] = []
         self._shapes: list[Sequence[int]] = []
         self._end = end = 0
@@ -75,10 +75,12 @@ class FlatViews:
         return found
 
     def fill(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
-        """Writes `values` times `factor` into the views of a 1-D tensor, and zeros between and after them.
+        """Writes `values` times `factor` into the views of a 1-D tensor, and zeros between and after the views.
 
         Args:
-            values: one for each view, in their shapes and order, of the dtype of `flat`, and in other memory.
+            flat: the 1-D tensor.
+            values: one tensor per view, with its shape and the dtype of `flat`, not sharing memory with `flat`.
+            factor: multiplies all values.
         """
         if not all(map(torch.Tensor.is_contiguous, values)):
             values = [value.contiguous() for value in values]
@@ -87,7 +89,7 @@ class FlatViews:
         if self._gaps:
             parts = self._with_zeros_between(parts, flat)
         filled = flat if self._end == flat.numel() else flat[: self._end]
-        # Two operations for any number of parts: a copy each would cost the host more than the device computes.
+        # Two operations for any number of parts, because one copy per part would cost the host more than the device.
         if len(parts) == 1:
             torch.mul(parts[0], factor, out=filled)
         else:
@@ -107,13 +109,13 @@ class FlatViews:
 
 
 def _replace(values: list[torch.Tensor], places: Iterable[int], by: Iterable[torch.Tensor]) -> None:
-    """Replaces elements of a list, in a loop in C."""
+    """Replaces elements of a list. Loops in C."""
     deque(map(values.__setitem__, places, by), maxlen=0)
 
 
-# ---- Buckets: parameters as views of one flat buffer, and this rank's rows of it ----
+# ---- Buckets: parameters as views of one flat buffer, and this rank's shards of the buffer ----
 
-# Of all parameters in each step, so in loops in C.
+# Called for all parameters in each step, so the loops run in C.
 GRADIENT_OF, TENSOR_OF, BUCKET_OF = attrgetter("grad"), attrgetter("tensor"), attrgetter("slot.bucket")
 _STATE, _VERSION, _KIND = attrgetter("state"), attrgetter("_version"), attrgetter("dtype")
 _SLOT_OF, _PARAMETER_OF = attrgetter("slot"), attrgetter("slot.parameter")
@@ -121,24 +123,24 @@ _SLOT_VERSION, _FOLLOWED_VERSION = attrgetter("version"), attrgetter("slot.versi
 
 
 def have_gradients(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether `grad` of all these is set."""
+    """Whether all tensors have a gradient."""
     return all(map(is_not, map(GRADIENT_OF, tensors), repeat(None)))
 
 
 class BucketKey(NamedTuple):
-    """The properties that all parameters of a bucket share.
+    """Properties shared by all parameters of a bucket.
 
     Attributes:
-        trained: the parameters take gradients.
-        dtype: in the model, before `param_dtype`.
-        gathered_dtype: stage 3 casts to this dtype in a gather; None without a cast.
-        optimizer: index of their optimizer, in the order given to the engine; -1 without one.
-        group: index in that optimizer's `param_groups`; -1 without one.
-        is_expert: split over more ranks than the rest of the model, so that fewer ranks share the state.
-        is_split: split by tensor or expert parallelism, with a quantised wire. A block with elements of both kinds would round
-            the replicated ones differently on each rank of a copy.
-        stays: kept in `dtype`, whatever `param_dtype` and `rounding` say.
-        is_packed: packed weights, and what their modules hold beside them: cast and rounded by nobody, and sent as bytes.
+        trained: whether the parameters require gradients.
+        dtype: dtype in the model, before `param_dtype` is applied.
+        gathered_dtype: dtype to which stage 3 casts in a gather; None without a cast.
+        optimizer: index of the parameters' optimizer in the order given to the engine; -1 without one.
+        group: index in this optimizer's `param_groups`; -1 without one.
+        is_expert: split over more ranks than the remaining model, so fewer ranks share the state.
+        is_split: split by tensor or expert parallelism with a quantized wire. If one quantization block mixed split and
+        replicated elements, the ranks of a copy would round the replicated ones differently.
+        stays: kept in `dtype`, regardless of `param_dtype` and `rounding`.
+        is_packed: packed weights and their modules' further tensors: never cast or rounded, and sent as bytes.
     """
 
     trained: bool
@@ -153,12 +155,12 @@ class BucketKey(NamedTuple):
 
 
 class LaidGradients(NamedTuple):
-    """Gradients of all rows of a bucket as a reduction has left them: views of one flat tensor.
+    """Gradients of all shards of a bucket, as views of one flat tensor written by a reduction.
 
     Attributes:
-        views: by row.
-        addresses: of the views, which a script may give other memory (`.data`).
-        flats: the fewest flat views that hold them all, each with its interval of the shard.
+        views: one per shard tensor.
+        addresses: the views' addresses, to notice if a script assigns new memory (`.data`).
+        flats: the fewest flat views covering all gradients, each with its interval of the rank's shard.
     """
 
     views: list[torch.Tensor]
@@ -168,17 +170,17 @@ class LaidGradients(NamedTuple):
 
 @dataclass(eq=False)
 class ParameterSlot:
-    """A parameter in its bucket, and the state of its gradient in the running backward.
+    """A parameter in its bucket, and the state of its gradient in the current backward.
 
     Attributes:
         number: index among the slots of the bucket.
-        view: the parameter's elements of the bucket's flat buffer, in its shape.
-        arrived: a gradient has been put in the bucket's open buffer.
-        used: a gradient arrived on this rank at any time in the pass; once the pass has ended, on any rank.
-        used_elsewhere: on another rank, and not on this one.
-        continues: the arriving gradient adds to one that was reduced earlier and not zeroed since.
-        version: autograd's count of in-place edits of the parameter when the master last followed it.
-        row: this rank's part of the parameter, where it owns one.
+        view: the parameter's elements of the bucket's flat buffer, in the parameter's shape.
+        arrived: whether a gradient is in the bucket's open buffer.
+        used: whether a gradient arrived on this rank during the pass; after the pass, on any rank.
+        used_elsewhere: whether a gradient arrived only on other ranks.
+        continues: whether the arriving gradient adds to one reduced earlier and not zeroed since.
+        version: the parameter's autograd version counter when the master last followed the parameter.
+        row: this rank's part of the parameter; None without one.
     """
 
     name: str
@@ -196,7 +198,7 @@ class ParameterSlot:
     row: "Row | None" = field(default=None, repr=False)
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns this slot of a flat buffer of the bucket's layout, in the parameter's shape, row-major."""
+        """Returns this slot's part of a flat buffer with the bucket's layout, in the parameter's shape, row-major."""
         return _part(flat, self.interval, self.parameter.shape)
 
 
@@ -206,11 +208,11 @@ def _part(flat: torch.Tensor, interval: Interval, shape: Sequence[int]) -> torch
 
 @dataclass(eq=False)
 class Row:
-    """The part of one parameter that this rank owns.
+    """This rank's part of one parameter.
 
     Attributes:
-        tensor: what the optimizer updates, of the master dtype: 1-D, or in the parameter's shape where it may not be cut.
-            The parameter itself where a rank owns it whole and keeps no separate master.
+        tensor: the tensor updated by the optimizer, in the master dtype: 1-D, or in the parameter's shape if the parameter
+        must not be cut. The parameter itself if one rank owns the whole parameter and keeps no separate master.
     """
 
     slot: ParameterSlot
@@ -223,32 +225,32 @@ class Row:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the next step has a gradient for this row."""
-        # model.zero_grad() takes the `ShardedGradient` away; optimizer.zero_grad() takes the row's own gradient away.
+        """Whether the next step has a gradient for this shard."""
+        # model.zero_grad() removes the `ShardedGradient`; optimizer.zero_grad() removes the shard tensor's gradient.
         tensor, parameter = self.tensor, self.slot.parameter
         return tensor.grad is not None and (tensor is parameter or parameter.grad is not None)
 
     @property
     def is_zeroed(self) -> bool:
-        """Whether the script has zeroed the gradient since the last step, and no backward has come since."""
+        """Whether the script has zeroed the gradient since the last step, with no backward since."""
         sharded_gradient = self.slot.sharded_gradient
         is_held = self.tensor.grad is not None or self.slot.parameter.grad is not sharded_gradient
         return not is_held and sharded_gradient.state is GradientState.ZEROED
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Returns this row of a flat tensor of the shard's layout, in the shape of `tensor`."""
+        """Returns this shard's part of a flat tensor with the layout of the rank's shard, in the shape of `tensor`."""
         return _part(shard, self.layout.in_shard, self.tensor.shape)
 
 
 def rows_with_gradient(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows with a gradient for the next step, once their gradients have arrived."""
+    """Returns the shards with a gradient for the next step, after waiting for these gradients."""
     rows = list(rows)
     with look_only():
         if not (have_gradients(map(TENSOR_OF, rows)) and have_gradients(map(_PARAMETER_OF, rows))):
             owned = [(row, row.tensor, row.slot.parameter) for row in rows]
-            # As `has_gradient` does: each parameter comes here in each step.
+            # Inlines `has_gradient`, because this runs for each parameter in each step.
             rows = [row for row, tensor, p in owned if tensor.grad is not None and (tensor is p or p.grad is not None)]
-    # In any order: these are waits for this rank's own copies, in which no other rank takes part.
+    # The order does not matter: each wait is for this rank's own copies and involves no other rank.
     for bucket in set(map(BUCKET_OF, rows)):
         bucket.await_gradient()
     return rows
@@ -258,21 +260,22 @@ class Bucket:
     """Parameters whose gradients are reduced together.
 
     Attributes:
-        key: the properties that all of its parameters share.
-        group: the ranks that share its state and take its steps together.
-        memory: where the parameters lie: whole at stages 0 to 2, a shard and what is gathered to it at stage 3.
-        flat: the parameters, (numel,) of the param dtype; every parameter that is whole is a view of it.
-        own: this rank's shard of `flat`, (shard_numel,); without memory where it is in a file.
+        key: the properties shared by all its parameters.
+        group: the ranks which share its state and step together.
+        memory: storage of the parameters: whole at stages 0 to 2; at stage 3 a shard and the gathered parameters.
+        flat: the parameters, (numel,) of the param dtype; each whole parameter is a view of `flat`.
+        own: this rank's shard of `flat`, (shard_numel,); without memory if offloaded to a file.
         master: (shard_numel,) of the master dtype; `own` itself without a separate master.
-        slots, rows: all parameters of the bucket, and this rank's parts of them; no rows where nothing is trained.
-        own_parts: where this rank's elements of a parameter lie in the parameter and in the shard, of frozen ones, too.
-        trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
-        share: what one rank's gradient counts for in the mean of the group's: 1 / their number.
-        rows_are_parameters: this rank's rows are the parameters themselves.
-        tier: where master, reduced gradient and optimizer state live.
+        slots, rows: all parameters of the bucket, and this rank's parts of them; no rows if frozen.
+        own_parts: the position of this rank's elements of each parameter, also frozen ones, in the parameter and in the shard.
+        trained: whether the parameters require gradients; buckets of frozen parameters exist only at stage 3.
+        share: weight of one rank's gradient in the group's mean: 1 / number of ranks.
+        rows_are_parameters: whether this rank's rows are the parameters themselves.
+        tier: the memory tier of master, reduced gradient and optimizer state.
         arrival: marks the end of the copy of the reduced gradient to the rows; see `await_gradient`.
-        is_away: the master is in a file, or there for the step only; `master` and the rows then have its shape and no memory.
-        gradient_dtype: of the reduced gradient that waits in the rows for the step.
+        is_away: whether the master is in a file, or in memory only for the step. `master` and the rows then have a shape but
+        no memory.
+        gradient_dtype: dtype of the reduced gradient stored in the rows until the step.
     """
 
     def __init__(
@@ -318,15 +321,15 @@ class Bucket:
         self.master = tier.empty(layout.shard_numel, precision.master) if precision.has_master else self.own
         slot_of = {slot.name: slot for slot in self.slots}
         self.own_parts = {slot_of[part.name]: part for part in rows_of_shard(layout, group.groups.shard_rank)}
-        # Before the parameters are adopted below: the rows are views of the master, and receive each parameter's digits with
-        # the adoption.
+        # Before the parameters are adopted below: the rows are views of the master, and `_adopt_with_master` fills them with
+        # each parameter's values.
         self.rows = self._make_rows() if self.trained else []
         memory.clear_padding(layout)
         if precision.has_master:
             clear_padding(self.master, layout, self.own_interval)
         for slot in self.slots:
             self._adopt_with_master(slot)
-        # Last: the views above are made while `flat` has memory, and torch makes no view of a storage without memory.
+        # Last, because the views above need a `flat` with memory: torch cannot create views of a storage without memory.
         memory.end_filling()
 
     @property
@@ -338,39 +341,39 @@ class Bucket:
         return self.memory.own
 
     def step_on_reduced(self) -> None:
-        """Leaves the reduced gradient in bfloat16 if the sum arrives so. The bucket's kernel reads that dtype.
+        """Keeps the reduced gradient in bfloat16 if reduced in bfloat16; the bucket's kernel accepts this dtype.
 
-        Sums with further gradients are taken in the master dtype all the same. float16 would lose unscaled gradients.
+        Sums with later gradients still use the master dtype. float16 is excluded because unscaled gradients would underflow.
         """
         if self.precision.reduced == torch.bfloat16 and not self.tier.is_apart:
             self.gradient_dtype = torch.bfloat16
             for row in self.rows:
-                # torch lets a parameter have gradients of its own dtype alone, unless told otherwise.
+                # By default, torch refuses a gradient of a dtype different from the parameter's.
                 row.tensor.grad_dtype = None
 
     @property
     def gradient_bytes(self) -> int:
-        """Counts bytes of this rank's shard of the reduced gradient."""
+        """Returns the bytes of this rank's shard of the reduced gradient."""
         return self.layout.shard_numel * self.precision.master.itemsize
 
     @property
     def has_second_copy(self) -> bool:
-        """Whether master and parameters are two copies, each of which has to follow the other."""
+        """Whether master and parameters are two copies, each of which must follow changes of the other."""
         return self.precision.has_master and not self.memory.is_master
 
     @property
     def keeps_master(self) -> bool:
-        """Whether both copies last from step to step."""
+        """Whether both copies persist between steps."""
         return self.precision.keeps_master and not self.memory.is_master
 
     @property
     def copy_to_write(self) -> torch.Tensor | None:
-        """Returns the parameters' shard, (shard_numel,), if a step may write it beside the master; None otherwise."""
+        """Returns the parameters' shard, (shard_numel,), if a step may write it in addition to the master; None otherwise."""
         return self.memory.writable_own if self.keeps_master else None
 
     @cached_property
     def contents(self) -> str:
-        """Names the innermost module with all of its parameters, or the first and the last of them."""
+        """Names the innermost module containing all parameters, or the first and last parameter."""
         names = [slot.name for slot in self.slots]
         if len(names) == 1:
             return names[0]
@@ -379,19 +382,19 @@ class Bucket:
         return ".".join(at[0] for at in shared) or f"{names[0]} to {names[-1]}"
 
     def label(self, kind: str) -> Label:
-        """Labels a collective that moves this bucket."""
+        """Returns the label of a collective which moves this bucket."""
         if kind not in self._labels:
             self._labels[kind] = Label(kind=kind, subject=self.name, channel=self.layout.index, holds=self.contents)
         return self._labels[kind]
 
     @cached_property
     def slot_views(self) -> FlatViews:
-        """Cuts flat buffers of this layout into all slots, as `ParameterSlot.view_of` cuts one."""
+        """Splits flat buffers of this layout into all slots, like `ParameterSlot.view_of` for one."""
         return FlatViews((slot.interval, slot.parameter.shape) for slot in self.slots)
 
     @cached_property
     def row_views(self) -> FlatViews:
-        """Cuts flat tensors of the shard's layout into all rows, as `Row.of` cuts one."""
+        """Splits flat tensors of the shard's layout into all rows, like `Row.of` for one."""
         return FlatViews((row.layout.in_shard, row.tensor.shape) for row in self.rows)
 
     def adopt(self, slot: ParameterSlot) -> None:
@@ -399,27 +402,27 @@ class Bucket:
         parameter = slot.parameter
         with torch.no_grad():
             self.memory.store(slot.view, slot.interval, parameter)
-        # The parameter becomes a view: backward, the optimizer and the gathers then share memory without copies.
+        # As a view, the parameter shares memory with backward, the optimizer and the gathers, without copies.
         self.memory.set_data(parameter, slot.view)
-        # A new stand-in, since the parameter may have another dtype now; the row behind it stays.
+        # A new stand-in, because the parameter may have a new dtype; the shard tensor is kept.
         self.__dict__.pop("stand_ins", None)
         before, slot.sharded_gradient = slot.sharded_gradient, ShardedGradient(slot.name, parameter)
         slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = before.shard, before.await_shard
-        # The copy above is no edit by the script.
+        # Take the version after the copy above, which is not an edit by the script.
         slot.version = parameter._version
 
     def holds(self, slot: ParameterSlot) -> bool:
-        """Whether the parameter still lives in its slot."""
+        """Whether the parameter's memory is still its slot."""
         return self.memory.is_view(slot.parameter, slot.view)
 
     def is_exact_view(self, slot: ParameterSlot) -> bool:
-        """Whether the parameter also has the shape and strides of its slot, which a script may change by `p.data`."""
+        """Whether the parameter also has its slot's shape and strides; a script may change both through `p.data`."""
         parameter, view = slot.parameter, slot.view
         return self.holds(slot) and (parameter.shape, parameter.stride()) == (view.shape, view.stride())
 
     @property
     def holds_all(self) -> bool:
-        """Whether all parameters are views of their slots, by a quick look; False may be wrong."""
+        """Whether all parameters are views of their slots. A fast check: False may be wrong."""
         return self.memory.are_views(*self._with_elements)
 
     @cached_property
@@ -434,7 +437,7 @@ class Bucket:
 
     @cached_property
     def stand_ins(self) -> list[ShardedGradient]:
-        """Returns the slots' stand-ins of gradients, in slot order; `adopt` makes others."""
+        """Returns the slots' gradient stand-ins, in slot order; `adopt` replaces them."""
         return [slot.sharded_gradient for slot in self.slots]
 
     @cached_property
@@ -442,23 +445,23 @@ class Bucket:
         return [slot.interval.start * self.precision.reduce.itemsize for slot in self.slots]
 
     def are_in_slots(self, flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether tensors, one for each slot, begin where the slots of a flat gradient buffer do."""
+        """Whether tensors, one per slot, start at the slots' addresses in a flat gradient buffer."""
         addresses = map(flat.data_ptr().__add__, self._slot_starts)
         return all(map(eq, map(torch.Tensor.data_ptr, tensors), addresses))
 
     @cached_property
     def row_tensors(self) -> list[nn.Parameter]:
-        """Returns the rows' tensors, in their order."""
+        """Returns the rows' tensors, in row order."""
         return [row.tensor for row in self.rows]
 
     @cached_property
     def row_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters that the rows are parts of, in their order."""
+        """Returns the rows' parameters, in row order."""
         return [row.slot.parameter for row in self.rows]
 
     @cached_property
     def row_runs(self) -> list[tuple[int, Interval]]:
-        """Returns the intervals of the shard in which rows follow each other without a gap, each with its first row's index."""
+        """Returns the intervals of the shard in which rows are contiguous, each with its first row's index."""
         found: list[tuple[int, Interval]] = []
         for number, row in enumerate(self.rows):
             part = row.layout.in_shard
@@ -470,9 +473,9 @@ class Bucket:
         return found
 
     def flat_gradients(self) -> list[tuple[Interval, torch.Tensor]] | None:
-        """Returns the rows' gradients as the fewest flat views; None if they do not lie as the rows do, or have a class.
+        """Returns the rows' gradients as the fewest flat views; None if the gradients are laid out differently or not plain.
 
-        Clipped gradients whose coefficients a kernel multiplies count as plain ones.
+        Clipped gradients whose coefficients a kernel multiplies count as plain.
         """
         laid = self.laid_gradients()
         if laid is not None and laid[1] is None:
@@ -495,7 +498,7 @@ class Bucket:
         for number, interval in self.row_runs:
             first = gradients[number]
             memory, nbytes = first.untyped_storage(), interval.numel * first.itemsize
-            # Addresses that touch are not enough: two allocations may touch, and torch refuses a view that leaves its storage.
+            # Adjacent addresses do not suffice: two allocations may be adjacent, and torch refuses a view beyond its storage.
             if first.data_ptr() + nbytes > memory.data_ptr() + memory.nbytes():
                 return None
             found.append((interval, first.as_strided((interval.numel,), (1,))))
@@ -511,9 +514,9 @@ class Bucket:
             self._laid = LaidGradients(views, list(map(torch.Tensor.data_ptr, views)), flats)
 
     def laid_gradients(self) -> tuple[list[tuple[Interval, torch.Tensor]], Coefficient | None] | None:
-        """Returns the rows' gradients as `flat_gradients` does, and the clip coefficient that nobody has multiplied in or taken.
+        """Returns the rows' gradients like `flat_gradients`, with the clip coefficient if still pending.
 
-        None unless the gradients are as `lay_gradients` has left them: this is a quick look.
+        A fast check: returns None unless the gradients are exactly as left by `lay_gradients`.
         """
         laid = self._laid
         if laid is None:
@@ -524,7 +527,7 @@ class Bucket:
         return laid.flats, found[0]
 
     def forget_laid(self) -> None:
-        """Gives up the references to the gradients that `lay_gradients` has made, whose memory is about to be freed."""
+        """Drops the references to the gradients made by `lay_gradients`, because their memory is about to be freed."""
         self._laid = None
 
     @cached_property
@@ -533,7 +536,7 @@ class Bucket:
 
     @property
     def _is_as_backward_left_it(self) -> bool:
-        """Whether each gradient waits for its first step as a backward has left it. False may be wrong."""
+        """Whether each gradient is unused and as left by a backward. False may be wrong."""
         if not have_gradients(self.row_tensors):
             return False
         gradients = map(GRADIENT_OF, self.parameters)
@@ -548,7 +551,7 @@ class Bucket:
 
     @property
     def row_writes(self) -> int:
-        """Returns autograd's count of in-place writes to the rows, which share one count."""
+        """Returns autograd's version counter of the rows, which they share."""
         return self.rows[0].tensor._version if self.rows else 0
 
     @property
@@ -559,12 +562,12 @@ class Bucket:
         return [row for row in self.rows if row.slot.parameter._version != row.slot.version]
 
     def follow_edits(self) -> None:
-        """Copies parameters that a script has written to in place (load_state_dict, say) into the master."""
+        """Copies parameters edited in place by a script (for example by load_state_dict) into the master."""
         if self.is_away:
-            # Seen when the master is back.
+            # The edits are found once the master is back in memory.
             return
         if not self.has_second_copy:
-            # Noted all the same: else each later step would take the same edit for a new one.
+            # Store the versions anyway: otherwise each later step would mistake the same edit for a new one.
             set_all(map(_SLOT_OF, self.rows), "version", map(_VERSION, self.row_parameters))
             return
         edited = self.edited_rows
@@ -574,13 +577,13 @@ class Bucket:
             row.slot.version = row.slot.parameter._version
 
     def begin_step(self) -> None:
-        """Takes edits over and prepares the rows' gradients: none without a gradient on any rank, zeros for a zeroed one.
+        """Follows edits and prepares the rows' gradients: None if no rank has a gradient, zeros if zeroed by the script.
 
         Raises:
-            ShardedGradientError: no backward has come since the last step, which has given its gradients back; or the script
-                has set a gradient by hand, which no rank would step with.
+            ShardedGradientError: there was no backward since the last step, which freed the gradients; or the script has
+            assigned a gradient, which no rank would use in the step.
         """
-        # Before any gradient is looked at: the copy to the rows may be under way.
+        # Before any gradient is read, because the copy to the rows may still be running.
         self.await_gradient()
         with look_only():
             if self._is_as_backward_left_it:
@@ -591,22 +594,21 @@ class Bucket:
                 if gradient is slot.sharded_gradient:
                     if slot.sharded_gradient.state is GradientState.SPENT:
                         slot.sharded_gradient.refuse_if_spent()
-                # Any stand-in passes: `adopt` makes a new one and leaves the former in `grad`, and `model.to(...)` puts a moved
-                # one there.
+                # Accept any stand-in: `adopt` makes a new one and leaves the old one in `grad`, and `model.to(...)` sets a
+                # moved one.
                 elif not (self.rows_are_parameters or gradient is None or isinstance(gradient, ShardedGradient)):
                     raise ShardedGradientError(
                         f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward "
                         "has reduced. Let a backward compute the gradient, or train at `stage: 0`, where `grad` is "
                         "the reduced gradient."
                     )
-            # Before the step: else it starts from the master as it was, and undoes the script's edit.
+            # Before the step, which would otherwise start from the old master and undo the script's edit.
             self.follow_edits()
             for row in self.rows:
                 tensor, parameter = row.tensor, row.slot.parameter
-                # As `has_gradient` does: each parameter comes here in each step.
+                # Inlines `has_gradient`, because this runs for each parameter in each step.
                 if tensor.grad is None or (tensor is not parameter and parameter.grad is None):
-                    # An optimizer skips rows without a gradient, but steps zeroed ones (weight decay, momentum), as
-                    # under DDP.
+                    # An optimizer skips rows without a gradient, but steps zeroed ones (weight decay, momentum), as under DDP.
                     tensor.grad = torch.zeros_like(tensor) if row.is_zeroed else None
 
     def await_gradient(self) -> None:
@@ -615,10 +617,10 @@ class Bucket:
         arrival.wait()
 
     def end_step(self) -> list[ParameterSlot]:
-        """Frees the reduced gradients; `p.grad` stays until the script zeroes it. Returns the slots that were stepped.
+        """Frees the reduced gradients; `p.grad` stays until the script zeroes it. Returns the stepped slots.
 
-        Autograd counts the step as a write to these parameters: a backward through a graph from before the step then raises,
-        as under DDP. Without the count it would silently compute with the new values.
+        Increments autograd's version counters of these parameters: a backward through a graph from before the step then
+        raises, as under DDP, instead of silently computing with the new values.
         """
         stepped = []
         self.forget_laid()
@@ -627,20 +629,20 @@ class Bucket:
             for slot in self.slots:
                 sharded = slot.sharded_gradient
                 if slot.parameter.grad is sharded:
-                    # As `become` does: each parameter comes here in each step.
+                    # Inlines `become`, because this runs for each parameter in each step.
                     sharded.state, sharded.pending = GradientState.SPENT, None
                 elif slot.parameter.grad is not None or sharded.state is GradientState.ZEROED:
                     slot.parameter.grad = None
                 else:
                     continue
                 stepped.append(slot)
-                # Not an edit of the script's, which the master would follow.
+                # Keep the slot's version in step, because the step is not an edit for the master to follow.
                 slot.version += 1
             increment_version([slot.parameter for slot in stepped])
         return stepped
 
     def drop_gradients(self) -> None:
-        # A copy that is under way would write to memory that the allocator has given to another tensor.
+        # Wait, because a copy still running would write to memory which the allocator may have reused.
         self.await_gradient()
         self.forget_laid()
         with look_only():
@@ -648,11 +650,11 @@ class Bucket:
             set_all(self.parameters, "grad", repeat(None))
 
     def _follow(self, edited: Sequence[Row], values: torch.Tensor) -> None:
-        # What still shows its master rounded has not been edited, and keeps the digits that it does not show: a script that
-        # clamps weights at each step would otherwise undo every update smaller than a step of bfloat16, or of a block.
+        # A value which still equals its rounded master was not edited and keeps the master's hidden digits. Otherwise a script
+        # which clamps weights at each step would undo every update smaller than the rounding step of bfloat16 or of a block.
         shown = self.master
         if self.precision.weights is not None:
-            # A copy even where dtype and device are the same: `weights` rounds in place, and would round the master itself.
+            # Always a copy, because `weights` rounds in place and must not round the master itself.
             shown = self.master.to(values, copy=True)
             self.precision.weights(shown)
         for row in edited:
@@ -661,13 +663,13 @@ class Bucket:
             master.copy_(torch.where(is_as_shown, master.to(own.device), own.to(master.dtype)))
 
     def follow_values(self) -> None:
-        """Copies edited parameters into the master, by their values: all that are not the rounded master."""
-        # One that is away follows by `follow_edits` when it is back.
+        """Copies edited parameters into the master. Compares values: all which differ from the rounded master were edited."""
+        # An offloaded master follows by `follow_edits` once back in memory.
         if self.is_away:
             return
         if self.has_second_copy:
-            # Held against the exact master, not its blocks as in `_follow`: inside `gathered` parameters show the master
-            # exactly.
+            # Compared with the exact master instead of its rounded blocks as in `_follow`, because inside `gathered`
+            # parameters show the master exactly.
             values = self.memory.read_own()
             for row in self.rows:
                 master = row.of(self.master)
@@ -682,59 +684,58 @@ class Bucket:
             self.memory.write_own(self.master, self.tier.h2d)
 
     def rest(self, master: Region | None) -> None:
-        """Moves the shard to its tier. `master`: the master's place in a file, in the parameters' own digits."""
+        """Moves the shard to its tier. `master`: the master's region in a file, if it has the parameters' digits."""
         self.memory.rest(master)
         if not self.precision.has_master:
             self.master = self.own
 
     def fetch(self, master: torch.Tensor) -> None:
-        """Makes `master`, (shard_numel,), the master in memory again."""
+        """Sets `master`, (shard_numel,), as the master in memory."""
         self._set_master(master)
         self.is_away = False
 
     def exchange_master(self, master: torch.Tensor) -> None:
-        """Makes `master`, (shard_numel,), the master. The former tensor belongs to the caller from now on."""
+        """Sets `master`, (shard_numel,), as the master. The caller owns the former tensor from now on."""
         if not self.precision.has_master:
             self.memory.exchange_own(master)
         self._set_master(master)
 
     def store(self, placeholder: torch.Tensor) -> None:
-        """Leaves the master to a file. `placeholder`: a 0-d tensor of its dtype."""
-        # Expanded, not empty: rows are cut out of the master by their place in the shard, and keep their shapes for the
-        # optimizer.
+        """Leaves the master to a file. `placeholder`: a 0-d tensor of the master's dtype."""
+        # Expanded instead of empty, because rows are slices of the master and must keep their shapes for the optimizer.
         self._set_master(placeholder.expand(self.layout.shard_numel))
         self.is_away = True
 
     def _set_master(self, master: torch.Tensor) -> None:
         self.master = master
         for row in self.rows:
-            # By `data`: the optimizer holds these very tensors in its groups and its state.
+            # Assign `data`, because the optimizer's groups and state refer to these tensor objects.
             row.tensor.data = row.of(master)
 
     def _adopt_with_master(self, slot: ParameterSlot) -> None:
-        # Kept before `adopt`, which replaces the data: the master takes all digits of a model that was loaded in
-        # float32.
+        # Kept before `adopt` replaces the data: the master needs all digits of a model loaded in float32.
         as_loaded = slot.parameter.detach()
         is_wanted_so = wanted_dtype(slot.parameter) == self.precision.kept
         self.adopt(slot)
         if self.precision.casts and self.trained:
-            # Inside `gathered` the parameter has another dtype than in a pass, and what stands for its gradient has one.
+            # Inside `gathered` the parameter has a dtype different from that in a pass, but its gradient's stand-in has only
+            # one.
             slot.parameter.grad_dtype = None
         forget_loaded(slot.parameter)
         row = slot.row
         if row is not None and self.precision.has_master:
-            # A model in fp32 trained in bf16 keeps its full digits in the master; one loaded in bf16 has no more.
+            # The master keeps the full digits of an fp32 model trained in bf16; a model loaded in bf16 has no more digits.
             cut = row.layout.in_parameter
             values = row.of(self.own) if is_wanted_so else as_loaded.reshape(-1)[cut.start : cut.stop]
             row.of(self.master).view(-1).copy_(values.reshape(-1))
 
     def _make_rows(self) -> list[Row]:
-        # By `data`: its count of writes begins anew, and parameters that are gathered beside the rows do not count there.
+        # `data` has its own version counter, so gathers into the parameters next to the rows do not increment it.
         master = self.master.data
         rows = []
         for slot, layout in self.own_parts.items():
             shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
-            # An intact row keeps the parameter's shape: optimizers that compute with rows and columns of a matrix would see a
+            # An intact row keeps the parameter's shape, because optimizers for matrices need rows and columns instead of a
             # vector.
             tensor = slot.parameter if self.rows_are_parameters else nn.Parameter(_part(master, layout.in_shard, shape))
             slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = (
@@ -746,7 +747,7 @@ class Bucket:
         return rows
 
 
-# ---- The same for all buckets of a step at once, in loops in C over all of their slots or rows ----
+# ---- The same functions for all buckets of a step at once, with loops in C over all slots or rows ----
 
 _ROW_TENSORS, _PARAMETERS, _ROW_PARAMETERS = map(attrgetter, ("row_tensors", "parameters", "row_parameters"))
 _STAND_INS, _SLOTS, _ROWS = map(attrgetter, ("stand_ins", "slots", "rows"))
@@ -757,16 +758,15 @@ def _all(buckets: Iterable[Bucket], kind: Callable[[Bucket], Iterable[Any]]) -> 
 
 
 def refuse_norms_of(buckets: Iterable[Bucket]) -> None:
-    """Makes a norm of a row's gradient raise, if the row is a part of a parameter."""
+    """Makes the norm of a row's gradient raise if the row is only a part of its parameter."""
     gradients = list(map(GRADIENT_OF, _all(_with_parts(buckets), _ROW_TENSORS)))
-    # Plain tensors only: the guard replaces the class, and a clipped gradient would lose the class that multiplies by
-    # its coefficient.
+    # Plain tensors only, because the guard replaces the class: a clipped gradient would lose its pending multiplication.
     is_plain = {torch.Tensor}.issuperset(map(type, gradients))
     refuse_norms(gradients if is_plain else [each for each in gradients if type(each) is torch.Tensor])
 
 
 def allow_norms_of(buckets: Iterable[Bucket]) -> None:
-    """Allows the norms again: the present caller knows that rows are parts."""
+    """Allows the norms again, for a caller which accounts for the rows being parts."""
     allow_norms(list(map(GRADIENT_OF, _all(_with_parts(buckets), _ROW_TENSORS))))
 
 
@@ -775,7 +775,7 @@ def _with_parts(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 
 def begin_step_of(buckets: Sequence[Bucket]) -> None:
-    """Calls `begin_step` of all buckets, if there is something to do."""
+    """Calls `begin_step` of all buckets unless a fast check shows there is nothing to do."""
     for bucket in buckets:
         bucket.await_gradient()
     if not any(bucket.rows_are_parameters or bucket.is_away for bucket in buckets):
@@ -794,9 +794,10 @@ def begin_step_of(buckets: Sequence[Bucket]) -> None:
 
 
 def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
-    """Calls `end_step` of buckets whose rows are parts of parameters; returns the slots that were stepped.
+    """Calls `end_step` of the buckets whose rows are parts of parameters; returns the stepped slots.
 
-    Rows that are the parameters keep `grad` until the script zeroes it, as under DDP. Then nothing else refers to its memory.
+    Rows which are whole parameters keep `grad` until the script zeroes it, as under DDP; no other reference to its memory
+    remains.
     """
     set_all(buckets, "_laid", repeat(None))
     buckets = _with_parts(buckets)
@@ -804,7 +805,7 @@ def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
         parameters, stand_ins = _all(buckets, _PARAMETERS), _all(buckets, _STAND_INS)
         if not all(map(is_, map(GRADIENT_OF, parameters), stand_ins)):
             return {bucket: bucket.end_step() for bucket in buckets}
-        # As `end_step` does.
+        # Inlines `end_step`.
         set_all(_all(buckets, _ROW_TENSORS), "grad", repeat(None))
         set_all(stand_ins, "state", repeat(GradientState.SPENT))
         set_all(stand_ins, "pending", repeat(None))
@@ -814,19 +815,19 @@ def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
     return dict(zip(buckets, map(_SLOTS, buckets)))
 
 
-# ---- Neighbouring rows as one flat tensor: one kernel launch for many parameters ----
+# ---- Contiguous rows as one flat tensor: one kernel launch for many parameters ----
 
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """Rows of one bucket that follow each other without a gap, and so do their gradients.
+    """Rows of one bucket which are contiguous, with contiguous gradients.
 
-    Padding ends a run: its memory has no gradient, and on an accelerator nobody has written there.
+    Padding ends a run, because its memory has no gradient and is uninitialized on an accelerator.
 
     Attributes:
-        phase: a value that all rows share.
-        interval: of the rank's shard.
-        gradient: (interval.numel,), a view of the rows' gradients, or a copy of one that is not dense.
+        phase: a value shared by all rows.
+        interval: the run's interval of the rank's shard.
+        gradient: (interval.numel,), a view of the rows' gradients, or a copy if one of them is not dense.
     """
 
     phase: Hashable
@@ -839,12 +840,13 @@ _INDEX = attrgetter("layout.index")
 
 
 def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None) -> list[Run]:
-    """Joins rows that all have gradients into the fewest runs, in the order of buckets and rows.
+    """Joins rows, all of which have gradients, into the fewest runs, in the order of buckets and rows.
 
     Args:
-        phase_of: rows of different phases do not share a run. None: one phase for all.
+        rows: the rows.
+        phase_of: rows with different phases do not share a run. None: one phase for all.
     """
-    # A caller whose kernel multiplies a clipped gradient by its coefficient must take the coefficients before this call.
+    # A caller whose kernel multiplies by clip coefficients must take the coefficients before this call.
     rows = list(rows)
     phases = {None} if phase_of is None else set(phase_of.values())
     buckets = sorted(set(map(BUCKET_OF, rows)), key=_INDEX)
@@ -852,13 +854,13 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
         (phase,) = phases
         flats = [bucket.flat_gradients() for bucket in buckets]
         if all(map(is_not, flats, repeat(None))):
-            # In nearly all steps, without a loop over rows in Python.
+            # The usual case, without a Python loop over rows.
             return [Run(phase, interval, gradient) for flat in flats for interval, gradient in flat or ()]
     return _runs_row_by_row(rows, phase_of)
 
 
 def _runs_row_by_row(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None) -> list[Run]:
-    # Each parameter comes here in each step, so Python calls no function a row.
+    # Runs for each parameter in each step, so the loop calls no Python function per row.
     ordered = sorted(rows, key=_PLACE)
     held: list[Any] = [row.tensor.grad for row in ordered]
     gradients = [each if type(each) is torch.Tensor else plain_gradient(each) for each in held]
@@ -878,7 +880,7 @@ def _runs_row_by_row(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | Non
             and part.start == stop
             and address == end
             and gradient.dtype == dtype
-            # Addresses that touch are not enough: two allocations may touch, and torch refuses a view that leaves its storage.
+            # Adjacent addresses do not suffice: two allocations may be adjacent, and torch refuses a view beyond its storage.
             and address + gradient.nbytes <= memory_end
             and own_phase == phase
         ):

@@ -1,4 +1,4 @@
-"""Stand-ins for a gradient or a parameter of which this rank holds only a shard."""
+"""Stand-ins for gradients and parameters stored as shards on the ranks."""
 
 import copy
 import sys
@@ -35,20 +35,21 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-# ---- Stand-ins in `.grad`: sharded gradients, this rank's rows of one, and clipped rows ----
+# ---- Stand-ins in `.grad`: sharded gradients, this rank's shards, and clipped shards ----
 #
-# `ShardedGradient` is `p.grad` once the gradient has been reduced into shards. No rank holds that gradient whole any more.
-# With None there, `torch.nn.utils.clip_grad_norm_` and every script that reads `p.grad` would find nothing and go on
-# silently; this tensor has the parameter's shape and dtype, holds no memory, and raises when it is read.
+# `ShardedGradient` replaces `p.grad` once the gradient has been reduced into shards, when no rank has the whole gradient any
+# more. If `p.grad` were None, `torch.nn.utils.clip_grad_norm_` and scripts which read `p.grad` would silently skip the
+# parameter. The stand-in has the parameter's shape and dtype, allocates no memory, and raises when read.
 #
-# The script decides between two backwards. `grad = None`: autograd starts anew. Zeroed: this tensor notes that, and a parameter
-# that is not used then is stepped with zeros. Neither: autograd adds, as in gradient accumulation. A step frees the reduced
-# gradient. Gradients that come after a step without zeroing are dropped, as those of a discriminator when the generator's loss
-# goes through it. A second step without zeroing is refused: its sum would lack the freed gradient.
+# The script decides how two backwards combine. `grad = None`: autograd starts again. Zeroed: the stand-in notes the zeroing,
+# and a parameter unused in the next backward is stepped with zeros. Neither: autograd adds, as in gradient accumulation. A
+# step frees the reduced gradient. Gradients computed after a step without zeroing are dropped; a discriminator, for example,
+# gets such gradients from the generator's loss. A second step without zeroing raises: the sum would lack the freed gradient.
 #
-# Rows in the optimizer's groups have gradients, too, between backward and step. Taking the norm of one is a bug: a rank's
-# row is not the whole. A kernel multiplies gradients by their clip coefficient as it reads them, which spares a pass over
-# all of them, 8 bytes an element. Any other reader of a `ClippedGradient` has it multiplied first, to the same bits.
+# The shards in the optimizer's groups also have gradients between backward and step. The norm of one shard is not the norm of
+# the gradient, so computing it raises. The optimizer kernel multiplies gradients by the clip coefficient while reading them,
+# which saves a pass over all gradients (8 bytes per element). Any other reader of a `ClippedGradient` triggers the
+# multiplication first, with bitwise the same result.
 
 
 class ShardedGradientError(RuntimeError):
@@ -56,13 +57,13 @@ class ShardedGradientError(RuntimeError):
 
 
 _FRAMES_TO_STEP = 24
-"""Frames of torch's wrappers between an operation of an optimizer and its `step`."""
+"""Maximum number of stack frames between an optimizer's operation and its `step`, through torch's wrappers."""
 
 
 def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientError | None:
-    """Returns the error for a running step of an unprepared optimizer that holds such a parameter; None otherwise.
+    """Returns the error if an unprepared optimizer holding such a parameter is being stepped; None otherwise.
 
-    A prepared optimizer holds this rank's rows in place of parameters.
+    A prepared optimizer holds this rank's shards instead of parameters.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_TO_STEP):
@@ -91,13 +92,13 @@ class GradientState(Enum):
 
 
 class ShardedGradient(torch.Tensor):
-    """A gradient that lies sharded over the ranks.
+    """Replaces a gradient which is sharded over the ranks.
 
     Attributes:
-        pending: autograd's sum since the reduction, whole and not yet reduced; the parameter's shape and dtype.
-        shard: the row with this rank's part of the reduced gradient in its `.grad`; None without a part.
-        await_shard: waits for the shard's values.
-        state: of the reduced gradient.
+        pending: autograd's sum since the reduction, not yet reduced; the parameter's shape and dtype.
+        shard: the tensor whose `.grad` is this rank's part of the reduced gradient; None if this rank has no part.
+        await_shard: waits until the shard's values have arrived.
+        state: whether the reduced gradient is held, zeroed or freed.
     """
 
     pending: torch.Tensor | None
@@ -126,16 +127,16 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def is_spent(self) -> bool:
-        """Whether a step has freed the gradient, and the script has not zeroed it since."""
+        """Whether a step has freed the gradient and the script has not zeroed it since."""
         return self.state is GradientState.SPENT
 
     def become(self, state: GradientState) -> None:
-        """Sets the state, and drops the pending sum."""
+        """Sets the state and drops the pending sum."""
         self.state = state
         self.pending = None
 
     def refuse_if_spent(self) -> None:
-        """Raises `ShardedGradientError` for a second step on a gradient that a step has freed."""
+        """Raises `ShardedGradientError` if a second step needs a gradient freed by the first."""
         if self.is_spent:
             raise ShardedGradientError(
                 f"hf_zero: the gradient of {self._name!r} is wanted once more after the optimizer.step() that has used it, and "
@@ -145,14 +146,14 @@ class ShardedGradient(torch.Tensor):
     def _zero(self) -> None:
         self.become(GradientState.ZEROED)
         if self.shard is not None and self.shard.grad is not None:
-            # First: a copy under way would overwrite the zeros.
+            # Wait first, because a copy under way would overwrite the zeros.
             self.await_shard()
             self.shard.grad.zero_()
 
     def _add(self, gradient: torch.Tensor) -> None:
         if self.is_spent:
             return
-        # Autograd may hand the same tensor to another parameter: it is not written to.
+        # Never written in place, because autograd may pass the same tensor to another parameter.
         self.pending = gradient if self.pending is None else self.pending + gradient
 
     def _moved(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_) -> "ShardedGradient":
@@ -177,20 +178,20 @@ class ShardedGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # torch's own is disabled
         if func is torch.ops.aten.detach.default:
-            # The stand-in itself: a copy would not see what a script zeroes or a step frees later.
+            # Returns the stand-in itself: a copy would not notice later zeroing by the script or freeing by a step.
             return args[0]
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls):
             # Autograd accumulates a further backward.
             args[0]._add(args[1])
             return args[0]
         if func is torch.ops.aten.zero_.default:
-            # `model.zero_grad(set_to_none=False)`, or a script that does the same by hand.
+            # From `model.zero_grad(set_to_none=False)` or a script's own zeroing.
             args[0]._zero()
             return args[0]
         if func is torch.ops.aten._to_copy.default and args[0].state is GradientState.SPENT:
-            # `model.to(...)` takes gradients along. This one is gone.
+            # `model.to(...)` also moves gradients. This one has been freed, so only the stand-in moves.
             return args[0]._moved(**kwargs)
-        # Anything else needs values that no rank has. Zeros or None here would let a clip pass in silence.
+        # Any other operation needs values which no rank has. With zeros or None here, a clip would silently be wrong.
         raise next(a for a in leaves((args, kwargs)) if isinstance(a, cls))._unreadable(func)
 
 
@@ -200,7 +201,7 @@ _NORMS = frozenset(
 
 
 class RowGradient(Guarded):
-    """Guards a row's reduced gradient in `optimizer.param_groups`: taking its norm there raises."""
+    """Guards a shard's reduced gradient in `optimizer.param_groups`: computing its norm raises."""
 
     __slots__ = ()
 
@@ -213,7 +214,7 @@ class RowGradient(Guarded):
                 "whole gradient, engine.full_grad(parameter)."
             )
         result = torch.nn.Parameter.__torch_function__(func, types, args, kwargs or {})
-        # `grad.detach()` and `grad.data` are the same row: without the guard, their norm would pass for the gradient's.
+        # `grad.detach()` and `grad.data` alias the shard: unguarded, their norm would be mistaken for the gradient's.
         return result.as_subclass(cls) if func in ALIASING else result
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # torch's takes an argument for printed values
@@ -223,8 +224,8 @@ class RowGradient(Guarded):
         return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As a plain tensor: the guard's class has the name of another class, and pickle refuses a class that its name does not
-        # lead to.
+        # Pickled as a plain tensor: the guard's class is generated with another class's name, and pickle refuses a class which
+        # it cannot find by its name.
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
@@ -234,26 +235,26 @@ refuse_norms = _NORM_REFUSED.guard
 """Guards gradients against norms."""
 
 allow_norms = _NORM_REFUSED.unguard
-"""Makes them ordinary tensors again, for a caller that knows that they are rows."""
+"""Removes the guard, for callers which know they handle shards."""
 
 
 @dataclass(frozen=True, eq=False)
 class Coefficient:
-    """The factor of one call of `clip_grad_norm_`: a float32 scalar that the host has not read."""
+    """The factor computed by one call of `clip_grad_norm_`: a float32 scalar tensor not yet read by the host."""
 
     value: torch.Tensor
 
 
 class ClippedGradient(torch.Tensor):
-    """A row's reduced gradient, in its own memory, with a clip coefficient that is not yet multiplied in.
+    """A shard's reduced gradient, in its own memory, whose clip coefficient is not yet multiplied in.
 
-    Every operation on it, in torch or on one of its attributes, multiplies in place first; zeroing `.grad` or putting another
-    tensor there drops both. Only rows that are no parameters have one: autograd adds to a parameter's gradient without an
-    operation that torch would show.
+    Every operation on this tensor, in torch or through an attribute, first multiplies in place. Zeroing `.grad` or assigning
+    another tensor drops gradient and coefficient. Only shard tensors which are not parameters get one: autograd adds to a
+    parameter's gradient without calling `__torch_function__`.
 
     Attributes:
-        coefficient: None once it has been multiplied in, or taken.
-        behind: the gradient by itself.
+        coefficient: the clip coefficient; None once multiplied in, or taken by a kernel.
+        behind: the plain gradient in the same memory.
     """
 
     coefficient: Coefficient | None
@@ -269,23 +270,23 @@ class ClippedGradient(torch.Tensor):
 
     @property
     def is_taken(self) -> bool:
-        """Whether a kernel multiplies what it reads in this gradient's own memory."""
+        """Whether a kernel has taken the coefficient and multiplies while reading this gradient's memory."""
         return self.coefficient is None and self._product is None
 
     @torch.no_grad()
     def _multiplied(self) -> torch.Tensor:
-        # Cleared first: the multiplication below is an operation on this tensor itself.
+        # Cleared first, because the multiplication below is itself an operation on this tensor.
         coefficient, self.coefficient = self.coefficient, None
         if coefficient is not None:
             row = self._row()
-            # In place where no digits are lost: a new tensor would take as much memory again as the row's gradient.
+            # In place if the dtype loses no digits: a new tensor would need as much memory again as the gradient.
             if row is None or row.dtype == self.dtype:
                 self.mul_(coefficient.value)
             else:
-                # In bfloat16 the product would be rounded, which a kernel's is not: so a wider one takes this
-                # gradient's place.
+                # A bfloat16 product would be rounded, unlike a kernel's. So a product in the shard's wider dtype replaces this
+                # gradient.
                 self._product = self.to(row.dtype).mul_(coefficient.value)
-                # The script may have put another gradient there meanwhile, or none.
+                # The script may have replaced or dropped the gradient since.
                 if row.grad is self:
                     row.grad = self._product
         return self if self._product is None else self._product
@@ -295,7 +296,7 @@ _GRAD, _COEFFICIENT, _PRODUCT, _BEHIND = map(attrgetter, ("grad", "coefficient",
 
 
 def clip_later(rows: Sequence[nn.Parameter], coefficient: Coefficient) -> None:
-    """Leaves the multiplication to the next readers of the gradients of rows' tensors; in loops in C."""
+    """Defers the multiplication to the next readers of the shards' gradients. Loops in C."""
     gradients = list(map(_GRAD, rows))
     clipped = list(map(torch.Tensor.as_subclass, map(torch.Tensor.detach, gradients), repeat(ClippedGradient)))
     set_all(clipped, "coefficient", repeat(coefficient))
@@ -306,7 +307,7 @@ def clip_later(rows: Sequence[nn.Parameter], coefficient: Coefficient) -> None:
 
 
 def take_coefficient(row: nn.Parameter) -> Coefficient | None:
-    """Takes the open coefficient of a row's gradient, which the caller multiplies by; None without one."""
+    """Takes the pending coefficient of a shard's gradient, which the caller multiplies by; None if there is none."""
     gradient = row.grad
     if not isinstance(gradient, ClippedGradient):
         return None
@@ -315,26 +316,28 @@ def take_coefficient(row: nn.Parameter) -> Coefficient | None:
 
 
 def take_coefficients(gradients: Sequence[ClippedGradient]) -> list[Coefficient | None]:
-    """Takes the open coefficients of rows' gradients, all of which are clipped; in loops in C."""
+    """Takes the pending coefficients of shards' gradients, all of which are clipped. Loops in C."""
     found = list(map(_COEFFICIENT, gradients))
     set_all(gradients, "coefficient", repeat(None))
     return found
 
 
 def taken_gradients(gradients: Sequence[ClippedGradient]) -> list[torch.Tensor] | None:
-    """Returns clipped gradients in their own memory if a kernel multiplies all of them (`is_taken`); None otherwise."""
+    """Returns clipped gradients' plain tensors if kernels have taken all their coefficients (`is_taken`); None otherwise."""
     open_or_product = chain(map(_COEFFICIENT, gradients), map(_PRODUCT, gradients))
     return list(map(_BEHIND, gradients)) if all(map(is_, open_or_product, repeat(None))) else None
 
 
 def coefficient_of_all(gradients: Sequence[Any], behind: Sequence[torch.Tensor]) -> tuple[Coefficient | None] | None:
-    """Returns the coefficient that rows' gradients share; in loops in C.
+    """Returns the one coefficient shared by shards' gradients. Loops in C.
 
     Args:
-        behind: the gradients in their own memory, which are to be plain or all clipped.
+        gradients: the shards' `.grad`.
+        behind: the plain gradients expected in the same memory.
 
     Returns:
-        None in a tuple for gradients that are to be multiplied by nothing; None alone if the gradients are others.
+        A tuple with the shared coefficient, `(None,)` if nothing is to be multiplied, or None if the gradients have different
+        coefficients, memory or classes.
     """
     if all(map(is_, gradients, behind)):
         return (None,)
@@ -346,19 +349,19 @@ def coefficient_of_all(gradients: Sequence[Any], behind: Sequence[torch.Tensor])
 
 
 def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns a row's gradient in its own memory and no class of this file; a clipped one is multiplied, if nobody has."""
+    """Returns a shard's gradient as a plain tensor in its own memory, after any pending multiplication."""
     if type(gradient) is torch.Tensor:
         return gradient
-    # `detach` would call `__torch_function__` for each parameter, which takes the host as long as ten operations.
+    # `detach` would call `__torch_function__` for each parameter, and one such call costs the host as much as ten operations.
     is_taken = isinstance(gradient, ClippedGradient) and gradient.is_taken
     return cast(ClippedGradient, gradient).behind if is_taken else gradient.detach()
 
 
 def widen(*rows: nn.Parameter) -> None:
-    """Converts the gradients of rows' tensors to the tensors' dtypes, with the coefficients multiplied in."""
+    """Converts the gradients of shard tensors to the tensors' dtypes, with the coefficients multiplied in."""
     for row in rows:
         gradient = row.grad
-        # Each step asks this of every row. Of a clipped gradient, the question would multiply it.
+        # Each step checks every shard. A clipped gradient must not be asked for its dtype here, because any access multiplies.
         if gradient is None or (type(gradient) is torch.Tensor and gradient.dtype == row.dtype):
             continue
         with torch._C.DisableTorchFunctionSubclass():
@@ -371,19 +374,19 @@ def widen(*rows: nn.Parameter) -> None:
                 row.grad.mul_(coefficient.value)
 
 
-# ---- Parameters while their values are sharded: shape, dtype and gradient can be read, values cannot ----
+# ---- Parameters while their values are sharded: shape, dtype and gradient are readable, values are not ----
 #
-# An ordinary parameter would hand out the NaN that stands in for values which are on other ranks. So while a parameter is
-# sharded its class is a subclass of its own class, of which torch asks leave for each operation. Looks go through; reads
-# gather the parameter inside a forward or backward, where all ranks come by, and raise everywhere else. An edit of each
-# element by itself, such as `clamp_(0, 1)`, needs no other rank's: each edits its shard.
+# A plain parameter would return the NaN which stands in for the values on other ranks. So a sharded parameter's class is
+# replaced by a subclass of its class, whose `__torch_function__` decides about each operation. Operations which only look at
+# shape or dtype pass. Reads gather the parameter inside a forward or backward, which all ranks run, and raise anywhere else.
+# An elementwise edit, such as `clamp_(0, 1)`, needs no values of other ranks: each rank edits its own shard.
 
 _DATA: Any = torch.Tensor.data
 
 _REPLACING = frozenset({_DATA.__set__, torch.Tensor.set_})
 
 _DIFFERENTIATING = (torch.autograd.backward, torch.autograd.grad)
-"""Differentiate with respect to `inputs`, whose values they do not read."""
+"""Differentiate with respect to `inputs` without reading their values."""
 
 _SPELLED = {
     "__reduce_ex__": "pickling",
@@ -394,7 +397,7 @@ _SPELLED = {
 
 
 class ShardedParametersError(RuntimeError):
-    """An operation that needs whole parameters met sharded ones."""
+    """An operation needs whole parameters, and they are sharded."""
 
 
 class ShardedValues(Guarded):
@@ -407,14 +410,14 @@ class ShardedValues(Guarded):
         kwargs = kwargs or {}
         if func in LOOKS:
             return torch.nn.Parameter.__torch_function__(func, types, args, kwargs)
-        # An alias may only serve a look at the dtype: its values are refused when they are read.
+        # An alias may be used only to look at the dtype, so its values are refused when read, not here.
         if func in ALIASING:
             return _alias_of(_parameter_behind(args[0]))
         if func in EDITS and _edit_own(args[0], func, args[1:], kwargs):
             return args[0]
-        # By `==`: Python makes a new `__set__` at each access, so `is` would never hold.
+        # Compared by `==`: Python makes a new `__set__` at each access, so `is` would always be False.
         if func == _DATA.__set__ and isinstance(args[1], ShardedAlias) and args[1]._parameter is args[0]:
-            # `p.data *= 2` sets what it has edited.
+            # `p.data *= 2` edits the alias and then assigns it back.
             return None
         if func in _DIFFERENTIATING:
             # torch passes `inputs` as a tuple, by name to `backward` and by position to `grad`.
@@ -444,10 +447,10 @@ class ShardedAlias(ShardedValues, torch.Tensor):
 _HIDDEN = Guard(ShardedValues)
 
 hide_all = _HIDDEN.guard
-"""Guards parameters, whose values are sharded from now on: torch asks before each operation."""
+"""Guards parameters from now on, because their values are sharded: torch calls the guard before each operation."""
 
 show_all = _HIDDEN.unguard
-"""Makes them ordinary parameters again."""
+"""Removes the guard again."""
 
 all_are_hidden = _HIDDEN.are_guarded
 """Whether all parameters are guarded."""
@@ -466,7 +469,7 @@ def are_hidden(parameter: torch.Tensor) -> bool:
 
 
 def unreadable(name: str, operation: str) -> ShardedParametersError:
-    """Makes the error for touching values of a sharded parameter outside of a collective place."""
+    """Makes the error for reading or writing values of a sharded parameter outside of forward, backward and `gathered`."""
     return ShardedParametersError(
         f"hf_zero: {operation} needs the values of {name}, which is sharded over the ranks (stage 3): no rank has "
         "all of it now. Use `with hf_zero.gathered(model):` on every rank (to edit, `writeback=True`), or "
@@ -480,7 +483,7 @@ def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter:
 
 def _alias_of(parameter: nn.Parameter) -> torch.Tensor:
     with look_only():
-        # Without torch's question: this is called by the guard's answer, and would ask without end.
+        # Without the guard: the guard itself calls this function and would recurse without end.
         alias = parameter.detach()
         if not are_hidden(parameter):
             return alias
@@ -492,23 +495,23 @@ def _alias_of(parameter: nn.Parameter) -> torch.Tensor:
 def _fetch(parameter: nn.Parameter, func: Callable) -> None:
     """Makes a parameter readable for an operation, or raises."""
     engine = engine_attached_to(parameter)
-    # An argument before this one may be of the same unit, which is gathered by now.
+    # A previous argument's gather may already have gathered this parameter, if both are in one unit.
     if not are_hidden(parameter):
         return
-    # New data are refused even in a pass: the next drop points the parameter back at its shard, and the new data would be lost.
+    # Assigning new data is refused even in a pass: the next drop sets the parameter's data to its shard, losing the new data.
     if func in _REPLACING or engine is None or not engine.sharded.gather_in_pass(parameter):
         raise unprepared_step(lambda other: other is parameter) or unreadable(_name_of(parameter), _spelling(func))
 
 
 def _differentiate(func: Callable, outputs: Any, inputs: Sequence[Any], kwargs: dict) -> Any:
-    """Calls torch's `backward` or `grad` with the autograd nodes of sharded inputs, in place of the guarded inputs.
+    """Calls torch's `backward` or `grad` with the autograd nodes of sharded inputs instead of the guarded tensors.
 
-    Not with the guard disabled: the backward that runs inside needs the guard for its own reads.
+    The guard stays enabled, because reads inside this backward need it.
     """
     named = {**kwargs, "inputs": [_edge_of(each) if are_hidden(each) else each for each in inputs]}
     if not kwargs.get("materialize_grads"):
         return func(outputs, **named)
-    # torch has no shape to make zeros of if it is given a node.
+    # Given a node, torch does not know the shape of the zeros, so they are made below.
     found = func(outputs, **{**named, "materialize_grads": False, "allow_unused": True})
     zeros = partial(torch.zeros_like, requires_grad=kwargs["create_graph"])
     return tuple(zeros(each) if gradient is None else gradient for each, gradient in zip(inputs, found))
@@ -516,32 +519,32 @@ def _differentiate(func: Callable, outputs: Any, inputs: Sequence[Any], kwargs: 
 
 def _edge_of(tensor: torch.Tensor) -> Any:
     with look_only():
-        # A frozen one has no node. torch's own error names the cause, and is the same for any frozen tensor.
+        # A frozen tensor has no node. An empty tensor makes torch raise its usual error for frozen inputs.
         return get_gradient_edge(tensor) if tensor.requires_grad else torch.empty(0)
 
 
 def _edit_own(edited: torch.Tensor, func: Callable, args: tuple, kwargs: dict) -> bool:
-    """Edits this rank's part of a parameter outside of forward and backward; False if more is needed."""
+    """Edits this rank's part of a parameter outside of forward and backward; returns False if other values are needed."""
     parameter = _parameter_behind(edited)
     engine = engine_attached_to(parameter)
     operands = [each for each in leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    # An operand with one value an element would have to be cut as the parameter is. Numbers, in a tensor or not, fit every
-    # shard.
+    # An operand with one value per element would have to be cut like the parameter. Scalars, as numbers or tensors, apply to
+    # every shard.
     if any(isinstance(each, ShardedValues) or each.dim() > 0 for each in operands):
         return False
     if engine is None or not are_hidden(parameter):
         return False
     if edited is parameter and parameter.requires_grad and torch.is_grad_enabled():
-        # torch's own refusal.
+        # Raises torch's own error for an in-place edit of a leaf.
         func(torch.empty(0, requires_grad=True), *args, **kwargs)
     return engine.sharded.edit_own(parameter, lambda own: func(own, *args, **kwargs))
 
 
 def _whole(values: Any) -> Any:
-    """Replaces aliases that were taken before a gather by the whole tensors."""
+    """Replaces aliases made before a gather by the whole tensors."""
     if isinstance(values, list | tuple):
         whole = [_whole(value) for value in values]
-        # A named tuple takes its items as arguments, other lists and tuples take all in one.
+        # A named tuple's constructor expects one argument per item; lists and plain tuples expect one iterable.
         return type(values)(*whole) if hasattr(values, "_fields") else type(values)(whole)
     if isinstance(values, dict):
         return {name: _whole(value) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The methods of an Accelerator that know engines."""
+"""The mixin of an Accelerator whose methods build and use engines."""
 
 import time
 from collections import OrderedDict
@@ -64,16 +64,16 @@ logger = get_logger(__name__)
 
 
 class ZeroAcceleratorMixin(RecordedAccelerator):
-    """The methods of an Accelerator that know engines. Engines are built when a model and its optimizers are both there.
+    """Builds and uses an Accelerator's engines. An engine is built once a model and its optimizers are both prepared.
 
     Attributes:
-        zero_config: what engines are built with.
+        zero_config: settings of the engines.
         zero_plugin: the plugin that installed these methods.
-        zero_cast_owner: who casts, in words.
-        zero_engines: one for each model, or for models that share an optimizer, in the order built.
-        zero_run: of a script that `hf_zero.run` runs.
-        zero_goes_on: Trainer resumes a run, whose memory was forecast when it began.
-        zero_stop: the signals at which the run saves and ends; None where they are not followed.
+        zero_cast_owner: which library casts to the compute dtype, in words for the log.
+        zero_engines: one per model, or per set of models that share an optimizer, in the order in which they were built.
+        zero_run: the record of a script run by `hf_zero.run`; None otherwise.
+        zero_goes_on: whether Trainer resumes a run; its memory was already forecast at the first start.
+        zero_stop: handles the signals after which the run saves and ends; None if signals are not followed.
     """
 
     zero_config: ZeroConfig
@@ -92,52 +92,52 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     _zero_early_optimizers: dict[torch.optim.Optimizer, RemovableHandle]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves engines, their models and their optimizers out of copies and pickles.
+        """Excludes engines, their models and their optimizers from copies and pickles.
 
-        Those have parts of their parameters on each rank, and a copy could not train on them. A copy prepares others.
+        Each rank stores only a part of their parameters, so a copy could not train with them. Prepare new ones with a copy.
         """
-        # Python 3.10 has no such method of object.
+        # In Python 3.10, `object` has no `__getstate__`.
         state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
         for name in ("zero_recorder", "zero_run", "_zero_joined", "zero_stop"):
             state.pop(name, None)
         mine = {id(optimizer) for engine in self.zero_engines for optimizer, _ in engine.state.groups()}
         state["_models"] = [m for m in self._models if self._engine_for(m) is None]
         state["_optimizers"] = [o for o in self._optimizers if id(_bare(o)) not in mine]
-        # A prepared scheduler holds its optimizer: with the scheduler a copy would take the optimizer and its rows along
-        # again.
+        # A prepared scheduler refers to its optimizer, so copying the scheduler would also copy the optimizer with its shards.
         state["_schedulers"] = [s for s in self._schedulers if not any(id(_bare(o)) in mine for o in s.optimizers)]
         return state | {"zero_engines": [], "_zero_early_optimizers": {}}
 
     # ---- prepare ----
 
     def _refuse_reset_state(self) -> None:
-        """Raises accelerate's own AttributeError behind `AcceleratorState._reset_state()`, which tells of that call."""
+        """Raises accelerate's own AttributeError after `AcceleratorState._reset_state()`; the error names that call."""
         _ = self.distributed_type
 
     def prepare(self, *args, device_placement=None):
         self._refuse_reset_state()
-        # Noted here: accelerate gives `prepare_model` one model at a time, and placement there depends on the other arguments.
+        # Noted here because accelerate calls `prepare_model` with one model at a time, and the placement of a model depends on
+        # the remaining arguments.
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
-        # First: `stage: auto` decides where the model is placed.
+        # Before any model is placed, because `stage: auto` decides on which device a model is placed.
         self._choose_stage(args)
-        # Before accelerate wraps the optimizers: a wrapper keeps the scaler that the Accelerator has at that moment.
+        # Before accelerate wraps the optimizers, because the wrapper keeps the Accelerator's scaler of that moment.
         seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
-        # Inside of accelerate's prepare no engine is built: an engine takes all optimizers of a model, and accelerate prepares
-        # the arguments one after the other.
+        # Build no engine inside accelerate's prepare: an engine needs all optimizers of a model, and accelerate prepares the
+        # arguments one at a time.
         self._zero_preparing = True
         try:
             result = super().prepare(*args, device_placement=device_placement)
         finally:
             self._zero_preparing = self._zero_with_optimizer = False
-        # Behind accelerate's own prepare, which moves the model: the engine needs the final parameters.
+        # After accelerate's own prepare, which moves the model: the engine needs the final parameters.
         self._build_engines()
         for model in self._models:
-            # Once more: accelerate's prepare has set its mark on each result again, behind `prepare_model`.
+            # Again, because accelerate's prepare marks each result after `prepare_model` has returned.
             _mark_prepared(model, False)
         return result
 
     def _choose_stage(self, args: Iterable[Any]) -> None:
-        """Resolves `stage: auto` if `args` hold a model. Collective then."""
+        """Resolves `stage: auto` if `args` contain a model; collective in this case."""
         if self.zero_config.is_open:
             self.zero_config = extra("planner", "config_for")(self.zero_config, self, list(args))
 
@@ -147,13 +147,13 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         is_evaluated = evaluation_mode and self._is_to_evaluate(model)
         is_sharded = engine_attached_to(model) is not None or is_evaluated or self._is_sharded_next(model)
         if self.zero_config.stage == 3 and is_sharded:
-            # Whole, the model may not fit the device: the engine moves this rank's shard there.
+            # The whole model may not fit on the device, so the engine moves only this rank's shard there.
             device_placement = False
         if self.device.type == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters()):
-            # accelerate numbers the host's device by the rank, and `.to()` would copy the model.
+            # accelerate gives the CPU device an index, the rank, so `.to()` would copy the model.
             device_placement = False
         elif device_placement is not False:
-            # What moves comes out of the files that it still lies in.
+            # Read parameters which still lie in their checkpoint files before they are moved.
             for parameter in filter(is_loaded, model.parameters()):
                 ask_for(parameter.data)
         refuse_other_engines(model)
@@ -164,15 +164,16 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             )
         compiler = self.state.dynamo_plugin
         settings = (self.mixed_precision, compiler.backend)
-        # The model inside, too: of one that `prepare` has compiled, the script has the compiled wrapper.
+        # Also check the model inside: for a compiled model, the script passes the compiled wrapper.
         inside = self.unwrap_model(model, keep_torch_compile=False)
         is_again = settings in (model.__dict__.get(_PREPARED), inside.__dict__.get(_PREPARED))
-        # With the same settings as before, accelerate has to skip the model: a second autocast would wrap the forward.
+        # If the settings are unchanged, accelerate must skip the model, because a second autocast would wrap the forward
+        # again.
         _mark_prepared(model, is_again)
         # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         if is_again and compiler.backend != DynamoBackend.NO and not is_compiled(model):
-            # Plain accelerate marks the compiled wrapper alone. Without this, the script would train the bare model uncompiled.
+            # Plain accelerate marks only the compiled wrapper. Without this, the script would train the bare model uncompiled.
             compiles = compile_regions if compiler.use_regional_compilation else torch.compile
             prepared = compiles(model, **compiler.to_kwargs())
         model.__dict__[_PREPARED] = settings
@@ -183,41 +184,42 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             self.zero_run.models += 1
         engine = engine_attached_to(original)
         if prepared is not original:
-            # accelerate lists the model inside. The engine that is built of that must know what the script calls.
+            # accelerate lists the model inside the wrapper, but the engine must know the wrapper, which the script calls.
             original.__dict__[_CALLED] = EngineReference(prepared)
             if engine is not None:
                 engine.compile_layers(prepared)
-        # An engine that another Accelerator has built, or this one before `free_memory()`: from here on this Accelerator
-        # saves, clips and closes with it.
+        # The engine was built by another Accelerator, or by this one before `free_memory()`. From here on this Accelerator
+        # saves, clips and closes with this engine.
         if engine is not None and engine not in self.zero_engines:
             self.zero_engines.append(engine)
         is_frozen = self.zero_config.stage == 3 and _is_frozen(original)
         if engine is None and (is_frozen or is_evaluated):
-            # Here, not in _build_engines: `prepare_model(teacher, evaluation_mode=True)` may be the only call for it.
+            # Built here instead of in _build_engines, because `prepare_model(teacher, evaluation_mode=True)` may be the only
+            # call with this model.
             self._build_engine([original], [], [prepared], evaluates=is_evaluated)
         if engine is None and not is_frozen and self.num_processes > 1:
-            # Not refused here: the optimizer may come in a later call. The hook refuses the first training forward without an
-            # engine that trains.
+            # Not refused yet, because the optimizer may be prepared in a later call. The hook refuses the first training
+            # forward without a training engine.
             prepared.register_forward_pre_hook(WeakHook(original, refuse_training_alone))
         if not self._zero_preparing:
             self._build_engines()
         return prepared
 
     def _is_sharded_next(self, model: nn.Module) -> bool:
-        """Whether this call to prepare builds the engine: with an optimizer, or without one for a frozen model."""
+        """Whether this call to prepare builds the engine: an optimizer is passed, or the model is frozen and needs none."""
         return self._zero_with_optimizer or _is_frozen(model)
 
     def _is_to_evaluate(self, model: nn.Module) -> bool:
-        """Whether this call shards a model that is not frozen for evaluation only."""
+        """Whether this call shards a trainable model for evaluation only."""
         config = self.zero_config
         is_shared = self.num_processes > 1 or config.offload.moves_params
-        # A part of a prepared model is sharded with that.
+        # A submodule of a prepared model is already sharded with the whole model.
         is_apart = all(engine_attached_to(parameter) is None for parameter in model.parameters())
         return config.stage == 3 and is_shared and is_apart and not _is_frozen(model)
 
     def _prepare_ao(self, *args):
-        # accelerate's default replaces weights by tensors that FSDP2 casts before it gathers them. The optimizer holds the
-        # former weights, so the replaced ones would not be trained, as under DDP.
+        # By default accelerate replaces the weights by tensors for FSDP2, which casts before it gathers. The optimizer still
+        # holds the original weights, so the replaced ones would not be trained; DDP has the same problem.
         recipe = self.ao_recipe_handler
         if recipe.config.enable_fsdp_float8_all_gather:
             logger.warning_once(
@@ -225,36 +227,36 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 "would not train the layers that it converts."
             )
             recipe.config = replace(recipe.config, enable_fsdp_float8_all_gather=False)
-        # Layers of a model that an engine trains have its hooks, and new layers in place of them would not.
+        # Skip models trained by an engine: new layers would lack the engine's hooks.
         models = [arg for arg in args if isinstance(arg, nn.Module) and self._engine_for(arg) is None]
         super()._prepare_ao(*models)
         return args
 
     def _prepare_tp(self, *args):
-        # accelerate would look for the places of DTensors; the engine replaces them.
+        # accelerate would look up DTensors in the model, and the engine has replaced them.
         return args
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
         self._refuse_reset_state()
         refuse_wrapper(_bare(optimizer))
-        # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
+        # With device placement, accelerate would load the optimizer's state into itself. The engine places the state together
+        # with the parameters.
         if self._zero_preparing:
             return super().prepare_optimizer(optimizer, device_placement=False)
-        # In a call without a model, the models prepared before tell whether float16 is trained, and so whether losses are
-        # scaled.
+        # In a call without a model, the models prepared before decide whether losses are scaled (float16).
         seat_scaler(self, self._models)
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         self._build_engines()
         return prepared
 
     def _build_engines(self) -> None:
-        """An engine for each set of prepared models whose optimizers are prepared and not yet in one."""
+        """Builds an engine for each set of prepared models with a prepared optimizer outside of all engines."""
         bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
         optimizers = list(map(_bare, self._optimizers))
         called: dict[nn.Module, nn.Module] = {}
         for prepared in self._models:
             called.setdefault(self.unwrap_model(prepared, keep_torch_compile=False), prepared)
-        # Until now these models had parameters in an optimizer, and were not prepared.
+        # Models prepared only now, although an engine's optimizer already holds some of their parameters.
         late = [
             model for model in called if any(model not in e.models and e.has_outside(model) for e in self.zero_engines)
         ]
@@ -263,18 +265,18 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             waiting = [o for o in waiting if o not in mine]
             going_on = self._going_on(models, mine)
             self._build_engine(models, [*going_on, *mine], [called[model] for model in models])
-            # An engine steps these now: their early hook would refuse each step.
+            # An engine steps these optimizers now, so remove the early hook, which would refuse each step.
             for optimizer in self._zero_early_optimizers.keys() & mine:
                 self._zero_early_optimizers.pop(optimizer).remove()
         for optimizer in waiting:
             self._refuse_foreign(optimizer)
-            # No model is prepared yet. Until a model comes, a step would train each rank by itself.
+            # No model is prepared yet. Until one is, a step would train each rank separately.
             if optimizer not in self._zero_early_optimizers:
                 hook = optimizer.register_step_pre_hook(refuse_step_without_engine)
                 self._zero_early_optimizers[optimizer] = hook
 
     def _going_on(self, models: list[nn.Module], added: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        """The optimizers prepared earlier that train the models in addition to `added`: those of other parameters."""
+        """Returns the optimizers prepared earlier for further parameters of the models, which `added` do not train."""
         taken = {p for optimizer in added for p in whole_parameters(optimizer)}
         prepared = [_bare(optimizer) for optimizer in self._optimizers]
         return [
@@ -295,29 +297,30 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         refuse_earlier_accelerator(self)
         parameters = {p for model in models for p in model.parameters()}
         for engine in [each for each in self.zero_engines if each.evaluates and each.model not in models]:
-            # A part of these models that was evaluated before, or the reverse.
+            # An engine which only evaluates a submodule of these models, or a model containing them.
             if not parameters.isdisjoint(engine.model.parameters()):
                 engine.close()
                 self.zero_engines.remove(engine)
         for former in _engines_of(models):
-            # Before the close: the former engine's shards are the only copy of the state.
+            # Before the close, because the former engine's shards are the only copy of the state.
             keep_state(former)
-            # Two engines cannot own one parameter.
+            # Two engines cannot own the same parameter.
             former.close()
             self.zero_engines.remove(former)
-        # The log of a run is this Accelerator's own, which knows a folder for it. An engine refuses the setting.
+        # The Accelerator writes the report of a run because the Accelerator knows a folder for the report; an engine refuses
+        # the setting.
         config = replace(resolve_casts(self.zero_config, self.mixed_precision), report=False)
         if evaluates:
             config = for_evaluation(config)
         ddp = self.ddp_handler
-        # accelerate makes no DDP here that would read these settings, so that the engine has to follow them.
+        # accelerate builds no DDP wrapper here, so the engine has to follow DDP's settings.
         if ddp is not None and not ddp.broadcast_buffers:
             config = replace(config, broadcast_buffers=False)
-        # The planner is an extra: where its folder is missing, training begins without a forecast. Other ranks print none, and
-        # do not import it.
+        # The planner is an extra: if its folder is missing, training begins without a forecast. Only the main process prints
+        # the forecast, so the other ranks do not import the planner.
         is_told = self.is_main_process and bool(optimizers) and not self.zero_goes_on
         is_forecast = is_told and is_installed("planner")
-        # Before the engine is built: the forecast traces the model with the parameters that the script has given it.
+        # Before the engine is built, because the forecast traces the model with its original parameters.
         at_start = extra("planner", "forecast_at_start")(self, models, optimizers, config) if is_forecast else None
         try:
             with progress_of("building", is_main=self.is_main_process) as show:
@@ -325,13 +328,14 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                     models,
                     optimizers,
                     config,
-                    # A compiled model: the script calls the wrapper, so the hooks of a forward belong there.
+                    # The script calls the wrapper of a compiled model, so the forward hooks belong on the wrapper.
                     entry=prepared,
-                    # Below stage 3 accelerate has moved the whole model, and the engine takes it where it is.
+                    # Below stage 3 accelerate has already moved the whole model, and the engine leaves the model on its
+                    # device.
                     device=self.device if self.zero_config.stage == 3 else None,
                     on_progress=show,
-                    # With either setting, DDP leaves a gradient out that is undefined on all ranks, and the optimizer passes
-                    # over the parameter. Without them, the gradient is zeros.
+                    # With either setting, DDP leaves a gradient None if no rank computes one, and the optimizer skips the
+                    # parameter. Without them, the gradient is zeros.
                     find_unused_parameters=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph),
                     evaluates=evaluates,
                 )
@@ -343,7 +347,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         except Exception:
             self._forget(prepared, optimizers)
             raise
-        # `end_cleanly` waits for the other ranks at the end of this process; once is enough.
+        # `end_cleanly` already waits for the other ranks at the end of this process, so the engine need not wait again.
         engine.transport.watch.is_left_by_others = True
         refuse_other_split(self, engine)
         refuse_other_loops(self, engine)
@@ -363,7 +367,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         follow_signals(self, engine)
 
     def _forget(self, prepared: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-        """Removes unprepared objects from accelerate's lists, so that a notebook can try again."""
+        """Removes objects whose preparation failed from accelerate's lists, so a notebook can try again."""
         self._models = [m for m in self._models if m not in prepared]
         self._optimizers = [o for o in self._optimizers if not any(_bare(o) is refused for refused in optimizers)]
 
@@ -405,10 +409,10 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         engine = self._engine_with(parameters)
         if engine is None or self._clips_before_reducing(engine):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        # Before the norm: a scaled gradient would be clipped by a norm that is larger by the loss scale.
+        # Unscale before the norm is computed: the norm of scaled gradients is too large by the loss scale.
         unscale(self, engine)
         if self._zero_joined is not None:
-            # Before the clip, which is collective: ranks without batches join the clip once they have its arguments.
+            # Announce before the clip, which is collective: ranks without batches need the arguments to join the clip.
             self._zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
         return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
 
@@ -418,7 +422,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if engine is None or self._clips_before_reducing(engine):
             super().clip_grad_value_(parameters, clip_value)
         else:
-            # Before the values are clamped, for the same reason.
+            # Unscale before the values are clamped, for the same reason.
             unscale(self, engine)
             if self._zero_joined is not None:
                 self._zero_joined.clips(engine, "clip value", parameters, float(clip_value))
@@ -448,7 +452,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     @property
     def zero_steps(self) -> int:
-        """Optimizer steps of the first engine's run, with those before the state that was loaded."""
+        """Optimizer steps of the first engine's run, including the steps before the loaded state."""
         return self._zero_steps_before + (self.zero_engines[0].steps_taken if self.zero_engines else 0)
 
     def prepare_data_loader(self, data_loader, *args, **kwargs):
@@ -492,10 +496,10 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True):
         engine = self._engine_for(model)
         if engine is not None:
-            # A gather behind the last step may still write to parameters that are read here.
+            # An all-gather after the last step may still be writing to the parameters read here.
             engine.finish_parameters()
             if engine.saves_together:
-                # As with FSDP: whole tensors in host memory on the process that writes them, and none on the others.
+                # As with FSDP, the writing process gets whole tensors in host memory, and the other processes get nothing.
                 each_node = self.project_configuration.save_on_each_node
                 wanted = self.is_local_main_process if each_node else self.is_main_process
                 bare = self.unwrap_model(model, keep_torch_compile=False)
@@ -503,7 +507,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 if wanted or not engine.holds_whole_model:
                     # accelerate's savers look for tied weights in an OrderedDict only.
                     return OrderedDict(state)
-                # peft looks for the names on every rank: the others give what they compute with, as under DDP.
+                # peft looks for the names on every rank, so the other ranks return their compute parameters, as under DDP.
         return super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
@@ -516,7 +520,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             nullcontext() if clock is None else clock.saving(),
             folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final, save),
         ):
-            # Behind the meeting of all ranks that a save begins with.
+            # After the barrier of all ranks in `folder_to_fill`.
             for engine in self.zero_engines:
                 engine.synchronise("accelerator.save_state")
             with self._engines_optimizers_aside(), split_models_aside(self), self._lent_to_hooks():
@@ -524,7 +528,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
             manifests = [write_state(engine, folder, save) for engine, folder in zip(self.zero_engines, folders)]
             manifests[0] = replace(manifests[0], step=self.zero_steps)
-            # The first engine's manifest vouches for the whole folder, and so comes last.
+            # Written last, because the first engine's manifest vouches for the whole folder.
             for engine, folder, manifest in reversed(list(zip(self.zero_engines, folders, manifests))):
                 within = "" if folder is folders[0] else f"{folder.name}/"
                 seal_state(engine, root, manifest, folder=folder.name, within=within)
@@ -534,35 +538,35 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
         self._refuse_reset_state()
         if self.zero_engines:
-            # Before anything is read or loaded: a rank that comes alone is named, and nothing has changed.
+            # Before anything is read or loaded: if only some ranks call this, the barrier raises and nothing has changed.
             engine = self.zero_engines[0]
             engine.world.barrier("accelerator.load_state", engine.config.comm.limit_s)
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
         if input_dir is not None and self.zero_engines:
-            # What a link leads to is what a save has replaced.
+            # Resolved, because a save replaces the target of a link.
             put_back([folder.resolve()], exchange=self.zero_engines[0].world.exchange)
             refuse_unless_state(folder)
         for engine in self.zero_engines:
-            # Before accelerate writes into the parameters: an all-gather still under way would put the former values over the
-            # loaded ones.
+            # Before accelerate writes into the parameters: an all-gather still under way would overwrite the loaded values
+            # with the former ones.
             engine.finish_parameters()
         if self.zero_engines:
             refuse_faults(self.zero_engines[0], folder, ZERO_FOLDER)
-            # accelerate would read the whole model into each device, where at stage 3 there may be no room for it.
+            # accelerate would read the whole model into each device, which may have no room for it at stage 3.
             load_model_func_kwargs.setdefault("map_location", "cpu")
-        # Only behind `refuse_faults`, on which all ranks agree: an error here, on one rank, would leave the others waiting.
+        # After `refuse_faults`, on which all ranks agree: an error on only one rank here would leave the others waiting.
         folders = [_zero_folder(folder, index) for index in range(len(self.zero_engines))]
         manifests = [Manifest.read(each) for each in folders]
         in_rows = [engine.model for engine, manifest in zip(self.zero_engines, manifests) if manifest.weights]
         with self._engines_optimizers_aside(), split_models_aside(self, in_rows) as whole:
             super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
         if manifests and manifests[0].world_size != self.num_processes:
-            # accelerate counts micro-batches, of which other ranks made up a step: the next one begins a step.
+            # accelerate counts micro-batches. With another number of ranks, the count does not match; start a new step.
             self.step -= self.step % self.gradient_accumulation_steps
-        # Behind accelerate's own load: masters and optimizer state are filled in after the parameters.
+        # After accelerate's own load, because the master weights and the optimizer state are filled in after the parameters.
         for engine, own in zip(self.zero_engines, folders):
             if engine.model in in_rows or engine.model in whole:
-                # Here, not above: it needs transformers' Trainer, which takes seconds to import.
+                # Imported here because `.init` imports transformers' Trainer, which takes seconds.
                 from .init import load_weights_into
 
                 load_weights_into(engine, folder, rows=own.name, number=whole.get(engine.model, 0))
@@ -575,10 +579,11 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def free_memory(self, *objects):
         for engine in self.zero_engines:
-            # While the list has the engines: the end of the process waits for all-gathers of listed engines only.
+            # While the engines are still listed: at the end of the process, only the all-gathers of listed engines are
+            # awaited.
             engine.finish_parameters()
         self.end_report()
-        # An engine lives as long as its model and optimizer, and is found again when they are prepared again.
+        # An engine lives as long as its model and optimizer, and is found when they are prepared again.
         self.zero_engines = []
         return super().free_memory(*objects)
 
@@ -599,7 +604,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     @contextmanager
     def _lent_to_hooks(self):
-        """Whole parameters on every rank for hooks of `register_save_state_pre_hook`, which save on one rank or on all."""
+        """Gathers whole parameters on every rank for hooks of `register_save_state_pre_hook`, which may save on any rank."""
         with ExitStack() as stack:
             for engine in self.zero_engines if self._save_model_state_pre_hook else ():
                 for model in engine.models:
@@ -608,7 +613,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     @contextmanager
     def _engines_optimizers_aside(self):
-        """accelerate pickles whole optimizers on rank 0; the engines' own are saved and loaded as rows."""
+        """Hides the engines' optimizers from accelerate, which pickles whole optimizers; the engines save theirs as shards."""
         held = self._optimizers
         bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
         self._optimizers = [o for o in held if id(_bare(o)) not in bound]
@@ -632,10 +637,10 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return found[0] if found else None
 
     def _clips_before_reducing(self, engine: ZeroEngine) -> bool:
-        """Whether gradients are clipped while they accumulate on each rank by itself; warns where they are summed already.
+        """Whether gradients are clipped while each rank accumulates its own; warns if the ranks have already summed theirs.
 
         Raises:
-            RuntimeError: they are scaled, and would be unscaled before all of them are there.
+                RuntimeError: the gradients are scaled, and would be unscaled before the step has all of them.
         """
         if not engine.is_accumulating:
             return False
@@ -652,7 +657,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return engine.config.accumulates_locally
 
     def _refuse_rows(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raises ValueError for rows out of `param_groups`: each rank would clip by the norm of its own part."""
+        """Raises ValueError for shards from `param_groups`: each rank would clip by the norm of its own part."""
         rows = {id(row.tensor) for engine in self.zero_engines for sharded in engine.optimizers for row in sharded.rows}
         if any(id(p) in rows for p in parameters):
             raise ValueError(
@@ -662,26 +667,26 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
 
 def _listed(parameters: Iterable[nn.Parameter] | torch.Tensor) -> list[nn.Parameter]:
-    # A tensor is iterable too: its rows would be taken for parameters. A generator would be at its end behind the search for
-    # the engine.
+    # A tensor is iterable too, and its rows would be mistaken for parameters. A generator would be exhausted after the search
+    # for the engine.
     return [cast(nn.Parameter, parameters)] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 _PREPARED = "_hf_zero_prepared"
-"""Attribute of a model: the precision and the compiler that it has been prepared with."""
+"""Attribute of a model: the precision and the compiler backend it was prepared with."""
 
 _EVALUATED = "_hf_zero_evaluated"
-"""Attribute of a model: whether it was prepared with `evaluation_mode=True` the last time."""
+"""Attribute of a model: whether its last preparation used `evaluation_mode=True`."""
 
 
 _CALLED = "_hf_zero_called"
-"""Attribute of a model: the compiled module that the script has been given in its place."""
+"""Attribute of a model: the compiled module that `prepare` returned to the script for this model."""
 
 
 def _mark_prepared(model: Any, is_prepared: bool) -> None:
-    """Sets accelerate's mark, with which it skips a model, also under other settings, and then without DDP.
+    """Sets accelerate's mark. accelerate skips a marked model, even under different settings and without DDP.
 
-    Under DDP it is the wrapper that has the mark. Here it would be the script's own model.
+    Under DDP the wrapper has the mark; here it would be on the script's own model.
     """
     model._is_accelerate_prepared = is_prepared
 
@@ -691,7 +696,7 @@ def _holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 
 
 def _engines_of(models: list[nn.Module]) -> list[ZeroEngine]:
-    """Returns the engines that have one of the models, or had its parameters in an optimizer before it was prepared."""
+    """Returns the engines of the models, and the engines whose optimizers held parameters of a model not yet prepared."""
     found: dict[ZeroEngine, None] = {}
     for model in models:
         own = engine_attached_to(model)
@@ -705,13 +710,14 @@ def _engines_of(models: list[nn.Module]) -> list[ZeroEngine]:
 def _sets_of(
     models: list[nn.Module], waiting: list[torch.optim.Optimizer], engines: list[ZeroEngine]
 ) -> list[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
-    """Divides models and the optimizers that wait for them into sets that have no parameter in common.
+    """Divides models and their waiting optimizers into sets without common parameters.
 
     Args:
-        models: the prepared ones, in their order.
-        engines: an engine's models stay together.
+            models: the prepared models, in order.
+            waiting: the optimizers that are not yet in an engine.
+            engines: the models of one of these engines stay in one set.
     """
-    # A model that is prepared for evaluation may be a part of the model that an optimizer trains, as may any other.
+    # A model prepared for evaluation, like any other, may be a submodule of a trained model.
     by_use = sorted(models, key=lambda model: bool(model.__dict__.get(_EVALUATED)))
     held = {model: set(model.parameters()) for model in by_use}
     whole = [
@@ -740,7 +746,7 @@ def _is_frozen(model: nn.Module) -> bool:
 
 
 def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The torch optimizer inside accelerate's wrapper."""
+    """Returns the torch optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

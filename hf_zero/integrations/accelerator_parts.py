@@ -1,4 +1,4 @@
-"""Parts of an Accelerator with an engine: no_sync, scaler, skipped steps, states."""
+"""Parts of an Accelerator with an engine: no_sync, the loss scaler, skipped steps, and the folder of a saved state."""
 
 import re
 import sys
@@ -37,12 +37,12 @@ from .environment import find_in_callers
 from .state_io import ZERO_FOLDER, state_bytes
 
 if TYPE_CHECKING:
-    # Mixed into accelerate's optimizers: a type checker takes their attributes for inherited.
+    # Mixed into accelerate's optimizers at run time; the type checker treats their attributes as inherited.
     from accelerate.optimizer import AcceleratedOptimizer as _OptimizerBase
 else:
     _OptimizerBase = object
 
-# ---- `model.no_sync()` on a prepared model, for loops that were written for DistributedDataParallel ----
+# ---- `model.no_sync()` on a prepared model, for loops written for DistributedDataParallel ----
 
 _NAME = "no_sync"
 
@@ -50,11 +50,12 @@ _NAME = "no_sync"
 class NoSync:
     """Replaces the model's `no_sync`: micro-batches inside only accumulate.
 
-    A copy or pickle of the model gets one that does nothing.
+    Copies and pickles of the model get a `no_sync` without effect.
     """
 
     def __init__(self, engine: ZeroEngine | None = None):
-        # Weak: a model of stages 0 to 2 does not keep its engine. Without the engine, no_sync does nothing.
+        # A weak reference, because a model of stages 0 to 2 does not keep its engine. Without an engine, no_sync has no
+        # effect.
         self._engine = weakref.ref(engine) if engine is not None else lambda: None
 
     def __call__(self) -> AbstractContextManager[None]:
@@ -62,7 +63,7 @@ class NoSync:
         engine = self._engine()
         if engine is None:
             return nullcontext()
-        # The caller's frame: LocalSGD calls no_sync in its own module, and nothing else tells LocalSGD from a script.
+        # LocalSGD is recognized by the caller's frame, because it calls no_sync in its own module like any script.
         _refuse_local_sgd(sys._getframe(1))
         return engine.no_sync()
 
@@ -74,11 +75,11 @@ class NoSync:
 
 
 def add_no_sync(engine: ZeroEngine, *holders: nn.Module) -> None:
-    """Gives each of the modules the method, unless its class has a `no_sync` of its own."""
+    """Adds `no_sync` to each of the modules, unless its class already defines `no_sync`."""
     for holder in holders:
-        # A NoSync that is there already may be of a former engine, which is closed.
+        # An existing NoSync may belong to a former, closed engine.
         if isinstance(vars(holder).get(_NAME), NoSync) or not hasattr(holder, _NAME):
-            # Not by setattr: a compiled wrapper hands that on to the module inside.
+            # Assigned in `vars` because a compiled wrapper's setattr sets the attribute on the inner module.
             vars(holder)[_NAME] = NoSync(engine)
 
 
@@ -93,28 +94,28 @@ def _refuse_local_sgd(caller: FrameType) -> None:
     )
 
 
-# ---- The loss scaler in accelerate's place: made for float16, with ranks that agree on an overflow ----
+# ---- The loss scaler: replaces accelerate's for float16 training; the ranks agree on an overflow ----
 
 
 def seat_scaler(accelerator: Accelerator, models: Iterable[nn.Module]) -> None:
-    """Gives the accelerator a scaler if its settings, the config or the models' dtype ask for one.
+    """Adds a loss scaler to the accelerator if its settings, the config or the models' dtype need one.
 
-    Optimizers that are prepared afterwards step through that scaler, and `accelerator.backward` scales the loss.
+    Optimizers prepared later step with this scaler, and `accelerator.backward` scales the loss.
     """
     asked = accelerator.mixed_precision == "fp16"
     if accelerator.scaler is None and (asked or _trains_float16(accelerator, models)):
         handler = accelerator.scaler_handler
         accelerator.scaler = GradScaler(accelerator.device.type, **(handler.to_kwargs() if handler else {}))
-        # On a CPU accelerate leaves fp16 out without a word.
+        # On a CPU accelerate silently ignores fp16.
         accelerator.native_amp = accelerator.native_amp or asked
     if accelerator.scaler is not None:
-        # A scaler of accelerate's own too: each rank would look for overflows in its own rows, and ranks would skip different
-        # steps.
+        # Also for a scaler made by accelerate: otherwise each rank looks for overflows in its own shards only, and the ranks
+        # skip different steps.
         scale_over_shards(accelerator.scaler)
 
 
 def unscale(accelerator: Accelerator, engine: ZeroEngine) -> None:
-    """Unscales the gradients of an engine's optimizers, before they are clipped, if that has not been done. Collective."""
+    """Unscales the gradients of an engine's optimizers before a clip, unless already done. Collective."""
     for sharded in engine.optimizers if accelerator.scaler is not None else ():
         if not accelerator.scaler.has_unscaled(sharded.optimizer):
             accelerator.scaler.unscale_(sharded.optimizer)
@@ -124,14 +125,14 @@ def _trains_float16(accelerator: Accelerator, models: Iterable[nn.Module]) -> bo
     param_dtype = accelerator.zero_config.param_dtype
     if param_dtype != AUTO:
         return param_dtype == "float16"
-    # `wanted_dtype`: a parameter that lies in its file still has the dtype of the file.
+    # Asks `wanted_dtype`, because a parameter still in its checkpoint file has the file's dtype.
     return any(p.requires_grad and wanted_dtype(p) == torch.float16 for model in models for p in model.parameters())
 
 
 # ---- Do all ranks train with the same arguments, data and schedule? ----
 #
-# What the engine sees (groups of the optimizer, dropout, clipping) it compares by itself; see `SharedSettings`. These arguments
-# it does not see, or only as late as they differ in a step.
+# The engine itself compares the settings visible to it (parameter groups, dropout, clipping); see `SharedSettings`. The
+# arguments below are not visible to the engine, or only once they make a step differ.
 
 _SHARED_ARGUMENTS = """
     learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim optim_args optim_target_modules
@@ -141,7 +142,7 @@ _SHARED_ARGUMENTS = """
     activation_checkpointing gradient_checkpointing save_strategy save_steps eval_strategy eval_steps eval_delay
     load_best_model_at_end metric_for_best_model greater_is_better
 """
-"""Of TrainingArguments. Paths, logging, workers of data loaders and the Hub's settings may differ between ranks."""
+"""TrainingArguments which must be equal on all ranks. Paths, logging, data loader workers and Hub settings may differ."""
 
 
 def refuse_other_arguments(trainer: Any) -> None:
@@ -154,7 +155,7 @@ def refuse_other_arguments(trainer: Any) -> None:
 
 
 def refuse_other_loops(accelerator: Accelerator, engine: ZeroEngine) -> None:
-    """Raises `ValueError` on all ranks where what accelerate has prepared for the engine's loop differs. Collective."""
+    """Raises `ValueError` on all ranks if their data loaders, schedulers or accumulation steps differ. Collective."""
     facts = {"gradient_accumulation_steps": str(accelerator.gradient_accumulation_steps)}
     for number, loader in enumerate(accelerator._dataloaders):
         facts[f"samples of data loader {number}"] = _length_of(getattr(loader, "dataset", None))
@@ -166,7 +167,7 @@ def refuse_other_loops(accelerator: Accelerator, engine: ZeroEngine) -> None:
     try:
         refuse_disagreement(facts, partial(engine.world.exchange, purpose="accelerator.prepare"))
     except ValueError:
-        # The script may prepare the model again.
+        # Closed, so the script can prepare the model again.
         engine.close()
         raise
 
@@ -175,12 +176,12 @@ def _length_of(dataset: Any) -> str:
     try:
         return str(len(dataset))
     except (TypeError, NotImplementedError):
-        # Data that is streamed has no length, and says so in one of these ways.
+        # The length of streamed data is unknown; datasets raise one of these errors.
         return "unknown"
 
 
 def _schedule_of(scheduler: Any) -> str:
-    """Returns a scheduler's class and numbers, and those of transformers' schedules, which are partial functions."""
+    """Returns a scheduler's class and numeric attributes, including the arguments of transformers' partial functions."""
     found = {name: value for name, value in vars(scheduler).items() if isinstance(value, int | float | str)}
     for function in getattr(scheduler, "lr_lambdas", ()):
         if isinstance(function, partial):
@@ -188,26 +189,27 @@ def _schedule_of(scheduler: Any) -> str:
     return f"{type(scheduler).__name__} {found}"
 
 
-# ---- Tells accelerate, and Trainer with it, of steps that `nonfinite: skip` leaves out ----
+# ---- Reports steps skipped by `nonfinite: skip` to accelerate and Trainer ----
 
 
 def tell_of_skipped_steps(engine: ZeroEngine, prepared: Iterable[AcceleratedOptimizer]) -> None:
-    """Makes `accelerator.optimizer_step_was_skipped` true behind a skipped step, as behind an overflow in float16.
+    """Makes `accelerator.optimizer_step_was_skipped` true after a skipped step, as after a float16 overflow.
 
-    Learning rates then stay as they are: prepared schedulers and Trainer ask for it.
+    Prepared schedulers and Trainer read this attribute and keep the learning rate unchanged.
 
     Args:
-        prepared: the accelerator's optimizers; those of the engine are told.
+        engine: the engine.
+        prepared: the accelerator's optimizers; only the engine's own ones are changed.
     """
     mine = {id(sharded.optimizer) for sharded in engine.optimizers}
     for accelerated in prepared:
-        # With a loss scaler accelerate finds out by itself.
+        # With a loss scaler, accelerate already detects skipped steps.
         if id(accelerated.optimizer) in mine and accelerated.scaler is None:
             mix_in(accelerated, _SkipsBadSteps)
 
 
 class _SkipsBadSteps(_OptimizerBase):
-    """Mixed into accelerate's wrapper of an optimizer that an engine steps."""
+    """Mixed into accelerate's wrapper of an optimizer stepped by an engine."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -215,11 +217,11 @@ class _SkipsBadSteps(_OptimizerBase):
         return super().step_was_skipped if engine is None else engine.bad_steps.was_skipped
 
 
-# ---- Refuses training without the engine in an Accelerator that has one, at the first forward or step ----
+# ---- Refuses training without an engine, at the first forward or step ----
 
 
 def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
-    """Refuses steps of an optimizer that was prepared without a model, until an engine has it."""
+    """Refuses steps of an optimizer prepared without a model, until an engine is built for the optimizer."""
     raise RuntimeError(
         f"hf_zero: {type(optimizer).__name__} steps without the engine: it was prepared, and the model that it trains was not. "
         "Call accelerator.prepare(model, optimizer), also in separate calls, before training."
@@ -227,22 +229,23 @@ def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _
 
 
 def refuse_training_alone(model: nn.Module, called: nn.Module, _args: tuple) -> None:
-    """Refuses the training forward of a model without an engine that trains: each rank would train it alone.
+    """Refuses the training forward of a model without a training engine: each rank would train its own copy.
 
     Args:
-        called: what the script calls, a compiled model for example.
+        model: the prepared model.
+        called: the module called by the script, for example a compiled wrapper.
     """
     if not (called.training and torch.is_grad_enabled()):
         return
-    # Of the parameters too: a part of a model that is trained may be prepared for evaluation.
+    # Also ask the parameters' engines: a submodule of a trained model may be prepared for evaluation.
     holders: list[nn.Module | nn.Parameter] = [model, *model.parameters()]
     engine, *others = map(engine_attached_to, holders)
     if any(each is not None and not each.evaluates for each in (engine, *others)):
         return
     if find_in_callers(lambda candidate: isinstance(candidate, DistributedDataParallel)) is not None:
-        # A plain Trainer or Accelerator has it now.
+        # A plain Trainer or Accelerator now trains the model.
         return
-    # An engine that only evaluates has frozen the parameters for this forward.
+    # An evaluating engine has frozen the parameters for this forward.
     if engine is not None or any(p.requires_grad for p in model.parameters()):
         raise RuntimeError(
             f"hf_zero: {type(model).__name__} was prepared without its optimizer, so its gradients would stay on each rank. "
@@ -251,32 +254,33 @@ def refuse_training_alone(model: nn.Module, called: nn.Module, _args: tuple) -> 
         )
 
 
-# ---- Split models in accelerate: the batches of their ranks, and their saves ----
+# ---- Split models (tensor or sequence parallelism) in accelerate: their batches and their saves ----
 
 
 def mesh_of_batches(device_type: str, size: int, name: str = "tp_size") -> DeviceMesh:
-    """Makes the mesh by which accelerate's data loaders give ranks that compute a batch together the same batches.
+    """Makes a device mesh for accelerate's data loaders: ranks which compute a batch together get the same batches.
 
     Args:
-        size: how many ranks do.
-        name: of the setting.
+        device_type: of the mesh.
+        size: number of ranks which compute a batch together.
+        name: the setting's name, for the error.
 
     Raises:
-        ConfigError: `size` does not divide the ranks.
+        ConfigError: `size` does not divide the number of ranks.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if size < 1 or ranks % size:
         raise ConfigError(f"hf_zero: {name} is {size}, which does not divide the {ranks} ranks of this run.")
-    # "tp" also for sequences: of all dimensions, the loaders give this one's ranks the same whole batches.
+    # Also named "tp" for sequence parallelism: the loaders give the ranks of this dimension the same whole batches.
     return init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=("dp_shard", "tp"))
 
 
 def refuse_other_split(accelerator: Accelerator, engine: ZeroEngine) -> None:
-    """Raises `ConfigError` for a model that is split over another number of ranks than accelerate deals batches by."""
+    """Raises `ConfigError` if accelerate deals batches for a number of ranks different from the model's split."""
     ranks = engine.world_groups.world_size // engine.groups.world_size
     dealt = getattr(accelerator.parallelism_config, "tp_size", 1)
     if ranks != dealt:
-        # The engine has replaced the parameters: without the close, a second try would find a model that is taken.
+        # The engine has replaced the parameters. Unless closed, a second try would find the model in use.
         engine.close()
         raise ConfigError(
             f"hf_zero: the model is split over {ranks} rank{'s' * (ranks > 1)} and tp_size of the plugin is {dealt}, by which "
@@ -285,10 +289,10 @@ def refuse_other_split(accelerator: Accelerator, engine: ZeroEngine) -> None:
 
 
 def cut_sequences(accelerator: Accelerator, engine: ZeroEngine) -> None:
-    """Has the engine's model cut its batches over `sp_size` ranks, where that is above 1. Collective.
+    """Makes the engine's model split its sequences over `sp_size` ranks if `sp_size` is above 1. Collective.
 
     Raises:
-        ConfigError: the model, or a setting, does not go with that; the engine is closed.
+        ConfigError: the model or a setting does not support sequence parallelism; the engine is closed.
     """
     size = getattr(accelerator.parallelism_config, "sp_size", 1)
     if size > 1:
@@ -303,21 +307,22 @@ def cut_sequences(accelerator: Accelerator, engine: ZeroEngine) -> None:
 def split_models_aside(
     accelerator: Any, in_rows: Collection[nn.Module] | None = None
 ) -> Iterator[dict[nn.Module, int]]:
-    """Hides split models from accelerate, which saves and loads whole ones; theirs are rows.
+    """Hides split models from accelerate, which saves and loads whole models; the engine saves split ones as shards.
 
-    Returns split models that a checkpoint has whole, with the number of its weights file.
+    Yields the split models stored whole in the checkpoint, with the number of each one's weights file.
 
     Args:
-        in_rows: models that the checkpoint to load has as rows; accelerate has numbered the files of the others.
+        accelerator: the Accelerator.
+        in_rows: models stored as shards in the checkpoint to load. accelerate has numbered the files of the remaining models.
     """
     held = accelerator._models
     split = [engine.model for engine in accelerator.zero_engines if engine.state.is_split]
     bare = {model: accelerator.unwrap_model(model, keep_torch_compile=False) for model in held}
     numbered = [model for model in held if bare[model] not in (split if in_rows is None else in_rows)]
     whole = {bare[model]: number for number, model in enumerate(numbered) if bare[model] in split}
-    # A model that is left out would give its file to the next one.
+    # Keep an empty stand-in: if a model were left out, the next model would get its file number.
     accelerator._models = [_Elsewhere() if bare[m] in whole else m for m in numbered]
-    # The last models need no place, and Trainer's checkpoints have no file of accelerate's name where an index is.
+    # Trailing stand-ins are not needed, and a Trainer checkpoint with an index has no file of accelerate's name.
     while accelerator._models and isinstance(accelerator._models[-1], _Elsewhere):
         accelerator._models.pop()
     try:
@@ -327,13 +332,13 @@ def split_models_aside(
 
 
 class _Elsewhere(nn.Module):
-    """Has the place of a model whose file accelerate is to pass over."""
+    """Stands in for a model whose weights file accelerate skips."""
 
     def load_state_dict(self, *_args: Any, **_kwargs: Any) -> Any:
         return [], []
 
 
-# ---- The folder of `accelerator.save_state`: temporary, and renamed when it is whole ----
+# ---- The folder of `accelerator.save_state`: temporary until complete, then renamed ----
 
 logger = get_logger(__name__)
 
@@ -344,14 +349,14 @@ _NUMBERED = re.compile(r"^checkpoint_(\d+)$")
 def folder_to_fill(
     accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
 ) -> Iterator[tuple[Path, Path, str]]:
-    """Returns the folder to write a state to, its final name, and the ID of the save. Collective.
+    """Yields the folder to write a state to, its final name, and the ID of the save. Collective.
 
-    A folder that holds something else than a former state is filled in place. There the manifest, written last, tells a whole
-    state from a part of one.
+    A folder with files other than a former state is filled in place. There, the manifest is written last and marks the state
+    as complete.
 
     Raises:
-        ValueError: no folder is given, or a file's name; accelerate's automatic naming comes to a folder that is there.
-        CommunicationError: a rank does not come.
+        ValueError: no folder is given, the name is a file's, or the folder of accelerate's automatic naming already exists.
+        CommunicationError: a rank does not join the save.
     """
     with engine.transport.watch.saving(), _folder_to_fill(accelerator, engine, output_dir) as folders:
         yield folders
@@ -361,7 +366,7 @@ def folder_to_fill(
 def _folder_to_fill(
     accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
 ) -> Iterator[tuple[Path, Path, str]]:
-    # Before any folder is begun: a rank that does not come to the save is named here, within the time limit.
+    # Before any folder is created: if a rank does not join the save, the barrier names the rank within the time limit.
     engine.world.barrier("accelerator.save_state", engine.config.comm.limit_s)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming
@@ -369,7 +374,7 @@ def _folder_to_fill(
         final = _states_of(accelerator) / f"checkpoint_{naming.iteration}"
     elif output_dir is not None:
         final = Path(output_dir).expanduser()
-        # A link stays one: what it leads to, perhaps on another disk, is replaced.
+        # A link is kept and its target, perhaps on another disk, is replaced.
         final = final.resolve() if final.is_symlink() else final
     else:
         raise ValueError(
@@ -380,18 +385,18 @@ def _folder_to_fill(
     told = exchange((str(final), accelerator.project_dir, new_save()), "save_state")
     folders, save = list(dict.fromkeys(folder for folder, _, _ in told)), told[0][2]
     if len(folders) > 1:
-        # Named by each rank's clock, say: each would write a part of a state that no folder has whole.
+        # For example if folders are named by each rank's clock. Each rank would write a part, and no folder would be complete.
         final = Path(folders[0])
         if is_automatic:
-            # The next `load_state` and rotation look there as well.
+            # The next `load_state` and the rotation look for states here as well.
             naming.project_dir = told[0][1]
-        # accelerate's logger prints on the main rank.
+        # accelerate's logger prints on the main process only.
         logger.warning(
             f"hf_zero: the ranks save their state to different folders: {shown(', '.join(folders[:4]))}. All ranks write to rank "
             "0's: give save_state the same one on every rank."
         )
-    # Rank 0's answer for all ranks, here and below: where ranks saw different things, those that raise would leave the others
-    # in the next exchange.
+    # Here and below, all ranks use rank 0's answer: if the answers differed, the ranks without an error would wait for the
+    # others in the next exchange.
     if is_automatic and exchange(final.exists())[0]:
         raise ValueError(
             f"hf_zero: {final} is there already. Set accelerator.project_configuration.iteration to the number to go on with."
@@ -403,11 +408,11 @@ def _folder_to_fill(
         return
     disk = Disk.shared(engine.world_groups.rank, engine.world_groups.world_size)
     temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
-    # accelerate would otherwise append a number of its own to the temporary folder.
+    # Otherwise accelerate would append its own number to the temporary folder.
     naming.automatic_checkpoint_naming = False
     try:
         yield temporary, final, save
-        # Behind accelerate's own files, which the caller writes inside: the rename shows all of them or none.
+        # After the caller has written accelerate's own files: the rename publishes all files at once.
         commit(temporary, final, disk=disk, exchange=exchange)
     except BaseException:
         abandon(temporary, disk=disk)
@@ -415,14 +420,14 @@ def _folder_to_fill(
     finally:
         naming.automatic_checkpoint_naming = is_automatic
     if is_automatic and naming.total_limit is not None and disk.leads:
-        # Behind the commit: a save that fails keeps all old states.
-        # The new one always stays, as under accelerate with a limit of 0.
+        # After the commit, so a failed save removes no old state. The new state always stays, as in accelerate with a limit of
+        # 0.
         for old in numbered_states(accelerator)[: -max(naming.total_limit, 1)]:
             discard(old)
 
 
 def numbered_states(accelerator: Accelerator) -> list[Path]:
-    """Lists the states of accelerate's automatic naming, the newest last."""
+    """Lists the states named by accelerate's automatic naming, oldest first."""
     named = _states_of(accelerator).glob("checkpoint_*")
     found = [path for path in named if _NUMBERED.match(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
@@ -433,7 +438,7 @@ def _holds_something_else(folder: Path) -> bool:
     try:
         vouched = {*Manifest.read(folder / ZERO_FOLDER).files, f"{ZERO_FOLDER}/{MANIFEST_NAME}"}
     except CheckpointError:
-        # Not one of our states, or a damaged one. Its files may be somebody's: none goes with a rename of the folder.
+        # Not one of our states, or a damaged one. Its files may be the user's, so a rename must not remove them.
         vouched = set()
     return not names <= vouched
 
@@ -443,7 +448,7 @@ def _states_of(accelerator: Accelerator) -> Path:
 
 
 def refuse_unless_state(folder: Path) -> None:
-    """Raises `ValueError` for a folder that no `save_state` with the engine has written."""
+    """Raises `ValueError` for a folder not written by `save_state` with an engine."""
     if not (folder / ZERO_FOLDER).is_dir() and is_foreign(folder):
         raise ValueError(
             f"hf_zero: {folder} is a checkpoint of DeepSpeed or FSDP; make one of it with `hf-zero convert {folder} OUT` and "

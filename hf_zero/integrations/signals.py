@@ -1,4 +1,4 @@
-"""Preemption: after a signal to some rank, or by the clock, all ranks save after the same step, and then exit or continue."""
+"""Preemption: after a signal or by the clock, all ranks save after the same step, then exit or continue."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ from .environment import trainer_in_callers
 from .save_clock import SAVE_DUE, TIME_UP, SaveClock
 
 if TYPE_CHECKING:
-    # Mixed into data loaders: a type checker takes their methods for inherited.
+    # Mixed into data loaders at run time; the type checker treats their methods as inherited.
     from torch.utils.data import DataLoader as _LoaderBase
 else:
     _LoaderBase = object
@@ -39,23 +39,23 @@ logger = get_logger(__name__)
 
 # ---- The signals of one process ----
 #
-# [Note: who stops when] Signals come to some ranks, at any moment. A handler notes the number and does nothing else: Python calls
-# a handler between any two lines, also between those of a save. Each backward ends with an agreement between the ranks anyway,
-# and one byte of that message is the number. So all ranks know of a signal in the same step, finish the step, save, and end. A
-# rank that waits in a collective comes to its handler when the others have come. A signal behind the agreement is the next
-# step's.
+# [Note: who stops when] Signals arrive at some ranks, at any moment. A handler only notes the signal's number, because Python
+# may call a handler between any two lines, including the lines of a save. Each backward already ends with an agreement between
+# the ranks, and one byte of its message is the number. So all ranks know of a signal in the same step, finish the step, save,
+# and end. A rank that waits in a collective runs its handler once the other ranks have joined the collective. A signal that
+# arrives after the agreement counts for the next step.
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _EVALUATION = Label(kind="agreement on a stop", subject="the evaluation")
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGUSR1 in this process, in place of the handlers that were there.
+    """Notes SIGTERM and SIGUSR1 in this process, replacing the former handlers.
 
     Attributes:
-        clock: asks for saves by time; None if the settings have no time.
-        received: the number of the first one; 0 before.
-        ends: this process is saving, and ends then.
+        clock: asks for saves by time; None if the settings ask for none.
+        received: the number of the first signal received; 0 before.
+        ends: whether this process is saving and ends afterwards.
     """
 
     def __init__(self) -> None:
@@ -67,23 +67,24 @@ class StopSignals:
         self._former: dict[int, Any] = {}
 
     def asked(self) -> int:
-        """Returns `received`, or what the clock asks for."""
+        """Returns `received`, or the clock's request if no signal was received."""
         return self.received or (self.clock.asked() if self.clock is not None else 0)
 
     def follow_clock(self, settings: CheckpointConfig, step: Callable[[], int], *, decides: bool) -> None:
-        """Saves, and ends, by the times in the settings too.
+        """Also saves and ends at the times in the settings.
 
         Args:
-            step, decides: as of `SaveClock`.
+            step: returns the number of steps taken.
+            decides: whether this is rank 0.
         """
         if settings.is_timed:
             self.clock = SaveClock(settings, step, decides=decides)
 
     def install(self) -> None:
-        """Takes the place of the handlers of both signals.
+        """Replaces the handlers of both signals.
 
         Raises:
-            ConfigError: this is not the main thread, the only one in which Python sets handlers.
+            ConfigError: this is not the main thread; Python sets handlers only there.
         """
         for number in _SIGNALS:
             if signal.getsignal(number) is None:
@@ -100,14 +101,14 @@ class StopSignals:
                 ) from error
 
     def release(self) -> None:
-        """Gives both signals back to their former handlers, but for one that the script has set since.
+        """Restores the former handlers of both signals, except for a signal whose handler the script has set since.
 
-        Not in a process that ends: a second signal would end this rank while others wait for it.
+        A process that is ending keeps its handlers: a second signal would end this rank while others wait for it.
         """
         if self.ends:
             return
         for number, former in self._former.items():
-            # Not `is`: Python makes a new bound method at each access.
+            # `==` instead of `is`: Python makes a new bound method at each access.
             if signal.getsignal(number) == self._note:
                 signal.signal(number, former)
 
@@ -115,30 +116,30 @@ class StopSignals:
         if os.getpid() != self._process:
             self._in_child(number)
         elif not self.received:
-            # The first signal counts: the time that is told begins there, and the former handler of this number is called
-            # behind the save.
+            # Only the first signal counts: the logged time starts with it, and the former handler of its number is called
+            # after the save.
             self.received, self._received_s = number, time.monotonic()
 
     def _in_child(self, number: int) -> None:
-        """Acts in a process forked from this one, such as a data loader's worker, which has its handlers too.
+        """Handles a signal in a forked child, such as a data loader's worker, which inherits this process's handlers.
 
-        SIGUSR1, which SLURM sends to all processes of a job, does nothing: the step under way needs the workers. SIGTERM ends
-        the child, as a pool of processes relies on.
+        SIGUSR1, which SLURM sends to all processes of a job, is ignored: the current step needs the workers. SIGTERM ends the
+        child, because process pools rely on it.
         """
         if number == signal.SIGTERM:
             signal.signal(number, self._former[number])
             os.kill(os.getpid(), number)
 
     def end(self, engine: ZeroEngine, number: int, step: int, save: Callable[[], Path]) -> NoReturn:
-        """Saves, prints where, and raises SystemExit with status 128 + `number`, or SIGTERM's if the time is up. Collective.
+        """Saves, prints the folder, and raises SystemExit with status 128 + `number` (SIGTERM's if time is up). Collective.
 
         If this rank got the signal, the script's own handler is called after the save, and may end the process. If the save
         fails, the reason is printed in one line, and the status is 1.
         """
-        # First: the save below may run the model and its hooks, where the run would begin to end again.
+        # Set first, because the save below may run the model and its hooks, which would otherwise end the run again.
         self.ends = True
         is_time_up, speaks = number == TIME_UP, engine.world_groups.rank == 0
-        # Launchers start a run again that SIGTERM has ended.
+        # Launchers restart a run ended by SIGTERM.
         number = signal.SIGTERM if is_time_up else number
         name = "checkpoint.budget is used up" if is_time_up else signal.Signals(number).name
         try:
@@ -149,7 +150,7 @@ class StopSignals:
                 _say(f"{name}, and step {step} is not saved, so all ranks end with status 1. {reason}")
             raise SystemExit(1) from error
         waited_s = time.monotonic() - self._received_s if self.received else 0.0
-        # Of all ranks: the rank that speaks need not have had the signal.
+        # The maximum over all ranks, because the printing rank may not have received the signal.
         waited_s = max(engine.world.exchange(waited_s, "signals"))
         if speaks:
             _say(
@@ -166,18 +167,18 @@ def _say(what: str) -> None:
     print(f"hf_zero: {what}", file=sys.stderr, flush=True)
 
 
-# ---- Data loaders: where a plain loop stops, and workers that a launcher's signal does not end ----
+# ---- Data loaders: the point at which a plain loop stops, and workers protected from a launcher's signal ----
 
 
 class FollowedLoader(_LoaderBase):
-    """A prepared data loader that tells the Accelerator when the script comes for its next batch."""
+    """A prepared data loader which notifies the Accelerator when the script asks for the next batch."""
 
     _zero_batch: WeakHook
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
             followed = self._zero_batch()
-            # The Accelerator is gone, or the loader is a copy, which has no Accelerator.
+            # The Accelerator was deleted, or the loader is a copy, which has no Accelerator.
             if followed is None:
                 yield batch
                 continue
@@ -186,25 +187,26 @@ class FollowedLoader(_LoaderBase):
 
 
 def follow_loader(loader: Any, batch: WeakHook) -> None:
-    """Makes a data loader of accelerate's a `FollowedLoader`, whose workers have a process group of their own.
+    """Turns one of accelerate's data loaders into a `FollowedLoader` and moves its workers to their own process groups.
 
-    Others are left alone: a loop without a followed loader stops at its next training forward.
+    Other loaders are not changed: a loop without a followed loader stops at its next training forward.
 
     Args:
-        batch: returns a context to be in while the script has a batch.
+        loader: the data loader.
+        batch: returns the context that is active while the script uses a batch.
     """
     if not isinstance(loader, DataLoaderAdapter):
         return
     mix_in(loader, FollowedLoader)
     loader._zero_batch = batch
-    # accelerate's loaders hand on attributes that are read, and not those that are set.
+    # accelerate's loaders forward reads of attributes to the inner loader, but not assignments.
     bare = loader.base_dataloader
     if bare.num_workers and not isinstance(bare.worker_init_fn, _Apart):
         bare.worker_init_fn = _Apart(bare.worker_init_fn)
 
 
 class _Apart:
-    """Takes a loader's worker out of the rank's process group, to which torchrun sends its signals: they would end the worker.
+    """Moves a loader's worker out of the rank's process group: torchrun's signals to the group would end the worker.
 
     Args:
         then: the loader's own `worker_init_fn`.
@@ -219,17 +221,17 @@ class _Apart:
             self._then(worker)
 
 
-# ---- A plain loop: stops where it comes for its next batch ----
+# ---- A plain loop: stops at the request for the next batch ----
 
 
 class LoopStop(StopSignals):
-    """Saves and ends a loop of accelerate's.
+    """Saves and ends a loop written with accelerate.
 
-    The loop comes for its next batch when it has stepped its schedule, counted, logged and evaluated. A loop without prepared
-    data loaders stops at its next training forward.
+    The stop waits until the loop asks for its next batch: by then it has stepped its schedule, counted, logged and evaluated.
+    A loop without prepared data loaders stops at its next training forward.
 
     Raises:
-        ConfigError: the settings name no folder that the Accelerator would save in.
+        ConfigError: the settings name no folder in which the Accelerator would save.
     """
 
     def __init__(self, accelerator: Any):
@@ -257,33 +259,33 @@ class LoopStop(StopSignals):
             )
 
     def follow(self, engine: ZeroEngine) -> None:
-        """Tells the other ranks of signals at this engine's backward."""
+        """Announces signals to the other ranks in this engine's backward."""
         engine.stop_when(self.asked)
         engine.entry.register_forward_pre_hook(WeakHook(self, LoopStop._before_forward))
 
     def _before_forward(self, module: torch.nn.Module, _args: tuple) -> None:
-        # Within a batch of a followed loader, the stop waits for the end of the batch: what the script does behind its step is
-        # not lost.
+        # Inside a batch of a followed loader, the stop waits for the end of the batch. Otherwise the script's work after its
+        # step would be lost.
         if not self._with_batches and module.training and torch.is_grad_enabled():
             self.end_if_due()
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """The script has a batch of a prepared data loader. Behind it, the run ends if that is due."""
+        """Active while the script uses a batch of a prepared data loader. If a stop is due, the run ends after the batch."""
         before = self._backwards()
         self._with_batches += 1
         try:
             yield
         finally:
             self._with_batches -= 1
-        # A loop that evaluates may be on one rank alone, inside of one that trains.
-        # Not in the `finally` above: a loop that breaks off or fails may be on one rank alone, and a save needs all.
+        # Only after a backward: an evaluation loop may run on one rank only, inside the training loop. Not in the `finally`
+        # above: a loop may break or fail on one rank only, and a save needs all ranks.
         if self._backwards() > before:
             self.end_if_due()
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
-        """Ranks that are out of data take part in the steps of others, and no rank ends before they are done."""
+        """Delays the stop while ranks without data join the steps of other ranks, so no rank ends early."""
         self._is_put_off = True
         try:
             yield
@@ -295,10 +297,10 @@ class LoopStop(StopSignals):
         return sum(engine.ended_backwards for engine in self._accelerator.zero_engines)
 
     def end_if_due(self) -> None:
-        """Saves and ends where all ranks have agreed to. Collective then."""
+        """Saves and ends if all ranks have agreed on a stop; collective in this case."""
         engines = self._accelerator.zero_engines
         number = max((engine.stop_due for engine in engines), default=0)
-        # Hooks of the save may run the model.
+        # Hooks of the save may run the model, which calls this method again.
         if not number or self.ends or self._saves or self._is_put_off:
             return
         for engine in engines:
@@ -309,14 +311,14 @@ class LoopStop(StopSignals):
         self.end(engines[0], number, self._accelerator.zero_steps, partial(self._save, engines[0]))
 
     def _save_by_time(self, engine: ZeroEngine) -> None:
-        """Saves, and removes the last state that the clock alone has asked for."""
+        """Saves, and removes the previous state if only the clock asked for the previous one."""
         former, self._saves = self._by_clock, True
         try:
             self._by_clock = self._save(engine)
         finally:
             self._saves = False
         automatic = self._accelerator.project_configuration.automatic_checkpoint_naming
-        # With automatic naming, accelerate limits the number of checkpoints itself.
+        # With automatic naming, accelerate itself limits the number of checkpoints.
         if former is not None and former != self._by_clock and not automatic:
             discard_on_its_disk(former, engine)
 
@@ -324,7 +326,7 @@ class LoopStop(StopSignals):
         accelerator = self._accelerator
         naming = accelerator.project_configuration
         if naming.automatic_checkpoint_naming:
-            # A script that has resumed without `last_good_state` has not moved the number on.
+            # A script resumed without `last_good_state` has not advanced the number.
             taken = [int(path.name.rpartition("_")[2]) for path in numbered_states(accelerator)[-1:]]
             naming.iteration = max(naming.iteration, *engine.world.exchange(max(taken, default=-1) + 1, "signals"))
             return accelerator.save_state()
@@ -333,7 +335,7 @@ class LoopStop(StopSignals):
 
 
 def discard_on_its_disk(state: Path, engine: ZeroEngine) -> None:
-    """Removes a saved state, on each disk that has it. Collective."""
+    """Removes a saved state from each disk. Collective."""
     disk = find_disk(state.parent, engine.world_groups.rank, engine.world.exchange, then="Nothing was removed.")
     if disk.leads and state.is_dir():
         discard(state)
@@ -345,7 +347,7 @@ def may_stop(settings: CheckpointConfig) -> bool:
 
 
 def follow_signals(accelerator: Any, engine: ZeroEngine) -> None:
-    """Follows signals in a script's own loop, as `checkpoint.on_signal` says; in Trainer's, its `train()` has begun to."""
+    """Follows signals in a script's own loop if `checkpoint.on_signal` is set. Trainer's `train()` follows its own."""
     stop, settings = accelerator.zero_stop, accelerator.zero_config.checkpoint
     if stop is None and may_stop(settings) and trainer_in_callers() is None:
         stop = accelerator.zero_stop = LoopStop(accelerator)
@@ -354,24 +356,24 @@ def follow_signals(accelerator: Any, engine: ZeroEngine) -> None:
             stop.install()
     if isinstance(stop, LoopStop):
         stop.follow(engine)
-    # Trainer's own, which is there before its engine: the engine is to tell the other ranks of its signals.
+    # Trainer's stop exists before its engine, which has to announce the signals to the other ranks.
     elif stop is not None:
         engine.stop_when(stop.asked)
 
 
-# ---- Trainer: stops behind a step, behind a save, and in the midst of an evaluation ----
+# ---- Trainer: stops after a step, after a save, or inside an evaluation ----
 
 
 class _EvaluationLeft(BaseException):
-    """An evaluation that a signal has ended. No `except Exception` of a metric or a callback may hold it up."""
+    """Leaves an evaluation after a signal. A BaseException, because a metric's `except Exception` must not catch this error."""
 
 
 class TrainerStop(StopSignals):
     """Saves and ends a Trainer's run.
 
     Attributes:
-        saved_step: of the last save.
-        saves_by_time: the save under way is one that the clock alone has asked for.
+        saved_step: the step of the last save; -1 before.
+        saves_by_time: whether only the clock asked for the current save.
     """
 
     def __init__(self, trainer: Any, trial: Any = None):
@@ -385,13 +387,13 @@ class TrainerStop(StopSignals):
         self._evaluation_s = 0.0
 
     def behind_step(self, engine: ZeroEngine, stock: Callable[[], None]) -> None:
-        """Logs, evaluates and saves by way of `stock` where that is due, and ends the run where a stop is. Collective."""
+        """Calls `stock` to log, evaluate and save if due, and ends the run if a stop is due. Collective."""
         before, number = self.saved_step, engine.stop_due
         # Handle the stop only once. Trainer calls this method again at the end of an epoch, after the same step.
         engine.drop_stop()
         is_due, number = number == SAVE_DUE, 0 if number == SAVE_DUE else number
         if number and not self._is_put_off and _ends_epoch(self._trainer):
-            # Nothing but the epoch's end comes before Trainer is here again: what is due there is not left out.
+            # The end of the epoch follows and calls this method again, so the stop waits for the logs and saves due there.
             self._is_put_off, self._number = True, number
             return
         number = number or self._number
@@ -405,14 +407,15 @@ class TrainerStop(StopSignals):
             finally:
                 self._is_behind_step = self.saves_by_time = False
         if not number and self.saved_step != before:
-            # The save may have taken longer than all steps since: the next one need not be waited for.
+            # The save may have taken longer than all steps since the last check, so ask all ranks now instead of after the
+            # next step.
             number = self._of_all_ranks(engine)
         if number:
             self._log(stock)
             self.end_run(engine, number)
 
     def _save_by_time(self, engine: ZeroEngine, stock: Callable[[], None], *, is_due: bool) -> None:
-        """Saves where that is due by the clock. Before an evaluation, the save is due if the evaluation is to take too long."""
+        """Saves if due by the clock. Before an evaluation, also saves if the clock would be due during the evaluation."""
         if self.clock is None:
             return
         control = self._trainer.control
@@ -425,7 +428,7 @@ class TrainerStop(StopSignals):
             self.saves_by_time = not control.should_save
             control.should_save = True
             return
-        # The checkpoint owes the evaluation, as that of a run which is stopped here does.
+        # The checkpoint records the evaluation as still due, like a checkpoint of a stopped run.
         if control.should_log:
             saves_later = control.should_save
             self._log(stock)
@@ -437,16 +440,16 @@ class TrainerStop(StopSignals):
             self.saves_by_time = False
 
     def _log(self, stock: Callable[[], None]) -> None:
-        """Logs the steps since the last log, of which a checkpoint keeps nothing. An evaluation that is due stays so."""
+        """Logs the steps since the last log, because a checkpoint does not keep their losses. A due evaluation stays due."""
         control = self._trainer.control
         is_owed = control.should_evaluate
         control.should_log, control.should_evaluate, control.should_save = True, False, False
         stock()
-        # From the Trainer anew: callbacks may have returned another control object meanwhile.
+        # Read `control` from the Trainer again: callbacks may have returned a new control object.
         self._trainer.control.should_evaluate = is_owed
 
     def at_the_end(self, engine: ZeroEngine) -> None:
-        """Ends the run where a signal has come since the last step. Collective."""
+        """Ends the run if a signal was received since the last step. Collective."""
         number = self._of_all_ranks(engine)
         if number:
             self.end_run(engine, number)
@@ -455,7 +458,7 @@ class TrainerStop(StopSignals):
         return max(engine.world.exchange(self.received, "signals"))
 
     def end_run(self, engine: ZeroEngine, number: int) -> NoReturn:
-        """Saves, unless this step has been, and ends. Collective."""
+        """Saves unless this step is already saved, and ends. Collective."""
         self.end(engine, number, self._trainer.state.global_step, partial(self._save, engine))
 
     def _save(self, engine: ZeroEngine, *, waits: bool = True) -> Path:
@@ -467,19 +470,19 @@ class TrainerStop(StopSignals):
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         if not waits:
             return folder
-        # The save may go on in a thread behind training, and this process is about to end.
+        # A save may continue in a background thread while training goes on, and this process is about to end.
         if trainer._checkpoint_saver is not None:
             trainer._checkpoint_saver.finish()
-        # With `checkpoint.on_failure: continue` a save that fails is a warning.
+        # With `checkpoint.on_failure: continue`, a failed save only warns.
         if not all(engine.world.exchange(folder.is_dir(), "signals")):
             raise CheckpointError(f"hf_zero: {folder} could not be written. The former checkpoints are as they were.")
         return folder
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """An evaluation of Trainer's, which a stop leaves with the random states as they were before."""
-        # At the start of training (`eval_on_start`): no step owes this evaluation, and a run that goes on would not make up
-        # for it.
+        """Wraps Trainer's evaluation. If a stop interrupts the evaluation, the random states from before are restored."""
+        # At the start of training (`eval_on_start`), no step's checkpoint records this evaluation as due, so a resumed run
+        # would not repeat the evaluation.
         if not self._is_behind_step:
             yield
             return
@@ -492,15 +495,15 @@ class TrainerStop(StopSignals):
                 if self.clock is not None:
                     self.clock.hold_up()
             except _EvaluationLeft:
-                # The save that follows keeps these states: the run that goes on evaluates with them, as a run without a stop
-                # would have.
+                # The following save stores these states, so the resumed run evaluates with the same random numbers as a run
+                # without a stop.
                 self._trainer._load_rng_state(folder)
                 raise
             finally:
                 self._evaluates = False
 
     def before_prediction(self, engine: ZeroEngine) -> None:
-        """Leaves an evaluation where some rank has a signal. Collective, before each batch."""
+        """Leaves an evaluation if any rank has received a signal. Collective, before each batch."""
         if self._evaluates:
             asked = self.asked()
             mine = torch.tensor([0 if asked == SAVE_DUE else asked], dtype=torch.uint8)
@@ -510,9 +513,9 @@ class TrainerStop(StopSignals):
 
 
 def begin_in_trainer(trainer: Any, trial: Any = None) -> TrainerStop | None:
-    """Follows signals in a Trainer's run where `enable_jit_checkpoint` or `checkpoint.on_signal` asks for that.
+    """Follows signals in a Trainer's run if `enable_jit_checkpoint` or `checkpoint.on_signal` is set.
 
-    Trainer's own callback goes: each rank would save when its own signal has come.
+    Removes Trainer's own callback, with which each rank would save at its own signal.
 
     Raises:
         ConfigError: `checkpoint.on_signal` is a folder.
@@ -532,10 +535,10 @@ def begin_in_trainer(trainer: Any, trial: Any = None) -> TrainerStop | None:
         from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
         for callback in [c for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]:
-            # A signal from before `train()` went to the callback's handler, and does not come again.
+            # The callback's handler received any signal from before `train()`, and the signal is not sent again.
             if callback.jit_manager is not None and _is_asked_of(callback.jit_manager):
                 stop._note(signal.SIGTERM, None)
-            # It gives the signal back to the handler before.
+            # Restores the signal handler from before the callback.
             callback.on_train_end(trainer.args, trainer.state, trainer.control)
             trainer.remove_callback(callback)
     if asked != "none" or trainer.args.enable_jit_checkpoint:
@@ -546,9 +549,9 @@ def begin_in_trainer(trainer: Any, trial: Any = None) -> TrainerStop | None:
 
 
 def _is_asked_of(manager: Any) -> bool:
-    """Whether a SIGTERM has come to transformers' handler, which tells of a signal by a timer, seconds later."""
+    """Whether transformers' handler has received a SIGTERM; a timer reports the signal to the callback seconds later."""
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-    # The timers first: one that ends meanwhile has set the attribute.
+    # Look at the timers before the attribute: a timer which ends in between has set the attribute.
     return (
         any(getattr(timer.function, "__self__", None) is manager for timer in timers) or manager.is_checkpoint_requested
     )
@@ -556,11 +559,11 @@ def _is_asked_of(manager: Any) -> bool:
 
 def _ends_epoch(trainer: Any) -> bool:
     control = trainer.control
-    # `state.epoch` counts passes over the data: behind the last step of a pass, it is a whole number.
+    # `state.epoch` counts passes over the data and is a whole number after the last step of a pass.
     return control.should_epoch_stop or control.should_training_stop or float(trainer.state.epoch).is_integer()
 
 
 def evaluation_is_owed(trainer: Any) -> bool:
-    """Whether a run was stopped before an evaluation that was due behind the step that this one goes on from."""
+    """Whether the checkpoint resumed from was saved by a stop before its step's evaluation."""
     saved = trainer.state.stateful_callbacks.get("TrainerControl", {})
     return isinstance(saved, dict) and bool(saved.get("args", {}).get("should_evaluate"))

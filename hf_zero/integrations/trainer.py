@@ -1,6 +1,7 @@
-"""Changes a stock Trainer for an engine's model: save, load, resume, log.
+"""Adapts a stock Trainer to a model trained by an engine: saving, loading, resuming, logging.
 
-The trainer's class is swapped for one with these methods before them, so subclasses (Seq2SeqTrainer, TRL's) keep theirs.
+The Trainer gets a new class with these methods first in its bases, so the overrides of subclasses (Seq2SeqTrainer, TRL's) stay
+in effect.
 """
 
 import sys
@@ -60,7 +61,7 @@ from .trainer_parts import (
 from .trainer_saves import CheckpointSaver, save_state_of
 
 if TYPE_CHECKING:
-    # Mixed into Trainer's subclasses: a type checker takes their methods for inherited.
+    # Mixed into Trainer's subclasses at run time; the type checker treats their methods as inherited.
     from transformers import Trainer as _TrainerBase
 else:
     _TrainerBase = object
@@ -71,40 +72,41 @@ _USUAL_DDP_TIMEOUT_S = TrainingArguments.ddp_timeout
 
 
 def install_in_trainer(trainer: Trainer) -> None:
-    """Gives a Trainer the engine's way of saving, loading and logging. Again is harmless."""
+    """Makes a Trainer save, load and log through its engine. May be called repeatedly."""
     mix_in(trainer, ZeroTrainerMixin)
     model: Any = trainer.model
     if getattr(model, "_is_distributed_loading_by_transformers", False):
-        # Trainer would average gradients by itself, and refuse checkpoints.
+        # With this mark, Trainer would average gradients itself and refuse checkpoints.
         model._is_distributed_loading_by_transformers = False
     if trainer.args.n_gpu > 1:
         _train_on_one_gpu(trainer)
     if dist.is_initialized() and trainer.args.ddp_timeout != _USUAL_DDP_TIMEOUT_S:
-        # Trainer gives `ddp_timeout` to groups of accelerators alone, and to none that was there before its arguments.
+        # Trainer passes `ddp_timeout` only to accelerator process groups, and not to a group created before its arguments.
         set_limit(trainer.args.ddp_timeout_delta, cast(dist.ProcessGroup, dist.group.WORLD))
 
 
 def _train_on_one_gpu(trainer: Trainer) -> None:
-    """Keeps a Trainer that sees several GPUs from copying the model to all of them (`nn.DataParallel`)."""
+    """Prevents a Trainer with several visible GPUs from copying the model to all of them (`nn.DataParallel`)."""
     args = trainer.args
     logger.warning(
         f"hf_zero: this one process sees {args.n_gpu} GPUs and trains on {args.device} alone: the engine takes a process for "
         f"each GPU. Start them with `torchrun --nproc-per-node {args.n_gpu} ...` or `accelerate launch`."
     )
     args._n_gpu = 1
-    # ZeroCallback comes when Trainer has multiplied its batch by the GPUs; the arguments do so each time they are asked.
+    # Trainer has already multiplied its batch size by the GPUs when ZeroCallback runs; the property is computed at each
+    # access.
     trainer._train_batch_size = args.train_batch_size
 
 
 _NO_TRIAL = "no trial"
-"""Sent in place of a trial when a search has ended before its last trial."""
+"""Broadcast instead of a trial when a search has ended before its last trial."""
 
 _OF_THIS_PROCESS = ("_checkpoint_saver", "_rescue", "_stop")
-"""Attributes of a Trainer that hold its engine or its files."""
+"""Attributes of a Trainer which hold an engine or open files of this process."""
 
 
 class ZeroTrainerMixin(_TrainerBase):
-    """Overrides of Trainer's own methods; each calls the stock one for all that is not sharded."""
+    """Overrides of Trainer's methods. Each calls the stock method for everything that is not sharded."""
 
     _checkpoint_saver: CheckpointSaver | None = None
     _alone_in: Path | None = None
@@ -118,11 +120,11 @@ class ZeroTrainerMixin(_TrainerBase):
     _trials = 0
     _caught_in_trials: tuple[type[BaseException], ...] = ()
     _seals: list[Callable[[], None]] | None = None
-    """Within `_save_checkpoint`: seal checkpoints that a subclass writes without Trainer's method, when these are complete."""
+    """Set within `_save_checkpoint`: functions that seal checkpoints written by a subclass, called once these are complete."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves this process's engine and files out of copies and pickles. `train()` makes these anew."""
-        # Python 3.10 has no such method of object.
+        """Excludes this process's engine and files from copies and pickles. `train()` creates new ones."""
+        # In Python 3.10, `object` has no `__getstate__`.
         state = super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__
         return {name: value for name, value in state.items() if name not in _OF_THIS_PROCESS}
 
@@ -130,14 +132,14 @@ class ZeroTrainerMixin(_TrainerBase):
         if trial is not None and self._between_trials(trial):
             return None
         if isinstance(resume_from_checkpoint, str):
-            # A command line has no booleans: `--resume_from_checkpoint True`.
+            # A command line passes strings: `--resume_from_checkpoint True`.
             said = {"true": True, "false": False}.get(resume_from_checkpoint.lower())
             resume_from_checkpoint = resume_from_checkpoint if said is None else said
-        # A trial of a search starts afresh: checkpoints in output_dir have other hyperparameters.
+        # A trial of a search starts from scratch: the checkpoints in output_dir belong to different hyperparameters.
         goes_on = self.accelerator.zero_config.checkpoint.resume == "auto" and trial is None
         with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
             checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
-            # Before Trainer prepares the model: a resumed run needs no forecast, and its weights are read from the
+            # Set before Trainer prepares the model: a resumed run needs no forecast, and its weights are read from the
             # checkpoint.
             self.accelerator.zero_goes_on = checkpoint is not None
             self._rows_of_a_step = RowsOfAStep(self)
@@ -148,14 +150,14 @@ class ZeroTrainerMixin(_TrainerBase):
                 "trial": trial,
                 "ignore_keys_for_eval": ignore_keys_for_eval,
             }
-            # A subclass's own `train` need not know all of them.
+            # Pass only the set ones, because a subclass's `train` may not accept all of them.
             asked = {name: value for name, value in asked.items() if value is not None} | kwargs
             if trial is None or self.is_world_process_zero():
                 return self._train(asked)
             try:
                 return self._train(asked)
             except self._caught_in_trials:
-                # Optuna catches the same exception on rank 0. Trainer would evaluate a trial without an objective.
+                # Optuna catches the same exception on rank 0. Without an objective, Trainer would evaluate this trial.
                 self.objective = 0.0
 
     def _train(self, asked: dict[str, Any]):
@@ -166,23 +168,24 @@ class ZeroTrainerMixin(_TrainerBase):
         self._report_is_due = bool(self.accelerator.zero_config.report)
         self._ignored_keys = asked.get("ignore_keys_for_eval")
         if "_tp_size" in vars(self):
-            # TRL counts the tokens of all ranks, and divides them by those with the same batch: accelerate's `tp_size` alone.
+            # TRL sums tokens over all ranks and divides by the number of ranks with the same batch, for which TRL reads only
+            # accelerate's `tp_size`.
             self._tp_size = self.get_tp_size()
         if self._step_figures is None:
             self._step_figures = StepFigures()
             self.add_callback(self._step_figures)
-        # Before Trainer prepares the model: the engine is told of this stop as it is built.
+        # Before Trainer prepares the model, because the engine reads this stop when built.
         self._stop = self.accelerator.zero_stop = begin_in_trainer(self, asked.get("trial"))
         try:
             with told_to_trackers(self), naming_lost_ranks(self.accelerator):
                 outcome = super().train(**asked)
             self.accelerator.end_report()
             return outcome
-        # BaseException: an interrupt, or the SystemExit of a signal, leaves a log open and a save under way too.
+        # BaseException, because an interrupt or a signal's SystemExit also leaves a log open and a save under way.
         except BaseException as error:
             self.accelerator.end_report(in_one_line(error))
             if self._checkpoint_saver is not None:
-                # A save behind training ends or is dropped here: the other ranks wait for this rank's part of it.
+                # Finish or drop an asynchronous save here, because the other ranks wait for this rank's part.
                 self._checkpoint_saver.give_up(error)
             raise
         finally:
@@ -210,20 +213,21 @@ class ZeroTrainerMixin(_TrainerBase):
             return super().prediction_step(*args, **kwargs)
 
     def get_tp_size(self) -> int:
-        # Of a sequence's ranks each has the whole batch, as those have that hold one copy of a model. Trainer counts tokens and
-        # rows, and scales losses, by this number.
+        # With sequence parallelism, each rank of a group has the whole batch, like the ranks of a tensor-parallel group.
+        # Trainer counts tokens and samples, and scales losses, by this number.
         return super().get_tp_size() * super().get_sp_size()
 
     def get_sp_size(self) -> int:
-        # Trainer takes these ranks for DeepSpeed's, which deal each rank other rows than they compute.
+        # For these ranks, Trainer assumes DeepSpeed's sequence parallelism, where each rank gets different samples than it
+        # computes.
         return 1
 
     def _evaluate_as_owed(self) -> None:
-        """Evaluates behind the step that a run goes on from, where the run before was stopped ahead of that."""
+        """Runs the evaluation that was due after the resumed step, if the former run was stopped before this evaluation."""
         if self._owes_evaluation:
             self._owes_evaluation = False
             self.control.should_evaluate, self.control.should_log, self.control.should_save = True, False, False
-            # Nothing is logged, and so no sum of losses is read.
+            # Nothing is logged, so the sum of losses is not used.
             nothing = torch.zeros(())
             self._maybe_log_save_evaluate(
                 nothing, None, self.model, None, self.state.epoch, self._ignored_keys, time.time()
@@ -243,7 +247,7 @@ class ZeroTrainerMixin(_TrainerBase):
         return self._rescue.run(inputs, run, ends_step=self.accelerator.sync_gradients)
 
     def _begin_report(self) -> None:
-        """Starts the log at the first micro-batch: the step that the run goes on from is known then."""
+        """Starts the log at the first micro-batch, when the step resumed from is known."""
         self._report_is_due = False
         engine = _only_engine(self)
         if engine is not None and engine.optimizers:
@@ -252,16 +256,17 @@ class ZeroTrainerMixin(_TrainerBase):
     def set_initial_training_values(self, *args, **kwargs):
         values = super().set_initial_training_values(*args, **kwargs)
         if self._rows_of_a_step is not None:
-            # The sixth of Trainer's values is `steps_in_epoch`: a rank's micro-batches in a pass over the data.
+            # The sixth of Trainer's values is `steps_in_epoch`: the micro-batches of one rank in a pass over the data.
             self._rows_of_a_step.steps_in_epoch = values[5]
         return values
 
     def _init_training_state(self, *args, **kwargs):
         epochs, batches = super()._init_training_state(*args, **kwargs)
-        # Behind the stock method, which reads the checkpoint's trainer state.
+        # After the stock method, which reads the checkpoint's trainer state.
         self._owes_evaluation = evaluation_is_owed(self)
         if self.state.global_step >= self.state.max_steps:
-            # Saved behind the last step. Trainer would take one more, since it looks for the end behind each step only.
+            # The checkpoint was saved after the last step. Trainer checks for the end only after a step, and would take one
+            # more.
             return self.state.num_train_epochs, 0
         return (
             (epochs, batches) if self._rows_of_a_step is None else self._rows_of_a_step.skipped_batches(epochs, batches)
@@ -269,21 +274,22 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _prepare_for_training(self, *args, **kwargs):
         if self.model_wrapped is not self.model:
-            # Compiled, by a run or an evaluation before: Trainer takes it for prepared, and prepares its optimizer alone.
+            # A former run or evaluation has compiled the model. Trainer regards it as prepared and would prepare only the
+            # optimizer.
             self.accelerator.prepare_model(self.model)
         return super()._prepare_for_training(*args, **kwargs)
 
     def _finalize_training(self, *args, **kwargs):
-        # A run that goes on behind its last step takes no step and loads no random states, so that the evaluation is made
-        # here.
+        # A run resumed after its last step takes no step and loads no random states, so its due evaluation runs here.
         self._evaluate_as_owed()
         own = _only_engine(self)
         if self._stop is not None and own is not None:
             self._stop.at_the_end(own)
         for engine in self.accelerator.zero_engines:
-            # As a save does: writes to rows since the last step, and models that only outer steps join, reach all ranks.
+            # Like a save: distributes writes to shards since the last step, and models which only outer steps average, to all
+            # ranks.
             engine.synchronise()
-        # The stock method looks for checkpoints next, so the one in the background must be there.
+        # The stock method looks for checkpoints next, so an asynchronous save has to be complete.
         if self._checkpoint_saver is not None:
             self._checkpoint_saver.finish()
         return super()._finalize_training(*args, **kwargs)
@@ -322,13 +328,13 @@ class ZeroTrainerMixin(_TrainerBase):
         )
         self._release_trial()
         if self.is_world_process_zero() and self.args.world_size > 1:
-            # A study may end early (`timeout`, `study.stop()`). The other ranks still wait for each of the n_trials.
+            # A study may end early (`timeout`, `study.stop()`), and the other ranks still wait for each of the n_trials.
             for _ in range(n_trials - self._trials):
                 dist.broadcast_object_list([_NO_TRIAL], src=0)
         return best
 
     def _between_trials(self, trial: Any) -> bool:
-        """Frees the former trial of a search. Returns whether the search has ended early and this trial is none."""
+        """Frees the former trial of a search. Returns True if the search has ended early and there is no trial."""
         if trial == _NO_TRIAL:
             self.objective = 0.0
             return True
@@ -338,7 +344,7 @@ class ZeroTrainerMixin(_TrainerBase):
         return False
 
     def _release_trial(self) -> None:
-        """Drops each reference to the engine, model and optimizer of the last trial, so that their memory is free."""
+        """Drops all references to the engine, model and optimizer of the last trial to free their memory."""
         if self._checkpoint_saver is not None:
             self._checkpoint_saver.finish()
         self._checkpoint_saver = self._rescue = None
@@ -352,10 +358,10 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def create_accelerator_and_postprocess(self) -> None:
         former = self.accelerator
-        # Each trial of a search has a new Accelerator, because its batch size may be different.
+        # Each trial of a search gets a new Accelerator, because its batch size may differ.
         super().create_accelerator_and_postprocess()
         if not isinstance(self.accelerator, ZeroAcceleratorMixin):
-            # The engine came with a callback: nothing in the training arguments installs it.
+            # The engine was installed by a callback, so nothing in the training arguments installs it again.
             former.zero_plugin.attach(self.accelerator)
         self.accelerator.zero_stop = former.zero_stop
 
@@ -363,7 +369,7 @@ class ZeroTrainerMixin(_TrainerBase):
         if trial is None or self.hp_search_backend != HPSearchBackend.OPTUNA:
             super()._report_to_hp_search(trial, step, metrics)
             return
-        # Rank 0 alone has the study. Stock Trainer would leave the trial there, and the other ranks would wait for rank 0.
+        # Only rank 0 has the study. Stock Trainer would prune the trial on rank 0 only, and the other ranks would wait.
         with replaced(trial, "should_prune", _never):
             super()._report_to_hp_search(trial, step, metrics)
         is_pruned = hasattr(trial, "study") and len(trial.study.directions) == 1 and trial.should_prune()
@@ -375,7 +381,8 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         engine = _only_engine(self)
-        # Training's own entries only: figures are means since the last one, and an evaluation's entry would begin them anew.
+        # Only for training entries: the figures are means since the last entry, and an evaluation's entry would restart the
+        # mean.
         if "loss" in logs and engine is not None and self._step_figures is not None:
             with_report = bool(self.accelerator.zero_config.report)
             logs |= self._step_figures.since_the_last(engine, self.state.global_step, all_of_them=with_report)
@@ -387,8 +394,8 @@ class ZeroTrainerMixin(_TrainerBase):
         super().log(logs, start_time)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # A prepared model is where it belongs; accelerate numbers the host's device by the rank, and `.to()` would copy.
-        # At stage 3 prepare puts this rank's shard there, also of a model that is only evaluated.
+        # A prepared model is already on its device; accelerate gives the CPU device an index, the rank, and `.to()` would
+        # copy. At stage 3 `prepare` moves this rank's shard, also for a model that is only evaluated.
         stays = engine_attached_to(model) is not None or self.accelerator.zero_config.may_shard_parameters
         with replaced(Trainer, "_move_model_to_device", _stay) if stays else nullcontext():
             super()._move_model_to_device(model, device)
@@ -396,21 +403,21 @@ class ZeroTrainerMixin(_TrainerBase):
     def evaluation_loop(self, *args, **kwargs):
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine = _only_engine(self)
-        # During training, Trainer leaves the dtype alone as well, whatever `bf16_full_eval` says.
+        # During training, Trainer also ignores `bf16_full_eval`.
         casts: AbstractContextManager[None] = nullcontext()
         if engine is not None and dtype is not None and not self.is_in_train:
-            # Trainer casts the model itself, and leaves it so; here it finds that it is of that dtype already.
+            # Trainer would cast the model permanently. Cast here for the evaluation only; Trainer then finds the wanted dtype.
             engine.finish_parameters()
             casts = computing_in(engine.model, engine.sharded, dtype)
         with casts, naming_lost_ranks(self.accelerator), evaluators_on_all_ranks():
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # Also where another Trainer has trained the model since.
+        # Also if a different Trainer has trained the model since.
         engine = _attached_to(self)
         if engine is None or not engine.saves_together:
             for other in self.accelerator.zero_engines:
-                # The stock save reads the parameters while gathers may still write to them.
+                # The stock save reads parameters to which all-gathers may still be writing.
                 other.finish_parameters()
             super().save_model(output_dir, _internal_call=_internal_call)
             if engine is not None and self.args.should_save:
@@ -418,13 +425,14 @@ class ZeroTrainerMixin(_TrainerBase):
             return
         own_save = type(self)._save is not Trainer._save and not engine.state.is_split
         if own_save or super().save_model.__func__ is not Trainer.save_model:
-            # A subclass may save on one rank or on all, from the state dict or from parts of the model.
+            # A subclass may save on one rank or on all, from the state dict or from parts of the model, so provide the whole
+            # model on all ranks.
             with engine.lent("trainer.save_model", wanted=True):
                 super().save_model(output_dir, _internal_call=_internal_call)
             if self.args.should_save:
                 write_run(self, Path(output_dir or self.args.output_dir))
             return
-        # On all ranks, although one writes: the gather inside is collective.
+        # Called on all ranks although only one writes, because the gather inside is collective.
         with self._lent_to_be_saved(engine) as state_dict:
             if self.args.should_save:
                 self._save(output_dir or self.args.output_dir, state_dict=state_dict)
@@ -442,14 +450,14 @@ class ZeroTrainerMixin(_TrainerBase):
         with as_if_whole(engine.model):
             yield state_dict
 
-    # The next methods replace Trainer's own method and not the subclass's: a subclass's method is called with its own
-    # arguments, and its `super()` call arrives at the function that is given here.
+    # The next methods replace Trainer's method instead of the subclass's: a subclass's method is called with its own
+    # arguments, and its `super()` call reaches the replacement.
 
     def init_hf_repo(self, *args, **kwargs) -> None:
         stock = Trainer.init_hf_repo
 
         def make(_trainer: Trainer, token: str | None = None, **asked: Any) -> None:
-            # Ranks other than the first make nothing.
+            # Only the main process creates the repository.
             if self.is_world_process_zero():
                 extra("hub", "make_trainer_repo")(self, token, partial(stock, self, token=token, **asked))
 
@@ -495,7 +503,7 @@ class ZeroTrainerMixin(_TrainerBase):
         if engine is None:
             stock(model, trial)
             return
-        # A subclass's own may look at the folder when it has been saved, or add to it.
+        # A subclass's `_save_checkpoint` may read or extend the saved folder.
         is_awaited = stock.__func__ is not Trainer._save_checkpoint
 
         def save(_trainer: Trainer, _model: nn.Module, trial: object) -> None:
@@ -521,7 +529,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args, **kwargs) -> None:
         stock = Trainer._load_from_checkpoint
-        # A subclass may look at the weights when they are loaded.
+        # A subclass may read the weights once loaded.
         is_stock = super()._load_from_checkpoint.__func__ is stock
 
         def load(_trainer: Trainer, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -538,7 +546,7 @@ class ZeroTrainerMixin(_TrainerBase):
             super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _loads_by_rank(self, folder: Path, model: nn.Module | None, *, is_stock: bool) -> bool:
-        """Loads weights that each rank reads in part, or leaves weights in the checkpoint for now; returns whether it did."""
+        """Loads weights in parts per rank, or leaves the weights in the checkpoint for now. Returns whether either was done."""
         is_whole = not _is_split(self.model if model is None else model)
         if is_whole and not is_checkpoint_of_ours(folder) and is_foreign(folder):
             load_foreign_weights = extra("foreign", "load_foreign_weights")
@@ -546,14 +554,15 @@ class ZeroTrainerMixin(_TrainerBase):
             return True
         engine = _only_engine(self)
         if has_row_weights(folder) or not is_whole:
-            # Each rank reads its own part, once it has one: with the optimizer's state, or here after training.
+            # Each rank reads its own part once it has an engine: now after training, otherwise together with the optimizer's
+            # state.
             if engine is not None:
                 load_weights_into(engine, folder)
             self._issue_warnings_after_load(_nothing_missing())
             return True
-        # With an engine of another Trainer's, which is still to be closed, weights go where that has them.
+        # If the model still has another Trainer's engine, the weights must be loaded into this engine's parameters.
         is_unprepared = is_stock and model is None and _attached_to(self) is None
-        # Adapters lie beside other files, or have a folder each.
+        # Adapters are saved next to other files or in one folder each, so only plain model files count.
         names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
         has_weights = is_checkpoint_of_ours(folder) and any((folder / name).is_file() for name in names)
         if is_unprepared and has_weights:
@@ -570,7 +579,7 @@ class ZeroTrainerMixin(_TrainerBase):
             return
         if has_row_weights(Path(checkpoint)) or engine.state.is_split:
             load_weights_into(engine, Path(checkpoint))
-        # Before the optimizer's state: adapters on another base would train on without an error.
+        # Before the optimizer's state is loaded, because adapters on a different base model would silently train on.
         refuse_other_base(engine, Path(checkpoint))
 
         def load(_trainer: Trainer, checkpoint: str) -> None:
@@ -582,9 +591,9 @@ class ZeroTrainerMixin(_TrainerBase):
     def _load_state_of(self, engine: ZeroEngine, checkpoint: str) -> None:
         folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
         has_state = (folder.is_dir() and Manifest.read(folder).optimizers) or plain.is_file()
-        # All ranks' answers: hosts with disks of their own may have different files, and the state is loaded together.
+        # All ranks' answers, because hosts with separate disks may have different files, and loading is collective.
         if has_state and not all(engine.world.exchange((Path(checkpoint) / SCHEDULER_NAME).is_file())):
-            # As plain Trainer does, which loads both or neither.
+            # Like plain Trainer, which loads both or neither.
             logger.warning(
                 f"hf_zero: {checkpoint} has no {SCHEDULER_NAME}: optimizer and schedule start afresh, as in plain Trainer."
             )
@@ -601,7 +610,7 @@ class ZeroTrainerMixin(_TrainerBase):
                     "this run does not have. Start from its weights with `hf-zero convert`, or write the scheduler's state there."
                 )
         else:
-            # As Trainer does with a checkpoint of save_only_model, which has no optimizer state to load.
+            # Like Trainer with a save_only_model checkpoint, which has no optimizer state.
             logger.warning(f"hf_zero: {checkpoint} holds no optimizer state; the optimizer starts afresh.")
             return
         scheduler_file = Path(checkpoint) / SCHEDULER_NAME
@@ -616,7 +625,7 @@ class ZeroTrainerMixin(_TrainerBase):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with named_when_damaged(checkpoint, "the random states"):
             super()._load_rng_state(checkpoint)
-        # With those states, as it would have begun with them.
+        # After the random states are loaded, so the evaluation draws the same random numbers as in an uninterrupted run.
         self._evaluate_as_owed()
 
     def _load_callback_state(self) -> None:
@@ -625,8 +634,8 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _load_best_model(self) -> None:
         for engine in self.accelerator.zero_engines:
-            # The stock method writes into the parameters: an all-gather still under way would put the last step's values over
-            # the best.
+            # The stock method writes into the parameters, and an all-gather still under way would overwrite the best weights
+            # with the last step's.
             engine.finish_parameters()
         best, engine = Path(self.state.best_model_checkpoint), _only_engine(self)
         if engine is None or not (has_row_weights(best) or engine.state.is_split):
@@ -646,7 +655,7 @@ def _never() -> bool:
 
 
 def _nothing_missing() -> Any:
-    """The result of a load that has found each tensor, as torch returns one."""
+    """Returns torch's result of a load without missing or unexpected tensors."""
     return nn.Module().load_state_dict({})
 
 
@@ -654,7 +663,7 @@ def _stay(_trainer: Trainer, _model: nn.Module, _device: torch.device) -> None:
     pass
 
 
-# ---- In place of Trainer's own methods, called by it or by a subclass's method of the same name ----
+# ---- Replacements for Trainer's methods, called by Trainer or by a subclass's method of the same name ----
 
 
 def _push_to_hub(
@@ -669,9 +678,9 @@ def _push_to_hub(
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     if trainer.hub_model_id is None:
         asked: dict[str, Any] = {"token": token, "private": private}
-        # Older releases of transformers, and methods of subclasses that were written for these, have no `private`.
+        # Older releases of transformers, and subclass methods written for them, do not accept `private`.
         trainer.init_hf_repo(**{name: value for name, value in asked.items() if name == "token" or value is not None})
-    # Collective at stage 3, and where weights travel quantised; all that follows is the first rank's.
+    # The save is collective at stage 3 and with quantized communication; the following lines run on the main process only.
     trainer.save_model(_internal_call=True)
     if not trainer.is_world_process_zero():
         return None
@@ -707,13 +716,13 @@ def _push_checkpoint(trainer: Trainer, checkpoint_folder: str) -> None:
 
 
 def _only_engine(trainer: Trainer) -> ZeroEngine | None:
-    """Returns the engine of the Trainer's own model; a frozen teacher prepared beside it has one too."""
+    """Returns the engine of the Trainer's own model; a frozen teacher prepared in the same Accelerator has a separate one."""
     engine = _attached_to(trainer)
     return engine if engine in trainer.accelerator.zero_engines else None
 
 
 def _attached_to(trainer: Trainer) -> ZeroEngine | None:
-    """Returns the engine of the Trainer's model, also one of a former Trainer."""
+    """Returns the engine of the Trainer's model, even if a former Trainer built the engine."""
     # Between the trials of a search, a Trainer has no model.
     if trainer.model is None:
         return None
@@ -721,19 +730,19 @@ def _attached_to(trainer: Trainer) -> ZeroEngine | None:
 
 
 def _is_split(model: nn.Module) -> bool:
-    """Whether tensor or expert parallelism has split a model over ranks. An engine has made its DTensors plain parameters."""
+    """Whether tensor or expert parallelism has split the model. An engine replaces its DTensors by plain parameters."""
     engine = engine_attached_to(model)
     return any(map(is_dtensor, model.parameters())) or (engine is not None and engine.state.is_split)
 
 
 def _gather_to_sync(callback: Any) -> None:
-    """Gives TRL's SyncRefModelCallback (`sync_ref_model=True`) whole parameters of both models. Collective."""
+    """Makes TRL's SyncRefModelCallback (`sync_ref_model=True`) gather whole parameters of both models. Collective."""
     sync = getattr(callback, "sync_target_model", None)
-    # Not on a class: all objects of it would gather, also those of other Trainers.
+    # Not on a class, because all of its objects would gather, including other Trainers' objects.
     if sync is None or isinstance(callback, type):
         return
 
-    # No function of its own: the callback is pickled with its Trainer.
+    # A partial instead of a nested function, because the callback is pickled with its Trainer.
     callback.sync_target_model = partial(_sync_whole, sync)
 
 
@@ -743,7 +752,7 @@ def _sync_whole(sync: Callable[..., None], model: nn.Module, target_model: nn.Mo
 
 
 def _warn_of_early_outer_steps(trainer: Trainer) -> None:
-    """Names saves that come between outer steps, and evaluations that see models apart."""
+    """Warns of saves between outer steps, and of evaluations while the groups' models differ."""
     every = trainer.accelerator.zero_config.comm.sync_every
     plans = {
         "save_steps": (trainer.args.save_strategy, trainer.args.save_steps, "a save takes the next outer step early"),
@@ -758,7 +767,7 @@ def _warn_of_early_outer_steps(trainer: Trainer) -> None:
 
 
 def _warn_of_scaled_loss(trainer: Trainer) -> None:
-    """Names a trap of stock Trainer, which multiplies some heads' loss by world size and accumulation."""
+    """Warns if stock Trainer multiplies a head's loss by world size and accumulation steps."""
     factor = trainer.args.world_size * trainer.args.gradient_accumulation_steps
     if factor == 1 or not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
         return

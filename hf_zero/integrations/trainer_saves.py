@@ -1,4 +1,4 @@
-"""Trainer's checkpoints, each there whole or not at all, and weights that each rank writes into place in shared files."""
+"""Trainer's checkpoints, each complete or absent, and shared weights files into which each rank writes its own part."""
 
 import functools
 import importlib
@@ -57,18 +57,18 @@ from .state_io import (
 )
 from .trainer_parts import FrozenBase, StepFigures
 
-# ---- Model files that all ranks write at once, laid out by transformers itself ----
+# ---- Model files written by all ranks at once, laid out by transformers ----
 #
-# transformers decides about names, tied weights, files and index: `save_pretrained` runs with tensors of the right shapes
-# that nobody ever touches, and where it would write a file, that file is laid out instead, or only noted. Each rank then
-# writes the bytes of its own shard. Nothing is gathered, and no rank holds more than it held.
+# transformers decides about names, tied weights, files and index: `save_pretrained` runs with empty tensors of the right
+# shapes, and its function to write a file is replaced by one which allocates the file or only notes its contents. Each rank
+# then writes the bytes of its own shard. Nothing is gathered, and no rank needs additional memory for parameters.
 
 AFTER_A_FAILED_SAVE = "The former checkpoints are as they were, and training state is unharmed."
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SavedFile:
-    """A weights file that `save_pretrained` was about to write: saved name → the tensor's first name in the model."""
+    """A weights file requested by `save_pretrained`. `names` maps each saved name to the tensor's first name in the model."""
 
     path: Path
     names: dict[str, str]
@@ -81,25 +81,24 @@ class Layout(ABC):
     def plan(
         self, trainer: Trainer, engine: ZeroEngine, folder: Path, disk: Disk, exchange: Exchange
     ) -> WeightsPlan | None:
-        """Saves everything of the model but its values; returns this rank's part of those. Collective.
+        """Saves everything of the model except its values, and returns this rank's part of the values. Collective.
 
         Returns:
-            None on every rank where transformers would put the model's tensors together or take them apart (experts that
-            are one tensor in the model and many in its files), and where the layout has no place for them: nothing useful is
-            in the folder then.
+            None on every rank if transformers would merge or split the model's tensors (experts that are one tensor in the
+            model and many in its files), or if the layout cannot store them. In this case nothing in the folder is of use.
 
         Raises:
-            CheckpointError: on every rank, when one could not make the files.
+            CheckpointError: on every rank, if any rank could not create the files.
         """
         tensors = saved_tensors_of(engine.model)
 
         def make_files() -> dict[str, Any] | None:
-            # Parameters have the dtype of their values in here, which is not that of forward and backward everywhere.
+            # Inside, parameters have the dtype of the saved values, which may differ from the dtype of forward and backward.
             with engine.sharded.gathered.lend_names():
                 files = _save_without_values(trainer, tensors, folder) if disk.leads else None
                 return None if files is None else self._make(files, tensors, folder)
 
-        # One rank of a disk lays the files out. All ranks need the offsets, and none writes before the files are there.
+        # One rank per disk creates the files. All ranks need the offsets, and none may write before the files exist.
         places = on_all_ranks(exchange, make_files, doing=f"write the model to {folder}", then=AFTER_A_FAILED_SAVE)[0]
         return None if places is None else self._plan(engine, tensors, places, folder)
 
@@ -107,9 +106,9 @@ class Layout(ABC):
     def _make(
         self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, Any] | None:
-        """Makes this layout's files; returns the place of each tensor, by its first name in the model.
+        """Creates this layout's files. Returns each tensor's position by its first name in the model.
 
-        None where the layout has no place for each.
+        Returns None if the layout cannot store each tensor.
         """
 
     @abstractmethod
@@ -119,7 +118,7 @@ class Layout(ABC):
 
 
 class HfLayout(Layout):
-    """Straight into the files that `from_pretrained` reads; needs a disk that all ranks see."""
+    """Writes directly into the files read by `from_pretrained`; needs a disk shared by all ranks."""
 
     def _make(
         self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path
@@ -128,7 +127,7 @@ class HfLayout(Layout):
         for file in files:
             shapes = {name: (tensors[first].dtype, tensors[first].shape) for name, first in file.names.items()}
             begins = lay_out(file.path, shapes, file.metadata)
-            # Adapters beside the default one have folders of their own.
+            # Adapters other than the default one have their own folders.
             below = file.path.relative_to(folder).as_posix()
             places.update({first: (below, begins[name]) for name, first in file.names.items()})
         return places
@@ -145,15 +144,15 @@ class HfLayout(Layout):
 
 
 class ShardedLayout(Layout):
-    """Into each rank's own file, beside its optimizer state."""
+    """Writes into each rank's own file, together with the optimizer state."""
 
     def _make(
         self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path
     ) -> dict[str, tuple[str, str, list[int]]] | None:
         if any(file.path.parent != folder for file in files):
-            # Several adapters have the same names in their files.
+            # Several adapters use the same names in their files.
             return None
-        # save_pretrained has written an index of files that this layout does not have: readers would report them as missing.
+        # Remove the index written by save_pretrained: this layout has no such files, and readers would report them as missing.
         (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
         return {
             first: (name, dtype_name(name, tensors[first].dtype), list(tensors[first].shape))
@@ -178,33 +177,34 @@ class ShardedLayout(Layout):
 
 
 def can_be_placed(trainer: Trainer, stock_save: Any) -> bool:
-    """Whether the Trainer's model is saved by transformers' or peft's own code, tensor by tensor as the model has them.
+    """Whether transformers' or peft's own code saves the Trainer's model, with exactly the tensors in the model.
 
     Args:
-        stock_save: the `save_model` that the Trainer has below the engine's.
+        trainer: the Trainer.
+        stock_save: the Trainer's `save_model` without the engine's override.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     return (
         model is trainer.model
         and any(isinstance(model, kind) and type(model).save_pretrained is kind.save_pretrained for kind in _savers())
-        # A state_dict of its own may rename, leave out or compute tensors. Here the modules' own tensors are written.
+        # A custom state_dict may rename, omit or compute tensors, but here the modules' own tensors are written.
         and type(model).state_dict is nn.Module.state_dict
-        # Adapters that `add_adapter` has put into a model of transformers.
+        # Excludes adapters added to a transformers model by `add_adapter`.
         and not (isinstance(model, PreTrainedModel) and hasattr(model, "peft_config"))
-        # A quantiser writes tensors of its own in the place of the model's.
+        # A quantizer writes its own tensors instead of the model's.
         and getattr(model, "hf_quantizer", None) is None
-        # What a subclass's own save writes, and on which ranks, cannot be known here.
+        # The files of a subclass's own save, and the ranks on which they are written, are not known here.
         and stock_save is Trainer.save_model
         and type(trainer)._save is Trainer._save
         and not {"save_model", "_save"} & set(vars(trainer))
-        # Each node then has whole files of its own, and a rank would have to write into all of them.
+        # Otherwise each node has its own complete files, and a rank would have to write into the files of all nodes.
         and not trainer.args.save_on_each_node
         and all(_has_plain_state(module) for module in model.modules())
     )
 
 
 def _savers() -> dict[Any, str]:
-    """Classes whose `save_pretrained` is known, and the function by which each writes a file."""
+    """Returns the classes with a known `save_pretrained`, each with the function which writes a file."""
     known: dict[Any, str] = {PreTrainedModel: "transformers.modeling_utils.safe_save_file"}
     if is_peft_available():
         from peft import PeftModel
@@ -218,7 +218,7 @@ def _has_plain_state(module: nn.Module) -> bool:
         type(module)._save_to_state_dict is nn.Module._save_to_state_dict
         and type(module).get_extra_state is nn.Module.get_extra_state
         and not module._state_dict_hooks
-        # The engine's own look for writes that no rank has sent, and change nothing.
+        # The engine's own hook only checks for unsent writes and changes nothing.
         and all(isinstance(hook, WeakHook) for hook in module._state_dict_pre_hooks.values())
     )
 
@@ -226,8 +226,9 @@ def _has_plain_state(module: nn.Module) -> bool:
 def _save_without_values(
     trainer: Trainer, tensors: Mapping[str, torch.Tensor], folder: Path
 ) -> list[_SavedFile] | None:
-    """Saves the model without its weights files, and returns their contents; None for other tensors."""
-    # Memory that is never touched is never given: these cost addresses, and tied weights stay one tensor.
+    """Saves the model without its weights files, and returns their contents; None if the model's tensors do not match."""
+    # Untouched memory is never allocated by the operating system, so these tensors cost only addresses. Tied weights stay one
+    # tensor.
     empty: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
         empty.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
@@ -239,7 +240,7 @@ def _save_without_values(
 
     def note(saved: dict[str, torch.Tensor], path: str, metadata: dict | None = None) -> None:
         nonlocal is_whole
-        # A tensor that is none of these is a copy or computed, so that no rank has its values as they would be written.
+        # A tensor not among these is copied or computed, so no rank has its values in the form in which they would be written.
         is_whole = is_whole and all(id(tensor) in first_name for tensor in saved.values())
         if is_whole:
             names = {name: first_name[id(tensor)] for name, tensor in saved.items()}
@@ -249,14 +250,14 @@ def _save_without_values(
         try:
             trainer._save(str(folder), state_dict={name: empty[id(tensor)] for name, tensor in tensors.items()})
         except ShardedParametersError:
-            # The saved tensors are computed from values that are not here, as a prompt encoder's are.
+            # The saved tensors are computed from values on other ranks, for example by a prompt encoder.
             return None
     return files if is_whole else None
 
 
 @contextmanager
 def _written_by(save_file: Callable[..., None]) -> Iterator[None]:
-    """Replaces the function by which `save_pretrained` writes a file."""
+    """Replaces the functions by which `save_pretrained` writes a file."""
     with ExitStack() as stack:
         for place in _savers().values():
             module, _, name = place.rpartition(".")
@@ -267,7 +268,7 @@ def _written_by(save_file: Callable[..., None]) -> Iterator[None]:
 def _own_values(
     engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Any]
 ) -> Iterator[tuple[str, Interval, torch.Tensor]]:
-    """Returns this rank's part of the saved tensors: first name in the model, run of elements, live values."""
+    """Yields this rank's parts of the saved tensors: first name in the model, interval of elements, live values."""
     name_of: dict[int, str] = {}
     for name, tensor in tensors.items():
         name_of.setdefault(id(tensor), name)
@@ -284,23 +285,25 @@ def _own_values(
                 yield name, Interval(0, tensors[name].numel()), values_to_save(tensors[name])
 
 
-# ---- Saves of a Trainer: whole or not at all, beside training or behind it ----
+# ---- A Trainer's saves: complete or absent, blocking or asynchronous ----
 
 logger = logging.get_logger(__name__)
 
 _GLANCE_S = 0.1
 _PATIENCE_S = 10.0
-"""For the other ranks' part of a save, when an exception is ending this rank."""
+"""Time to wait for the other ranks' part of a save if an exception ends this rank."""
 
 
 class CheckpointSaver:
-    """Saves one Trainer's checkpoints, one at a time: at once, or behind training from a copy. Made on all ranks.
+    """Saves one Trainer's checkpoints, one at a time, blocking or asynchronously. Created on all ranks.
 
     Args:
-        stock_save: the `save_model` that the Trainer has below the engine's.
+        trainer: the Trainer.
+        engine: the engine whose state is saved.
+        stock_save: the Trainer's `save_model` without the engine's override.
 
     Attributes:
-        engine: whose state is saved.
+        engine: the engine whose state is saved.
     """
 
     def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable):
@@ -311,7 +314,8 @@ class CheckpointSaver:
         self._background = Background(engine.device)
         self._may_be_async = engine.config.checkpoint.async_save
         mine = (uuid.uuid4().hex, secrets.token_bytes(32))
-        # By the process group, not the store: whoever reaches the store must not know the secret.
+        # Sent through the process group instead of the store, because anyone with access to the store must not learn the
+        # secret.
         name, secret = engine.world.exchange(mine, "first save of a Trainer")[0]
         self._store_exchange = StoreExchange(engine.world_groups, name, secret, engine.config.comm.limit_s)
         self._former_best: str | None = None
@@ -319,10 +323,10 @@ class CheckpointSaver:
         self._writing: LivePieces | None = None
         self._written: tuple[str, LivePieces] | None = None
         for sharded in engine.optimizers:
-            # Before each step, what a save has yet to write is copied: the step changes the values in place.
+            # A step changes the values in place, so a hook before each step copies the values not yet written by a save.
             copies = WeakHook(self, CheckpointSaver._before_step)
             sharded.optimizer.register_step_pre_hook(copies)
-            # Schedule-free optimizers write to parameters in `train()`, which a Trainer calls after an evaluation.
+            # Schedule-free optimizers also write to parameters in `train()`, called by Trainer after an evaluation.
             for name in ("train", "eval"):
                 if callable(getattr(sharded.optimizer, name, None)):
                     setattr(sharded.optimizer, name, _called_after(copies, getattr(sharded.optimizer, name)))
@@ -334,7 +338,7 @@ class CheckpointSaver:
         self._is_asked_for_state = False
 
     def take_stall_s(self) -> float:
-        """Seconds for which saves, and waits for them, have held training up since this was last asked."""
+        """Returns the seconds for which saves have blocked training since the last call."""
         taken, self._stall_s = self._stall_s, 0.0
         return taken
 
@@ -353,34 +357,36 @@ class CheckpointSaver:
         is_awaited: bool = False,
         stop: TrainerStop | None = None,
     ) -> None:
-        """Writes Trainer's checkpoint of a save step, under a temporary name until all is on the disk. Collective.
+        """Writes Trainer's checkpoint of a save step, under a temporary name until everything is on disk. Collective.
 
         Args:
-            position: where training stands in its data.
-            is_awaited: the caller looks at the checkpoint next, so that it has to be there when this returns.
-            stop: has the clock that asks for saves.
+            trial: the trial of a hyperparameter search, or None.
+            position: the position of training in its data.
+            is_awaited: the caller reads the checkpoint next, so the save must be complete on return.
+            stop: holds the clock which requests saves by time.
 
         Raises:
-            CheckpointError: on every rank, when one could not write, or could not finish the save before. Former checkpoints
-                and training state are unharmed; with `checkpoint.on_failure: continue` it is a warning and training goes on.
+            CheckpointError: on every rank, if any rank could not write, or could not finish the previous save. Former
+            checkpoints and training state are not changed. With `checkpoint.on_failure: continue` a warning is logged instead
+            and training continues.
         """
         began_s = time.perf_counter()
         trainer = self._trainer
         name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-        # Ranks that come to save different steps would each leave a half under another name. All take rank 0's ID.
+        # All ranks use rank 0's ID. The exchange also fails if ranks save different steps, each of which would be incomplete.
         told = self.engine.world.exchange((new_save(), trainer.args.output_dir), f"save of {name}")
         save = told[0][0]
         if len({output_dir for _, output_dir in told}) > 1:
-            # A callback asks for a save in a run that was to save nothing, and has kept each rank's own folder.
+            # The run was not configured to save, so each rank has kept its own folder name; a callback asks for this save.
             share_output_dir(trainer)
         run_folder = Path(trainer._get_output_dir(trial=trial))
         final = run_folder / name
-        # The save before first: two would write at a time, and its failure has to surface on all ranks alike.
+        # Finish the previous save first: only one save may write at a time, and its failure must be raised on all ranks.
         self.finish()
-        # As at the beginning of Trainer's own `_save_checkpoint`, which this method stands in for.
+        # Repeats the beginning of Trainer's `_save_checkpoint`, which this method replaces.
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
-        # For a save that fails: the trainer state would name a best checkpoint that is not there.
+        # Restored if the save fails, because the trainer state would name a missing best checkpoint.
         self._former_best = trainer.state.best_model_checkpoint
         self._clock = None if stop is None else stop.clock
         if self._clock is not None:
@@ -401,17 +407,17 @@ class CheckpointSaver:
             self._clock.end_save()
 
     def _is_async(self, *, is_awaited: bool) -> bool:
-        """Whether training may go on while the checkpoint is written. Collective: a callback may be on one rank only."""
+        """Whether training may continue while the checkpoint is written. Collective, because callbacks may differ by rank."""
         trainer = self._trainer
-        # An upload to the Hub begins and ends with Trainer's own save.
+        # Trainer's own save starts and finishes an upload to the Hub.
         is_awaited |= trainer.args.push_to_hub
         is_awaited |= any(map(_looks_at_saves, trainer.callback_handler.callbacks))
         return self._may_be_async and not any(self.engine.world.exchange(is_awaited))
 
     def finish(self) -> None:
-        """Waits for the save behind training; raises `save`'s errors. Collective."""
+        """Waits for an asynchronous save; raises `save`'s errors. Collective."""
         with self._shown_from_here():
-            # By way of the process group, which tells at once that a rank has died; the store does not.
+            # Polls through the process group, which reports a dead rank at once; the store does not.
             while not all(self.engine.world.exchange(self._background.is_done(_GLANCE_S))):
                 pass
         with self._on_failure():
@@ -419,7 +425,7 @@ class CheckpointSaver:
 
     @contextmanager
     def _shown_from_here(self) -> Iterator[None]:
-        """Shows a bar for this rank's rest of the last save, while training waits for it."""
+        """Shows a progress bar for this rank's remaining writes of the last save while training waits for the save."""
         if self._written is None:
             yield
             return
@@ -433,9 +439,9 @@ class CheckpointSaver:
             live.on_written, self._written = _not_told, None
 
     def give_up(self, error: BaseException) -> None:
-        """Ends a save behind training without a long wait for other ranks: `error` is ending this one.
+        """Ends an asynchronous save without a long wait for other ranks, because `error` is ending this rank.
 
-        One who interrupts the run by hand does not wait long for the disk either: the save is dropped then.
+        After a KeyboardInterrupt, a slow write to disk is not awaited either, and the save is dropped.
         """
         self._store_exchange.hurry(_PATIENCE_S)
         if isinstance(error, KeyboardInterrupt) and not self._background.is_done(_GLANCE_S):
@@ -467,13 +473,13 @@ class CheckpointSaver:
 
     def _save(self, save: str, run_folder: Path, final: Path, position: DataPosition | None, *, is_async: bool) -> None:
         engine, trainer = self.engine, self._trainer
-        # Before the plan, whose pieces are views of this rank's rows: the rows are to be of the model that all ranks have.
+        # Before the plan, whose pieces are views of this rank's shards: all ranks must save the same model.
         engine.synchronise()
         exchange = engine.world.exchange
         disk = find_disk(run_folder, engine.world_groups.rank, exchange, then=AFTER_A_FAILED_SAVE)
         is_full = self._is_full(run_folder)
         layout = self._layout(disk, is_full=is_full)
-        # The script may go to another folder while it is written.
+        # An absolute path, because the script may change its working directory during the save.
         there = final.absolute()
         temporary = begin(there, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
         try:
@@ -485,7 +491,7 @@ class CheckpointSaver:
                 doing=f"write trainer state to {temporary}",
                 then=AFTER_A_FAILED_SAVE,
             )
-            # A subclass may call Trainer's method on the saving rank alone, or not at all.
+            # A subclass may call Trainer's method on the saving rank only, or not at all.
             with_state = any(asked)
             if with_state and not disk.is_of_all:
                 on_all_ranks(
@@ -513,8 +519,8 @@ class CheckpointSaver:
         self._written = (final.name, live)
         complete = partial(self._complete, manifest, live, temporary, there, disk=disk, best=best)
         if is_async:
-            # Two references: a step forgets `_live` as soon as the rest is copied, and an interrupt may still have to drop the
-            # writing.
+            # Two references, because a step clears `_live` once the remaining pieces are copied, and an interrupt may still
+            # have to drop the save.
             self._live = self._writing = live
             self._background.start(partial(complete, exchange=self._store_exchange.exchange))
         else:
@@ -524,7 +530,7 @@ class CheckpointSaver:
                 trainer._push_from_checkpoint(str(final))
 
     def is_asked_for_state(self, output_dir: str) -> bool:
-        """Notes that Trainer's own `_save_optimizer_and_scheduler` is called within a save; returns whether it is."""
+        """Notes that Trainer's own `_save_optimizer_and_scheduler` was called; returns whether a save is under way."""
         if self._filling is None:
             return False
         self._is_asked_for_state = True
@@ -533,15 +539,15 @@ class CheckpointSaver:
         return True
 
     def _write_scheduler(self, folder: Path, disk: Disk) -> None:
-        """Writes the scheduler's state to a disk on which Trainer's method has not been called."""
+        """Writes the scheduler's state to a disk on which Trainer's method was not called."""
         if disk.leads and not self._is_asked_for_state:
             _write_scheduler(self._trainer, folder)
 
     def _write_the_rest(self, folder: Path, disk: Disk, position: DataPosition | None) -> bool:
-        """Writes scheduler, scaler, random states and trainer state by Trainer's methods, or a subclass's.
+        """Writes scheduler, scaler, random states and trainer state through the methods of Trainer or a subclass.
 
         Returns:
-            Whether the optimizer's state is part of the checkpoint, as far as this rank's calls tell.
+            Whether this rank's calls make the optimizer's state part of the checkpoint.
         """
         trainer = self._trainer
         self._is_asked_for_state = False
@@ -563,7 +569,7 @@ class CheckpointSaver:
                         held[name].append(callback.state())
                     else:
                         held[name] = callback.state()
-            # Behind the states of callbacks, which are written within the trainer state.
+            # After the callbacks' states, which are stored inside the trainer state.
             trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
             if position is not None:
                 position.write(folder)
@@ -578,12 +584,12 @@ class CheckpointSaver:
             self._held_up(began_s, "copy")
 
     def _is_full(self, run_folder: Path) -> bool:
-        """Whether a multiple of `full_every` steps has been passed since the last checkpoint, of this run or the one before."""
+        """Whether training has passed a multiple of `full_every` steps since the last checkpoint of this or a former run."""
         every, step = self.engine.config.checkpoint.full_every, self._trainer.state.global_step
         if not every:
             return False
         numbers = [step_of(path) for path in newest_first(run_folder)]
-        # Rank 0's answer: on disks of their own, hosts may have different leftovers.
+        # Rank 0's answer for all, because hosts with separate disks may have different leftovers.
         former = self.engine.world.exchange(max((number for number in numbers if number < step), default=0))[0]
         return step // every > former // every
 
@@ -617,7 +623,7 @@ class CheckpointSaver:
         return WeightsPlan()
 
     def _save_beside_weights(self, folder: Path) -> None:
-        """Writes `save_pretrained`'s files beside weights, for a model whose weights are in rows."""
+        """Writes the files `save_pretrained` saves in addition to weights, for a model whose weights are saved as shards."""
         model: Any = self.engine.model
         with as_if_whole(model):
             model.config.save_pretrained(folder)
@@ -629,7 +635,7 @@ class CheckpointSaver:
     def _snapshot_bytes(self) -> int:
         offload = self.engine.config.offload
         if "nvme" in (offload.optimizer, offload.params):
-            # State in files does not fit in memory: it is copied from file to file, before the step.
+            # Offloaded state does not fit in memory, so the state is copied from file to file before the step.
             return 0
         return free_bytes(torch.device("cpu")) // 2
 
@@ -645,7 +651,7 @@ class CheckpointSaver:
         exchange: Exchange,
     ) -> None:
         try:
-            # In this order: the manifest vouches for files that are on the disk, and the rename shows only a sealed
+            # In this order, because the manifest vouches for files on the disk, and the rename must publish only a sealed
             # folder.
             manifest = write_live(live, temporary, exchange, manifest)
             seal_state(self.engine, temporary, manifest, disk=disk, exchange=exchange)
@@ -656,7 +662,7 @@ class CheckpointSaver:
         finally:
             self._end_on_clock()
         if disk.leads:
-            # Old checkpoints go only when the new one is whole under its name.
+            # Old checkpoints are removed only once the new one is complete under its final name.
             gone = self._superseded
             if gone is not None and gone != best and not _is_kept(gone):
                 _discard(gone, "was saved by the clock")
@@ -664,10 +670,10 @@ class CheckpointSaver:
 
 
 def _looks_at_saves(callback: TrainerCallback) -> bool:
-    """Whether a callback runs behind a save, and may read or extend the checkpoint's folder."""
+    """Whether a callback runs after a save and may read or extend the checkpoint's folder."""
     if type(callback).on_save is TrainerCallback.on_save or isinstance(callback, StepFigures):
         return False
-    # That of Weights & Biases uploads the folder only where it is told to.
+    # The Weights & Biases callback uploads the folder only if configured to.
     return not isinstance(callback, WandbCallback) or os.environ.get("WANDB_LOG_MODEL", "").lower() == "checkpoint"
 
 
@@ -681,11 +687,11 @@ def _called_after(first: Callable[[], object], call: Callable[..., object]) -> C
 
 
 def _not_told(_nbytes: int) -> None:
-    """Reports to nobody: no rank waits for these parts."""
+    """Reports nothing, because no rank waits for these pieces."""
 
 
 def _versions_of(engine: ZeroEngine) -> list[tuple[str, torch.nn.Parameter, int]]:
-    """Returns the version counters of parameters that are not small: those have been copied when the save returns."""
+    """Returns the version counters of large parameters; small ones are already copied when the save returns."""
     return [
         (name, parameter, parameter._version)
         for name, parameter in engine.model.named_parameters()
@@ -700,16 +706,16 @@ def _refuse_edits(versions: list[tuple[str, torch.nn.Parameter, int]]) -> None:
 
 
 def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: Path | None) -> None:
-    """Applies Trainer's `save_total_limit`: removes those of the earliest steps. `latest` and the best stay.
+    """Applies Trainer's `save_total_limit`: removes the checkpoints of the earliest steps, but never `latest` or `best`.
 
-    Checkpoints of `checkpoint.full_every` are not counted.
+    Full checkpoints of `checkpoint.full_every` are not counted.
     """
     if not limit or limit < 0:
         return
     kept = {latest} if best is None else {latest, best}
     found = [path for path in newest_first(run_folder) if path in kept or not _is_kept(path)]
-    # A checkpoint of a later step than the newest is one that a resume passed over, and goes first. By step and not by time:
-    # clocks jump, and a copy of a folder has new times.
+    # A checkpoint of a step later than `latest` was skipped by a resume and is removed first. Ordered by step instead of by
+    # time, because clocks jump and a copied folder has new times.
     ahead = step_of(latest)
     others = sorted(
         (path for path in found if path not in kept), key=lambda path: (step_of(path) <= ahead, step_of(path))
@@ -730,14 +736,14 @@ def _is_kept(checkpoint: Path) -> bool:
     try:
         return Manifest.read(checkpoint / ZERO_FOLDER).is_kept
     except CheckpointError:
-        # Of plain Trainer, or damaged: it goes as others do.
+        # Saved by plain Trainer, or damaged. May be removed like any other.
         return False
 
 
 def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
     if trainer.state.best_global_step:
         best = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
-        # The folder of this very save is not there yet: until the commit, a save has a temporary name.
+        # The folder of the current save does not exist yet, because a save has a temporary name until the commit.
         if best == final or best.exists():
             trainer.state.best_model_checkpoint = str(best)
 
@@ -747,12 +753,12 @@ def _write_scheduler(trainer: Trainer, folder: Path) -> None:
 
 
 def save_state_of(trainer: Trainer, engine: ZeroEngine, folder: Path) -> Callable[[], None]:
-    """Saves the optimizer's and scheduler's state where a subclass writes a checkpoint without Trainer's `_save_checkpoint`.
+    """Saves the states of optimizer and scheduler if a subclass writes a checkpoint without Trainer's `_save_checkpoint`.
 
     Collective.
 
     Returns:
-        A collective function that writes the manifest. The folder then has its other files.
+        A collective function which writes the manifest. Call it once the folder has its remaining files.
     """
     engine.world.barrier("Trainer._save_optimizer_and_scheduler", engine.config.comm.limit_s)
     engine.synchronise()

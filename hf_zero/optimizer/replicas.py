@@ -1,27 +1,28 @@
-"""Checks that ranks which hold copies of the same parameters and optimizer state hold the same values.
+"""Checks that ranks with copies of the same parameters and optimizer state hold the same values.
 
-Copies are whole parameters below stage 3, frozen ones among them; and the shards and the optimizer state of ranks of a replicate
-group, which at stage 0 is all ranks.
-Copies go apart by a bit that flips in memory, by an edit on one rank alone, or by sums that are not made alike.
+Copies are: whole parameters below stage 3, including frozen ones; and the shards and optimizer state of the ranks of a
+replicate group, which at stage 0 contains all ranks. Copies diverge if a bit flips in memory, if only one rank edits its copy,
+or if sums are computed in different orders.
 
 [Note: values that nothing writes between two updates]
-An owner's shard, masters and optimizer state have no other copy from one update to the next, and no code of the engine writes to
-them in between, unless a script edits or loads them. So the checksum that a rank takes after an update has to be equal to the one
-before the next update. Edits and loads are known by torch's counts of writes and by `StateHolder.loads`. Below stage 3 a script
-may edit whole parameters without a trace (`p.data`), so the owner's checksum is compared earlier: with the one at the moment when
-the parameters have arrived, before the script can reach them.
+Between two updates, an owner's shard, master weights and optimizer state have no second copy. The engine does not write to
+them either, unless a script edits or loads values. So a rank's checksum after an update must equal its checksum before the
+next update. Edits and loads are detected by torch's version counters and `StateHolder.loads`. Below stage 3 a script may edit
+whole parameters without a trace (`p.data`), so the owner's checksum is compared earlier: with the checksum taken when the
+parameters have arrived, before the script can access them.
 
-[Note: writes that one rank alone has made]
-A script runs on every rank, so an edit of a parameter's optimizer state is counted on every rank that owns a part of the
-parameter. If one owner has counted a write and another has not, the state is edited in part, and the ranks report it. A parameter
-with a single owner has no other rank to compare with. There, only the change of one bit is reported, and only if no rank has
-written to any other state since the update: an edit by a script changes more. Masters and weights are left out, since the engine
-writes to them for edits that change only some ranks' parts.
+[Note: writes that only one rank has made]
+A script runs on every rank, so an edit of a parameter's optimizer state is counted on every rank which owns a part of the
+parameter. If one owner has counted a write and another has not, the state was edited only in part, and the ranks report this.
+A parameter with a single owner has no second rank to compare with. There, only the change of a single bit is reported, and
+only if no rank has written to any other state since the update, because an edit by a script changes more. Master weights and
+parameters are excluded, because the engine writes to them after edits which change only some ranks' parts.
 
-[Note: what an update hides]
-An update writes over a copy: below stage 3 by what its owner sends, and in optimizer state by a mean in which a small difference
-is rounded away. So each rank notes checksums of its copies before every update, and of what it owns behind it. The notes of
-several steps are compared at once. Of ranks that differ, the one is at fault whose copy is not what its owner had.
+[Note: differences hidden by an update]
+An update overwrites copies: below stage 3 the owner sends new values, and in optimizer state a small difference is rounded
+away in a mean. So each rank notes checksums of its copies before every update, and of the values it owns after every update.
+The notes of several steps are compared at once. If ranks differ, the faulty rank is the one whose copy does not match its
+owner's values.
 """
 
 import hashlib
@@ -47,7 +48,7 @@ from .holder import StateHolder
 _LISTED = 8
 _WEIGHTS = ""
 _GRADIENT, _GATHERED = "reduced gradient", "gathered copy"
-"""Kinds of values that are compared only if the next step compares copies: they last for less than a step."""
+"""Kinds of values compared only if the next step compares copies, because they exist for less than a step."""
 _LOADS = 0
 """Index of `StateHolder.loads` in `_Own.writes`."""
 
@@ -57,12 +58,13 @@ class ReplicasDivergedError(RuntimeError):
 
 
 class _Copy(NamedTuple):
-    """A kind of copies that several ranks hold.
+    """A kind of copy held by several ranks.
 
     Attributes:
-        part: the ranks that have the same part of the model.
-        shard: number of the shard that it is of; -1 of a whole parameter.
-        kind: the optimizer's name for its state; "" for the parameter itself, "master" for its master.
+        part: the ranks which hold the same part of the model.
+        shard: number of the copied shard; -1 for a whole parameter.
+        name: the parameter's name.
+        kind: the optimizer's name for its state; "" for the parameter itself, "master" for its master weights.
     """
 
     part: tuple[int, ...]
@@ -79,7 +81,7 @@ class _Copy(NamedTuple):
 
 
 class _Effect(Enum):
-    """What writes since the last update have done to a value. `SAME`: counted, and without a change."""
+    """The effect of writes since the last update on a value. `SAME`: writes were counted, but changed nothing."""
 
     UNWRITTEN = 0
     SAME = 1
@@ -88,25 +90,26 @@ class _Effect(Enum):
 
 
 _Effects = dict[tuple[int, str, str], _Effect]
-"""By the first rank that has this part of the model, the parameter's name, and the kind of state."""
+"""Keys: the first rank which holds this part of the model, the parameter's name, and the kind of state."""
 
 
 _Sum = TypeVar("_Sum", torch.Tensor, int)
-"""A checksum, on its device or read."""
+"""A checksum, as a tensor on its device or as an int on the host."""
 
 _Key = TypeVar("_Key")
 
 
 @dataclass(kw_only=True)
 class _Note(Generic[_Sum]):
-    """Checksums of some copies before an update, and of what their owners had behind the one before.
+    """Checksums of copies before an update, and of their owners' values after the previous update.
 
     Attributes:
-        since, step: the updates behind which they were looked at last, and are looked at now.
-        owned: by shard for a parameter that ranks hold whole; None where no update was seen.
-        left, found: of this rank's own values, after the last update and now. Nothing may have written to them in between.
-        written: change of the checksum of each optimizer state to which a write has been counted since.
-        scalars: those of `written` that have one element.
+        since, step: the updates after which the copies were checked last, and are checked now.
+        held: this rank's copies.
+        owned: the owners' values, by shard for parameters held whole; None if no update was seen.
+        left, found: this rank's own values after the last update and now, if no write was counted in between.
+        written: change of the checksum of each optimizer state with a counted write.
+        scalars: the keys of `written` with one element.
     """
 
     since: int
@@ -124,7 +127,7 @@ class _Note(Generic[_Sum]):
         return _Note(since=self.since, step=self.step, owned=owned, scalars=self.scalars, **sums)
 
     def effects(self: "_Note[int]") -> "_Effects":
-        """Returns what has happened to each optimizer state of this rank since the last update."""
+        """Returns the effect of writes on each optimizer state of this rank since the last update."""
         effects: _Effects = {_key(copy): _Effect.UNWRITTEN for copy in self.left if copy.is_state}
         for copy, change in self.written.items():
             is_one_bit = change in ONE_BIT and copy not in self.scalars
@@ -136,10 +139,12 @@ _Sums = dict[_Copy, torch.Tensor]
 
 
 class _Own(NamedTuple):
-    """A value that only this rank writes.
+    """A value written only by this rank.
 
     Attributes:
-        writes: changes with each write that leaves a trace; None for values that are not compared.
+        copy: names the value.
+        values: the value itself.
+        writes: changes with each write that leaves a trace; None if the value is not compared.
     """
 
     copy: _Copy
@@ -148,7 +153,7 @@ class _Own(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """The checksum of an own value, its `_Own.writes` and its number of elements."""
+    """The checksum of an own value, its `_Own.writes` and number of elements."""
 
     sum: torch.Tensor
     writes: tuple[int, ...] | None
@@ -159,7 +164,7 @@ _Noted = dict[_Copy, _Mark]
 
 
 class _Change(NamedTuple):
-    """The first own value of a rank that has changed between two updates."""
+    """The first own value of a rank which has changed between two updates."""
 
     rank: int
     copy: _Copy
@@ -169,7 +174,7 @@ class _Change(NamedTuple):
 
 @dataclass
 class _Findings:
-    """The faults of one copy: the note, each rank's checksum, and the ranks whose copy differs from its owner's."""
+    """A copy which differs between ranks: the note, each rank's checksum, and the ranks whose copy differs from its owner's."""
 
     copy: _Copy
     note: _Note[int]
@@ -178,17 +183,18 @@ class _Findings:
 
 
 class ReplicaCheck:
-    """Notes checksums at each step, and compares them over the ranks every few steps; see [Note: what an update hides].
+    """Notes checksums at each step, and compares them between ranks every few steps; see [Note: differences hidden by an update].
 
     Args:
         every: steps between two comparisons.
-        buckets: all of the model's.
-        frozen: parameters of no bucket, by name.
-        has_copies: other ranks hold this rank's shards and optimizer state, too.
-        weights_in_files: shards of stage 3 are in files, which have checksums of their own.
-        transport: of the ranks that step together.
-        rank: this one.
-        place_of: for a parameter: the ranks that have the same part of the parameter, and which shard of that this rank has.
+        buckets: all buckets of the model.
+        frozen: the parameters outside of all buckets, by name.
+        holder: stores the optimizer state.
+        transport: the collectives of the ranks which step together.
+        rank: this rank.
+        place_of: returns the ranks with the same part of a parameter, and the number of this rank's shard of this part.
+        has_copies: whether other ranks also hold this rank's shards and optimizer state.
+        weights_in_files: whether stage 3 shards are in files, which have their own checksums.
     """
 
     def __init__(
@@ -214,13 +220,13 @@ class ReplicaCheck:
         self._has_copies = has_copies
         self._weights_in_files = weights_in_files
         self._wire = WireSums()
-        # Of the rows with a reduced gradient, as the last pass or a clip has left it.
+        # Checksums of the reduced gradients, as left by the last pass or clip.
         self._gradients: _Noted = {}
         self._notes: list[_Note[torch.Tensor]] = []
-        # By the optimizer that has made the last update.
+        # By the optimizer of the last update.
         self._owned: dict[torch.optim.Optimizer, _Sums] = {}
         self._left: dict[torch.optim.Optimizer, _Noted] = {}
-        # By bucket, from the update to the arrival, and from there to the next update.
+        # By bucket: `_sent` from the update until the arrival, `_arrived` from there until the next update.
         self._sent: dict[Bucket, _Noted] = {}
         self._arrived: dict[Bucket, tuple[_Sums, _Sums]] = {}
         self._owned_frozen = self._untouched()
@@ -229,16 +235,18 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def before_update(self, step: int, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Notes this rank's copies of an optimizer's buckets. Their gathers are finished.
+        """Notes this rank's copies of an optimizer's buckets, after their gathers have finished.
 
         Args:
-            step: updates that the run has made.
+            step: number of updates made by the run.
+            optimizer: the optimizer about to step.
+            buckets: the optimizer's buckets.
         """
         self.compare_gradients(step, buckets)
         own = _noted(self._own_values(optimizer, buckets))
         before = self._left.get(optimizer, {})
         left, found = _unwritten(before, own)
-        # Early steps have written to the state of some buckets by now, on each rank to that of others.
+        # Early steps have already written to the state of some buckets, and to different ones on each rank.
         written = {} if self._holder.timing.steps_early else _written(before, own)
         note = _Note(
             since=step,
@@ -257,12 +265,13 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Notes this rank's own values before they are sent; and at the start, the first values."""
+        """Notes this rank's own values before they are sent. The first call notes the initial values."""
         self._left[optimizer] = own = _noted(self._own_values(optimizer, buckets))
         whole = [bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)]
         parts = {bucket: _noted(self._parts_sent(bucket)) for bucket in whole}
         if optimizer in self._owned:
-            # Not at the start, when nothing is sent. Blocks of a wire have fewer digits than what their owner keeps.
+            # Only after a first update, because nothing is sent at the start. Quantized blocks lose digits of their owner's
+            # values, so only exact buckets are compared.
             exact = (bucket for bucket in whole if bucket.layout.shards > 1 and bucket.precision.weights is None)
             self._sent |= {bucket: parts[bucket] for bucket in exact}
         sums = {copy: mark.sum for noted in parts.values() for copy, mark in noted.items()}
@@ -270,9 +279,9 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def arrived(self, bucket: Bucket) -> None:
-        """Notes this rank's part of a bucket whose gather has ended, before the script can read or edit the parameters."""
+        """Notes this rank's part of a bucket after its gather, before the script can read or edit the parameters."""
         sent = self._sent.pop(bucket, None)
-        # None: not sent by an update, but after an edit or a load.
+        # None: sent after an edit or a load instead of an update.
         if sent is not None:
             self._arrived[bucket] = _unwritten(sent, _noted(self._parts_sent(bucket)))
 
@@ -281,19 +290,19 @@ class ReplicaCheck:
         return step % self._every == 0
 
     def watch(self, step: int) -> None:
-        """Has what is sent before the update that makes this step noted, if copies are compared then."""
+        """Starts checksums of sent messages if copies are compared before the update of this step."""
         self._transport.wire = self._wire if self.is_due(step) else None
         self._gradients.clear()
 
     @property
     def watches(self) -> bool:
-        """Whether copies are compared before the next update. What lasts for less than a step is noted only then."""
+        """Whether copies are compared before the next update. Values which exist for less than a step are noted only then."""
         return self._transport.wire is not None
 
     @torch.no_grad()
     def note_gradients(self, buckets: Iterable[Bucket]) -> None:
-        """Notes this rank's reduced gradients after a pass or a clip. From now on only the script writes to them, if anybody."""
-        # Early steps have used some of them by now.
+        """Notes this rank's reduced gradients after a pass or a clip. From now on only the script may write to them."""
+        # Skipped with early steps, which have already used some gradients.
         if self.watches and not self._holder.timing.steps_early:
             self._gradients = _noted(self._own_gradients(buckets))
 
@@ -302,7 +311,8 @@ class ReplicaCheck:
         """Compares this rank's reduced gradients with the note, before a clip or an update.
 
         Args:
-            step: updates that the run has made.
+            step: number of updates made by the run.
+            buckets: the buckets of the gradients.
         """
         if self.watches:
             own = _noted(self._own_gradients(buckets))
@@ -312,10 +322,14 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def compare(self, step: int, gathered: Iterable[tuple[Sequence[ParameterSlot], torch.Tensor]] = ()) -> None:
-        """Collective: one exchange of a digest for each shard; raises the same `ReplicasDivergedError` on all ranks.
+        """Compares all notes: one exchange of a digest per shard. Collective; raises the same error on all ranks.
 
         Args:
-            gathered: parameters that were whole in a pass, and whether each has changed in that time, (n,) bool.
+            step: the step about to be made.
+            gathered: the parameters which were whole in a pass, and whether each has changed during the pass, (n,) bool.
+
+        Raises:
+            ReplicasDivergedError: copies differ, or own values have changed without a write.
         """
         held, own = self._untouched(), _noted(self._own_shards(self._untrained))
         left, found = _unwritten(self._left_frozen, own)
@@ -327,7 +341,7 @@ class ReplicaCheck:
             _Note(since=self._compared, step=step - 1, held=held, owned=self._owned_frozen, left=left, found=found)
         )
         self._owned_frozen, self._left_frozen, self._compared = held, own, step - 1
-        # Here and not at each step: a read waits for the device.
+        # Read here instead of at each step, because a read waits for the device.
         notes = [note.read() for note in self._notes]
         self._notes.clear()
         has_written = any(note.written for note in notes)
@@ -338,7 +352,7 @@ class ReplicaCheck:
         )
         digests = [theirs for theirs, *_ in everyone]
         if any(len({theirs[group] for theirs in digests if group in theirs}) > 1 for group in set().union(*digests)):
-            # A second collective is safe: all ranks have compared the same digests, and come here together.
+            # A second collective is safe, because all ranks have compared the same digests and reach this line together.
             of_ranks = dict(self._transport.exchange((self._rank, notes), "comparison of replicas"))
             self._refuse(_first_difference(of_ranks), step)
         changes = [change for _, change, *_ in everyone if change is not None]
@@ -350,10 +364,13 @@ class ReplicaCheck:
             _refuse_lone_writes(dict(effects), notes)
 
     def _compare_wire(self, sums: Sequence[int | None], differences: dict[str, int], step: int) -> None:
-        """See [Note: one number for all messages].
+        """Compares checksums of sent and received messages; see [Note: one number for all messages].
 
         Args:
-            sums: of each rank's differences; None while the rank has collectives under way, and the next comparison counts these.
+            sums: each rank's sum of differences; None if the rank still has collectives under way, which the next comparison
+            includes.
+            differences: this rank's differences by kind of message.
+            step: the step about to be made.
         """
         if None in sums:
             return
@@ -368,15 +385,15 @@ class ReplicaCheck:
             "the memory of a rank is broken. Resume from a checkpoint from before; see docs/troubleshooting.md."
         )
 
-    # ---- what is held ----
+    # ---- the values of this rank ----
 
     def _untouched(self) -> _Sums:
-        """Returns the tensors that no update writes."""
+        """Returns checksums of the tensors never written by an update."""
         whole = [(self._copy(p, name, -1), p.data) for name, p in self._frozen]
         return _sums([*whole, *self._weights(self._untrained)])
 
     def _weights(self, buckets: Sequence[Bucket]) -> Iterator[tuple[_Copy, torch.Tensor]]:
-        """Returns this rank's parameters: whole ones, and its part of sharded ones that other ranks have too."""
+        """Yields this rank's parameters: whole ones, and its part of sharded ones if other ranks hold the same part."""
         for bucket in buckets:
             if isinstance(bucket.memory, UnshardedMemory):
                 yield from self._whole(bucket)
@@ -392,7 +409,7 @@ class ReplicaCheck:
         return _sums(each for bucket in whole for each in self._whole(bucket)) | self._shared(own)
 
     def _shared(self, own: _Noted) -> _Sums:
-        """Those of this rank's own values that other ranks have too."""
+        """Returns the checksums of this rank's own values which other ranks hold too."""
         return {copy: mark.sum for copy, mark in own.items()} if self._has_copies else {}
 
     def _own_values(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> Iterator[_Own]:
@@ -400,7 +417,7 @@ class ReplicaCheck:
         yield from self._state(optimizer, buckets)
 
     def _own_shards(self, buckets: Sequence[Bucket]) -> Iterator[_Own]:
-        """This rank's part of each sharded parameter. In files they are read only to be compared with other ranks' copies."""
+        """Yields this rank's part of each sharded parameter. Parts in files are read only if other ranks hold copies."""
         for bucket in buckets:
             if isinstance(bucket.memory, UnshardedMemory) or (self._weights_in_files and not self._has_copies):
                 continue
@@ -415,7 +432,7 @@ class ReplicaCheck:
         for row in (row for bucket in buckets for row in bucket.rows):
             gradient = row.tensor.grad
             if gradient is not None:
-                # A read would multiply a clip coefficient in, which a kernel does on the way.
+                # Not `gradient` itself: a read would multiply by the clip coefficient, which a kernel later does for free.
                 values = gradient.behind if isinstance(gradient, ClippedGradient) else gradient.detach()
                 yield _Own(
                     self._copy_of(row.slot, _GRADIENT), values, (gradient._version, id(gradient), values.data_ptr())
@@ -425,7 +442,7 @@ class ReplicaCheck:
         return (self._holder.loads, *(tensor._version for tensor in tensors))
 
     def _parts_sent(self, bucket: Bucket) -> Iterator[_Own]:
-        """This rank's part of each parameter of a bucket that ranks hold whole."""
+        """Yields this rank's part of each parameter of a bucket whose parameters are whole on all ranks."""
         for part, slot in zip(self._parts_of(bucket, bucket.memory.read_own()), bucket.own_parts):
             yield _Own(*part, self._writes(*(() if slot.row is None else (slot.row.tensor,))))
 
@@ -434,8 +451,8 @@ class ReplicaCheck:
             yield self._copy_of(slot), own[part.in_shard.start : part.in_shard.stop]
 
     def _state(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> Iterator[_Own]:
-        """Masters and optimizer state in memory."""
-        # State in files would be read from the disk at every step.
+        """Yields master weights and optimizer state in memory."""
+        # State in files is skipped, because each step would read it from disk.
         if self._holder.is_in_files:
             return
         for row in (row for bucket in buckets for row in bucket.rows):
@@ -449,14 +466,14 @@ class ReplicaCheck:
                     continue
                 is_elementwise = value.dim() > 0 and value.shape == row.tensor.shape
                 values = self._holder.view(row, kind, value).detach() if is_elementwise else value
-                # A script may put another tensor in its place.
+                # Includes the id, because a script may replace the tensor.
                 yield _Own(self._copy_of(row.slot, kind), values, (*self._writes(value), id(value)))
 
     def _copy(self, parameter: nn.Parameter, name: str, shard: int, kind: str = _WEIGHTS) -> _Copy:
         return _Copy(self._place_of(parameter)[0], shard, name, kind)
 
     def _copy_of(self, slot: ParameterSlot, kind: str = _WEIGHTS) -> _Copy:
-        """Of this rank's shard."""
+        """Returns the key of this rank's shard of a slot."""
         return self._copy(slot.parameter, slot.name, self._place_of(slot.parameter)[1], kind)
 
     def _refuse(self, found: _Findings, step: int) -> None:
@@ -476,7 +493,7 @@ class ReplicaCheck:
 
 
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Reads the checksum of each tensor by its name, in one transfer from each device."""
+    """Returns the checksum of each tensor by its name, with one transfer per device."""
     return _read({name: checksum(values) for name, values in tensors.items()})
 
 
@@ -485,7 +502,7 @@ def _noted(own: Iterable[_Own]) -> _Noted:
 
 
 def _unwritten(left: _Noted, found: _Noted) -> tuple[_Sums, _Sums]:
-    """Then and now, of those values to which nothing has been written in between."""
+    """Returns the checksums then and now of the values without a counted write in between."""
     same = [
         copy
         for copy, mark in found.items()
@@ -495,7 +512,7 @@ def _unwritten(left: _Noted, found: _Noted) -> tuple[_Sums, _Sums]:
 
 
 def _written(left: _Noted, found: _Noted) -> _Sums:
-    """Returns the change of each optimizer state that a script has written to, and nothing that was loaded."""
+    """Returns the change of each optimizer state written to by a script, excluding loaded state."""
     written = {}
     for copy in found.keys() & left.keys():
         before, now = left[copy].writes, found[copy].writes
@@ -527,7 +544,7 @@ def _refuse_change(change: _Change) -> None:
 
 
 def _refuse_lone_writes(of_ranks: Mapping[int, Sequence[_Effects]], notes: Sequence[_Note[int]]) -> None:
-    """See [Note: writes that one rank alone has made]."""
+    """Raises for writes on only some ranks; see [Note: writes that only one rank has made]."""
     for number, note in enumerate(notes):
         by_effect: dict[tuple[int, str, str], dict[_Effect, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank in sorted(of_ranks):
@@ -562,18 +579,19 @@ def _sums(copies: Iterable[tuple[_Copy, torch.Tensor]]) -> _Sums:
 
 
 def _read(sums: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
-    """In one transfer from each device."""
+    """Reads checksums with one transfer per device."""
     devices = {value.device for value in sums.values()}
     found: dict[_Key, int] = {}
     for device in devices:
         there = {copy: value for copy, value in sums.items() if value.device == device}
-        # Without a sign: `_at_fault` adds checksums of shards modulo 2^64, and compares the sum with that of a whole parameter.
+        # Unsigned, because `_at_fault` adds the shards' checksums modulo 2^64 and compares the sum with a whole parameter's
+        # checksum.
         found |= zip(there, (value % WRAPS for value in torch.stack(list(there.values())).tolist()))
     return found
 
 
 def _digests(notes: Sequence[_Note[int]]) -> dict[tuple[tuple[int, ...], int], str]:
-    """Digests all copies: each part and shard of the model → the checksums that its ranks share."""
+    """Returns a digest for each part and shard of the model, from the checksums its ranks share."""
     held: dict[tuple[tuple[int, ...], int], list] = {}
     for number, note in enumerate(notes):
         for copy, value in sorted(note.held.items()):
@@ -582,7 +600,7 @@ def _digests(notes: Sequence[_Note[int]]) -> dict[tuple[tuple[int, ...], int], s
 
 
 def _first_difference(of_ranks: Mapping[int, Sequence[_Note[int]]]) -> _Findings:
-    """Ranks make notes at the same moments, so that theirs of one number belong together."""
+    """Finds the first differing copy. Ranks make notes at the same moments, so notes with the same index correspond."""
     for notes in zip(*of_ranks.values()):
         here = dict(zip(of_ranks, notes))
         for copy in dict.fromkeys(copy for note in notes for copy in note.held):
@@ -595,7 +613,7 @@ def _first_difference(of_ranks: Mapping[int, Sequence[_Note[int]]]) -> _Findings
 
 
 def _at_fault(copy: _Copy, values: Mapping[int, int], here: Mapping[int, _Note[int]]) -> list[int]:
-    """Finds the ranks whose copy differs from its owners' after the last update; none in doubt."""
+    """Returns the ranks whose copy differs from its owners' after the last update; empty if in doubt."""
     owned = {
         rank: {
             each.shard: value for each, value in (note.owned or {}).items() if each._replace(shard=copy.shard) == copy
@@ -605,7 +623,7 @@ def _at_fault(copy: _Copy, values: Mapping[int, int], here: Mapping[int, _Note[i
     if copy.shard >= 0:
         expected = {rank: theirs.get(copy.shard) for rank, theirs in owned.items() if rank in values}
     else:
-        # Each shard's owners; replicas that disagreed behind the update had come apart before.
+        # Each shard's owners. If replicas already disagreed after the update, they had diverged before.
         by_shard: dict[int, set[int]] = {}
         for theirs in owned.values():
             for shard, value in theirs.items():
