@@ -1,4 +1,4 @@
-"""Reads saved weights of any layout, row by row."""
+"""Reads saved weights of any layout, shard by shard."""
 
 import copy
 import hashlib
@@ -39,11 +39,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# ---- Tensors of weights files as blocks of the model's tensors, as with one tensor for each expert ----
+# ---- Tensors of weights files as blocks of the model's tensors, for example one file tensor per expert ----
 #
-# transformers puts such tensors together when it loads a model, and takes them apart when it saves one. Here it takes apart
-# tensors whose memory is never touched: where a piece begins in that memory, and its strides, tell which block of the whole
-# it is.
+# transformers merges such tensors when loading a model, and splits them when saving. Here transformers splits tensors whose
+# memory is never touched: each piece's offset and strides identify its block of the whole tensor.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +50,9 @@ class FileBlock:
     """A tensor of a file, as a block of a tensor of the model.
 
     Attributes:
-        name: of the model's tensor.
-        offsets, sizes: of the block in it.
-        shape: in the file, which leaves out dimensions of one element.
+        name: the model tensor's name.
+        offsets, sizes: the block's position and sizes in the model tensor.
+        shape: the shape in the file, which omits dimensions of one element.
     """
 
     name: str
@@ -63,7 +62,7 @@ class FileBlock:
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Leaves views as they are where transformers would copy them into memory of their own."""
+    """Returns views unchanged from operations with which transformers would copy them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.contiguous, torch.Tensor.clone):
@@ -74,23 +73,24 @@ class _WithoutCopies(TorchFunctionMode):
 def blocks_in_files(
     model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]], *, then: str
 ) -> dict[str, FileBlock]:
-    """Returns name in a file → blocks of the model in it.
+    """Maps names in weights files to blocks of the model's tensors.
 
     Args:
-        shapes: of the model's whole tensors, by name.
-        then: what to do where that cannot be said; ends the error.
+        model: the model.
+        shapes: shapes of the model's whole tensors, by name.
+        then: advice which ends the error message.
 
     Raises:
-        CheckpointError: transformers computes a file's tensors from the model's, beyond taking blocks of them.
+        CheckpointError: transformers computes a file's tensors from the model's in a way other than slicing.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    # Memory that is never touched is never given.
+    # Untouched memory is never allocated by the operating system.
     untouched = {name: torch.empty(shape, dtype=torch.uint8) for name, shape in shapes.items()}
-    # Empty tensors have no memory, and all of them the same address: one would be taken for another.
+    # Skip empty tensors: without memory, all have the same address and could not be distinguished.
     name_of = {tensor.untyped_storage().data_ptr(): name for name, tensor in untouched.items() if tensor.numel()}
     with _WithoutCopies():
-        # Run on empty memory: the views that come back show by offset and stride which block each file has.
+        # Run on untouched memory: offset and strides of the returned views identify each file tensor's block.
         saved = revert_weight_conversion(model, dict(untouched))
     found = {}
     for file_name, view in saved.items():
@@ -106,13 +106,13 @@ def blocks_in_files(
 
 
 def unloaded(model: "PreTrainedModel") -> "PreTrainedModel":
-    """A model of the same class and config that has been loaded from nowhere, without values."""
+    """Returns a model of the same class and config, without values and without knowledge of any file."""
     with torch.device("meta"):
         return type(model)(copy.deepcopy(model.config))
 
 
 def _block_of(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns (offsets, sizes) in a contiguous tensor of `shape`; None for a view that is no block."""
+    """Returns (offsets, sizes) in a contiguous tensor of `shape`; None if the view is not a block."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     left = int(view.storage_offset())
     offsets, sizes = [], [1] * len(shape)
@@ -123,7 +123,8 @@ def _block_of(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ..
     for size, stride in zip(view.shape, view.stride()):
         if size == 1:
             continue
-        # Behind the dimension found before: a transposed view has the same strides in another order, and is no block.
+        # Search after the dimension found before: a transposed view has the same strides in a different order and is not a
+        # block.
         dim = next((d for d in range(dim + 1, len(shape)) if strides[d] == stride and shape[d] >= size), len(shape))
         if dim == len(shape) or offsets[dim] + size > shape[dim]:
             return None
@@ -131,7 +132,7 @@ def _block_of(view: torch.Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ..
     return tuple(offsets), tuple(sizes)
 
 
-# ---- Weights that stay in their files until an engine takes its part of each ----
+# ---- Weights left in their files until an engine reads its part of each ----
 
 _HEADER_BYTES = 64 * 1024
 
@@ -140,7 +141,7 @@ def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
     """Makes each parameter a view of a checkpoint's memory-mapped weights file, as `hf_zero.init` does with pretrained ones.
 
     Returns:
-        False, and the model untouched, where the files do not have exactly the model's tensors under their own names.
+        False, with the model unchanged, if the files do not contain exactly the model's tensors under their own names.
     """
     files = [folder / name for name in weight_files(folder)]
     views: dict[str, torch.Tensor] = {}
@@ -155,7 +156,7 @@ def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
     for name, view in views.items():
         tensor = tensors[name]
         if isinstance(tensor, torch.nn.Parameter):
-            # Before the exchange of values, which takes the dtype of the model away.
+            # Before `data` is replaced, which changes the parameter's dtype.
             wanted = wanted_dtype(tensor)
             tensor.data = view
             mark_loaded(tensor, wanted)
@@ -166,38 +167,39 @@ def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
 
 
 def describe_files(files: Iterable[str | Path]) -> str:
-    """Sizes and headers of the files, by which ranks see that they read the same model."""
+    """Describes the files by sizes and headers, so ranks can check that they read the same model."""
     described = []
     for file in map(Path, files):
         with file.open("rb") as opened:
-            # The beginning alone, with names, dtypes and shapes: otherwise each rank would read all files, of which the rank
-            # takes a part.
+            # Only the start, with names, dtypes and shapes: otherwise each rank would read all files to use only a part.
             header = hashlib.sha256(opened.read(_HEADER_BYTES)).hexdigest()[:12]
         described.append(f"{file.name} ({file.stat().st_size} bytes, begins {header})")
     return ", ".join(described)
 
 
-# ---- Weights in rows, not in files for `from_pretrained`: back into a model that trains ----
+# ---- Weights in the ranks' shards instead of `from_pretrained` files, loaded into a model in training ----
 
 
 def has_row_weights(checkpoint: Path, folder: str = ZERO_FOLDER) -> bool:
-    """Whether a checkpoint of ours is of layout `sharded`. `folder`: of the model's engine, inside."""
+    """Whether one of our checkpoints has layout `sharded`. `folder`: the model's engine folder inside the checkpoint."""
     return (checkpoint / folder).is_dir() and bool(Manifest.read(checkpoint / folder).weights)
 
 
 def load_row_weights(engine: ZeroEngine, checkpoint: Path, folder: str = ZERO_FOLDER) -> None:
-    """Replaces the model's values by those of a checkpoint of layout `sharded`. Collective.
+    """Replaces the model's values by those of a checkpoint with layout `sharded`. Collective.
 
-    Every rank reads its own part; what lies in no bucket (buffers, and below stage 3 frozen parameters) rank 0 reads for all.
+    Every rank reads its own part. Tensors outside of all buckets (buffers, and below stage 3 frozen parameters) are read by
+    rank 0 and broadcast.
 
     Raises:
-        CheckpointError: on every rank: damaged, of another model, or with files that a rank's disk does not have.
+        CheckpointError: on every rank, if the checkpoint is damaged, belongs to a different model, or a rank's disk lacks
+        files.
     """
     tensors = tensors_by_saved_name(engine.model)
     parameters = engine.state.bucketed_parameters()
     bucketed = {id(parameter) for parameter in parameters}
     saved_here = {id(tensor) for tensor in tensors.values()}
-    # The base of adapters, which is saved by its checksum.
+    # The base model of adapters, of which a checkpoint stores only the checksum.
     left_out = {parameter for parameter in parameters if id(parameter) not in saved_here}
 
     def load_own() -> tuple[list[str], SaveIdentity]:
@@ -220,15 +222,15 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path, folder: str = ZERO_FO
                     continue
                 box = engine.state.box_of(tensors[name])
                 values = read_part(box, Interval(0, box.numel), partial(reader.read, WEIGHTS, name))
-                # On the first rank of those with this tensor; the others get the values in the broadcast below.
+                # Only the first rank with this tensor reads it; the other ranks get the values in the broadcast below.
                 tensors[name].detach().copy_(values.view(tensors[name].shape))
             return others, reader.manifest.identity
 
-    # All ranks have read before any sends: a rank with a damaged file would leave the others in a broadcast.
+    # All ranks finish reading before any broadcast: otherwise a rank with a damaged file would leave the others waiting.
     read = on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=AFTER_A_FAILED_LOAD)
     refuse_mixed_parts(checkpoint, [identity for _, identity in read])
     others, _ = read[0]
-    # Behind the read: each rank has only its own part, and stages 0 to 2 need the whole.
+    # After the read, each rank has only its own part, and stages 0 to 2 need whole parameters.
     engine.state.share_weights()
     for name in others:
         transport = engine.state.group_of(tensors[name]).all_transport
@@ -241,11 +243,13 @@ def names_in(
     shapes: Mapping[str, tuple[int, ...]],
     checkpoint: Path,
 ) -> dict[int, str]:
-    """id of a tensor of the model → its name in the checkpoint.
+    """Maps the id of each of the model's tensors to its name in the checkpoint.
 
     Args:
-        saved: shapes there.
-        shapes: of the model's whole tensors.
+        saved: the checkpoint's names and shapes.
+        tensors: the model's tensors, by name.
+        shapes: shapes of the model's whole tensors.
+        checkpoint: the checkpoint's folder, for the error.
     """
     name_of = {id(tensors[name]): name for name in saved if name in tensors}
     strange = [name for name, shape in saved.items() if name not in tensors or shapes[name] != shape]
@@ -260,18 +264,18 @@ def names_in(
     return name_of
 
 
-# ---- The weights of a folder from any writer: tensors, files and contents ----
+# ---- The weights in a folder from any writer: tensors, files and contents ----
 
 ADAPTER_SAFE_WEIGHTS_NAME = "adapter_model.safetensors"
-"""peft's. transformers has it, too, and takes half a second to say so."""
+"""peft's file name. transformers defines the same name, but importing transformers takes half a second."""
 
 _ROOT = "model"
-"""Under which weights of one file a rank are read."""
+"""The key under which weights in per-rank files are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """A tensor in a weights file: name, file, shape, dtype as safetensors spells it ("F32"), and bytes."""
+    """A tensor in a weights file: name, file, shape, dtype as spelled by safetensors ("F32"), and bytes."""
 
     name: str
     file: str
@@ -281,32 +285,33 @@ class SavedTensor:
 
     @classmethod
     def packed(cls, name: str, file: str, shape: tuple[int, ...], dtype: str) -> "SavedTensor":
-        """Describes a tensor whose elements take as many bytes as their dtype."""
+        """Describes a tensor whose bytes are its number of elements times its dtype's size."""
         return cls(
             name=name, file=file, shape=shape, dtype=dtype, nbytes=math.prod(shape) * dtype_named(dtype).itemsize
         )
 
 
 def weight_files(folder: Path, number: int = 0) -> list[str]:
-    """Names of the safetensors files that hold a folder's model, in order.
+    """Returns the names of the safetensors files with a folder's model, in order.
 
     Args:
-        number: the model's place among those of `accelerator.save_state`, which numbers files from the second model on.
+        folder: the folder.
+        number: index of the model among those of `accelerator.save_state`, which numbers files from the second model on.
 
     Raises:
-        CheckpointError: there are none, or the index names files that are missing or outside of the folder.
+        CheckpointError: there is no such file, or the index names files which are missing or outside of the folder.
     """
     if not folder.is_dir():
         raise CheckpointError(f"hf_zero: {no_folder(folder)}.")
     index = folder / SAFETENSORS_INDEX_FILE
     if index.is_file() and not number:
-        # Before the index is opened: a folder from the Hub may hold a link to any file.
+        # Before the index is opened, because a folder from the Hub may contain a link to any file.
         refuse_links(folder, [index])
         weight_map = read_mapping(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise CheckpointError(f"hf_zero: {index} is damaged: its weight_map is no mapping from tensors to files.")
         names = sorted(set(weight_map.values()))
-        # An index from the Hub may name any path; only files of this folder are opened.
+        # Open only files of this folder, because an index from the Hub may name any path.
         bad = [n for n in names if not is_inside(n) or Path(n).name != n or not (folder / n).is_file()]
         if bad:
             raise CheckpointError(f"hf_zero: {index} names {bad[0][:200]!r}, which is not a file of {folder}.")
@@ -327,17 +332,17 @@ def weight_files(folder: Path, number: int = 0) -> list[str]:
 
 
 def saved_tensors(folder: Path) -> list[SavedTensor]:
-    """Everything that a folder holds of a model, by headers and manifest alone."""
+    """Returns all tensors of a folder's model, from headers and manifest only."""
     with open_weights(folder) as weights:
         return weights.tensors
 
 
 class Weights(ABC):
-    """A folder's model, a tensor at a time. A context manager.
+    """A folder's model, read one tensor at a time. A context manager.
 
     Attributes:
-        tensors: all that it has.
-        as_in_files: whether they are named and split as `save_pretrained` does it; otherwise as the model's own parameters.
+        tensors: all tensors of the model.
+        as_in_files: whether tensors are named and split as `save_pretrained` does; otherwise like the model's own parameters.
     """
 
     tensors: list[SavedTensor]
@@ -345,7 +350,7 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, tensor: SavedTensor) -> torch.Tensor:
-        """Its values, in its shape, in host memory or mapped from a file."""
+        """Returns a tensor's values in its shape, in host memory or mapped from a file."""
 
     def __enter__(self) -> "Weights":
         return self
@@ -355,7 +360,7 @@ class Weights(ABC):
 
 
 class FileWeights(Weights):
-    """Weights in files that `from_pretrained` reads."""
+    """Weights in files for `from_pretrained`."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -374,7 +379,7 @@ class FileWeights(Weights):
                         SavedTensor(name=name, file=file, shape=shape, dtype=view.get_dtype(), nbytes=nbytes)
                     )
             except Exception as error:
-                # Of a header that is no header, which of its errors safetensors raises is its own matter.
+                # safetensors raises various errors for a damaged header.
                 self._stack.close()
                 raise CheckpointError(f"hf_zero: {folder / file} cannot be read ({error}).") from error
 
@@ -387,9 +392,10 @@ class FileWeights(Weights):
 
 
 class RowWeights(Weights):
-    """Weights in the ranks' rows of a checkpoint of layout `sharded`.
+    """Weights in the ranks' shards of a checkpoint with layout `sharded`.
 
     Args:
+        checkpoint: the checkpoint's folder.
         others: the checkpoint's folders on other hosts' disks.
     """
 
@@ -408,7 +414,7 @@ class RowWeights(Weights):
 
 
 class ForeignWeights(Weights):
-    """Weights in a checkpoint of DeepSpeed ZeRO or FSDP; trained ones in the optimizer's precision."""
+    """Weights in a checkpoint of DeepSpeed ZeRO or FSDP; trained weights in the optimizer's precision."""
 
     as_in_files = False
 
@@ -428,7 +434,7 @@ class ForeignWeights(Weights):
 
 
 class ShardWeights(Weights):
-    """Weights in a file a rank, as `save_pretrained(..., distributed_checkpoint=True)` writes them."""
+    """Weights in one file per rank, as written by `save_pretrained(..., distributed_checkpoint=True)`."""
 
     as_in_files = False
 
@@ -450,10 +456,11 @@ class ShardWeights(Weights):
 
 
 class MasterWeights(Weights):
-    """The fp32 masters of a run in 16 bits, and the weights of parameters without one.
+    """The fp32 master weights of a 16-bit run, and the weights of parameters without a master.
 
     Args:
-        weights: of the same checkpoint.
+        weights: the weights of the same checkpoint.
+        checkpoint, others: see `RowWeights`.
     """
 
     def __init__(self, weights: Weights, checkpoint: Path, others: Sequence[Path] = ()):
@@ -461,7 +468,7 @@ class MasterWeights(Weights):
         self._reader = CheckpointReader(checkpoint / ZERO_FOLDER, [other / ZERO_FOLDER for other in others])
         manifest = self._reader.manifest
         self._mastered = {name for name, kinds in manifest.kinds.items() if MASTER in kinds}
-        # A checkpoint also has masters of other models, and of parameters outside of all.
+        # A checkpoint may also contain masters of further models, and of parameters outside of all models.
         self._mastered = {name for name in self._mastered if is_of_first(name)}
         nameless = sorted(self._mastered - {tensor.name for tensor in weights.tensors})
         if nameless:
@@ -485,17 +492,17 @@ class MasterWeights(Weights):
 
 
 class InFiles(Weights):
-    """A model's own tensors as `save_pretrained` names and splits them: a layer's experts are many tensors in a file.
+    """A model's own tensors as named and split by `save_pretrained`: a layer's experts are many tensors in a file.
 
     Args:
-        weights: by the names of the model.
-        folder: with the model's config.
+        weights: weights under the model's own names.
+        folder: the folder with the model's config.
     """
 
     def __init__(self, weights: Weights, folder: Path):
         self._weights = weights
         self._whole = {tensor.name: tensor for tensor in weights.tensors}
-        # In a process of its own first: what a config asks for may have no end.
+        # First in a separate process, because building the model of an untrusted config may never end.
         expected_tensors(folder, len(self._whole))
         model = meta_model(folder, len(self._whole))
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -504,7 +511,7 @@ class InFiles(Weights):
         self._last: tuple[str, torch.Tensor] | None = None
         self.tensors = [
             SavedTensor.packed(name, folder.name, block.shape, self._whole[block.name].dtype)
-            # Those of one tensor of the model follow each other, so that it is read once.
+            # Blocks of one model tensor follow each other, so each tensor is read once.
             for name, block in sorted(self._blocks.items(), key=lambda item: item[1].name)
         ]
 
@@ -526,7 +533,7 @@ def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
         return RowWeights(folder, others)
     if is_checkpoint_of_ours(folder):
         return FileWeights(folder)
-    # Before the last line: these files end in .safetensors too, and FileWeights would look for one file or an index.
+    # Before the last line, because these files also end in .safetensors, and FileWeights would look for one file or an index.
     if weight_shards_of(folder):
         return ShardWeights(folder)
     return (
@@ -535,5 +542,5 @@ def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
 
 
 def is_checkpoint_of_ours(folder: Path) -> bool:
-    """Whether a folder has a manifest to be held against."""
+    """Whether a folder contains a manifest to check the files against."""
     return (folder / ZERO_FOLDER).is_dir()

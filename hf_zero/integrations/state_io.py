@@ -32,24 +32,25 @@ from ..optimizer.sharded_optimizer import SHARD_MARK
 
 AFTER_A_FAILED_LOAD = "Nothing was trained; resume from another checkpoint."
 
-# ---- Bars for what may take long: on the main rank, on a terminal, and where nobody has turned bars off ----
+# ---- Progress bars for slow work: on the main rank, on a terminal, and unless progress bars are disabled ----
 
 _PATIENCE_S = 1.0
-"""What takes less shows no bar."""
+"""Shorter work shows no bar."""
 _EVERY_S = 0.1
-"""Between two looks of a bar."""
+"""Time between two updates of a bar."""
 
 
 @contextmanager
 def progress_bar(
     what: str, nbytes: int | None = None, *, is_main: bool, done_bytes: int = 0
 ) -> Iterator[Callable[[int], None]]:
-    """A function to call with the bytes of each part that is done. The bar goes when the work ends.
+    """Yields a function to call with the bytes of each finished part. The bar disappears when the work ends.
 
     Args:
-        what: is done, in words.
-        nbytes: in all; None where that is not known.
-        done_bytes: before this begins.
+        what: the work, in words.
+        nbytes: total bytes; None if unknown.
+        is_main: whether this rank shows the bar.
+        done_bytes: bytes finished before.
     """
     with _bar(what, nbytes, is_main=is_main, done_bytes=done_bytes) as bar:
         yield bar.update
@@ -57,7 +58,7 @@ def progress_bar(
 
 @contextmanager
 def progress_of(what: str, *, is_main: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with the bytes that are done and the bytes in all. The bar begins anew where fewer are done."""
+    """Yields a function to call with finished and total bytes. The bar starts again if the finished bytes decrease."""
     with ExitStack() as stack:
         bar: Any = None
 
@@ -72,7 +73,7 @@ def progress_of(what: str, *, is_main: bool = True) -> Iterator[Callable[[int, i
 
 
 def _bar(what: str, nbytes: int | None, *, is_main: bool, done_bytes: int = 0) -> Any:
-    # Here, not above: importing hf_zero does not take the time that the Hub's client takes.
+    # Imported here because the Hub's client is slow to import.
     from huggingface_hub.utils import tqdm
 
     return tqdm(
@@ -84,24 +85,24 @@ def _bar(what: str, nbytes: int | None, *, is_main: bool, done_bytes: int = 0) -
         leave=False,
         delay=_PATIENCE_S,
         mininterval=_EVERY_S,
-        # None: only on a terminal.
+        # None shows the bar only on a terminal.
         disable=None if is_main and _are_wanted() else True,
     )
 
 
 def _are_wanted() -> bool:
-    """Whether `transformers.utils.logging.disable_progress_bar` has not been called. The Hub's own switch its bars heed."""
+    """Whether transformers' progress bars are enabled. The Hub's tqdm follows its own switch."""
     logging = sys.modules.get("transformers.utils.logging")
     return logging is None or logging.is_progress_bar_enabled()
 
 
-# ---- A model's tensors under the names that a checkpoint has them by ----
+# ---- A model's tensors under their names in a checkpoint ----
 
 
 def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the entries of `state_dict` by name, tied weights under each name, without gathering a sharded model."""
     found: dict[str, torch.Tensor] = {}
-    # Duplicates too: `state_dict` has a module that is used twice, and a tied parameter, under each name.
+    # Include duplicates, because `state_dict` contains a module used twice, and a tied parameter, under each name.
     for prefix, module in model.named_modules(remove_duplicate=False):
         kept = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in [*module._parameters.items(), *kept.items()]:
@@ -111,9 +112,9 @@ def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensors_by_saved_name(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns what a checkpoint has of a model, by its names there: of a model with adapters those alone."""
+    """Returns a model's tensors by their names in a checkpoint; only the adapters for a model with adapters."""
     tensors = saved_tensors_of(model)
-    # Here, not above: importing hf_zero does not take the time that transformers takes.
+    # Imported here because transformers is slow to import.
     from transformers.utils import is_peft_available
 
     if not is_peft_available():
@@ -123,15 +124,15 @@ def tensors_by_saved_name(model: nn.Module) -> dict[str, torch.Tensor]:
     return get_peft_model_state_dict(model, tensors) if isinstance(model, PeftModel) else tensors
 
 
-# ---- The weights of a split model as rows of checkpoints: each rank writes its part, without a gather ----
+# ---- The weights of a split model as shards in a checkpoint: each rank writes its part, without a gather ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsPlan:
-    """A rank's part of the model to write: pieces of laid-out files, or rows for its own file in `zero/`.
+    """A rank's part of the model to write: pieces of laid-out files, or shards for its own file in `zero/`.
 
     Attributes:
-        weights: the tensors that all ranks' rows make up, by `save_pretrained`'s names; {} without rows.
+        weights: the tensors composed of all ranks' shards, by `save_pretrained`'s names; {} without shards.
     """
 
     pieces: Sequence[Piece] = ()
@@ -140,9 +141,9 @@ class WeightsPlan:
 
 
 def weight_rows(engine: ZeroEngine) -> WeightsPlan:
-    """Returns this rank's rows of the model, under the model's own names; a tied weight once. Collective."""
+    """Returns this rank's shards of the model under the model's own names, tied weights once. Collective."""
     with engine.sharded.gathered.lend_names():
-        # Inside, parameters have the dtype that they are saved in. That of forward and backward may be another.
+        # Inside, parameters have the dtype of the saved values, which may differ from the dtype of forward and backward.
         tensors = saved_tensors_of(engine.model)
         weights = {
             name: SavedWeight(dtype=dtype_name(name, tensor.dtype), shape=engine.state.box_of(tensor).shape)
@@ -156,7 +157,7 @@ def weight_rows(engine: ZeroEngine) -> WeightsPlan:
         if id(own.parameter) in name_of
     ]
     for name, tensor in _each_once(tensors).items():
-        # Buffers are equal on all ranks, so the first rank writes them.
+        # Buffers are equal on all ranks, so rank 0 writes them.
         writes = (
             engine.state.writes(name, tensor)
             if isinstance(tensor, torch.nn.Parameter)
@@ -168,38 +169,38 @@ def weight_rows(engine: ZeroEngine) -> WeightsPlan:
 
 
 def values_to_save(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that is in no bucket, flat: a parameter's own values, and a copy of a buffer's."""
+    """Returns a tensor outside of all buckets, flat: a parameter's own values, or a copy of a buffer's values."""
     flat = tensor.detach().reshape(-1)
-    # The forward of the next micro-batch may change a buffer. Copies for the optimizer's step would come too late.
+    # The forward of the next micro-batch may change a buffer, before the save copies values at the optimizer's step.
     return flat if isinstance(tensor, nn.Parameter) else flat.clone()
 
 
 def _each_once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    # Reversed: of several names, the first one is the last that is put in, and stays.
+    # Reversed, so the first of several names is assigned last and stays.
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
 
 
-# ---- An optimizer group's settings as JSON values, and back ----
+# ---- An optimizer group's settings to JSON values and back ----
 
 _OF_A_RUN = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "step"}
-"""Settings that schedulers, and steps, put into the groups of any optimizer."""
+"""Settings added to the groups of any optimizer by schedulers and steps."""
 
 
 def tell_apart(saved: Iterable[str], group: Iterable[str]) -> tuple[str, str] | None:
-    """Finds a setting of the saved optimizer alone and one of this run's alone; None where both may be one optimizer.
+    """Returns a setting only the saved optimizer has and one only this run's has; None if both may be the same optimizer.
 
-    One of them alone may have more: releases add settings, and scripts keep some of their own in groups.
+    Additional settings on one side only are accepted, because releases add settings and scripts store their own in groups.
     """
     there, here = set(saved) - _OF_A_RUN, set(group) - _OF_A_RUN - {"params", "param_names"}
     return (min(there - here), min(here - there)) if there - here and here - there else None
 
 
 def restore_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Puts saved group settings (learning rate, betas, …) back; lists become tuples where the group has tuples.
+    """Restores saved group settings (learning rate, betas, …). Lists become tuples if the group has tuples.
 
     Raises:
-        CheckpointError: a setting is of another kind than the group's, such as a string where a number is due.
+        CheckpointError: a setting's type does not fit the group's, for example a string instead of a number.
     """
     for key, value in saved.items():
         current = group.get(key)
@@ -212,9 +213,9 @@ def restore_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def _restored(value: Any, current: Any) -> Any:
-    """Converts a saved setting to the group's form: the same tensor, kind of number, kind of list."""
+    """Converts a saved setting to the form of the group's current value: tensor, number type, tuple or list."""
     if isinstance(current, torch.Tensor) and value is not None:
-        # In the same tensor: a captured or compiled step holds this very one, and would not see another.
+        # Fill the existing tensor, because a captured or compiled step refers to this object.
         return current.fill_(value)
     if isinstance(current, np.generic) and value is not None:
         return type(current)(value)
@@ -226,16 +227,16 @@ def _restored(value: Any, current: Any) -> Any:
 
 
 def _is_alike(value: Any, current: Any) -> bool:
-    """Whether a saved setting can replace the group's. None, on either side, may become anything."""
+    """Whether a saved setting can replace the group's. None on either side fits anything."""
     if value is None or current is None:
         return True
     if isinstance(current, np.generic):
         current = current.item()
-    # Before numbers: a bool is an int, and a saved 0.9 would pass for a switch.
+    # Check bool before numbers, because a bool is an int, and a saved 0.9 would be accepted for a switch.
     if isinstance(current, bool | str) or torch.is_tensor(current):
         kind: Any = (bool, int, float) if torch.is_tensor(current) else type(current)
         return isinstance(value, kind) or torch.is_tensor(value)
-    # A float may have become an int, and the other way round. JSON has integers of any size, and optimizers count in 64 bits.
+    # A float may have become an int and vice versa. JSON integers have any size, but optimizers count in 64 bits.
     if isinstance(current, int | float):
         return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) or torch.is_tensor(value)
     if isinstance(current, tuple | list):
@@ -244,16 +245,16 @@ def _is_alike(value: Any, current: Any) -> bool:
 
 
 def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a group's settings, without its parameters, as JSON values.
+    """Returns a group's settings, except its parameters, as JSON values.
 
     Raises:
-        CheckpointError: one is no such value, such as a function or a tensor of several numbers.
+        CheckpointError: a setting is not a JSON value, for example a function or a tensor of several numbers.
     """
     return {key: _plain(value, key) for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _plain(value: Any, key: str) -> Any:
-    # A learning rate may be a tensor of one number, or a number of numpy's. JSON has neither.
+    # A learning rate may be a one-element tensor or a numpy number, which JSON does not support.
     if isinstance(value, np.generic) or (torch.is_tensor(value) and value.numel() == 1):
         value = value.item()
     if isinstance(value, bool | int | float | str | None):
@@ -270,26 +271,26 @@ def _plain(value: Any, key: str) -> Any:
 
 
 def same_groups(saved: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]) -> bool:
-    """Whether the saved groups hold the same parameters as these."""
+    """Whether the saved groups contain the same parameters as `names`."""
     return [set(group["parameters"]) for group in saved] == [set(group) for group in names]
 
 
-# ---- Masters and optimizer state into an engine, from a checkpoint of whichever format ----
+# ---- Loads master weights and optimizer state into an engine, from a checkpoint of any format ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedOptimizers:
-    """Masters and optimizer state of a checkpoint that fits the run, whose files are open.
+    """Master weights and optimizer state of an open checkpoint which fits the run.
 
     Attributes:
-        settings: groups of the run's optimizers, each with the settings that were saved of it.
-        read: the elements of an interval of one kind of state of a parameter, a 1-D host tensor of its own memory.
-        read_part: the same of a part of the parameter, where it is not read run by run with `read`.
-        kinds_of: the kinds of state of a parameter that have one value an element.
-        scalars_of: a parameter's state that holds for it as a whole (`step`).
-        own_values: for each optimizer the values that its class adds to `state_dict()`.
-        origin: who wrote it, in words; None is hf_zero.
-        identity: of the save that wrote this rank's part; None of others' checkpoints.
+        settings: the groups of the run's optimizers, each with its saved settings.
+        read: returns an interval of one kind of a parameter's state, as a 1-D host tensor with its own memory.
+        read_part: the same for a part of the parameter; None to read the part interval by interval with `read`.
+        kinds_of: returns the kinds of a parameter's state with one value per element.
+        scalars_of: returns the state which belongs to a parameter as a whole (`step`).
+        own_values: for each optimizer, the values its class adds to `state_dict()`.
+        origin: the writer, in words; None for hf_zero.
+        identity: identity of the save which wrote this rank's part; None for foreign checkpoints.
     """
 
     settings: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -302,7 +303,7 @@ class SavedOptimizers:
     identity: SaveIdentity | None = None
 
     def part(self, kind: str, name: str, box: Box, interval: Interval) -> torch.Tensor:
-        """The elements `interval` of a part of one kind of state of a parameter."""
+        """Returns the elements `interval` of a part of one kind of a parameter's state."""
         if self.read_part is not None:
             return self.read_part(kind, name, box, interval)
         return read_part(box, interval, partial(self.read, kind, name))
@@ -311,11 +312,13 @@ class SavedOptimizers:
 def refuse_other_state(
     path: Path, optimizer: torch.optim.Optimizer, group: dict[str, Any], settings: dict[str, Any], found: Iterable[str]
 ) -> None:
-    """Raises `CheckpointError` where the state that a file has of a matrix is of another optimizer: files name no class.
+    """Raises `CheckpointError` if a matrix's saved state is of a different optimizer. Some files do not name the class.
 
     Args:
-        group, settings: of the run's optimizer, and those of the file that it takes.
-        found: names of the state; none where it was saved before the first step.
+        path: the file, for the error.
+        optimizer: the run's optimizer.
+        group, settings: a group of the optimizer, and the settings it gets from the file.
+        found: names of the saved state; empty if saved before the first step.
     """
     there = set(found)
     missing = state_names(optimizer, group | settings) - there
@@ -327,17 +330,17 @@ def refuse_other_state(
 
 
 Opens = Callable[[Path, EngineState], AbstractContextManager[SavedOptimizers]]
-"""Opens a checkpoint of one format for this rank. Raises `CheckpointError` where it is damaged or does not fit the run."""
+"""Opens a checkpoint of one format for this rank. Raises `CheckpointError` if damaged or unfit for the run."""
 
 
 def load_state(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
-    """Replaces masters, optimizer state and the settings of groups by saved ones; returns their `origin`. Collective.
+    """Replaces master weights, optimizer state and group settings by saved ones; returns their `origin`. Collective.
 
-    The parameters themselves are loaded beforehand. Every rank reads the bytes of its own rows, whatever world size and stage
-    wrote them.
+    Load the parameters beforehand. Every rank reads only the bytes of its own shards, regardless of the world size and stage
+    of the save.
 
     Raises:
-        CheckpointError: on every rank: not finished, damaged, or of another model or optimizer.
+        CheckpointError: on every rank, if the checkpoint is incomplete, damaged, or of a different model or optimizer.
     """
     loaded = on_all_ranks(
         engine.world.exchange,
@@ -346,17 +349,17 @@ def load_state(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
         then=AFTER_A_FAILED_LOAD,
     )
     refuse_mixed_parts(path, [identity for _, identity in loaded])
-    # Only after the agreement of all ranks: a rank with a damaged file would leave the others in a gather.
+    # Only after all ranks agree: a rank with a damaged file would leave the others waiting in a gather.
     engine.state.share_outside()
     return loaded[0][0]
 
 
 def refuse_mixed_parts(path: Path, identities: Sequence[SaveIdentity | None]) -> None:
-    """Raises `CheckpointError` if ranks, each on its own host's disk, have read parts of different saves.
+    """Raises `CheckpointError` if ranks, each reading its own host's disk, have read parts of different saves.
 
     Args:
-        path: the folder that they have read.
-        identities: of the ranks' parts, in rank order.
+        path: the folder read.
+        identities: identities of the ranks' parts, in rank order.
     """
     first = identities[0]
     for rank, identity in enumerate(identities):
@@ -375,7 +378,7 @@ def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> tuple[str | None,
                 box = boxes.get(name)
                 values = saved.read(kind, name, interval) if box is None else saved.part(kind, name, box, interval)
                 show(values.nbytes)
-                # As torch's own `load_state_dict` has it: state in the dtype that is stepped.
+                # Like torch's `load_state_dict`: cast the state to the dtype of the stepped tensor.
                 is_alike = saved.origin is None or not values.is_floating_point()
                 return values if is_alike else values.to(dtypes[name])
 
@@ -385,18 +388,20 @@ def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> tuple[str | None,
         return saved.origin, saved.identity
 
 
-# ---- An engine's state into a checkpoint folder and back ----
+# ---- Saves an engine's state to a checkpoint folder and loads it ----
 
 ZERO_FOLDER = "zero"
 
 
 def write_state(engine: ZeroEngine, folder: str | Path, save: str | None = None) -> Manifest:
-    """Writes masters and optimizer state to `folder`, every rank its own rows; returns the manifest to seal. Collective.
+    """Writes master weights and optimizer state to `folder`, every rank its own shards; returns the manifest to seal. Collective.
 
-    Of a model that is split over ranks it writes the weights too.
+    For a model split over ranks, also writes the weights.
 
     Args:
-        save: ID of the save, the same on every rank; None is a new one.
+        engine: the engine.
+        folder: the folder to write to.
+        save: ID of the save, equal on every rank; None for a new one.
     """
     if engine.state.is_split:
         model = weight_rows(engine)
@@ -417,12 +422,14 @@ def plan_state(
     with_state: bool = True,
     weights: Sequence[Row] = (),
 ) -> tuple[Manifest, list[Piece]]:
-    """Makes the files of masters and optimizer state; returns the manifest to seal and this rank's part. Collective.
+    """Creates the files of master weights and optimizer state. Returns the manifest to seal and this rank's part. Collective.
 
     Args:
-        save: ID of the save, the same on every rank; None is a new one.
-        with_state: False writes none, for a checkpoint of the model alone.
-        weights: this rank's rows of the model itself.
+        engine: the engine.
+        folder: the folder to write to.
+        save: ID of the save, equal on every rank; None for a new one.
+        with_state: False writes no optimizer state, for a checkpoint of the model only.
+        weights: this rank's shards of the model itself.
     """
     groups = engine.world_groups
     saved = engine.state.to_save() if with_state else SavedState()
@@ -439,7 +446,7 @@ def plan_state(
         rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in saved.rows)],
         shapes=engine.state.shapes(),
         scalars=saved.scalars,
-        # Called within the work of all ranks: an optimizer that cannot be saved has to fail on all of them alike.
+        # Called inside the collective work, so an optimizer which cannot be saved fails on all ranks.
         optimizers=lambda: [_described(optimizer, group_names) for optimizer, group_names in saved.groups],
         exchange=engine.world.exchange,
         own_shapes=own_shapes,
@@ -448,10 +455,10 @@ def plan_state(
 
 
 def _described(optimizer: torch.optim.Optimizer, group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """An optimizer's class and its groups.
+    """Returns an optimizer's class and groups as JSON values.
 
     Raises:
-        CheckpointError: it has settings, or state beside that of its parameters, which cannot be saved.
+        CheckpointError: the settings, or state not belonging to a parameter, cannot be saved.
     """
     name, loose = type(optimizer).__name__, [key for key in optimizer.state if not torch.is_tensor(key)]
     if loose:
@@ -471,10 +478,10 @@ def _described(optimizer: torch.optim.Optimizer, group_names: Sequence[Sequence[
 
 
 def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the values that the optimizer's class adds to `state_dict()`, as JSON values.
+    """Returns the values which the optimizer's class adds to `state_dict()`, as JSON values.
 
     Raises:
-        CheckpointError: one is no such value.
+        CheckpointError: a value is not a JSON value.
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return {}
@@ -483,7 +490,7 @@ def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _restore_own_values(optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
-    """Passes saved values of the optimizer's class to its `load_state_dict`, and leaves the state of parameters alone."""
+    """Passes saved values of the optimizer's class to its `load_state_dict`, without changing the parameters' state."""
     if own:
         state = optimizer.state
         groups = optimizer.state_dict()["param_groups"]
@@ -501,10 +508,16 @@ def seal_state(
     disk: Disk | None = None,
     exchange: Exchange | None = None,
 ) -> None:
-    """Writes the manifest, which makes `root` a finished checkpoint. Collective, by `exchange` or the engine's own.
+    """Writes the manifest, which makes `root` a complete checkpoint. Collective, through `exchange` or the engine's own.
 
     Args:
-        disk: that `root` is on; by default one that all ranks see.
+        engine: the engine.
+        root: the checkpoint's folder.
+        manifest: the manifest to write.
+        folder: the engine's folder inside `root`.
+        within: prefix of the manifest's file names.
+        disk: the disk of `root`; by default one shared by all ranks.
+        exchange: replaces the engine's own exchange, for an asynchronous save.
     """
     groups = engine.world_groups
     disk = disk or Disk.shared(groups.rank, groups.world_size)
@@ -512,18 +525,18 @@ def seal_state(
 
 
 def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
-    """Estimates the disk space of a checkpoint of this engine: whole weights, and the state of this disk's ranks. Collective."""
+    """Estimates the disk space of this engine's checkpoint: whole weights, and this disk's ranks' state. Collective."""
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
     states = engine.world.exchange(sum(row.tensor.nbytes for row in engine.state.rows_to_save()))
     return weights + sum(states[rank] for rank in disk.ranks)
 
 
 def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
-    """Raises `CheckpointError` on every rank unless the checkpoint is whole and unchanged. Collective."""
+    """Raises `CheckpointError` on every rank unless the checkpoint is complete and unchanged. Collective."""
     groups = engine.world_groups
     with progress_of(f"checking {root.name}", is_main=groups.rank == 0) as show:
         mine = findings_in(root, folder, rank=groups.rank, world_size=groups.world_size, on_progress=show)
-    # Each rank has checked its share of the files, and all raise the same.
+    # Each rank has checked its share of the files, and all raise the same error.
     found = agreed(engine.world.exchange, mine)
     if found.faults:
         raise CheckpointError(
@@ -534,20 +547,21 @@ def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
 
 
 def load_engine(engine: ZeroEngine, folder: str | Path) -> None:
-    """Replaces masters and optimizer state by those of one of our checkpoints, see `load_state`. Collective."""
+    """Replaces master weights and optimizer state by those of one of our checkpoints; see `load_state`. Collective."""
     load_state(engine, Path(folder), open_own)
 
 
 @contextmanager
 def open_own(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
-    """The `zero/` folder of one of our checkpoints, for `load_state`."""
+    """Opens the `zero/` folder of one of our checkpoints, for `load_state`."""
     with CheckpointReader(folder) as reader:
-        # Before any byte of state: a checkpoint of another model would fail somewhere in the middle.
+        # Before reading any state, because a different model's checkpoint would fail halfway.
         reader.check_names(state.shapes())
         settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
         own_values: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
         for (optimizer, names), saved in zip(state.groups(), _saved_optimizers(state, reader, folder)):
-            # State is found by name, settings by group: with other groups, weight decay would move to other parameters.
+            # State is found by name and settings by group: with different groups, weight decay would apply to different
+            # parameters.
             if not same_groups(saved["groups"], names):
                 raise CheckpointError(
                     f"hf_zero: {folder}: the parameter groups of {saved['class']} hold other parameters than the "
@@ -568,7 +582,7 @@ def open_own(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
 
 
 def _refuse_namesake(name: str, saved: dict[str, Any], group: dict[str, Any], folder: Path) -> None:
-    """Raises `CheckpointError` where two optimizers are called alike, as transformers' and torch's Adafactor, and are not."""
+    """Raises `CheckpointError` for different optimizers with the same class name, such as transformers' and torch's Adafactor."""
     differing = tell_apart(saved, group)
     if differing is not None:
         there, here = differing
@@ -591,14 +605,16 @@ def _saved_optimizers(state: EngineState, reader: CheckpointReader, folder: Path
     return saved
 
 
-# ---- The line of a resumed run: folder, step, and origin ----
+# ---- The message of a resumed run: folder, step and origin ----
 
 
 def say_resumed(engine: ZeroEngine, folder: str | Path, origin: str | None = None) -> None:
-    """Prints the line to stderr, on rank 0 only.
+    """Prints the message to stderr, on rank 0 only.
 
     Args:
-        origin: of the folder, such as "plain Trainer"; None for hf_zero.
+        engine: the engine.
+        folder: the checkpoint's folder.
+        origin: the checkpoint's writer, such as "plain Trainer"; None for hf_zero.
     """
     if engine.world_groups.rank != 0:
         return
@@ -615,7 +631,7 @@ def _by(ranks: int, stage: int) -> str:
 
 
 def _progress(folder: Path, manifest: Manifest | None) -> str:
-    """Returns Trainer's step, or the optimizer's count of steps, if there is one."""
+    """Returns Trainer's step, or the optimizer's step count, if there is one."""
     if (folder / STATE_NAME).is_file():
         return f" at step {shown(json.loads((folder / STATE_NAME).read_text(encoding='utf-8'))['global_step'])}"
     steps = 0 if manifest is None else steps_of(folder)
@@ -623,9 +639,9 @@ def _progress(folder: Path, manifest: Manifest | None) -> str:
 
 
 def steps_of(folder: Path) -> int:
-    """The optimizer steps before a state: those that it was saved with, or in one that does not tell, its optimizer's count."""
+    """Returns the optimizer steps before a saved state: the manifest's number, or else the optimizer's own count."""
     manifest = Manifest.read(folder / ZERO_FOLDER)
-    # The optimizer's own count is a guess: Adam's counts the steps of each parameter, and others count none.
+    # The optimizer's own count is a guess: Adam counts the steps of each parameter, and some optimizers count none.
     if manifest.step is not None:
         return manifest.step
     counts = [scalars["step"] for scalars in manifest.scalars.values() if "step" in scalars]

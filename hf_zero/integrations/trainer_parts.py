@@ -1,4 +1,4 @@
-"""Parts of Trainer's loop: figures of a step, loading, rescued steps, rows of a step."""
+"""Parts of Trainer's loop: figures of a step, loading, micro-batches in parts, samples per step."""
 
 import inspect
 import sys
@@ -33,30 +33,30 @@ from ..optimizer.bucket_state import is_of_torch, unsaved_state
 from .elastic import Batch, DataPosition, same_global_batch
 from .state_io import ZERO_FOLDER, SavedOptimizers, refuse_other_state
 
-# ---- The frozen model below adapters: not saved with them, but known again ----
+# ---- The frozen model below adapters: not saved with the adapters, but identified by a checksum ----
 
 
 class FrozenBase:
-    """Identifies the frozen model to which a checkpoint of adapters belongs."""
+    """Identifies the frozen base model of an adapter checkpoint."""
 
     def __init__(self, engine: ZeroEngine):
         self._engine = engine
         self._checksum: str | None = None
 
     def checksum(self) -> str | None:
-        """XXH3 64-bit hash, in hexadecimal, of the frozen parameters and their names; None for a model that is saved whole.
+        """Returns the XXH3 64-bit hash, in hexadecimal, of the frozen parameters and their names; None without adapters.
 
-        Collective. They do not change, and are read once: at stage 3 gathered one at a time.
+        Collective. The parameters are read only once, because they do not change; at stage 3 they are gathered one at a time.
         """
         if self._checksum is None and _has_adapters(self._engine.model):
             digest = xxhash.xxh3_64()
-            # Left out of the checksum, which has to be one for all stages: at stage 3 alone the model has these scales as
-            # parameters.
+            # Exclude these scales, because they are parameters of the model only at stage 3, and the checksum must be equal
+            # for all stages.
             scales = added_scales(self._engine.model)
             for name, parameter in self._engine.model.named_parameters():
                 if not parameter.requires_grad and parameter not in scales:
                     with self._engine.gathered(parameter):
-                        # As bytes: numpy has no bfloat16, and the hash is of the bits.
+                        # View as bytes: numpy has no bfloat16, and the hash is over the bits anyway.
                         values = parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
                         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
                         digest.update(values.numpy())
@@ -65,7 +65,7 @@ class FrozenBase:
 
 
 def refuse_other_base(engine: ZeroEngine, checkpoint: Path) -> None:
-    """Raises unless the adapters of a checkpoint belong to this model's frozen parameters. Collective.
+    """Refuses a checkpoint's adapters unless they belong to this model's frozen parameters. Collective.
 
     Raises:
         CheckpointError: on every rank.
@@ -87,23 +87,23 @@ def _has_adapters(model: torch.nn.Module) -> bool:
     return isinstance(model, PeftModel)
 
 
-# ---- The optimizer file of a plain Trainer run, read into an engine ----
+# ---- Reads the optimizer file of a plain Trainer run into an engine ----
 
 _TELLING = (
     *("betas", "momentum", "momentum_decay", "alpha", "rho", "lr_decay", "etas"),
     *("clip_threshold", "beta2_decay", "ns_steps"),
 )
-"""Settings that some kinds of optimizer have and others have not."""
+"""Settings which distinguish kinds of optimizers."""
 
 
 @contextmanager
 def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizers]:
-    """The whole optimizer state that Trainer wrote without hf_zero (`optimizer.pt`), for `load_state`.
+    """Opens the whole optimizer state written by Trainer without hf_zero (`optimizer.pt`), for `load_state`.
 
-    The file is memory-mapped, so that a rank reads the bytes of its own rows.
+    The file is memory-mapped, so a rank reads only the bytes of its own shards.
 
     Raises:
-        CheckpointError: another kind of optimizer, other groups, or parameters of other sizes.
+        CheckpointError: the optimizer, its groups or the parameters' sizes are different.
     """
     try:
         saved = load_tensors(file)
@@ -129,7 +129,7 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
     }
     for name, values in state.items():
         for kind, value in values.items():
-            # A factor of rows or columns has some of the parameter's dimensions.
+            # Factors of rows or columns (Adafactor) have only some of the parameter's dimensions.
             if torch.is_tensor(value) and not {1, *shapes[name]}.issuperset(value.shape):
                 raise CheckpointError(
                     f"hf_zero: {file}: {kind} of {name!r} has shape {tuple(value.shape)}, and the parameter has {shapes[name]}. "
@@ -138,7 +138,7 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
 
     for group, names, theirs in zip(optimizer.param_groups, group_names, saved["param_groups"]):
         taken = {key: value for key, value in theirs.items() if key != "params"}
-        # One matrix of a group tells for all: the group has one optimizer and one set of settings.
+        # Checking one matrix per group suffices, because a group has one optimizer and one set of settings.
         for name in [name for name in names if len(shapes[name]) == 2][:1]:
             refuse_other_state(file, optimizer, group, taken, state[name])
 
@@ -162,7 +162,7 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
 
 
 def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, Any], file: Path) -> None:
-    """The file does not name the class, so its settings have to tell: Adam has betas, SGD has momentum."""
+    """Compares the settings, because the file does not name the class: Adam has betas, SGD has momentum."""
     for setting in _TELLING:
         if (setting in saved) != (setting in group):
             has, here = ("has", "has not") if setting in saved else ("does not have", "has")
@@ -173,15 +173,15 @@ def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, A
 
 
 def _own(value: Any) -> Any:
-    # A view of the mapped file would keep all of it open.
+    # Cloned, because a view of the mapped file would keep the whole file open.
     return value.clone() if torch.is_tensor(value) else value
 
 
-# ---- The engine's settings in what trackers keep of a run ----
+# ---- The engine's settings in the run configuration stored by trackers ----
 
 
 class _Settings(NamedTuple):
-    """In the place of a `parallelism_config`, of which training arguments ask this when trackers ask them."""
+    """Replaces `parallelism_config`, on which training arguments call `to_json` when trackers read the arguments."""
 
     config: ZeroConfig
 
@@ -191,9 +191,10 @@ class _Settings(NamedTuple):
 
 @contextmanager
 def told_to_trackers(trainer: Any) -> Iterator[None]:
-    """Shows the engine's settings in the training arguments while callbacks set their trackers up.
+    """Shows the engine's settings in the training arguments while callbacks set up their trackers.
 
-    `--zero` has them there already. Not for longer: Trainer saves its arguments, and others read them without hf_zero.
+    With `--zero` the arguments already contain them. Removed afterwards, because Trainer saves its arguments, and programs
+    without hf_zero must be able to load them.
     """
     args, handler = trainer.args, trainer.callback_handler
     if args.parallelism_config is not None:
@@ -212,13 +213,13 @@ def told_to_trackers(trainer: Any) -> Iterator[None]:
         yield
 
 
-# ---- Bytes, waits and seconds of a step as `zero/...` in Trainer's log: means since the last entry ----
+# ---- Bytes, waits and seconds per step as `zero/...` in Trainer's log: means since the last entry ----
 
 _MIB = 2**20
 
 
 def _refuse_unsaved_state(args: TrainingArguments, engine: ZeroEngine) -> None:
-    """Raises ConfigError if the Trainer is to save state that no checkpoint can hold: the first save would end the run."""
+    """Raises ConfigError if Trainer is set to save optimizer state which no checkpoint can store."""
     if args.save_strategy == SaveStrategy.NO or args.save_only_model:
         return
     for optimizer, _ in engine.state.groups():
@@ -231,7 +232,7 @@ def _refuse_unsaved_state(args: TrainingArguments, engine: ZeroEngine) -> None:
 
 
 class StepFigures(TrainerCallback):
-    """A Trainer's figures, on the rank that logs. A callback, so that work before the first step is left out."""
+    """Measures a Trainer's figures on the logging rank. As a callback, it excludes work before the first step."""
 
     def __init__(self) -> None:
         self._before: CommReport | None = None
@@ -261,12 +262,14 @@ class StepFigures(TrainerCallback):
         self._clock.stand_still()
 
     def since_the_last(self, engine: ZeroEngine, step: int, *, all_of_them: bool) -> dict[str, float]:
-        """Returns the mean figures of a step since the last call, or since training began.
+        """Returns the mean figures of a step since the last call, or since the start of training.
 
-        A figure that is nothing in this run, such as what one rank sends or what one node sends to others, is left out.
+        Figures without meaning in this run are omitted, for example bytes sent with one rank or between nodes with one node.
 
         Args:
-            all_of_them: else peak memory and rows a second alone: each figure is a part of every line that Trainer prints.
+            engine: the engine.
+            step: the current step.
+            all_of_them: False returns only peak memory and samples per second, to keep Trainer's printed lines short.
         """
         now, before, steps = engine.comm_report(), self._before, step - self._step
         self._before, self._step = now, step
@@ -289,7 +292,7 @@ class StepFigures(TrainerCallback):
 
 
 class _StepClock:
-    """Seconds of training, without those from the end of a step to the next where an evaluation or a save is between."""
+    """Measures seconds of training, excluding the time between two steps if there was an evaluation or a save."""
 
     def __init__(self) -> None:
         self._since_s = self._ended_s = time.perf_counter()
@@ -308,7 +311,7 @@ class _StepClock:
         self._stands_still = True
 
     def taken(self) -> float:
-        """Since this was last asked."""
+        """Returns the seconds since the last call."""
         now_s = time.perf_counter()
         seconds = now_s - self._since_s - self._aside_s
         self._since_s = self._ended_s = now_s
@@ -316,23 +319,23 @@ class _StepClock:
         return seconds
 
 
-# ---- Files of a checkpoint that Trainer and torch load in their own way, and what is said when they cannot ----
+# ---- Clear errors for checkpoint files loaded by Trainer and torch ----
 
 
 @contextmanager
 def named_when_damaged(path: str | Path | None, what: str) -> Iterator[None]:
-    """Replaces any error of a loading file by a `CheckpointError` with the file's name.
+    """Replaces any error while loading a file by a `CheckpointError` with the file's name.
 
     Args:
-        path: None where there is nothing to load, and the loader does nothing.
-        what: that is loaded, in words ("the random states").
+        path: the file; None if the loader has nothing to load.
+        what: the loaded content, in words ("the random states").
     """
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        # Of a pickle that holds something else than is due, each loader has errors of its own.
+        # Catch all, because each loader raises its own errors for a pickle with unexpected content.
         raise CheckpointError(
             f"hf_zero: {what} of {path} cannot be loaded ({type(error).__name__}: {_reason(error)}). Nothing was trained: "
             "restore the file, or resume from another checkpoint."
@@ -341,7 +344,7 @@ def named_when_damaged(path: str | Path | None, what: str) -> Iterator[None]:
 
 @contextmanager
 def named_when_of_another_model(checkpoint: Path, model_name: str) -> Iterator[None]:
-    """Replaces any error of loading weights into a model by a `CheckpointError`."""
+    """Replaces any error while loading weights into a model by a `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -354,26 +357,29 @@ def named_when_of_another_model(checkpoint: Path, model_name: str) -> Iterator[N
 
 
 def _reason(error: Exception) -> str:
-    # torch names the model in the first line and each tensor in one of its own.
+    # torch names the model in the first line, and one tensor in each following line.
     return shown("; ".join(line.strip() for line in str(error).splitlines()[:3]), 400)
 
 
-# ---- Trainer's micro-batches in parts, where memory runs out ----
+# ---- Trainer's micro-batches in parts, after an out-of-memory error ----
 
 
 def pass_of(
     trainer: Trainer, stock: Any, model: nn.Module, num_items_in_batch: Any
 ) -> Callable[[Any, float], torch.Tensor]:
-    """Returns a function that takes some rows of a micro-batch.
+    """Returns a function which runs a training step on some samples of a micro-batch.
 
     Args:
+        trainer: the Trainer.
         stock: the Trainer's own `training_step`.
-        num_items_in_batch: what the whole step's loss is divided by: a sum over rows, whose parts are sums too.
+        model: the prepared model.
+        num_items_in_batch: divides the loss of the whole step. If the loss is a sum over items, parts of it are sums too.
     """
     is_sum = _is_sum(trainer, model, num_items_in_batch)
 
     def run(inputs: Any, weight: float) -> torch.Tensor:
-        # Parts of a sum are added as they are. A part of weight 0 runs for the other ranks' sake, and must add nothing.
+        # Parts of a sum are added unweighted. A part of weight 0 runs only because other ranks wait for its collectives, and
+        # must add nothing.
         with _weighted_loss(trainer, float(weight > 0) if is_sum else weight):
             return stock(model, inputs, num_items_in_batch)
 
@@ -381,17 +387,17 @@ def pass_of(
 
 
 def ignores_num_items(head: nn.Module) -> bool:
-    """Whether a model's loss stays a mean for any `num_items_in_batch`, as far as its source tells."""
+    """Whether a model's loss remains a mean for any `num_items_in_batch`, judged by the source of its forward."""
     try:
         source = inspect.getsource(type(head).forward)
     except (OSError, TypeError):
-        # No source to judge by (a compiled or generated class).
+        # Without source code (a compiled or generated class), assume not.
         return False
     return "loss_function" not in source and "num_items_in_batch" not in source and "CrossEntropyLoss" in source
 
 
 def _is_sum(trainer: Any, model: nn.Module, num_items_in_batch: Any) -> bool:
-    """Whether the loss is divided by the items of the whole step: by Trainer's rule, with exceptions for some heads."""
+    """Whether the loss is divided by the items of the whole step: Trainer's rule, with exceptions for some heads."""
     said = getattr(trainer, "loss_is_scaled_for_ga", None)
     if said is not None:
         return bool(said)
@@ -418,7 +424,7 @@ def _weighted_loss(trainer: Any, weight: float) -> Iterator[None]:
 
 @contextmanager
 def whole_logits(engine: ZeroEngine | None, sp_size: int, *, wanted: bool) -> Iterator[None]:
-    """Gathers the logits of sequences that lie on several ranks only where they are wanted: they may not fit one rank."""
+    """Gathers the logits of sequences split over ranks only if wanted, because they may not fit on one rank."""
     parallel = None if engine is None or sp_size == 1 else extra("sequence", "sequence_parallel_of")(engine.model)
     if parallel is None:
         yield
@@ -432,8 +438,8 @@ def whole_logits(engine: ZeroEngine | None, sp_size: int, *, wanted: bool) -> It
 
 # ---- Evaluators of sentence-transformers at stage 3 ----
 #
-# Its Trainer runs an evaluator on the first rank, which sends each rank its part of the texts. Parts may have different numbers
-# of batches, and a part may have no text. At stage 3, the other ranks would wait for a forward that this rank does not run.
+# sentence-transformers' Trainer runs an evaluator on rank 0, which sends each rank a part of the texts. Parts may have
+# different numbers of batches or no text. At stage 3, ranks would wait for a forward which another rank does not run.
 
 
 @contextmanager
@@ -453,14 +459,14 @@ def evaluators_on_all_ranks() -> Iterator[None]:
         yield
 
 
-# ---- A resumed Trainer takes as many rows a step as before, from its data position, on any number of ranks ----
+# ---- A resumed Trainer keeps the number of samples per step and the data position, on any number of ranks ----
 
 
 class RowsOfAStep:
-    """Knows the number of rows of one Trainer's steps, and the next ones.
+    """Computes the number of samples per step of one Trainer, and the data position.
 
     Attributes:
-        steps_in_epoch: micro-batches of a rank in a pass over the data; set when training begins.
+        steps_in_epoch: micro-batches of one rank in a pass over the data; set when training begins.
     """
 
     def __init__(self, trainer: Trainer):
@@ -469,11 +475,11 @@ class RowsOfAStep:
         self.steps_in_epoch = 0
 
     def go_on_from(self, checkpoint: str) -> None:
-        """Sets accumulation, and the micro-batch where need be, so that steps take the rows that the checkpoint's took.
+        """Sets accumulation, and the micro-batch size if necessary, for as many samples per step as the checkpoint's run.
 
         Raises:
-            CheckpointError: the checkpoint's file about that is damaged.
-            ValueError: a step has fewer rows than there are ranks.
+            CheckpointError: the checkpoint's data position file is damaged.
+            ValueError: a step has fewer samples than there are ranks.
         """
         self._former = DataPosition.read(Path(checkpoint))
         if self._former is None:
@@ -484,7 +490,7 @@ class RowsOfAStep:
             return
         batch = same_global_batch(wanted, rows=now.rows, world_size=now.world_size)
         args.gradient_accumulation_steps = batch.accumulation
-        # `train_batch_size` multiplies by the GPUs of this process again.
+        # Divided, because `train_batch_size` multiplies by the GPUs of this process again.
         args.per_device_train_batch_size = batch.rows // max(1, args.n_gpu)
         self._trainer._train_batch_size = args.train_batch_size
         if batch.global_rows == wanted:
@@ -498,10 +504,10 @@ class RowsOfAStep:
             )
 
     def skipped_batches(self, epochs: int, batches: int) -> tuple[int, int]:
-        """Whole passes over the data, and a rank's micro-batches of the next, that were trained on before the checkpoint.
+        """Returns the passes over the data, and a rank's micro-batches of the next pass, trained before the checkpoint.
 
         Args:
-            epochs, batches: that Trainer comes to, which counts steps of the present size.
+            epochs, batches: Trainer's own values, computed with the present step size.
         """
         former, now = self._former, self._batch
         if former is None or former.global_rows == now.global_rows or self._trainer.args.ignore_data_skip:
@@ -512,12 +518,13 @@ class RowsOfAStep:
         return former.epoch, steps * now.accumulation
 
     def position(self) -> DataPosition:
-        """Returns the position of training behind a step."""
+        """Returns the data position after a step."""
         done = self._trainer.state.epoch or 0.0
-        # Rounded: Trainer's epoch is a quotient in floating point, and may lie just below a whole batch.
+        # Rounded, because Trainer's epoch is a floating-point quotient and may be slightly below a whole batch.
         batches = round(done * self.steps_in_epoch)
         epoch, batches = divmod(batches, max(1, self.steps_in_epoch))
-        # The rows that the run began with: a start on ranks that cannot share them evenly must not hand its own number on.
+        # Keep the original number of samples: a restart on ranks which cannot share them evenly must not pass on its own
+        # number.
         wanted = self._batch.global_rows if self._former is None else self._former.global_rows
         return DataPosition(global_rows=wanted, epoch=epoch, rows=batches * self._batch.rows_of_a_round)
 
@@ -525,9 +532,9 @@ class RowsOfAStep:
     def _batch(self) -> Batch:
         args, trainer = self._trainer.args, self._trainer
         in_all = trainer.get_total_train_batch_size(args)
-        # Not by the arguments, which do not follow `auto_find_batch_size`.
+        # From the Trainer, because the arguments do not follow `auto_find_batch_size`.
         rows, accumulation = trainer._train_batch_size, args.gradient_accumulation_steps
-        # With split batches a batch is dealt to all ranks, however many they are.
+        # With split batches, each batch is dealt to all ranks, so the number of ranks does not matter.
         ranks = 1 if args.accelerator_config.split_batches else in_all // (rows * accumulation)
         return Batch(rows=rows, accumulation=accumulation, world_size=ranks)
 

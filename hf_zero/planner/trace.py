@@ -32,13 +32,13 @@ from ..hooks.tensors import differentiable_tensors
 from .batches import exchanged_bytes, inner_model, part_of
 from .meta_models import checkpoint, is_checkpointed
 
-# ---- The memory of a micro-batch: a forward and a backward on tensors without memory, counted while they live ----
+# ---- The memory of a micro-batch: a forward and a backward on fake tensors, counted while they live ----
 #
-# [Note: a trace] FakeTensorMode runs a model's own forward and autograd's own backward, and only the kernels do nothing. So
-# the trace sees what the attention implementation in use saves, what is saved twice or as a view, what checkpointing drops
-# and recomputes, casts of autocast and of the loss, and the moment at which each goes. Storages are counted, from their
-# birth until the last reference to them goes. What a kernel takes for itself inside one call is not seen. Tensors pass for
-# ones of the GPU where one is in use: attention by `sdpa` and dropout save other tensors there than on the host.
+# [Note: a trace] FakeTensorMode runs the model's own forward and autograd's own backward; only the kernels do nothing. So the
+# trace sees which tensors the current attention implementation saves, tensors saved twice or as views, recomputation by
+# checkpointing, casts by autocast and by the loss, and when each tensor is freed. Storages are counted from their allocation
+# until their last reference is dropped. Memory used inside a single kernel call is not counted. If a GPU is in use, the fake
+# tensors claim to be on it, because `sdpa` attention and dropout save different tensors on a GPU than on the host.
 
 _log = logging.getLogger(__name__)
 
@@ -47,21 +47,21 @@ _ATTENTION_ON_HOST = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _ITS_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _ASKS_FOR_DEVICE = torch.ops.prim.device.default
-"""Two of three calls in a trace: autograd asks it of every gradient."""
+"""Makes up two thirds of the calls in a trace, because autograd calls it for every gradient."""
 
 _SUM = torch.ops.aten.add.Tensor
 
 _PRODUCT_IN_FOUR_BITS = "bitsandbytes.gemm_4bit"
-"""Of inputs, codes and the weight's shape: of outputs and inputs."""
+"""Arguments: inputs, codes and the weight's shape (outputs, inputs)."""
 
 _BETWEEN_RANKS = ("c10d", "_c10d_functional")
-"""Where torch has its collectives among operations."""
+"""Namespaces of torch's collectives."""
 
 _TILE = 4096, 32768
-"""Tokens and words of a tile of logits, as TRL's loss in chunks cuts them. Liger's and torch's tiles are smaller."""
+"""Tokens and words per tile of logits in TRL's chunked loss. Liger's and torch's tiles are smaller."""
 
 _TILES_ON_HOST = 8
-"""That TRL's loss has at a time where no Triton kernel computes in place."""
+"""Tiles alive at a time in TRL's loss, if no Triton kernel computes in place."""
 
 Batch = Mapping[str, Any]
 
@@ -78,16 +78,18 @@ def trace(
     on_host: bool = True,
     sp_size: int = 1,
 ) -> Activations:
-    """Counts the memory of a forward and a backward of `model`, without touching the model or allocating any.
+    """Counts the memory of a forward and a backward of `model`, without changing the model or allocating memory.
 
     Args:
-        batch: keyword arguments of the model's forward; tensors on the meta device will do. A function makes them inside.
-        shape: of the micro-batch, in words; `tokens`: its elements on a rank.
-        autocast: the dtype of mixed precision, if any.
-        param_dtype: of floating-point parameters, as the config says it; `auto` leaves them as they are.
-        recomputes: activation checkpointing is switched on, whether the model has done so or not.
-        on_host: the training device is the host.
-        sp_size: ranks that compute each sequence together; counts one rank's part.
+        model: the model.
+        batch: keyword arguments of the model's forward, on any device including meta; or a function which makes them.
+        shape: the micro-batch's shape, in words.
+        tokens: the micro-batch's elements on a rank.
+        autocast: the dtype of mixed precision; None without.
+        param_dtype: the config's dtype of floating-point parameters; `auto` does not change them.
+        recomputes: whether activation checkpointing is on, regardless of the model's own state.
+        on_host: whether training runs on the host.
+        sp_size: number of ranks which compute each sequence together; counts one rank's part.
 
     Raises:
         PlanError: the model cannot be copied, or its forward needs values.
@@ -96,7 +98,8 @@ def trace(
         same: dict[str, Any] = {"shape": shape, "tokens": tokens, "autocast": autocast, "param_dtype": param_dtype}
         same |= {"recomputes": recomputes, "on_host": on_host}
         whole = trace(model, batch, **same)
-        # All heads of a rank's tokens have as many bytes as some heads of the whole sequence, and not as many operations.
+        # A rank's tokens with all heads have as many bytes as the whole sequence with a part of the heads, but fewer
+        # operations.
         part = trace(model, lambda: part_of(batch() if callable(batch) else batch, sp_size), **same)
         passes = 3 if recomputes or is_checkpointed(model) else 2
         itemsize = (autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())).itemsize
@@ -106,8 +109,8 @@ def trace(
             forward_flops=whole.forward_flops // sp_size,
             exchanged_bytes=passes * exchanged_bytes(model, tokens, sp_size, itemsize),
         )
-    # In use already: a plan that began to use the GPU in a notebook would keep a launcher from forking ranks. Without a GPU,
-    # torch has no kernel of a GPU to choose, and ends the process at the first gradient.
+    # Only a GPU in use: if a plan in a notebook initialized the GPU, a launcher could no longer fork ranks. Without a GPU,
+    # torch cannot choose a GPU kernel, and the process would end at the first gradient.
     has_gpu = not on_host and torch.cuda.is_initialized()
     devices = [torch.device("cuda", torch.cuda.current_device())] if has_gpu else []
     ways: dict[str, Any] = {
@@ -124,10 +127,10 @@ def trace(
             raise
         except Exception as error:
             if device != _HOST:
-                # An operation may have no form without values on a GPU, and one on the host.
+                # An operation may lack a fake implementation on a GPU but have one on the host.
                 _log.info("hf_zero: activations are counted as on the host (%s: %s).", type(error).__name__, error)
                 continue
-            # Any code of the model's may run into what has no value here.
+            # The model's code may read values which fake tensors do not have.
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise PlanError(
                 f"hf_zero: activations of {type(model).__name__} cannot be traced without values ({type(error).__name__}: "
@@ -148,7 +151,7 @@ def _traced(
     recomputes: bool,
     on_host: bool,
 ) -> Activations:
-    """Traces with tensors that pass for ones of `device`."""
+    """Traces with fake tensors which claim to be on `device`."""
     mode, like = FakeTensorMode(allow_non_fake_inputs=True), partial(_like, device=device)
     living = _LivingBytes(_vocabulary_of(model), tiles=_TILES_ON_HOST if on_host else 1)
     fake = _without_memory(model, mode, living, None if param_dtype == AUTO else getattr(torch, param_dtype), like)
@@ -184,7 +187,7 @@ def _traced(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Stops Python's garbage collector, which would look at the objects of all imports: that takes as long as a trace."""
+    """Stops Python's garbage collector: scanning the objects of all imports would take as long as the trace."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -196,12 +199,12 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _packed_as(position_ids: torch.Tensor | None) -> Iterator[None]:
-    """Tells transformers whether rows hold several sequences, which positions without values do not say.
+    """Sets in transformers whether samples contain several packed sequences, which fake positions cannot show.
 
-    Otherwise a row of one sequence is traced with a mask of length x length in each layer.
+    Otherwise a sample of one sequence is traced with a mask of length x length in each layer.
 
     Args:
-        position_ids: of the batch, with their values; None where the model makes them.
+        position_ids: the batch's positions with values; None if the model makes them.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     stock = getattr(masks, "find_packed_sequence_indices", None)
@@ -216,18 +219,18 @@ def _packed_as(position_ids: torch.Tensor | None) -> Iterator[None]:
 
 
 def _vocabulary_of(model: nn.Module) -> int | None:
-    """Returns the words of a language model's head; None without one."""
+    """Returns the vocabulary size of a language model's head; None without a head."""
     embeddings: Any = getattr(inner_model(model), "get_output_embeddings", None)
     head = embeddings() if callable(embeddings) else None
     weight = getattr(head, "weight", None)
     return weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
 
 
-# ---- Losses in chunks, which never have all logits ----
+# ---- Chunked losses, which never have all logits ----
 #
-# TRL's trainers give a model a forward that computes the loss from `lm_head.weight`, tile by tile, where a batch asks for it. On
-# the host a trace asks, too. Kernels of Liger need values, and so do TRL's on an accelerator. There a trace takes the forward
-# out of its copy of the model, and the logits of the model's own forward out of its figures.
+# TRL's trainers replace a model's forward by one which computes the loss from `lm_head.weight` tile by tile, if the batch asks
+# for it. On the host a trace asks for it, too. Liger's kernels, and TRL's on an accelerator, need values. For them, the trace
+# restores the class's forward in its copy of the model, and excludes this forward's logits from the figures.
 
 _FUSED_HEAD = "fused_lm_head"
 """TRL's argument of forwards."""
@@ -238,13 +241,13 @@ def _has_fused_head(module: nn.Module) -> bool:
     while forward is not None:
         if _FUSED_HEAD in inspect.signature(forward, follow_wrapped=False).parameters:
             return True
-        # Inside of the forward of mixed precision.
+        # Look inside the wrapper of mixed precision.
         forward = getattr(forward, "__wrapped__", None)
     return False
 
 
 def _take_out_kernels(model: nn.Module, *, on_host: bool) -> bool:
-    """Gives modules their classes' forwards in place of kernels'; returns whether the loss was one in chunks."""
+    """Replaces kernels' forwards by the classes' own ones. Returns whether the loss was a chunked one."""
     of_modules = [
         module
         for module in model.modules()
@@ -267,20 +270,23 @@ def _loss_of(outputs: Any) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None, *, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of this shape on the device, of another dtype if it holds floating-point numbers."""
+    """Returns an empty tensor of this shape on the device, with `dtype` if it is floating-point."""
     is_cast = dtype is not None and tensor.is_floating_point()
     return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=device)
 
 
 Like = Callable[..., torch.Tensor]
-"""`_like` on the device of a trace."""
+"""`_like` with the device of a trace."""
 
 
 def _beside(held: Any, living: "_LivingBytes", copies: dict[int, Any], like: Like) -> Any:
-    """Returns a tensor, or the state of a packed weight, with tensors without memory in the place of its own.
+    """Returns a fake copy of a tensor, or of the state of a packed weight.
 
     Args:
-        copies: takes states, which modules hold too.
+        held: the tensor or state.
+        living: does not count the fake tensors.
+        copies: collects the copied states, which modules refer to as well.
+        like: makes a fake tensor.
     """
     if isinstance(held, torch.Tensor):
         beside = like(held)
@@ -296,9 +302,9 @@ def _beside(held: Any, living: "_LivingBytes", copies: dict[int, Any], like: Lik
 def _without_memory(
     model: nn.Module, mode: FakeTensorMode, living: "_LivingBytes", dtype: torch.dtype | None, like: Like
 ) -> nn.Module:
-    """A copy of the model whose parameters and buffers have no memory, and whose gradients go where they come.
+    """Returns a copy of the model with fake parameters and buffers, which drops each gradient as it arrives.
 
-    It has no hooks on modules: a script's own would count, log or keep what is no step of training.
+    The copy has no module hooks, because a script's own hooks would count, log or store this pass as a training step.
     """
     copies: dict[int, Any] = {}
     beside: dict[int, Any] = {}
@@ -308,7 +314,7 @@ def _without_memory(
             empty = like(parameter, None if parameter in uncast or is_packed(parameter) else dtype)
             copied = copies[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             if is_packed(parameter):
-                # Kernels take shapes and blocks from there, and read nothing.
+                # Kernels read shapes and blocks from these attributes, but no values.
                 for name, held in parameter.__dict__.items():
                     copied.__dict__[name] = _beside(held, living, beside, like)
         for buffer in model.buffers():
@@ -334,11 +340,12 @@ class _LivingBytes(TorchDispatchMode):
     """Counts the bytes of storages while they live, and floating-point operations.
 
     Args:
-        vocabulary: words of the model's head, by which logits are known.
-        tiles: that a loss in chunks has at a time.
+        vocabulary: vocabulary size of the model's head, by which logits are recognized.
+        tiles: tiles alive at a time in a chunked loss.
 
     Attributes:
-        now: bytes; `logits`: of these, logits and what has their shape.
+        now: current bytes.
+        logits: the part of `now` with the shape of logits.
         curve, tile_bytes, pinned_bytes: see `Activations`.
     """
 
@@ -352,9 +359,9 @@ class _LivingBytes(TorchDispatchMode):
         self._left_out: list[torch.UntypedStorage] = []
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """Leaves out tensors that exist all the time."""
+        """Excludes a tensor which exists all the time, such as a parameter."""
         storage = tensor.untyped_storage()
-        # A forward may drop one (`p.data = ...`), and another storage would have its address.
+        # Keep the storage alive: a forward may drop it (`p.data = ...`), and a new storage could get the same id.
         self._left_out.append(storage)
         self._known.add(id(storage))
 
@@ -369,21 +376,22 @@ class _LivingBytes(TorchDispatchMode):
         if func is _ASKS_FOR_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func.namespace in _BETWEEN_RANKS:
-            # The others may not be in this forward, and would be waited for.
+            # The other ranks may not be in this forward, so a collective would wait forever.
             raise PlanError("hf_zero: the model's forward talks to other ranks")
         kwargs = dict(kwargs or {})
-        # A copy that a forward makes in host memory, to fetch it in backward. Tensors without memory cannot be pinned.
+        # A forward may copy to host memory and fetch the copy in backward. Fake tensors cannot be pinned.
         is_pinned = bool(kwargs.pop("pin_memory", False))
         result = func(*args, **kwargs)
         self._count_operations(func, args, kwargs, result)
-        # Autograd adds gradients of one tensor in place unless the first is a view, but not under a dispatch mode. There the sum
-        # of a tied weight's two gradients would count as a third one. Only a backward's own operations have gradients off.
+        # Autograd sums gradients of one tensor in place unless the first is a view, but not under a dispatch mode, where the
+        # sum of a tied weight's two gradients would be counted as a third one. Only a backward's own operations run with
+        # gradients off.
         is_in_place = func is _SUM and not torch.is_grad_enabled() and args[0]._base is None
         recursively_apply(self._count, result, is_pinned=is_pinned, is_in_place=is_in_place)
         return result
 
     def _count(self, tensor: torch.Tensor, *, is_pinned: bool, is_in_place: bool) -> None:
-        # A real tensor is one that the module holds as an attribute.
+        # A real tensor is an attribute of a module.
         if not isinstance(tensor, FakeTensor):
             return
         storage = tensor.untyped_storage()
@@ -404,7 +412,7 @@ class _LivingBytes(TorchDispatchMode):
         weakref.finalize(storage, self._forget, address, kind, nbytes)
 
     def _are_logits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is made of numbers for each token and word."""
+        """Whether a tensor has one number per token and word of the vocabulary."""
         if tensor.dim() < 2 or tensor.shape[-1] != self._vocabulary or not tensor.is_floating_point():
             return False
         tokens = tensor.numel() // self._vocabulary
@@ -413,7 +421,7 @@ class _LivingBytes(TorchDispatchMode):
         return True
 
     def _at_most(self, before: Live) -> Live:
-        """What is live now beside what has been."""
+        """Returns the maximum of `before` and the bytes alive now."""
         most, logits = max((before.most, before.logits), (self.now, self.logits))
         beside = max(before.beside_logits, self.now - self.logits)
         return dataclasses.replace(before, most=most, logits=logits, beside_logits=beside)
@@ -434,36 +442,36 @@ class _LivingBytes(TorchDispatchMode):
             inputs, _, (width, _) = args[:3]
             self.flops += 2 * inputs.numel() * width
         elif packet in (_ATTENTION_ON_HOST, _ITS_BACKWARD):
-            # (rows, heads, length, width): two products forward; five backward, which computes the scores again.
+            # (samples, heads, length, width): two products in forward; five in backward, which recomputes the scores.
             backward = packet is _ITS_BACKWARD
             query, key = args[1:3] if backward else args[:2]
             rows, heads, length, width = query.shape
             self.flops += 2 * rows * heads * length * key.shape[-2] * width * (5 if backward else 2)
 
 
-# ---- Memory that a rank may still take ----
+# ---- Memory still available to a rank ----
 
 _STATUS = Path("/proc/self/status")
 _LIMITED = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 
 
 def free_for_training(device: torch.device) -> int:
-    """Returns bytes that this rank could still allocate on its training device; on the host, its part of the free memory.
+    """Returns the bytes which this rank can still allocate on its training device; on the host, its share of the free memory.
 
-    On the host that is the least of what the system has, of what a control group leaves, and of the process's own limits.
+    On the host this is the minimum over the system's free memory, the control group's limit, and the process's own limits.
     """
     return free_bytes(device) if device.type != "cpu" else min(free_bytes(device), _within_limits())
 
 
 def reserve_on(device: torch.device) -> float:
-    """Returns the part of a training device that a fitting set-up leaves free, by this process's allocator."""
+    """Returns the share of a training device that a fitting set-up leaves free; depends on this process's allocator."""
     if device.type != "cpu":
         return RESERVE["accelerator"]
     return RESERVE["host" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "host's heap"]
 
 
 def _within_limits() -> int:
-    """Returns the memory that the process's own limits leave."""
+    """Returns the bytes left by the process's own limits."""
     left = 2**63 - 1
     used = _used() if _STATUS.is_file() else {}
     for limit, name in _LIMITED:
