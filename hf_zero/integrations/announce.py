@@ -1,4 +1,4 @@
-"""The table at the start of training and the figures at its end."""
+"""The table at the start of training, and the figures at its end."""
 
 import atexit
 import logging
@@ -36,21 +36,21 @@ from ..optimizer.bucket_state import is_of_torch, unsaved_state
 from ..optimizer.trial import UpdateScope
 from .environment import trainer_in_callers
 
-# ---- Rows of a step on all ranks together, which change with the number of ranks ----
+# ---- The number of samples per step on all ranks together, which changes with the number of ranks ----
 
 
 def rows_of_a_step(accelerator: Accelerator) -> str | None:
-    """Rows of an optimizer step over ranks and micro-batches, in words; None where no prepared data loader tells."""
+    """Returns the samples per optimizer step over ranks and micro-batches, in words; None without a prepared data loader."""
     loader = next(iter(accelerator._dataloaders), None)
     sampler = getattr(loader, "batch_sampler", None)
     rows = getattr(sampler, "batch_size", None)
     if not isinstance(rows, int):
         return None
-    # The ranks of one copy of a model, and of a sequence, have the same rows.
+    # Ranks with tensor or sequence parallelism share the same samples.
     copies = accelerator.num_processes // ranks_of_a_batch(accelerator)
     ranks, micro_batches = copies, micro_batches_of(accelerator)
     if getattr(sampler, "split_batches", False):
-        # accelerate then deals a batch of the loader to all ranks.
+        # With split batches, accelerate deals one batch of the loader to all ranks.
         rows //= ranks
     factors = [f"{rows} a rank"]
     factors += [f"{micro_batches} micro-batches"] if micro_batches > 1 else []
@@ -60,19 +60,19 @@ def rows_of_a_step(accelerator: Accelerator) -> str | None:
 
 
 def ranks_of_a_batch(accelerator: Accelerator) -> int:
-    """How many ranks compute a batch together."""
+    """Returns how many ranks compute a batch together."""
     said = accelerator.parallelism_config
     return 1 if said is None else said.tp_size * said.sp_size
 
 
 def micro_batches_of(accelerator: Accelerator) -> int:
-    """Micro-batches of an optimizer step, by accelerate's word or Trainer's."""
+    """Returns the micro-batches of an optimizer step, according to accelerate or Trainer."""
     trainer = trainer_in_callers()
-    # Trainer tells accelerate nothing of accumulation, and counts micro-batches by itself.
+    # Trainer counts micro-batches itself and does not set accumulation in accelerate.
     return (accelerator if trainer is None else trainer.args).gradient_accumulation_steps
 
 
-# ---- A clean end of the process: nothing in flight, then the process group goes ----
+# ---- A clean end of the process: no communication in flight when the process group is destroyed ----
 
 logger = logging.getLogger(__name__)
 
@@ -80,42 +80,44 @@ _PATIENCE_S = 30.0
 
 
 def end_cleanly(accelerator: Accelerator) -> None:
-    """Registers the work of this Accelerator's process at its exit, and the receivers of its last error."""
+    """Registers this Accelerator's work at the exit of the process, and the hook which reports its last error."""
     if dist.is_initialized():
         register_process()
-        # Weak: atexit keeps its arguments to the end of Python, and the Accelerator has the models.
+        # A weak reference, because atexit keeps its arguments until the end of Python, and the Accelerator refers to the
+        # models.
         atexit.register(_leave, weakref.ref(accelerator))
         ErrorHook.installed().follow(accelerator)
 
 
 def _leave(reference: weakref.ref) -> None:
     accelerator = reference()
-    # After an error nothing is waited for: the peers may be gone, and the error must be seen at once.
+    # After an error do not wait: peers may be gone, and the user must see the error at once.
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
     leave(accelerator.zero_engines if accelerator is not None else [], waits=True)
-    # Last: everything above talks over it.
+    # Destroyed last, because everything above communicates over the process group.
     dist.destroy_process_group()
 
 
 def leave(engines: Sequence[ZeroEngine], *, waits: bool = False) -> None:
-    """Ends running work before the process group goes, and waits for ranks that are still reading.
+    """Finishes running work before the process group is destroyed, and waits for ranks which are still reading.
 
     Args:
-        waits: also if there is no engine.
+        engines: the engines of this process.
+        waits: whether to wait even without an engine.
     """
     try:
         for engine in engines:
-            # gloo's threads abort a process that exits while they work.
+            # gloo's threads abort the process if it exits while they work.
             engine.finish_parameters()
     except CommunicationError as error:
         logger.warning(f"{error} This rank had come to its end.")
-    # A peer that is still reading would see this end as a failure. One that waits for this rank is to see it.
+    # A peer still reading would regard this exit as a failure; a peer waiting for this rank must notice the exit.
     watches = [engine.transport.watch for engine in engines]
-    # With an engine, its watch publishes the end of this rank, and keeps the store for ranks that are still at work.
+    # With an engine, its watch announces this rank's end and keeps the store alive for ranks still at work.
     at_work = leave_together(_PATIENCE_S) if waits and not watches else []
     for watch in watches:
-        # Shared among the engines: a rank with several models waits no longer than a rank with one.
+        # The time is shared among the engines, so a rank with several models waits no longer than a rank with one.
         at_work = watch.leave(_PATIENCE_S / len(watches))
     if at_work:
         logger.warning(
@@ -124,17 +126,17 @@ def leave(engines: Sequence[ZeroEngine], *, waits: bool = False) -> None:
         )
 
 
-# ---- The plan that rank 0 prints when an engine is built ----
+# ---- The plan printed by rank 0 when an engine is built ----
 
 
 def state_plan(engine: ZeroEngine, *, accumulates: bool = False) -> StatePlan:
-    """The bytes of state that each rank of this engine will hold. `accumulates`: a step has several micro-batches."""
+    """Returns the bytes of state each rank of this engine will hold. `accumulates`: a step has several micro-batches."""
     kept_whole = _frozen_bytes(engine, engine.sharded.unit_of)
     return _plan_of(engine, _all_buckets(engine), kept_whole, accumulates=accumulates)
 
 
 def ddp_state(engine: ZeroEngine) -> DdpState:
-    """The bytes of state that each rank would hold under DDP."""
+    """Returns the bytes of state each rank would hold under DDP."""
     costs = _costs(engine, _all_buckets(engine))
     return plan_ddp(costs, engine.groups.world_size, _frozen_bytes(engine))
 
@@ -162,18 +164,19 @@ def announce(
     accumulates: bool = False,
     sp_size: int = 1,
 ) -> None:
-    """Prints stage, dtypes, buckets and expected bytes a rank to stderr, on rank 0 only.
+    """Prints stage, dtypes, buckets and expected bytes per rank to stderr, on rank 0 only.
 
     Args:
-        cast_owner: who casts to a lower precision, in words.
-        rows_of_a_step: on all ranks together, in words, where it is known.
-        at_start: activations and the peak; None leaves them out.
-        accumulates: a step has several micro-batches.
-        sp_size: ranks that compute a sequence together.
+        engine: the engine.
+        cast_owner: which library casts to lower precision, in words.
+        rows_of_a_step: samples per step on all ranks, in words; None if unknown.
+        at_start: activations and the peak; None omits them.
+        accumulates: whether a step has several micro-batches.
+        sp_size: number of ranks which compute a sequence together.
     """
     if engine.world_groups.rank != 0:
         return
-    # From here on rank 0 is alone: a collective call below would never end.
+    # From here on only rank 0 runs, so a collective call below would never return.
     plan, ddp, config = state_plan(engine, accumulates=accumulates), ddp_state(engine), engine.config
     largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)
     accumulation = "local" if config.accumulates_locally else "sharded"
@@ -189,7 +192,7 @@ def announce(
         *_offload_rows(engine),
         *_kernel_rows(engine),
         *_optimizer_rows(engine),
-        # Details that are rarely a reason to change a setting.
+        # Details which are rarely a reason to change a setting.
         ("transport", f"{engine.groups.backend}, {engine.transport.name}{_hindrances(engine)}"),
         ("dtypes", _dtypes(engine)),
         ("who casts", _casts(engine, cast_owner)),
@@ -207,7 +210,7 @@ def announce(
 
 
 def _saved_rows(plan: StatePlan, ddp: DdpState) -> list[tuple[str, str]]:
-    """Says how many bytes of state a rank holds less than under DDP, if both totals are known."""
+    """Returns how many bytes of state a rank saves compared with DDP, if both totals are known."""
     saved = ddp.total - plan.total
     if saved <= 0 or plan.optimizer is None or ddp.optimizer is None:
         return []
@@ -215,7 +218,7 @@ def _saved_rows(plan: StatePlan, ddp: DdpState) -> list[tuple[str, str]]:
 
 
 def _hindrances(engine: ZeroEngine) -> str:
-    """Lists the reasons why collectives overlap less than the settings ask for."""
+    """Lists the reasons why collectives overlap less than the settings request."""
     if engine.groups.backend != "nccl":
         return ""
     found = ""
@@ -235,20 +238,20 @@ def _plan_of(
 
 
 def _all_buckets(engine: ZeroEngine) -> list[Bucket]:
-    """Returns all buckets, also stage 3's of frozen parameters."""
+    """Returns all buckets, including stage 3's buckets of frozen parameters."""
     frozen = [bucket for unit in engine.sharded.schedule.units for bucket in unit.buckets if not bucket.trained]
     return [*engine.buckets, *frozen]
 
 
 def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> int:
-    """Counts bytes of frozen parameters, of scales beside packed ones and of buffers, each whole."""
+    """Returns the bytes of frozen parameters, of the scales of packed ones and of buffers, each whole."""
     trained = {slot.parameter for bucket in engine.buckets for slot in bucket.slots}
     frozen = [p for p in engine.module.parameters() if p not in trained and p not in without]
     return sum(tensor.nbytes for tensor in (*frozen, *engine.module.buffers())) + bytes_beside(engine.module)
 
 
 def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tuple[str, str, str]]:
-    """Lists the bytes of each kind of state here and under DDP."""
+    """Lists the bytes of each kind of state, here and under DDP."""
     optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.state.groups()) or "none"
     in_blocks = ", 8-bit moments" if engine.config.quantises_moments else ""
     passing = f"at most {in_units(plan.gradient_buffers)}, in passing" if plan.gradient_buffers else "none"
@@ -276,7 +279,7 @@ def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tupl
 
 
 def _peak_rows(at_start: AtStart | None) -> list[tuple[str, str, str]]:
-    """Lists the bytes of a step on top."""
+    """Lists the bytes needed by a step in addition to the state."""
     if at_start is None:
         return []
     if at_start.ours is None or at_start.ddp is None:
@@ -300,13 +303,13 @@ def _peak(forecast: Forecast) -> str:
 
 
 def _dtypes(engine: ZeroEngine) -> str:
-    """Lists the dtypes of parameters, of gradients in collectives and sums, of the step, and of kept masters."""
+    """Lists the dtypes of parameters, of gradients in collectives and sums, of the step, and of masters."""
     precisions = [bucket.precision for bucket in engine.buckets]
     masters = [b.precision.master if b.keeps_master or b.precision.casts else None for b in engine.buckets]
     kinds: dict[str, list] = {
         "param": [precision.param for precision in precisions],
         "reduce": [precision.reduce for precision in precisions],
-        # NCCL adds 16-bit gradients in 16 bits, gloo in float32.
+        # NCCL sums 16-bit gradients in 16 bits, gloo in float32.
         "add": [precision.reduced for precision in precisions],
         "step": [precision.master for precision in precisions],
         "master": masters,
@@ -318,7 +321,7 @@ def _dtypes(engine: ZeroEngine) -> str:
 
 
 def _casts(engine: ZeroEngine, cast_owner: str) -> str:
-    """Names the owner of the cast; gathered parameters come in their compute dtype already."""
+    """Names the owner of the cast. Gathered parameters already have their compute dtype."""
     gathered = {str(b.precision.param).removeprefix("torch.") for b in _all_buckets(engine) if b.precision.casts}
     return "; ".join([*(f"the engine, gathered parameters to {dtype}" for dtype in sorted(gathered)), cast_owner])
 
@@ -337,14 +340,14 @@ _CUTS = {
     UpdateScope.PARAMETER: _WHOLE,
     UpdateScope.MODEL: "all parameters together",
 }
-"""How a plan names a scope. An optimizer that looks at all parameters is refused, except at stage 0."""
+"""The plan's words for each scope. An optimizer which reads all parameters is refused, except at stage 0."""
 
 
 def _optimizer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
-    """Describes what each optimizer is given, and why."""
+    """Describes the parameters or slices each optimizer steps on, and why."""
     named = ((type(optimizer).__name__, found) for (optimizer, _), found in zip(engine.state.groups(), engine.scopes))
     said = [f"{name}: {_CUTS[found.scope]} ({found.reason})" for name, found in named]
-    # A run should not have to train up to its first save to learn that none is possible.
+    # Shown at the start, so a run does not train up to its first save before it fails.
     others = [optimizer for optimizer, _ in engine.state.groups() if not is_of_torch(optimizer)]
     unsaved = [found for found in map(unsaved_state, others) if found is not None]
     rows = [("optimizer", "; ".join(dict.fromkeys(said)))] if said else []
@@ -460,13 +463,13 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 
 def _costs(engine: ZeroEngine, buckets: Sequence[Bucket]) -> list[BucketCost]:
-    # One trial for each kind of bucket: a trial steps the optimizer, and a model may have hundreds of buckets.
+    # One trial for each kind of bucket, because a trial steps the optimizer and a model may have hundreds of buckets.
     tried = {key: engine.state.itemsizes(*key) for key in {_tried_with(bucket) for bucket in buckets}}
     return [_cost(engine, bucket, tried[_tried_with(bucket)]) for bucket in buckets]
 
 
 def _tried_with(bucket: Bucket) -> tuple[int, int, torch.dtype]:
-    """Returns the settings on which an optimizer's bytes an element depend."""
+    """Returns the settings which determine an optimizer's bytes per element."""
     return bucket.key.optimizer, bucket.key.group, bucket.precision.master
 
 
@@ -490,7 +493,7 @@ def _cost(engine: ZeroEngine, bucket: Bucket, itemsizes: tuple[int, ...] | None)
 
 
 def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_bytes: int) -> int:
-    """Counts bytes in files of an element of the bucket's shard."""
+    """Returns the bytes in files per element of the bucket's shard."""
     precision, params = (
         bucket.precision,
         engine.parameter_tier.name == IN_FILES and isinstance(bucket.memory, GatheredMemory),
@@ -500,34 +503,35 @@ def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_bytes: int) -> int
     return params * precision.kept.itemsize + state + separate * precision.master.itemsize
 
 
-# ---- `report: true` in accelerate and Trainer: the folder of the log, its beginning and its end ----
+# ---- `report: true` in accelerate and Trainer: the folder, start and end of the log ----
 
 if TYPE_CHECKING:
-    # Mixed into Accelerator's subclasses: a type checker takes their methods for inherited.
+    # Mixed into Accelerator's subclasses at run time; the type checker treats their methods as inherited.
     from accelerate import Accelerator as _AcceleratorBase
 else:
     _AcceleratorBase = object
 
 
 class RecordedAccelerator(_AcceleratorBase):
-    """The part of an Accelerator that keeps the log of a run.
+    """The part of an Accelerator which keeps the log of a run.
 
     Attributes:
-        zero_recorder: the `RunRecorder` of the run that goes on, on rank 0 and with `report` only.
+        zero_recorder: the `RunRecorder` of the current run, only on rank 0 with `report`; None otherwise.
     """
 
     zero_config: ZeroConfig
     zero_recorder: Any | None = None
 
     def begin_report(self, engine: ZeroEngine, run_folder: str | Path | None, step: int = 0) -> None:
-        """Starts the log of a run, where the settings ask for one and none is open.
+        """Starts the log of a run, if the settings request one and none is open.
 
         Args:
-            run_folder: where the run's files go; None is not known.
-            step: that the run goes on from.
+            engine: the engine.
+            run_folder: the folder of the run's files; None if unknown.
+            step: the step from which the run continues.
 
         Raises:
-            ConfigError: on all ranks, where the settings name no folder and neither does the run.
+            ConfigError: on all ranks, if neither the settings nor the run name a folder.
         """
         asked = self.zero_config.report
         folder = asked if isinstance(asked, str) else run_folder
@@ -538,12 +542,12 @@ class RecordedAccelerator(_AcceleratorBase):
                 "hf_zero config: `report: true` writes to the run's folder, and this Accelerator has none. Build it with "
                 "`project_dir=...` (or a ProjectConfiguration with `logging_dir`), or name a folder: `report: runs/first`."
             )
-        # Behind the error above, which all ranks raise: rank 0 alone would leave the others waiting in their first collective.
+        # After the error above, which all ranks raise: if only rank 0 raised, the others would wait in their first collective.
         if engine.world_groups.rank == 0:
             accumulates = micro_batches_of(self) > 1
             plan = _planned(engine, accumulates)
             self.zero_recorder = recorder = extra("report", "RunRecorder")(engine, folder, step=step, plan=plan)
-            # A script need not call end_training.
+            # Ended at exit, because a script may not call end_training.
             weakref.finalize(self, _end_at_exit, recorder)
 
     def end_report(self, how: str = "finished") -> None:
@@ -553,12 +557,12 @@ class RecordedAccelerator(_AcceleratorBase):
             recorder.end(how)
 
     def record_save(self, began_s: float, folder: Path) -> None:
-        """Notes that a save, begun at that moment of `time.perf_counter`, has held training up."""
+        """Notes that a save, begun at `began_s` of `time.perf_counter`, has blocked training."""
         if self.zero_recorder is not None:
             self.zero_recorder.stall(time.perf_counter() - began_s, "save", folder)
 
     def resume_report(self, folder: Path) -> None:
-        """Steps are counted on from those of a state that this log tells of."""
+        """Continues the step count from a loaded state recorded in this log."""
         if self.zero_recorder is not None:
             self.zero_recorder.go_on_from(folder)
 
@@ -572,20 +576,20 @@ class RecordedAccelerator(_AcceleratorBase):
     def end_training(self) -> None:
         self.end_report()
         if dist.is_initialized():
-            # Before accelerate destroys the process group, over which waiting gathers end and ranks say that they leave.
+            # Before accelerate destroys the process group, which the last gathers and the ranks' goodbye need.
             leave(self.zero_engines)
         super().end_training()
 
 
 def begin_in_loop(accelerator: RecordedAccelerator, engine: ZeroEngine) -> None:
-    """Starts the log of a script's own loop. Trainer's log begins once Trainer knows its first step."""
+    """Starts the log of a script's own loop. Trainer's log starts once Trainer knows its first step."""
     if not (accelerator.zero_config.report and engine.optimizers) or trainer_in_callers() is not None:
         return
     accelerator.begin_report(engine, accelerator.logging_dir or accelerator.project_dir)
 
 
 def _planned(engine: ZeroEngine, accumulates: bool) -> dict[str, dict[str, int]]:
-    """Bytes a rank by kind, as the plan says."""
+    """Returns the plan's bytes per rank, by kind."""
     plan, ddp = state_plan(engine, accumulates=accumulates), ddp_state(engine)
     ours = {
         "parameters": plan.parameters,

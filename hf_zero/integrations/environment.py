@@ -1,4 +1,4 @@
-"""Checks the environment before training: variables, launchers, the first step."""
+"""Checks the environment before training: variables, launchers, and the first optimizer step."""
 
 import os
 import shlex
@@ -21,11 +21,11 @@ from ..config import ConfigError, ZeroConfig
 from ..config.zero import differences
 from .launcher import CONFIG_VARIABLE
 
-# ---- Finding the object under construction that a hook of accelerate or transformers does not pass ----
+# ---- Finds the object under construction, if a hook of accelerate or transformers does not pass it ----
 
 
 def find_in_callers(wanted: Callable[[Any], bool], *, depth: int = 12) -> Any | None:
-    """The nearest `self` among the callers' frames for which `wanted` is true, or None within `depth` frames."""
+    """Returns the nearest `self` among the callers' frames for which `wanted` is true, or None within `depth` frames."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(depth):
         if frame is None:
@@ -38,27 +38,27 @@ def find_in_callers(wanted: Callable[[Any], bool], *, depth: int = 12) -> Any | 
 
 
 def trainer_in_callers() -> Any | None:
-    """The Trainer whose method is running further up the stack, or None."""
+    """Returns the Trainer whose method is running further up the stack, or None."""
     if "transformers.trainer" not in sys.modules:
-        # Not imported for the question: a plain loop does without transformers, which takes seconds to import.
+        # Do not import transformers only for this check: a plain loop may not use it, and the import takes seconds.
         return None
     from transformers import Trainer
 
-    # One frame more, which is this function's own.
+    # One more frame, for this function itself.
     return find_in_callers(lambda candidate: isinstance(candidate, Trainer), depth=13)
 
 
-# ---- Optimizer steps without the engine that was asked for: found at the first of them, when all has been set up ----
+# ---- Detects optimizer steps without the requested engine, at the first step, when set-up is complete ----
 #
-# torch calls a hook before the step of any optimizer. Nothing else tells that accelerate has left a plugin aside, or that a
-# script has read HF_ZERO_CONFIG nowhere.
+# torch calls a global hook before the step of any optimizer. There is no other sign that accelerate has ignored a plugin, or
+# that a script does not read HF_ZERO_CONFIG.
 
 
 class StepWatch:
-    """Calls `judge` before each step of an optimizer, until `judge` is done or this is closed.
+    """Calls `judge` before each optimizer step, until `judge` returns True or the watch is closed.
 
     Args:
-        judge: is given the optimizer and the engine that steps it, or None; returns True when it has seen enough.
+        judge: called with the optimizer and the engine which steps it, or None; returns True to end the watch.
     """
 
     def __init__(self, judge: Callable[[torch.optim.Optimizer, object | None], bool]):
@@ -71,22 +71,22 @@ class StepWatch:
         self._handle.remove()
 
     def _look(self, optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
-        # The hook stays when it is done: torch goes through its hooks at this moment.
+        # The hook stays registered when done, because torch is iterating over its hooks at this moment.
         if not self._is_done:
-            # Here, not above: what imports hf_zero need not import the engine.
+            # Imported here, so importing hf_zero does not import the engine.
             from ..optimizer.sharded_optimizer import engine_stepped_by
 
-            # What raises has said it; a notebook may go on.
+            # Mark as done first: if `judge` raises, the user has seen the error, and a notebook may go on.
             self._is_done = True
             self._is_done = self._judge(optimizer, engine_stepped_by(optimizer))
 
 
 def watch_for_the_variable() -> None:
-    """Says once, on rank 0, that HF_ZERO_CONFIG is set and an optimizer steps without an engine all the same."""
+    """Warns once, on rank 0, if HF_ZERO_CONFIG is set but an optimizer steps without an engine."""
     asked = os.environ[CONFIG_VARIABLE]
 
     def judge(optimizer: torch.optim.Optimizer, engine: object | None) -> bool:
-        # By the variable RANK: a script that trains without the engine need not have a process group.
+        # Rank 0 according to the variable RANK, because a script without the engine may have no process group.
         if engine is None and os.environ.get("RANK", "0") == "0":
             print(
                 f"hf_zero: {CONFIG_VARIABLE} is {asked!r}, and {type(optimizer).__name__} steps without the engine: nothing is "
@@ -100,7 +100,7 @@ def watch_for_the_variable() -> None:
     StepWatch(judge)
 
 
-# ---- The settings of an unmodified script's run, and their use ----
+# ---- The settings of an unmodified script's run, and what was built with them ----
 
 
 @dataclass(kw_only=True)
@@ -108,10 +108,10 @@ class RunRecord:
     """Shared by all Accelerators of a run.
 
     Attributes:
-        config: what `hf_zero.run --zero` was given.
-        accelerators: how many were built.
-        engines: how many were built.
-        models: prepared, with and without an optimizer.
+        config: the config given to `hf_zero.run --zero`.
+        accelerators: number of Accelerators built.
+        engines: number of engines built.
+        models: number of prepared models, with and without an optimizer.
     """
 
     config: ZeroConfig
@@ -120,7 +120,7 @@ class RunRecord:
     models: int = 0
 
     def refuse_other(self, config: ZeroConfig) -> None:
-        """Raises `ConfigError` where the script asks for hf_zero by itself, with other settings than the run."""
+        """Raises `ConfigError` if the script itself sets up hf_zero with settings different from the run's."""
         if config != self.config:
             raise ConfigError(
                 "hf_zero: two configs for one run: `--zero` of hf_zero.run, and the script's own (its --zero, ZeroPlugin "
@@ -129,7 +129,7 @@ class RunRecord:
             )
 
 
-# ---- The launcher's set-up against the requested one, compared at the start ----
+# ---- Compares the launcher's set-up with the requested one at the start ----
 
 _SWITCHES = {
     "ACCELERATE_USE_FSDP": ("FSDP", "--use_fsdp", "--fsdp or an fsdp_plugin"),
@@ -137,18 +137,18 @@ _SWITCHES = {
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "--use_megatron_lm", "a megatron_lm_plugin"),
 }
 _SPLITS = ("DP_SHARD", "CP")
-"""What hf_zero cannot be combined with; tensor and sequence parallelism can, and are told to the plugin."""
+"""Axes which hf_zero does not support. Tensor and sequence parallelism are supported, as settings of the plugin."""
 _PREFIX = "PARALLELISM_CONFIG"
 _YES = ("1", "true", "t", "yes", "y", "on")
 
 
 def refuse_engines_of_the_launch() -> None:
-    """Raises `ConfigError` where the launch, or an argument that accelerate has seen, asks for another engine.
+    """Raises `ConfigError` if the launch, or an argument passed to accelerate, requests another engine.
 
-    accelerate notes plugins that it is given in the same variables; on a CPU that is all it does with them. A launcher that
-    forks ranks behind CUDA's start is refused, too: torch's own error names neither the notebook nor what to do.
+    accelerate notes its plugins in the same environment variables; on a CPU it does nothing else with them. Also refuses ranks
+    forked after CUDA was initialized: torch's own error mentions neither the notebook nor the remedy.
     """
-    # torch notes a fork behind a mere count of GPUs, also where there are none: a CUDA build on a machine with CPUs only.
+    # torch notes a fork even after merely counting GPUs, also if there are none (a CUDA build on a machine with CPUs only).
     if (
         torch.cuda._is_in_bad_fork()
         and torch.cuda.device_count()
@@ -172,7 +172,7 @@ def refuse_engines_of_the_launch() -> None:
 
 
 def sp_size_of_launch() -> int:
-    """The ranks of a sequence that accelerate's variables ask for, as `hf-zero run --sp` sets them; 1 by default."""
+    """Returns the sequence-parallel size in accelerate's variables, as set by `hf-zero run --sp`; 1 by default."""
     value = _size_of_launch("SP") if _asks_for_parallelism() else ""
     return int(value) if value.isdigit() else 1
 
@@ -186,7 +186,7 @@ def _size_of_launch(axis: str) -> str:
 
 
 def refuse_split_models(parallelism: ParallelismConfig) -> None:
-    """Raises `ConfigError` for accelerate's own way to split a model or its batches over ranks."""
+    """Raises `ConfigError` if accelerate itself is set to split a model or its batches over ranks."""
     sizes = {f"{axis.lower()}_size": str(getattr(parallelism, f"{axis.lower()}_size", 1)) for axis in _SPLITS}
     _refuse_splits({f"ParallelismConfig.{name}": size for name, size in sizes.items()}, parallelism.sp_size > 1)
 
@@ -194,7 +194,7 @@ def refuse_split_models(parallelism: ParallelismConfig) -> None:
 def _refuse_splits(sizes: Mapping[str, str], cuts_sequences: bool) -> None:
     for name, value in sizes.items():
         axis = name.rpartition(".")[2].upper().removeprefix(f"{_PREFIX}_")
-        # Beside a sequence's ranks accelerate counts the others as shards. ZeRO shards over all of them.
+        # With sequence parallelism, accelerate counts the remaining ranks as shards; ZeRO shards over all ranks.
         if value in ("", "1", "None") or (axis == "DP_SHARD_SIZE" and cuts_sequences):
             continue
         if axis == "CP_SIZE":
@@ -210,7 +210,7 @@ def _refuse_splits(sizes: Mapping[str, str], cuts_sequences: bool) -> None:
 
 
 def _refuse_comm_hooks(accelerator: Accelerator) -> None:
-    """Raises `ConfigError` for a hook that would have DDP send gradients in another form."""
+    """Raises `ConfigError` for a DDP communication hook, which would change how DDP sends gradients."""
     asked = accelerator.ddp_handler
     for field in ("comm_hook", "comm_wrapper") if asked is not None else ():
         hook = DDPCommunicationHookType(getattr(asked, field))
@@ -223,11 +223,8 @@ def _refuse_comm_hooks(accelerator: Accelerator) -> None:
 
 
 def check_environment(accelerator: Accelerator) -> None:
-    """Raises `ConfigError` for a launch that contradicts the engine: another sharder, or fewer ranks than were asked for.
-
-    So do hooks of DDP's.
-    """
-    # First the launch: two engines that both wrap the model fail later with errors that name neither.
+    """Raises `ConfigError` if the launch contradicts the engine: another engine, fewer ranks than requested, DDP hooks."""
+    # Check the launch first: two engines which both wrap the model later fail with errors which name neither.
     refuse_engines_of_the_launch()
     _refuse_comm_hooks(accelerator)
     if accelerator.parallelism_config is not None:
@@ -247,29 +244,30 @@ def check_environment(accelerator: Accelerator) -> None:
 
 
 def _way_to_ranks_on_the_cpu(ranks: int) -> str:
-    """Tells in words how this process is started as one of several ranks on a CPU."""
+    """Returns instructions, in words, to start this process as one of several ranks on a CPU."""
     variable, words = "ACCELERATE_USE_CPU", _words_behind_python()
     if os.environ.get("FORK_LAUNCHED", "").lower() in _YES or words[:1] == ["ipykernel_launcher"]:
         return f"set os.environ[{variable!r}] = 'true' in a cell before the launcher's"
     if not words or os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) != str(ranks):
-        # Without a script to name, or on several hosts, whose launch needs an address.
+        # There is no script to name, or the launch spans several hosts and needs an address.
         return f"set {variable}=true in the environment of the launcher, on each host"
     return f"`{variable}=true torchrun --nproc_per_node {ranks} {shlex.join(words)}`"
 
 
 _WITH_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-"""Options of Python whose value is the next word."""
+"""Python options whose value is the next word."""
 
 
 def _words_behind_python() -> list[str]:
-    """Returns the script with its arguments, or `-m` and a module's, that Python was started with; [] for code without a file.
+    """Returns the script with its arguments, or `-m` and a module with its arguments, from Python's command line.
 
-    Not `sys.argv`, in which a script that `hf_zero.run` runs sees its own arguments only.
+    Returns [] for code without a file. Reads `sys.orig_argv`, because `hf_zero.run` sets `sys.argv` to the script's own
+    arguments.
     """
     words = iter(sys.orig_argv[1:])
     for word in words:
         if word == "-m":
-            # Of a notebook's kernel, the name alone.
+            # For a notebook's kernel, only the name.
             named = list(words)
             return named[:1] if named[:1] == ["ipykernel_launcher"] else [word, *named]
         if word == "-c" or "--multiprocessing-fork" in sys.orig_argv:
@@ -282,7 +280,7 @@ def _words_behind_python() -> list[str]:
 
 
 def refuse_earlier_accelerator(accelerator: Accelerator) -> None:
-    """Raises `ConfigError` for an Accelerator that was built before a launcher forked this rank."""
+    """Raises `ConfigError` for an Accelerator built before a launcher forked this rank."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() != accelerator.num_processes:
         raise ConfigError(
             f"hf_zero: the process group has {dist.get_world_size()} ranks, and this Accelerator, which was there before, counts "
@@ -291,26 +289,26 @@ def refuse_earlier_accelerator(accelerator: Accelerator) -> None:
 
 
 def _ranks_asked_for() -> int | None:
-    """Returns the world size of the launcher or its command line; None without a sign of one."""
+    """Returns the world size requested from the launcher; None if unknown."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     variable, ranks = launched_ranks()
     if variable:
         return ranks
-    # For ranks on a CPU, `accelerate launch` may start one plain process without any variable. Its own command line then tells
-    # how many were asked for.
+    # For ranks on a CPU, `accelerate launch` may start one plain process without environment variables. Only its command line
+    # then shows the requested number of processes.
     launcher = psutil.Process().parent()
     try:
         words = launcher.cmdline() if launcher is not None else []
     except (psutil.AccessDenied, psutil.NoSuchProcess):
-        # A launcher that may not be looked at, or that ended: no sign.
+        # The launcher has ended or may not be inspected.
         return None
     return _processes_on(words)
 
 
 def _processes_on(words: list[str]) -> int | None:
-    """N of `accelerate launch … --num_processes N …`, or None."""
-    # Other launchers have flags of this name too, and the word accelerate may be an argument of a script.
+    """Returns N from `accelerate launch … --num_processes N …`, or None."""
+    # Check the program too, because other launchers have this flag, and `accelerate` may be an argument of a script.
     names = ("accelerate", "hf_zero.integrations.launcher")
     if "launch" not in words or not any(name in word for word in words[: words.index("launch")] for name in names):
         return None

@@ -36,21 +36,22 @@ if TYPE_CHECKING:
     from ..config.zero import ZeroSettings
 
 
-# ---- A plugin that accelerate left aside: the run stops at its first step, and does not train without the engine ----
+# ---- A plugin ignored by accelerate: the run stops at its first step instead of training without the engine ----
 #
-# The Accelerators of a process share one state, that of the first. A `parallelism_config` that a later one is given is
-# dropped without a call, so the plugin learns of it from the steps of optimizers.
+# All Accelerators of a process share the state of the first one. accelerate silently drops the `parallelism_config` of a later
+# one, so the plugin detects this from optimizer steps.
 
 
 def watch_for_steps_without(plugin: ParallelismConfig, config: ZeroConfig) -> StepWatch:
-    """Raises `ConfigError` in the first step that is taken without the plugin's engine beside an Accelerator.
+    """Raises `ConfigError` in the first optimizer step made without the plugin's engine although an Accelerator exists.
 
     Args:
-        plugin: closes the watch when it is installed. Until an Accelerator exists it may go unused and be forgotten.
+        plugin: closes the watch when installed. Until an Accelerator exists, the plugin may be garbage-collected unused.
+        config: the plugin's config.
     """
-    # Asked now: once the first Accelerator is there, accelerate drops every further plugin.
+    # Checked now, because accelerate drops every plugin after the first Accelerator.
     came_second = is_initialized()
-    # Weak: torch keeps the watch's hook for the whole process. A plugin that is dropped unused ends its watch.
+    # A weak reference, because torch keeps the watch's hook for the whole process. A plugin deleted unused ends its watch.
     reference = weakref.ref(plugin)
 
     def judge(optimizer: torch.optim.Optimizer, engine: object | None) -> bool:
@@ -67,7 +68,7 @@ def watch_for_steps_without(plugin: ParallelismConfig, config: ZeroConfig) -> St
                 f"nowhere: accelerate takes what the first Accelerator was given ({_named(first)}). Call "
                 "plugin.attach(accelerator) before prepare, or pass ZeroCallback to the Trainer."
             )
-        # An equal plugin does as well.
+        # A plugin with an equal config is equivalent.
         return came_second and first == config
 
     return StepWatch(judge)
@@ -77,21 +78,21 @@ def _named(first: ZeroConfig | None) -> str:
     return "no plugin" if first is None else f"a plugin for stage {first.stage}"
 
 
-# ---- The accelerate door: a plugin object for `Accelerator(parallelism_config=…)` ----
+# ---- Entry point of accelerate: a plugin object for `Accelerator(parallelism_config=…)` ----
 #
-# accelerate hands any truthy `parallelism_config` its Accelerator, in `_validate_accelerator`, before models exist. There the
-# plugin turns that very instance into one whose methods know the engine; nothing in accelerate is patched.
+# accelerate passes its Accelerator to any truthy `parallelism_config`, in `_validate_accelerator`, before models exist. The
+# plugin then changes the class of this instance to one with the engine's methods; nothing in accelerate is patched.
 
 
 class ZeroPlugin(ParallelismConfig):
     """Installs hf_zero in an Accelerator: `Accelerator(parallelism_config=ZeroPlugin(stage=2))`.
 
     Args:
-        config: stage number, YAML path, flag text, mapping or ZeroConfig. Without `config` and `settings`, the
-            value of the environment variable HF_ZERO_CONFIG (a YAML path, a stage or flag text), or else all defaults.
-        tp_size: number of ranks that hold one copy of a split model together; Trainer takes this number from the model.
-        sp_size: number of ranks that compute a sequence together, each a part of its tokens; by default the launch's.
-        settings: fields of ZeroConfig by name, in place of `config`.
+        config: stage number, YAML path, flag text, mapping or ZeroConfig. Without `config` and `settings`, the value of the
+        environment variable HF_ZERO_CONFIG (a YAML path, a stage or flag text) is used, or else all defaults.
+        tp_size: number of ranks which together hold one copy of a split model; Trainer reads this number from the model.
+        sp_size: number of ranks which compute a sequence together, each a part of its tokens; by default the launch's.
+        settings: fields of ZeroConfig by name, instead of `config`.
     """
 
     _watch: StepWatch | None = None
@@ -106,7 +107,7 @@ class ZeroPlugin(ParallelismConfig):
         sp_size: int | None = None,
         **settings: "Unpack[ZeroSettings]",
     ):
-        # First: the hook shows an error in a setting once, and not with a traceback from each rank.
+        # Installed first, so an error in a setting is printed once instead of as a traceback from each rank.
         ErrorHook.installed()
         if config is not None and settings:
             raise ConfigError(
@@ -117,20 +118,20 @@ class ZeroPlugin(ParallelismConfig):
         if settings:
             self.config = ZeroConfig.from_dict(settings)
         elif config is None:
-            # An empty variable is one that is not set.
+            # An empty variable counts as unset.
             self.config = ZeroConfig.of(os.environ.get(CONFIG_VARIABLE) or None, CONFIG_VARIABLE)
         else:
             self.config = ZeroConfig.of(config)
-        # sp_size follows below: accelerate would take any number above 1 for DeepSpeed's, and make settings for DeepSpeed.
+        # sp_size is set below: for any number above 1, accelerate would assume DeepSpeed and create its settings.
         super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=tp_size, cp_size=1, sp_size=1)
         self._cut_sequences(sp_size_of_launch() if sp_size is None else sp_size)
         self._watch = watch_for_steps_without(self, self.config)
 
     def _cut_sequences(self, sp_size: int) -> None:
-        """Takes the ranks of a sequence.
+        """Sets the number of ranks per sequence.
 
         Raises:
-            ConfigError: there are none, or the plugin has another number.
+            ConfigError: `sp_size` is not positive, or the plugin already has a different number.
         """
         if not isinstance(sp_size, int) or sp_size < 1:
             raise ConfigError(f"hf_zero: sp_size is {shown(sp_size)}; allowed: a whole number from 1 on.")
@@ -141,17 +142,20 @@ class ZeroPlugin(ParallelismConfig):
             )
         self.sp_size = sp_size
         if sp_size > 1:
-            # For "deepspeed" Trainer and TRL take DeepSpeed's groups, and cut batches and average losses by themselves.
+            # For "deepspeed", Trainer and TRL would use DeepSpeed's groups, and split batches and average losses themselves.
             self.sp_backend = "hf_zero"
 
     def take_sequences_of(self, said: ParallelismConfig | None) -> bool:
-        """Takes `sp_size`, and `tp_size` beside it, from a script's `ParallelismConfig`.
+        """Adopts `sp_size`, and with it `tp_size`, from a script's `ParallelismConfig`.
+
+        Args:
+            said: the script's config; None without one.
 
         Returns:
-            Whether this plugin is to stand in its place.
+            Whether this plugin should replace the script's config.
 
         Raises:
-            ConfigError: the script asks for what does not go with the engine, or for another `sp_size`.
+            ConfigError: the script requests an unsupported split or a different `sp_size`.
         """
         if isinstance(said, ZeroPlugin):
             return False
@@ -159,12 +163,12 @@ class ZeroPlugin(ParallelismConfig):
             refuse_split_models(said)
             self._cut_sequences(said.sp_size)
             if said.tp_size > 1:
-                # accelerate deals batches by the plugin's mesh now.
+                # accelerate now deals batches according to the plugin's mesh.
                 self.tp_size = said.tp_size
         return self.sp_size > 1
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
-        """Installs the engine's methods in an existing Accelerator, before anything is prepared; returns it."""
+        """Installs the engine's methods in an existing Accelerator, before anything is prepared; returns the Accelerator."""
         if accelerator._models or accelerator._optimizers:
             raise ConfigError(
                 "hf_zero: plugin.attach(accelerator) came after accelerator.prepare; attach first, then prepare."
@@ -173,10 +177,10 @@ class ZeroPlugin(ParallelismConfig):
         return accelerator
 
     def install_for_run(self, accelerator: Accelerator, record: RunRecord) -> None:
-        """Installs the engine's methods in an Accelerator that a script under `hf_zero.run` has built.
+        """Installs the engine's methods in an Accelerator built by a script under `hf_zero.run`.
 
         Raises:
-            ConfigError: the script has installed hf_zero by itself, with other settings.
+            ConfigError: the script itself has installed hf_zero with different settings.
         """
         record.accelerators += 1
         accelerator.zero_run = record
@@ -186,19 +190,19 @@ class ZeroPlugin(ParallelismConfig):
             self._validate_accelerator(accelerator)
 
     def stand_aside(self) -> None:
-        """Allows steps without this plugin, if the engine is built in another way."""
+        """Allows optimizer steps without this plugin, if the engine is built in a different way."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, or one in a file of training arguments, need not be installed.
+        # A copy, for example in a file of training arguments, need not be installed.
         return {name: value for name, value in self.__dict__.items() if name != "_watch"}
 
     def to_json(self) -> dict[str, Any]:
-        """The stage and the settings that are not at their defaults, for TrainingArguments.to_dict and trackers.
+        """Returns the stage and all non-default settings, for TrainingArguments.to_dict and trackers.
 
-        MLflow drops an argument of more than 250 characters.
+        Kept short, because MLflow drops arguments of more than 250 characters.
         """
         return changed(self.config)
 
@@ -208,9 +212,9 @@ class ZeroPlugin(ParallelismConfig):
         return f"ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in said.items())})"
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Returns the mesh by which accelerate deals batches: None, unless several ranks compute a batch together."""
+        """Returns the mesh by which accelerate deals batches; None unless several ranks compute a batch together."""
         if not isinstance(self, ZeroPlugin):
-            # accelerate has called the function of the class itself.
+            # The class itself was passed, so accelerate has called the plain function.
             raise ConfigError(
                 "hf_zero: parallelism_config is the class ZeroPlugin. Pass an object: ZeroPlugin(stage=2)."
             )
@@ -223,31 +227,31 @@ class ZeroPlugin(ParallelismConfig):
         self._install(accelerator)
         trainer = trainer_in_callers()
         if trainer is not None:
-            # Here, not above: a plain loop does without transformers, which takes seconds to import.
+            # Imported here because a plain loop may not use transformers, and the import takes seconds.
             from .trainer import install_in_trainer
 
             install_in_trainer(trainer)
             own = trainer.args.parallelism_config
             if isinstance(own, ZeroPlugin) and own is not self:
-                # accelerate goes by the plugin of the process's first Accelerator.
+                # accelerate uses the plugin of the process's first Accelerator; install this Trainer's own one instead.
                 own._install(accelerator)
 
     def _install(self, accelerator: Accelerator) -> None:
         check_environment(accelerator)
-        # Before anything is changed: an Accelerator that is refused stays a plain one.
+        # Checked before anything is changed, so a refused Accelerator stays a plain one.
         run: RunRecord | None = getattr(accelerator, "zero_run", None)
         if run is not None:
             run.refuse_other(self.config)
         cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
         if self.take_sequences_of(accelerator.parallelism_config):
-            # accelerate deals batches by these two, and Trainer and TRL ask them for sizes.
+            # accelerate deals batches by these two attributes, and Trainer and TRL read sizes from them.
             accelerator.state.parallelism_config = self
             accelerator.state.device_mesh = self.get_device_mesh(accelerator.device.type)
-        # Behind the checks above: a plugin that they refuse goes on watching, and stops a script that trains all the same.
+        # After the checks above: a refused plugin continues to watch, and stops a script which trains anyway.
         self.stand_aside()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             mix_in(accelerator, ZeroAcceleratorMixin)
-            # Once for each Accelerator: every further exit handler would wait for the other ranks again.
+            # Once per Accelerator, because every further exit handler would wait for the other ranks again.
             end_cleanly(accelerator)
         accelerator.zero_plugin = self
         accelerator.zero_config = self.config

@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, and checks that it is whole."""
+"""Finds the checkpoint to resume from, and checks whether it is complete."""
 
 import dataclasses
 import fnmatch
@@ -31,7 +31,8 @@ from ..hooks.replaced import replaced
 from .elastic import trap_of_agents_store
 from .state_io import ZERO_FOLDER, progress_of
 
-# ---- Faults of the files that transformers and torch read as a Trainer resumes, beside weights and rows ----
+# ---- Faults of the files read by transformers and torch when a Trainer resumes, in addition to weights and optimizer state
+# ----
 
 _NUMBER = (int, float)
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -52,9 +53,9 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "stateful_callbacks": (dict, type(None)),
     "log_history": (list, type(None)),
 }
-"""Fields of a Trainer's state, and what they may be."""
+"""Fields of a Trainer's state, and their allowed types."""
 _NEEDED = ("train_batch_size",)
-"""Fields that a Trainer calculates with as it resumes, and that are None where its file lacks them."""
+"""Fields needed for arithmetic when a Trainer resumes; None if its file lacks them."""
 
 _PICKLED: dict[str, tuple[str, ...]] = {
     "scheduler.pt": (),
@@ -62,11 +63,11 @@ _PICKLED: dict[str, tuple[str, ...]] = {
     "optimizer.pt": (),
     "rng_state*.pth": ("python", "numpy", "cpu"),
 }
-"""Names of files that `torch.load` reads, and what the mapping in each has at least."""
+"""Names of files read by `torch.load`, and the keys each must contain."""
 
 
 def resume_faults(checkpoint: Path) -> list[str]:
-    """Lists obstacles to a Trainer's resume: its own state, its data position, and the files of `torch.load`."""
+    """Lists obstacles to a Trainer's resume: its state, its data position, and the files read by `torch.load`."""
     faults = state_faults(checkpoint)
     try:
         read_position(checkpoint)
@@ -81,21 +82,21 @@ def resume_faults(checkpoint: Path) -> list[str]:
 
 
 def _load_fault(path: Path, wanted: tuple[str, ...]) -> str | None:
-    """Says in words why a file of `torch.load` is not what a Trainer writes; None if it is."""
+    """Describes why the content of a `torch.load` file is not a Trainer's; None if it is."""
     try:
-        # `weights_only`: a checkpoint may come from the Hub, and a pickle could run code here.
-        # The random state of numpy in `rng_state*.pth` is an array, which `weights_only` refuses without these.
+        # `weights_only`, because a checkpoint may be from the Hub, and a pickle could run code here. The numpy random state in
+        # `rng_state*.pth` is an array, which `weights_only` refuses without these safe globals.
         with safe_globals():
             content = load_tensors(path)
     except Exception as error:
-        # Of a pickle that is none, each reader has errors of its own.
+        # Catch all, because each reader raises its own errors for a file which is not a pickle.
         return read_fault(error)
     is_written = isinstance(content, dict) and all(name in content for name in wanted)
     return None if is_written else "holds what no Trainer writes there"
 
 
 def state_faults(checkpoint: Path) -> list[str]:
-    """Lists obstacles to a resume in a Trainer's own state of a checkpoint."""
+    """Lists obstacles to a resume in a checkpoint's Trainer state."""
     path = checkpoint / STATE_NAME
     if not path.is_file():
         return [f"{STATE_NAME} is missing, so it is no checkpoint of a Trainer"]
@@ -108,13 +109,13 @@ def state_faults(checkpoint: Path) -> list[str]:
     faults += [f"{STATE_NAME} lacks {name}, which every Trainer writes" for name in _NEEDED if name not in content]
     for name, kinds in _KINDS.items():
         value = content.get(name)
-        # JSON has integers of any size. torch and Trainer would fail on longer ones in the midst of a resume.
+        # JSON integers have any size; torch and Trainer would fail on larger ones in the middle of a resume.
         if name in content and (not isinstance(value, kinds) or (type(value) is int and not 0 <= value < 2**63)):
             faults.append(f"{name} in {STATE_NAME} is {shown(repr(value), 80)}, which no Trainer writes")
     return faults
 
 
-# ---- The checkpoint of a resume: the one asked for, or the newest good one ----
+# ---- The checkpoint to resume from: the requested one, or the newest good one ----
 
 logger = logging.get_logger(__name__)
 
@@ -128,14 +129,17 @@ _LONGEST = 2000
 
 
 def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on: bool = False) -> str | None:
-    """The folder to resume from: the one asked for, or for True and "last-good" the newest good one. Collective.
+    """Returns the folder to resume from: the requested one; for True and "last-good", the newest good one. Collective.
 
     Args:
-        goes_on: the newest good one of output_dir comes before the one asked for, and none is needed (`checkpoint.resume: auto`).
+        trainer: the Trainer.
+        asked: the value of `resume_from_checkpoint`.
+        goes_on: `checkpoint.resume: auto`: prefer the newest good checkpoint of output_dir over the requested one, and accept
+        none.
 
     Raises:
-        ValueError: the folder asked for has faults; or for True, there is no good one; or with `goes_on`, there are some and none
-            is good. Lists each with its faults.
+        ValueError: the requested folder has faults; for True, there is no good one; with `goes_on`, there are some but none is
+        good. Lists each checkpoint with its faults.
     """
     output_dir, rank = Path(trainer.args.output_dir), trainer.args.process_index
     trap = trap_of_agents_store() if goes_on else None
@@ -148,7 +152,7 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
                 f"hf_zero: `checkpoint.resume: auto` finds no good checkpoint in {output_dir}: {_in_words(passed)}. Nothing was "
                 "trained: mend or move them, or give the run another output_dir."
             )
-        # A folder that was asked for by name is for the first start, when output_dir has no checkpoint yet.
+        # A folder requested by name is only for the first start, when output_dir has no checkpoint yet.
         if found is not None or asked is True or asked is None:
             return found
     if asked is None or asked is False:
@@ -168,14 +172,13 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
 
 def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
     put_back([asked.resolve()], exchange=exchange_between_ranks)
-    # Not `find_disk`, which writes a mark: a checkpoint may be in a folder that is only read.
+    # Not `find_disk`, which writes a file: a checkpoint may be in a read-only folder.
     disk = disk_with(asked, trainer.args.process_index, exchange_between_ranks)
     with _checking(trainer) as show:
         mine = findings_in(asked, ZERO_FOLDER, rank=disk.index, world_size=len(disk.ranks), on_progress=show)
-    # The manifest's faults first: where files are cut off, the Trainer's own faults follow from that.
+    # The manifest's faults first, because faults of Trainer's files may follow from truncated files.
     own_faults = checkpoints_inside(asked) or mine.faults or resume_faults(asked)
-    # Agreement before raise: each rank has read a part of the files, and a rank that raised alone would leave the
-    # others waiting.
+    # Agree before raising: each rank has read a part of the files, and if only one rank raised, the others would wait.
     found = agreed(exchange_between_ranks, dataclasses.replace(mine, faults=tuple(own_faults)))
     if found.edits and trainer.args.process_index == 0:
         logger.warning(found.warning(asked))
@@ -189,12 +192,12 @@ def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
 
 
 def _newest_good(trainer: Trainer, output_dir: Path) -> tuple[str | None, list[Candidate]]:
-    """The newest good checkpoint of a folder, and the newer ones with their faults. Collective."""
+    """Returns a folder's newest good checkpoint, and the newer ones with their faults. Collective."""
     rank = trainer.args.process_index
     disk = find_disk(output_dir, rank, exchange_between_ranks, then=_THEN)
     on_all_ranks(
         exchange_between_ranks,
-        # Before the search: a checkpoint that was renamed and not replaced counts again under its name.
+        # Before the search, so a checkpoint renamed by an interrupted save is restored under its name and counts again.
         lambda: clear_leftovers(output_dir) if disk.leads else None,
         doing=f"clear {output_dir} of what killed runs left",
         then=_THEN,
@@ -217,12 +220,12 @@ def _newest_good(trainer: Trainer, output_dir: Path) -> tuple[str | None, list[C
 
 
 def parts_elsewhere(folder: Path, rank: int, world_size: int) -> list[str]:
-    """Returns the fault of a checkpoint whose part for this rank is on another host's disk."""
+    """Returns the fault of a checkpoint if this rank's part is on another host's disk."""
     if not folder.is_dir():
         return []
     manifest = Manifest.read(folder)
     own = row_file(rank, world_size)
-    # With a manifest that names no other disks, every file must be here, which its checksums have shown.
+    # If the manifest names no other disks, every file must be here, as the checksums have shown.
     if not manifest.elsewhere or (manifest.world_size == world_size and own not in manifest.elsewhere):
         return []
     return [
@@ -232,7 +235,7 @@ def parts_elsewhere(folder: Path, rank: int, world_size: int) -> list[str]:
 
 
 def _warn_of_beginning_again(output_dir: Path, rank: int) -> None:
-    """Names the trap of a launcher that restarts a run which does not resume."""
+    """Warns if a launcher restarts a run which does not resume."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if restarts and rank == 0 and any(newest_first(output_dir)):
         logger.warning(
@@ -252,15 +255,15 @@ def _in_words(passed: list[Candidate]) -> str:
 
 
 def share_output_dir(trainer: Trainer) -> None:
-    """Has all ranks write to rank 0's output_dir if they name different folders, as by the time of each rank. Collective.
+    """Makes all ranks write to rank 0's output_dir if they name different folders, for example by their clocks. Collective.
 
-    Ranks that may write to a disk each keep their own names.
+    Keeps each rank's own name if the ranks may write to separate disks.
     """
     args = trainer.args
     names = exchange_between_ranks(args.output_dir)
     if len(set(names)) == 1 or not _writes_one_file(trainer):
         return
-    # A folder may have another path on another host.
+    # Different paths may also be the same folder, mounted differently on different hosts.
     if disk_with(Path(args.output_dir), args.process_index, exchange_between_ranks).is_of_all:
         return
     args.output_dir = names[0]
@@ -276,7 +279,7 @@ def refuse_disks_apart(trainer: Trainer, disk: Disk) -> None:
     """Refuses a run whose first save would fail. Collective.
 
     Raises:
-        CheckpointError: on every rank: ranks with disks of their own are to write one file.
+        CheckpointError: on every rank, if ranks with separate disks would write into one file.
     """
     fault = None if disk.is_of_all or not _writes_one_file(trainer) else disks_apart(trainer, disk)
     first = next(filter(None, exchange_between_ranks(fault)), None)
@@ -285,7 +288,7 @@ def refuse_disks_apart(trainer: Trainer, disk: Disk) -> None:
 
 
 def disks_apart(trainer: Trainer, disk: Disk) -> str:
-    """Says that ranks with disks of their own are to write one file."""
+    """Returns the error message for ranks with separate disks which would write into one file."""
     settings = trainer.accelerator.zero_config.checkpoint
     return (
         f"hf_zero: only ranks {list(disk.ranks)} of {disk.world_size} see the same output_dir {trainer.args.output_dir!r} as "
@@ -304,10 +307,10 @@ def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = Fal
     """Locks a Trainer's output_dir against other runs while checkpoints are written or cleared. Collective.
 
     Raises:
-        CheckpointError: on every rank: another run has the folder, or it cannot be written to.
+        CheckpointError: on every rank, if another run has locked the folder, or the folder is not writable.
     """
     args = trainer.args
-    # Such a run writes and clears nothing here: another run may have the lock, and the folder need not be writable.
+    # Without saves, nothing is written or cleared: another run may hold the lock, and the folder need not be writable.
     saves = args.save_strategy != SaveStrategy.NO
     if not saves and resume is not True and resume != LAST_GOOD and not goes_on:
         yield
@@ -315,21 +318,21 @@ def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = Fal
     if saves:
         share_output_dir(trainer)
     output_dir = Path(args.output_dir)
-    # A subclass's `train` may call `train` again, in which case this Trainer has the lock already.
+    # If a subclass's `train` calls `train` again, this Trainer already holds the lock.
     if trainer._alone_in == output_dir:
         yield
         return
     disk = find_disk(output_dir, args.process_index, exchange_between_ranks, then=_THEN)
     if saves and trainer.accelerator.zero_config.checkpoint.on_failure == "stop":
-        # Before training, which the first save would end.
+        # Refuse before training, because the first save would end the run.
         refuse_disks_apart(trainer, disk)
-    # Before leftovers are cleared: another run's unfinished checkpoint has the same kind of name.
+    # Lock before clearing leftovers: another run's unfinished checkpoint has the same kind of name.
     with held_alone(output_dir, disk=disk, exchange=exchange_between_ranks), replaced(trainer, "_alone_in", output_dir):
         yield
 
 
 def checkpoints_inside(folder: Path) -> list[str]:
-    """Returns the fault of a folder that only contains checkpoints, and names the newest."""
+    """Returns the fault of a folder which only contains checkpoints, naming the newest."""
     if (folder / ZERO_FOLDER).is_dir() or (folder / STATE_NAME).is_file() or not folder.is_dir():
         return []
     inside = next(newest_first(folder), None)

@@ -1,4 +1,4 @@
-"""Gives the engine to a script that does not import hf_zero, when `hf_zero.run` runs the script."""
+"""Installs the engine in a script which does not import hf_zero, for `hf_zero.run`."""
 
 import os
 import runpy
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .plugin import ZeroPlugin
 
 
-# ---- The engine in every Accelerator of a process, and so in every Trainer, for as long as a script runs ----
+# ---- The engine in every Accelerator, and so in every Trainer, of a process while a script runs ----
 
 _OTHER_ENGINES = {
     "deepspeed_plugin": "DeepSpeed",
@@ -33,10 +33,10 @@ _OTHER_ENGINES = {
 
 
 class Door:
-    """Gives the engine to each Accelerator that is built while this is open.
+    """Installs the engine in each Accelerator built while the door is open.
 
     Args:
-        config: for all of them.
+        config: the config of all engines.
 
     Attributes:
         record: what was built.
@@ -48,13 +48,13 @@ class Door:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Gives the engine to Accelerators inside; accelerate and torch are unchanged afterwards."""
+        """Installs the engine in Accelerators built inside; accelerate and torch are unchanged afterwards."""
         with ExitStack() as entered:
             calls: dict[str, Callable[[ModuleType], None]] = {
                 "torch": lambda _: self._watch_steps(entered),
                 "accelerate": lambda accelerate: self._seat(entered, accelerate.Accelerator),
             }
-            # Behind the script's own import: importing accelerate earlier would change what the script sets up before.
+            # After the script's own import: importing accelerate earlier would change the script's set-up.
             entered.enter_context(AfterImport(calls))
             yield
 
@@ -63,12 +63,12 @@ class Door:
 
         @wraps(build)
         def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
-            # Before accelerate builds anything: it notes a plugin in environment variables, which outlive the error.
+            # Before accelerate builds anything, because it notes plugins in environment variables, which outlive an error.
             _refuse_other_engines(kwargs)
-            # Before accelerate sets up NCCL.
+            # Made before accelerate initializes NCCL.
             plugin = self._made_plugin()
             if plugin.take_sequences_of(kwargs.get("parallelism_config")):
-                # accelerate runs sequences through DeepSpeed alone, and refuses them on a CPU.
+                # accelerate supports sequence parallelism only through DeepSpeed, and refuses it on a CPU.
                 kwargs["parallelism_config"] = plugin
             build(accelerator, *args, **kwargs)
             plugin.install_for_run(accelerator, self.record)
@@ -77,7 +77,7 @@ class Door:
 
     def _made_plugin(self) -> "ZeroPlugin":
         if self._plugin is None:
-            # Here, not above: the script imports torch and accelerate when it needs them.
+            # Imported here, so the script decides when to import torch and accelerate.
             from .plugin import ZeroPlugin
 
             self._plugin = ZeroPlugin(self.record.config)
@@ -91,14 +91,14 @@ class Door:
                 raise ConfigError(
                     f"hf_zero: {type(optimizer).__name__} steps without the engine: {self._why_not()}. {WHAT_IT_TAKES}"
                 )
-            # A ZeroEngine that the script has built by itself is one as well.
+            # A ZeroEngine built by the script itself counts, too.
             self.record.engines = max(self.record.engines, 1)
             return True
 
         entered.callback(StepWatch(judge).close)
 
     def refuse_unmet(self) -> None:
-        """Raises `ConfigError` for a script that has ended without any use of the engine; reports one that only evaluated."""
+        """Raises `ConfigError` if the script ended without using the engine; prints a message if it only evaluated models."""
         if self.record.engines:
             return
         if not self.record.models:
@@ -133,19 +133,19 @@ def _refuse_other_engines(arguments: dict[str, Any]) -> None:
             )
 
 
-# ---- Runs a script as Python does, with the door open: its own arguments, folder, traceback and exit status ----
+# ---- Runs a script as Python does, with the door open: own arguments, folder, traceback and exit status ----
 
 _HELP = ("-h", "--help")
 _NOT_THE_SCRIPTS = {os.path.normpath(file) for file in (__file__, runpy.__file__)}
 
 
 def main() -> None:
-    """Runs `python -m hf_zero.run`. Ends by SystemExit, except for a script that has ended by itself."""
+    """Runs `python -m hf_zero.run`. Always raises SystemExit, unless the script ended normally."""
     try:
         call = script_call(sys.argv[1:])
     except ConfigError as error:
         write_error_file(str(error), str(error))
-        # The ranks have the same command line.
+        # Only on rank 0, because all ranks have the same command line.
         raise SystemExit(str(error) if os.environ.get("RANK", "0") == "0" else 1) from None
     run_script(call)
 
@@ -154,7 +154,7 @@ def run_script(call: ScriptCall) -> None:
     """Runs a script to its end as `__main__`, with the engine in all of its Accelerators.
 
     Raises:
-        SystemExit: the script's own, or 1 after an error, which has been shown, or where the script met no engine.
+        SystemExit: the script's own; or 1 after an error, which was printed, or if the script did not use the engine.
     """
     opening = Door(call.config)
     own_end = None
@@ -166,11 +166,11 @@ def run_script(call: ScriptCall) -> None:
                 raise
             own_end = end
         except KeyboardInterrupt:
-            # Python ends by the signal, as whoever sent it expects.
+            # Let Python end by the signal, as the sender expects.
             raise
         except BaseException as error:
             _say_and_end(error)
-    # A script that was asked for its help ends well without an engine.
+    # A script asked for its help may end without an engine.
     if own_end is None or not set(_HELP) & set(call.arguments):
         try:
             opening.refuse_unmet()
@@ -181,7 +181,7 @@ def run_script(call: ScriptCall) -> None:
 
 
 def run_as_main(call: ScriptCall) -> None:
-    """Runs a script as Python would, in this process, and nothing else."""
+    """Runs a script in this process exactly as Python would."""
     with _as_called(call):
         if call.is_module:
             runpy.run_module(call.script, run_name="__main__", alter_sys=True)
@@ -191,12 +191,12 @@ def run_as_main(call: ScriptCall) -> None:
 
 @contextmanager
 def _as_called(call: ScriptCall) -> Iterator[None]:
-    """Sets `sys.argv` and `sys.path` inside as Python sets them for the script."""
+    """Sets `sys.argv` and `sys.path` as Python would set them for the script."""
     argv, path = sys.argv, list(sys.path)
-    # For a module, runpy puts the module's file in place of its name.
+    # For a module, runpy replaces its name by its file.
     sys.argv = [call.script, *call.arguments]
     if not call.is_module and not getattr(sys.flags, "safe_path", False):
-        # There stands the folder that `python -m` was called in.
+        # Replace the first entry, the folder in which `python -m` was called.
         sys.path[0] = os.path.dirname(os.path.abspath(os.path.realpath(call.script)))
     try:
         yield
@@ -205,14 +205,14 @@ def _as_called(call: ScriptCall) -> Iterator[None]:
 
 
 def _say_and_end(error: BaseException) -> None:
-    """Shows an error as Python does, from the script's first line on, and ends with status 1."""
+    """Prints an error as Python does, starting at the script's first frame, and exits with status 1."""
     if isinstance(error, ConfigError):
-        # Here, not above: it imports torch, and the script has its own time for that.
+        # Imported here because it imports torch, and the script decides when to import torch.
         from ..comm.error_hook import ErrorHook
 
         ErrorHook.installed()
     trace = _of_the_script(error.__traceback__)
-    # What runs at the exit of a process finds out by these that it failed.
+    # Exit handlers read these to learn that the process failed.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     raise SystemExit(1) from None

@@ -1,4 +1,4 @@
-"""Steps one bucket after another, and holds masters and optimizer state between steps."""
+"""Steps one bucket after another, and stores master weights and optimizer state between steps."""
 
 import warnings
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -27,20 +27,21 @@ from .bucket_state import DUE, BucketState, EarlyReport, KernelReport, StatePlac
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 _ROWS, _ROW_TENSORS = attrgetter("rows"), attrgetter("row_tensors")
 
-# ---- One step of a stock optimizer, taken a bucket at a time, to the same bits ----
+# ---- One step of a stock optimizer, bucket by bucket, with bitwise the same result ----
 
 _WORD = Label(kind="agreement on state in files", subject="the step")
 
 
 class BucketStep:
-    """Steps the rows of one bucket by the optimizer's present group: here with the optimizer's own arithmetic."""
+    """Steps the rows of one bucket with the group's current settings; this class uses the optimizer's own arithmetic."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
 
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
-        """Takes one step. `rows`: those of the bucket with a gradient."""
-        # A gradient may be bfloat16 still, or wait for its clip coefficient: a kernel reads both, the optimizer neither.
+        """Makes one step. `rows`: the rows of the bucket with a gradient."""
+        # A gradient may be bfloat16 or have a pending clip coefficient. Kernels read both, but the optimizer needs plain
+        # gradients.
         widen(*[row.tensor for row in rows])
         groups = self._optimizer.param_groups
         mine = {id(row.tensor) for row in rows}
@@ -48,20 +49,20 @@ class BucketStep:
         try:
             own_step(self._optimizer)
         finally:
-            # Also behind an error: the script's optimizer would keep one group with a few rows.
+            # Also after an error: otherwise the script's optimizer would keep one group with a few rows.
             self._optimizer.param_groups = groups
 
     def forget(self, bucket: Bucket) -> None:
-        """Drops what it knows of a bucket's entries in `optimizer.state`, which are replaced."""
+        """Drops cached knowledge of a bucket's entries in `optimizer.state`, which are being replaced."""
 
 
 def _rows_with_gradients(bucket: Bucket) -> Sequence[Row]:
-    # The same list if all rows have one, which a kernel's step knows again.
+    # Return the same list object if all rows have a gradient, because a kernel's step caches by it.
     return bucket.rows if have_gradients(bucket.row_tensors) else [r for r in bucket.rows if r.tensor.grad is not None]
 
 
 class LentStep(BucketStep):
-    """Steps a bucket whose state is fetched for the step and stored behind it."""
+    """Steps a bucket whose state is fetched before the step and stored after it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]):
         super().__init__(optimizer)
@@ -74,28 +75,29 @@ class LentStep(BucketStep):
 
 
 class BucketSteps:
-    """Steps one bucket of an optimizer after another, with the bucket's state in memory meanwhile.
+    """Steps one bucket of an optimizer after another, with only this bucket's state in memory.
 
     [Note: one step in parts]
-    An element-wise optimizer treats each parameter by itself, so that its step over all rows and its steps over the rows of
-    each bucket make the same values. For a part, the optimizer sees one group: a copy of the bucket's group with the bucket's
-    rows only. What it changes in the group's settings (a counter, say) is dropped with the copy. The call that the script
-    made then runs to its end over the real groups, with no gradient left in the rows that have been stepped: it changes the
-    settings once, and hooks and schedulers see one step.
+    An element-wise optimizer updates each parameter independently, so one step over all rows equals steps over the rows of
+    each bucket. For each part, the optimizer sees a single group: a copy of the bucket's group with only the bucket's rows.
+    Changes of the group's settings during the part (for example of a counter) are dropped with the copy. The script's own call
+    then continues over the real groups, with no gradient left in the stepped rows: it changes the settings once, and hooks and
+    schedulers see one step.
 
-    The parts run in a hook before that call: the last such hook, so that others see, and may change, gradients first.
+    The parts run in a pre-hook of this call. It is the last such hook, so other hooks see, and may change, gradients first.
 
     Args:
-        states: of each bucket; None for a bucket whose state needs no fetch.
+        optimizer: the optimizer.
+        states: the state of each bucket; None for a bucket whose state is already in memory.
         window: moves state in files; None without files.
-        transport: of the ranks that step together.
-        step: of one bucket.
-        commit: called before the first; returns the buckets that were stepped early.
-        stepped: called with each bucket behind its step, also without one.
-        wanted: whether to step in parts; else the optimizer's own call steps.
+        transport: the collectives of the ranks which step together.
+        step: steps one bucket.
+        commit: called before the first bucket; returns the buckets already stepped early.
+        stepped: called with each bucket after its step, or if it has no step to make.
+        wanted: whether to step in parts; if False, the optimizer's own call steps.
 
     Attributes:
-        optimizer: of the buckets.
+        optimizer: the optimizer.
     """
 
     def __init__(
@@ -124,17 +126,17 @@ class BucketSteps:
 
     @property
     def hook_id(self) -> int:
-        """Returns the id of its hook among the optimizer's."""
+        """Returns the id of the hook among the optimizer's hooks."""
         return self._hook.id
 
     def come_last(self) -> None:
-        """Moves the hook behind those that were registered since."""
+        """Moves the hook after hooks registered since."""
         self._hook.remove()
         self._hook = self._register()
 
     def restore_gradients(self) -> None:
         """Restores the gradients of the stepped rows."""
-        # Where rows are the parameters themselves, the script still finds `p.grad` behind the step, as under DDP.
+        # If rows are the parameters themselves, the script must find `p.grad` after the step, as under DDP.
         set_all(map(TENSOR_OF, self._gradients), "grad", self._gradients.values())
         self._gradients.clear()
 
@@ -154,7 +156,7 @@ class BucketSteps:
     def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
         if not self._wanted():
             return
-        # Before anything collective: every rank keeps the error of a failed step, so all ranks raise here and none waits.
+        # Before any collective: every rank keeps the error of a failed step, so all ranks raise here and none waits.
         self.refuse_broken()
         buckets = list(self._states)
         if have_gradients(chain.from_iterable(map(_ROW_TENSORS, buckets))):
@@ -164,29 +166,28 @@ class BucketSteps:
         try:
             done = self._commit(self.optimizer)
             left = {bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done}
-            # Buckets without a step to take are reported too: ranks send in one
-            # order, and a bucket that is left out holds up all behind.
+            # Report buckets without a step, too: ranks send in the same order, and a missing bucket would block all later
+            # ones.
             for bucket in rows_of:
                 if bucket not in left:
                     self._stepped(bucket)
             self._step_each(left)
         except OffloadError as error:
             self._broken = error
-        # A disk may fail under one rank. The others have stepped by then, and would wait for its parameters.
+        # A disk may fail on one rank only. The other ranks have stepped by then and would wait for this rank's parameters.
         self._raise_together()
-        # Taken away before the script's own call, which would step these rows a second time.
+        # Removed before the script's own call, which would otherwise step these rows again.
         rows = list(chain.from_iterable(rows_of.values()))
         self._gradients.update(zip(rows, map(GRADIENT_OF, map(TENSOR_OF, rows))))
         set_all(map(TENSOR_OF, rows), "grad", repeat(None))
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
-        # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
+        # In a first step, the optimizer allocates new state in addition to the buffer, until copied there.
         register = self.optimizer.state
         makes_state = self._window is not None and any(
             row.tensor not in register for rows in rows_of.values() for row in rows
         )
-        # `closing` ends the walk at an error in a step: left to the garbage
-        # collector, its threads would go on using buffers and files.
+        # `closing` ends the walk if a step raises. Otherwise its threads would use buffers and files until garbage collection.
         with closing(self._walk(list(rows_of), spared=int(makes_state))) as walk:
             for bucket, buffer in walk:
                 state = self._states[bucket]
@@ -200,9 +201,9 @@ class BucketSteps:
     def _walk(
         self, buckets: Sequence[Bucket], *, spared: int
     ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]:
-        """Yields the buckets, those in files last, each with a buffer of its file's contents."""
+        """Yields the buckets, offloaded ones last, each with a buffer of its file's contents."""
         in_files: dict[StoredShard, Bucket] = {}
-        # In memory in forward's order, as they are sent.
+        # Buckets in memory follow the order of forward, in which they are sent.
         for bucket in reversed(buckets) if self._window is None else buckets:
             state = self._states[bucket]
             if self._window is None or state is None or state.shard is None:
@@ -217,47 +218,49 @@ class BucketSteps:
     def _raise_together(self) -> None:
         """Raises one rank's error on every rank. Collective."""
         failed = torch.tensor([self._broken is not None], dtype=torch.uint8)
-        # A flag first, which costs one small message a step: the reason is exchanged only when there is one.
+        # First agree on a flag, one small message per step; the reason is exchanged only after an error.
         if not self._transport.agree_max(failed, _WORD).item():
             return
         mine = None if self._broken is None else (self._broken.errno, self._broken.strerror)
         theirs = self._transport.exchange(mine)
         if self._broken is None:
             rank, (number, reason) = next((rank, fault) for rank, fault in enumerate(theirs) if fault)
-            # Kept on this rank too: later steps and looks at the state are then
-            # refused on all ranks, and no rank waits for another.
+            # Also stored on this rank: later steps and reads of the state then raise on all ranks, and no rank waits for
+            # another.
             self._broken = OffloadError(number, f"on rank {rank}: {reason}")
         raise self._broken
 
 
-# ---- The holder of optimizer state between steps ----
+# ---- Storage of optimizer state between steps ----
 
 
 class StepTiming:
-    """Decides when buckets are stepped, once for an engine: here all in `optimizer.step()`.
+    """Decides when an engine's buckets are stepped; this class steps all of them in `optimizer.step()`.
 
     Attributes:
-        steps_early: `landed` is called while backward goes on.
+        steps_early: whether `landed` is called during backward.
     """
 
     steps_early = False
 
     def admit(self, optimizer: torch.optim.Optimizer, state: BucketState) -> None:
-        """Registers a new bucket for early steps, if they are possible."""
+        """Registers a new bucket for early steps, if possible."""
 
     def takes(self, bucket: Bucket) -> bool:
         """Whether the bucket may be stepped early."""
         return False
 
     def landed(self, bucket: Bucket, arrival: Arrival, *, all_used: bool) -> None:
-        """Notes, in the last backward before a step, that a bucket's rows have their gradients, or will on `arrival`.
+        """Notes, in the last backward before a step, that a bucket's rows have their gradients, or will after `arrival`.
 
         Args:
-            all_used: this rank has used each of the rows' parameters in this pass.
+            bucket: the bucket.
+            arrival: marks the arrival of the gradients.
+            all_used: whether this rank has used each of the rows' parameters in this pass.
         """
 
     def commit(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
-        """Uses the early steps, before any bucket is stepped; returns their buckets.
+        """Commits the early steps, before any bucket is stepped; returns their buckets.
 
         Raises:
             OffloadError: a file failed.
@@ -265,23 +268,23 @@ class StepTiming:
         return ()
 
     def report(self) -> EarlyReport | None:
-        """Describes early steps; None without any."""
+        """Describes early steps; None if there are none."""
         return None
 
     def copy_bytes(self) -> int:
-        """Counts bytes of copies of state in memory, for early steps."""
+        """Returns the bytes of copies of state in memory, for early steps."""
         return 0
 
     def file_copy_bytes(self) -> int:
-        """Counts bytes of copies of state in files."""
+        """Returns the bytes of copies of state in files."""
         return 0
 
     def gradient_bytes(self) -> int:
-        """Counts bytes of gradients of early steps, beside those of the next step."""
+        """Returns the bytes of gradients kept by early steps in addition to the next step's."""
         return 0
 
     def most_beside_bytes(self) -> int:
-        """Counts bytes in memory of copies and `gradient_bytes` at most."""
+        """Returns the maximum bytes in memory of copies and `gradient_bytes`."""
         return 0
 
     def close(self) -> None:
@@ -290,10 +293,11 @@ class StepTiming:
 
 @dataclass(frozen=True)
 class Assigned:
-    """Buckets whose step is not their optimizer's own.
+    """Buckets which are stepped by a function other than their optimizer.
 
     Attributes:
-        states: of each bucket; None for a bucket whose state needs no fetch.
+        step: the function.
+        states: the state of each bucket; None for a bucket whose state is already in memory.
     """
 
     step: BucketStep
@@ -301,14 +305,14 @@ class Assigned:
 
 
 class StepChoice:
-    """Decides how buckets are stepped, once for an engine: here by each optimizer's own arithmetic."""
+    """Decides how an engine's buckets are stepped; this class uses each optimizer's own arithmetic."""
 
     def assign(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> list[Assigned]:
-        """Picks the buckets that the optimizer does not step itself. `states`: of all its buckets."""
+        """Chooses the buckets not stepped by the optimizer itself. `states`: the states of all its buckets."""
         return []
 
     def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
-        """Multiplies the rows' gradients by `coefficient`, a scalar, at once or at their next read; None leaves them."""
+        """Multiplies the rows' gradients by `coefficient`, a scalar, now or when next read; None leaves them unchanged."""
         if coefficient is None:
             return
         tensors = list(map(TENSOR_OF, rows))
@@ -323,35 +327,36 @@ class StepChoice:
                 gradients if len(devices) == 1 else [gradient for gradient in gradients if gradient.device == device]
             )
             mine = coefficient.to(there[0])
-            # On the host a coefficient of 1 spares a pass over all gradients. On an accelerator, a look would stop its queue.
+            # On the host, skip a multiplication by 1. On an accelerator, reading the coefficient would synchronize.
             if device.type != "cpu" or mine != 1:
                 torch._foreach_mul_(there, mine)
 
     def unwritten(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-        """Returns the buckets whose parameters were not written with their masters since the last call."""
+        """Returns the buckets whose parameters were not written together with their masters since the last call."""
         return buckets
 
     def report(self) -> KernelReport | None:
-        """Describes the steps of kernels; None without any."""
+        """Describes the steps of kernels; None if there are none."""
         return None
 
 
 class StateHolder:
-    """Holds masters and optimizer state between steps. `optimizer.state` says which state a row has.
+    """Stores master weights and optimizer state between steps. `optimizer.state` lists a row's kinds of state.
 
     [Note: where, when and how]
-    Three choices are independent: the memory of a bucket's state (`BucketState`: memory, 8-bit blocks, a file, a master that is
-    rounded away), the time of the step (`StepTiming`: in the script's step, or before), and the arithmetic (`StepChoice`: the
-    optimizer's own, or kernels). The optimizer's own step over all its parameters takes all other buckets.
+    Three choices are independent: the storage of a bucket's state (`BucketState`: memory, 8-bit blocks, a file, a master which
+    is rounded away), the time of the step (`StepTiming`: in the script's step, or earlier), and the arithmetic (`StepChoice`:
+    the optimizer's own, or kernels). The optimizer's own step over all its parameters steps all remaining buckets.
 
     Args:
-        place: chooses the memory of a new bucket's state.
-        files: of state; None without files.
-        transport: of the ranks that step together.
+        place: chooses the storage of a new bucket's state.
+        timing, choice: see the note.
+        files: files of state; None without files.
+        transport: the collectives of the ranks which step together.
 
     Attributes:
         timing, choice: see the note.
-        loads: counts the calls of `put` and `put_master`.
+        loads: number of calls of `put` and `put_master`.
     """
 
     def __init__(
@@ -376,13 +381,13 @@ class StateHolder:
 
     @property
     def is_in_files(self) -> bool:
-        """Whether state is in files, which are removed with the holder."""
+        """Whether state is in files, which are removed together with the holder."""
         return self._files is not None
 
     def adopt(self, bucket: Bucket) -> None:
-        """Stores the state of a bucket that has just been built, before the next one is built."""
+        """Stores the state of a new bucket before the next bucket is built."""
         state = self._states[bucket] = self._place(bucket)
-        # Before `rest`: from then on, parameters in the master's digits are read from the master's place in the file.
+        # Before `rest`, after which parameters with the master's dtype are read from the master's region in the file.
         state.master.move_in()
         bucket.rest(state.master.region)
         if state.optimizer is not None:
@@ -396,13 +401,15 @@ class StateHolder:
         stepped: Callable[[Bucket], None],
         sends_early: Callable[[], bool],
     ) -> None:
-        """Makes the optimizer's steps go over these buckets, which are its own.
+        """Makes the optimizer's steps go over these buckets, which belong to this optimizer.
 
         Args:
-            stepped: called behind the step of each bucket that is stepped by itself.
-            sends_early: whether a bucket is sent then. Buckets in host memory are stepped by themselves for that.
+            optimizer: the optimizer.
+            buckets: its buckets.
+            stepped: called after the step of each bucket which is stepped separately.
+            sends_early: whether buckets are sent at this point. If so, buckets in host memory are also stepped separately.
         """
-        # Without files no disk can fail under one rank alone: no rank needs the others' word.
+        # Without files, no disk can fail on one rank only, so the ranks need no agreement.
         in_memory = partial(BucketSteps, optimizer, window=None, transport=LocalTransport(), stepped=stepped)
         states = {bucket: self._states[bucket] for bucket in buckets}
         by_others = self.choice.assign(optimizer, states)
@@ -432,13 +439,13 @@ class StateHolder:
     def comes_last(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether no other hook runs between the steps of an optimizer's buckets and its own step."""
         mine = {steps.hook_id for steps in self._steps if steps.optimizer is optimizer}
-        # Without such steps the slice is the whole list, and the answer False: no bucket is stepped by itself then.
+        # If `mine` is empty, `[-0:]` is the whole list and the result is False, as wanted.
         return mine.issuperset(list(optimizer._optimizer_step_pre_hooks)[-len(mine) :])
 
     def after_step(self) -> None:
-        """Ends the optimizer's step, before gradients are freed."""
+        """Ends the optimizer's step before gradients are freed."""
         if self._files is not None:
-            # Called twice for a class of optimizer whose step calls its parent's.
+            # Called twice for an optimizer class whose step calls its parent's step.
             self._files.end_step()
         for steps in self._steps:
             steps.restore_gradients()
@@ -453,22 +460,22 @@ class StateHolder:
         return self._states[bucket].master.fetched_master()
 
     def values(self, row: Row, name: str, value: Any) -> Any:
-        """Returns a row's `name` of `optimizer.state` with its values, perhaps as a copy."""
+        """Returns the values of a row's `name` in `optimizer.state`, possibly as a copy."""
         return self._state_of(row).values(row, name, value)
 
     def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        """Returns a row's state, live and without a copy. `tensor`: the entry in `optimizer.state`."""
+        """Returns a row's live state without a copy. `tensor`: the entry in `optimizer.state`."""
         return self._state_of(row).view(row, kind, tensor)
 
     def master_view(self, row: Row) -> torch.Tensor | PackedPart:
-        """Returns a row's master, live and without a copy."""
+        """Returns a row's live master without a copy."""
         master = self._states[row.slot.bucket].master
         if master.is_away:
             self._refuse_broken()
         return master.view(row, row.tensor.detach())
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        """Stores a row's state that was loaded; returns the entry for `optimizer.state`."""
+        """Stores a row's loaded state; returns the entry for `optimizer.state`."""
         self.loads += 1
         for step in self._bucket_steps:
             step.forget(row.slot.bucket)
@@ -479,29 +486,29 @@ class StateHolder:
         self._states[row.slot.bucket].master.put(row, values)
 
     def close(self) -> None:
-        """Moves state back to `optimizer.state`, and ends."""
-        # First: a running step writes to the state.
+        """Moves state back to `optimizer.state` and releases all resources."""
+        # First, because a running step writes to the state.
         self.timing.close()
         for steps in self._steps:
             steps.release()
         for state in self._states.values():
             if state.bucket.rows_are_parameters and state.state.is_away:
-                # Its rows are the parameters, whose state stays with the optimizer.
+                # The rows are the parameters, so their state must stay with the optimizer.
                 self._fill_register(state)
             state.state.close()
         if self._files is not None:
-            # Behind `_fill_register`, which reads the files.
+            # After `_fill_register`, which reads the files.
             self._files.close()
 
-    # ---- what it takes ----
+    # ---- memory ----
 
     def window_bytes(self) -> int:
-        """Counts bytes of buffers for state during a step, at most."""
+        """Returns the maximum bytes of buffers for state during a step."""
         shards = [state.shard for state in self._states.values() if state.shard is not None]
         return self._lent_bytes + (0 if self._files is None else self._files.window.nbytes(shards))
 
     def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
-        """Counts bytes of a bucket's state. `tensors`: its entries in `optimizer.state`."""
+        """Returns the bytes of a bucket's state. `tensors`: its entries in `optimizer.state`."""
         return self._states[bucket].state.nbytes(tensors)
 
     def _add(self, step: BucketStep, steps: BucketSteps) -> None:
@@ -509,7 +516,7 @@ class StateHolder:
         self._steps.append(steps)
 
     def _put_earlier(self, optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
-        """Stores state that the optimizer had before the engine was built."""
+        """Stores state which the optimizer had before the engine was built."""
         for row in bucket.rows:
             if row.tensor in optimizer.state:
                 optimizer.state[row.tensor] = self.put(row, optimizer.state[row.tensor])
@@ -526,13 +533,13 @@ class StateHolder:
         return state
 
     def _refuse_broken(self) -> None:
-        """Raises the error of a failed step: files then hold parts of two steps."""
+        """Raises the error of a failed step, after which files contain parts of two steps."""
         for steps in self._steps:
             steps.refuse_broken()
 
 
 def without_due(state: dict[str, Any]) -> dict[str, Any]:
-    """Drops the keys of a step that was one step late, which old checkpoints have."""
+    """Drops keys in old checkpoints which belong to a step delayed by one."""
     kept = {name: value for name, value in state.items() if not name.startswith(DUE)}
     if f"{DUE}gradient" in state:
         warnings.warn(
