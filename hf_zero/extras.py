@@ -42,12 +42,12 @@ EXTRAS = {
         factories=("early:Early",),
     ),
     "wire": Extra(
-        what="Gradients and parameters in int8 or int4 blocks, and outer steps between groups of ranks.",
+        what="Gradients and parameters in int8 blocks, and outer steps between groups of ranks.",
         switch="`comm.gradients`, `comm.weights` or `comm.sync_every`",
         factories=(
             "reductions:quantised_reduction",
             "gathers:QuantisedGather",
-            "quantise:block_format",
+            "quantise:BlockFormat",
             "outer:SyncedEvery",
         ),
     ),

@@ -1,7 +1,7 @@
 """Checksums of the bytes that collectives send and deliver.
 
 [Note: one number for all messages]
-All-gathers and all-to-alls deliver the bytes that were sent, also int8 and int4 blocks. So does the reduce-scatter that sends
+All-gathers and all-to-alls deliver the bytes that were sent, also int8 blocks. So does the reduce-scatter that sends
 messages from rank to rank, before it adds. A rank does not know the messages of other ranks. But summed over all ranks, the
 checksums of the received messages equal the checksums of the sent messages, each counted once per receiver. So each rank keeps
 the difference of its own two sums, modulo 2^64, and the differences of all ranks add up to 0.

@@ -226,6 +226,7 @@ CUT: Final = {
     "split_parameters": "Leave it out: a trial step of the optimizer shows whether parameters may be cut; `stage: 0` cuts none",
     "persist_below_numel": "Leave it out: a layer's small parameters are gathered in one message with its large ones",
     "overlap_param_gather": "Leave it out: reads of parameters wait; `engine_of(model).finish_parameters()` waits for all",
+    "comm.gradients: int4": "Use int8; checkpoints with residuals of int4 resume",
     "nonfinite_limit": "Leave it out: `nonfinite: skip` ends a run behind ten bad steps in a row",
     "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
     "offload.delay": "Leave it out: `offload.speculate_bytes` steps buckets during backward, to the same bits",

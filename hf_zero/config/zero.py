@@ -144,7 +144,7 @@ class CommConfig:
     weights: str = "none"
     """`int8` sends parameters in blocks of 256 with one scale each, at stages 1 to 3."""
     gradients: str = "none"
-    """`int8`, `int4`: likewise for gradients. The quantisation error is sent with the next gradients."""
+    """`int8` sends gradients in such blocks. The quantisation error is sent with the next gradients."""
     sync_every: int = 1
     """Steps that each shard group takes alone before an outer step joins the models (DiLoCo). Links between groups carry
     1/sync_every of the bytes. Not exact. 1: no outer steps."""
@@ -180,7 +180,7 @@ class CommConfig:
             whole_number(f"comm.{name}", getattr(self, name), least, also=(AUTO,))
         one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
         one_of("comm.weights", self.weights, ("none", "int8"))
-        one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
+        one_of("comm.gradients", self.gradients, ("none", "int8"))
         seconds("comm.timeout_s", self.timeout_s, also=(AUTO,))
         # By type as well: False equals 0, and would switch the limit off.
         if type(self.late_s) not in (int, float) or self.late_s != 0:

@@ -297,7 +297,7 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
         reduction = extra("wire", "quantised_reduction")(config.comm, groups, order, sample)
     else:
         reduction = _exact_reduction(groups, order, queue)
-    weights = extra("wire", "block_format")(config.comm.weights) if quantises_weights else None
+    weights = extra("wire", "BlockFormat")() if quantises_weights else None
     gather = exact if weights is None else extra("wire", "QuantisedGather")(weights)
     forward = backward = in_passes if weights is None else gather
     if groups.node is not None:

@@ -484,9 +484,8 @@ def _reduced(config: ZeroConfig, cost: BucketCost) -> tuple[int, int]:
         return 0, 0
     numel, wide = cost.layout.numel, cost.reduce_bytes
     if config.comm.gradients != "none":
-        code = {"int8": 1.0, "int4": 0.5}[config.comm.gradients]
         # Encoding reads gradients and the bfloat16 residual, and writes the residual and codes. Decoding reads codes.
-        return int(numel * (code + _SCALE_BYTES)), int(numel * (wide + 2 + 2 + code + code))
+        return int(numel * (1 + _SCALE_BYTES)), numel * (wide + 2 + 2 + 1 + 1)
     # A reduction in fewer bits than the gradients have copies them once.
     is_cast = cost.reduce_bytes < cost.param_bytes
     return numel * wide, numel * (cost.param_bytes + wide) * is_cast

@@ -1,24 +1,16 @@
-"""Functions shared by the kernels of all codes."""
+"""The Triton kernels that quantise blocks to 8-bit codes and sum them: one signed byte for each element, in order."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..kernels.base import kernel, rounded
+from ..kernels.base import kernel, nearest_integer, rounded
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-
-@kernel
-def load_with_residual(values, residual, offsets, mask):
-    """Returns the values plus the residual, and the residual."""
-    x = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
-    old = x
-    if residual is not None:
-        old = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
-        x = x + old
-    return x, old
+LARGEST_CODE = 127
+"""The largest magnitude of a code: codes are the integers from -127 to 127."""
 
 
 @kernel
@@ -34,42 +26,47 @@ def scale_of(absmax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
 
 
 @kernel
-def load_blocks(
-    values,
-    residual,
-    scales,
-    numel,
-    blocks,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Loads this program's blocks and stores their scales; returns elements, residual, scales, offsets and masks."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    mask = offsets < numel
-    x, old = load_with_residual(values, residual, offsets, mask)
-    scale = scale_of(tl.max(magnitudes(x), axis=1), LARGEST, SMALLEST)
-    tl.store(scales + row, scale, mask=row < blocks)
-    return x, old, tl.broadcast_to(scale[:, None], x.shape), offsets, mask, (row < blocks)[:, None]
-
-
-@kernel
 def in_scales(x, scale):
     """Returns `x` / `scale`, rounded as in the reference; 0 if the scale is inf."""
     return tl.where(scale < float("inf"), tl.div_rn(x, scale), 0.0)
 
 
 @kernel
-def store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED: tl.constexpr):
-    """Stores the error of writing `q` for `x`, or the previous residual if the block is not finite."""
-    kept = tl.where(scale < float("inf"), x - q * scale, old)
-    tl.store(residual + offsets, rounded(kept, residual.dtype.element_ty, INTERPRETED), mask=mask)
+def quantise_kernel(
+    values,
+    codes,
+    scales,
+    residual,
+    numel,
+    blocks,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Stores the codes and scales of `values + residual`, and the rounding error to `residual` unless that is None."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offsets = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    mask, known = offsets < numel, (row < blocks)[:, None]
+    x = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
+    old = x
+    if residual is not None:
+        old = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = x + old
+    scale = scale_of(tl.max(magnitudes(x), axis=1), LARGEST, SMALLEST)
+    tl.store(scales + row, scale, mask=row < blocks)
+    scale = tl.broadcast_to(scale[:, None], x.shape)
+    q = nearest_integer(in_scales(x, scale))
+    tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, q.to(tl.int8), mask=known)
+    if residual is not None:
+        # The previous residual stays if the block is not finite.
+        kept = tl.where(scale < float("inf"), x - q * scale, old)
+        tl.store(residual + offsets, rounded(kept, residual.dtype.element_ty, INTERPRETED), mask=mask)
 
 
 @kernel
-def sum_of_bytes(
+def sum_kernel(
     codes,
     scales,
     out,
@@ -80,7 +77,8 @@ def sum_of_bytes(
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Sums the values of one-byte codes in rank order; `codes` points to elements of their type."""
+    """Stores the sum of the ranks' values, added in rank order in float32 and rounded once."""
+    codes = codes.to(tl.pointer_type(tl.int8))
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SIZE)[None, :]
     known = row < blocks

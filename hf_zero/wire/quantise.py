@@ -6,19 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ..arithmetic.flat import FLOAT_DTYPES, ceil_div, check_flat
+from ..arithmetic.flat import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
 from ..kernels.base import is_interpreted
 from ..layout.blocks import BLOCK_NUMEL
-from .code import Code
-from .int4 import INT4
-from .int8 import INT8
+from .block_kernels import LARGEST_CODE, quantise_kernel, sum_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """The code of an element, and the number of elements with a common scale: a power of two from 32 to 4096."""
+    """Blocks of 8-bit codes. `block_numel` elements have a common scale: a power of two from 32 to 4096."""
 
-    code: Code
     block_numel: int = BLOCK_NUMEL
 
     def __post_init__(self) -> None:
@@ -33,7 +30,7 @@ class BlockFormat:
 
     def code_bytes(self, numel: int) -> int:
         """Bytes of the codes of a tensor of `numel` elements."""
-        return self.blocks(numel) * self.block_numel * self.code.bits // 8
+        return self.blocks(numel) * self.block_numel
 
     def round_in_place(self, values: torch.Tensor) -> None:
         """Rounds values to the values after a receiver's dequantisation."""
@@ -41,25 +38,19 @@ class BlockFormat:
 
 
 # Format of a flat tensor of n elements in blocks of B: ceil(n / B) scales, and B codes for each block; the last block is padded
-# with zeros. The codes are `int8` and `int4`; their files describe the encoding.
+# with zeros. A code is a signed byte from -127 to 127.
 #
-# The scale of a block is its largest magnitude divided by the largest value of the code, and at least the smallest normal
-# float32. A code is the element divided by the scale, rounded to the nearest value of the code, ties to even. Therefore a block
-# of zeros results in zeros, and no element has an error larger than half a step of the code. **A block with a NaN or an infinity
+# The scale of a block is its largest magnitude divided by 127, and at least the smallest normal
+# float32. A code is the element divided by the scale, rounded to the nearest integer, ties to even. Therefore a block
+# of zeros results in zeros, and no element has an error larger than half a scale. **A block with a NaN or an infinity
 # gets the scale inf and codes of zero, and all its elements become NaN**, so the check for non-finite gradients sees the NaNs on
 # every rank.
 
-CODES = {code.name: code for code in (INT8, INT4)}
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
 
 _SCRATCH_NUMEL = 1 << 17
 """Number of elements that the reference processes at a time, so that they stay in a core's cache."""
-
-
-def block_format(code: str) -> BlockFormat:
-    """Returns the format for the name of a code in the settings."""
-    return BlockFormat(code=CODES[code])
 
 
 def quantise(
@@ -80,7 +71,7 @@ def quantise(
         codes: (format.code_bytes(n),) uint8.
         scales: (format.blocks(n),) float32.
         residual: (n,) float32 or bfloat16, zeros at first. bfloat16 keeps 8 binary digits of the error, which is at most half a
-            step of the code. None drops the error.
+            scale. None drops the error.
 
     Raises:
         ValueError: a tensor has the wrong shape, dtype or device.
@@ -90,9 +81,7 @@ def quantise(
     _check_quantised(codes, scales, numel, device, format)
     if residual is not None:
         check_flat("residual", residual, numel=numel, device=device, dtypes=RESIDUAL_DTYPES)
-    (quantise_triton if format.code.runs_triton(device) else quantise_reference)(
-        values, codes, scales, format, residual
-    )
+    (quantise_triton if runs_triton(device) else quantise_reference)(values, codes, scales, format, residual)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
@@ -128,7 +117,7 @@ def dequantise_sum(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor,
         )
     for rank in range(codes.shape[0]):
         _check_quantised(codes[rank], scales[rank], numel, device, format)
-    (dequantise_sum_triton if format.code.runs_triton(device) else dequantise_sum_reference)(codes, scales, out, format)
+    (dequantise_sum_triton if runs_triton(device) else dequantise_sum_reference)(codes, scales, out, format)
 
 
 def _check_quantised(
@@ -149,7 +138,7 @@ def quantise_reference(
     numel, size = values.numel(), format.block_numel
     chunk = min(_SCRATCH_NUMEL, format.blocks(numel) * size)
     whole, scratch = values.new_empty((2, chunk), dtype=torch.float32)
-    code_rows = codes.view(-1, size * format.code.bits // 8)
+    code_rows = codes.view(torch.int8).view(-1, size)
     for start in range(0, numel, _SCRATCH_NUMEL):
         part = slice(start, min(start + chunk, numel))
         length = part.stop - part.start
@@ -165,7 +154,7 @@ def quantise_reference(
         torch.amax(torch.abs(rows, out=q), dim=1, out=scale)
         # Divide by a tensor. On a GPU, torch replaces a division by a number by a multiplication, which changes the last digit of
         # some scales.
-        largest = scale.new_full((), format.code.largest)
+        largest = scale.new_full((), LARGEST_CODE)
         scale.nan_to_num_(nan=float("inf"), posinf=float("inf")).div_(largest).clamp_(min=SMALLEST_NORMAL)
         torch.div(rows, scale[:, None], out=q)
         bad = scale.isinf()
@@ -173,7 +162,7 @@ def quantise_reference(
         may_be_bad = bad.device.type != "cpu" or bool(bad.any())
         if may_be_bad:
             q.masked_fill_(bad[:, None], 0)
-        format.code.write(q, code_rows[blocks])
+        code_rows[blocks].copy_(q.round_())
         if residual is not None:
             error = rows.sub_(q.mul_(scale[:, None])).view(-1)[:length]
             if may_be_bad:
@@ -186,7 +175,7 @@ def dequantise_sum_reference(codes: torch.Tensor, scales: torch.Tensor, out: tor
     numel, size = out.numel(), format.block_numel
     chunk = min(_SCRATCH_NUMEL, format.blocks(numel) * size)
     whole, scratch = out.new_empty((2, chunk), dtype=torch.float32)
-    code_rows = codes.view(len(codes), -1, size * format.code.bits // 8)
+    code_rows = codes.view(torch.int8).view(len(codes), -1, size)
     for start in range(0, numel, _SCRATCH_NUMEL):
         length = min(chunk, numel - start)
         blocks = slice(start // size, start // size + format.blocks(length))
@@ -194,7 +183,7 @@ def dequantise_sum_reference(codes: torch.Tensor, scales: torch.Tensor, out: tor
         total, term = (memory[: shape[0] * size].view(shape) for memory in (whole, scratch))
         for rank in range(len(codes)):
             target = term if rank else total
-            format.code.read(code_rows[rank, blocks], target)
+            target.copy_(code_rows[rank, blocks])
             target.mul_(scales[rank, blocks, None])
             if rank:
                 total.add_(term)
@@ -202,9 +191,9 @@ def dequantise_sum_reference(codes: torch.Tensor, scales: torch.Tensor, out: tor
 
 
 def _launch(format: BlockFormat) -> tuple[int, int]:
-    """Returns (blocks, warps) of a program: four elements for each thread, and the same for both halves of a byte."""
-    tile_numel = max(512 * 8 // format.code.bits, format.block_numel)
-    return tile_numel // format.block_numel, max(1, tile_numel * format.code.bits // 8 // 128)
+    """Returns (blocks, warps) of a program: four elements for each thread."""
+    tile_numel = max(512, format.block_numel)
+    return tile_numel // format.block_numel, tile_numel // 128
 
 
 def quantise_triton(
@@ -217,13 +206,14 @@ def quantise_triton(
     rows, warps = _launch(format)
     blocks = format.blocks(values.numel())
     if blocks:
-        format.code.quantise_kernel[(ceil_div(blocks, rows),)](
+        quantise_kernel[(ceil_div(blocks, rows),)](
             values,
             codes,
             scales,
             residual,
             values.numel(),
             blocks,
+            LARGEST=float(LARGEST_CODE),
             SMALLEST=SMALLEST_NORMAL,
             ROWS=rows,
             SIZE=format.block_numel,
@@ -236,7 +226,7 @@ def dequantise_sum_triton(codes: torch.Tensor, scales: torch.Tensor, out: torch.
     rows, warps = _launch(format)
     blocks = format.blocks(out.numel())
     if blocks:
-        format.code.sum_kernel[(ceil_div(blocks, rows),)](
+        sum_kernel[(ceil_div(blocks, rows),)](
             codes,
             scales,
             out,

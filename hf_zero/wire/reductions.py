@@ -15,7 +15,7 @@ from ..config import CommConfig
 from ..engine.collectives import Reduction
 from ..layout.intervals import Interval
 from .block_collectives import all_gather_blocks, reduce_scatter_blocks
-from .quantise import BlockFormat, block_format
+from .quantise import BlockFormat
 from .residuals import BETWEEN, OF_SUMS, Residuals
 
 _SAMPLED_PASSES = 100
@@ -207,4 +207,4 @@ class QuantisedReduction(Reduction):
 
 def quantised_reduction(comm: CommConfig, groups: Groups, order: StepsInOrder, exact: Reduction) -> QuantisedReduction:
     """Returns the reduction for `comm.gradients`. `exact`, `order`: see `QuantisedReduction` and `BetweenGroups`."""
-    return QuantisedReduction(choose_route(groups, block_format(comm.gradients), order), exact)
+    return QuantisedReduction(choose_route(groups, BlockFormat(), order), exact)

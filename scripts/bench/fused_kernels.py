@@ -30,7 +30,6 @@ from hf_zero.kernels.lion import Lion, lion
 from hf_zero.kernels.sgd import SGD, sgd
 from hf_zero.kernels.statistics import gradient_statistics
 from hf_zero.layout.blocks import BLOCK_NUMEL, blocks
-from hf_zero.wire.int8 import INT8
 from hf_zero.wire.quantise import BlockFormat, dequantise_sum, quantise
 
 WARMUP_ROUNDS = 3
@@ -77,15 +76,15 @@ def kernel_tasks(numel: int, device: torch.device) -> Iterator[Task]:
 
 def block_tasks(gradient: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Iterator[Task]:
     """Both ways through blocks of 8-bit codes, the sum of two ranks' into `out`."""
-    format = BlockFormat(code=INT8)
+    format = BlockFormat()
     codes = torch.empty(2, format.code_bytes(len(gradient)), dtype=torch.uint8, device=gradient.device)
     scales = torch.empty(2, format.blocks(len(gradient)), device=gradient.device)
     for rank in range(2):
         quantise(gradient, codes[rank], scales[rank], format)
     there = partial(quantise, gradient, codes[0], scales[0], format, residual)
-    yield Task(f"quantise {INT8}, error feedback", 11 + 4 / format.block_numel, there)
+    yield Task("quantise int8, error feedback", 11 + 4 / format.block_numel, there)
     back = partial(dequantise_sum, codes, scales, out, format)
-    yield Task(f"sum of two ranks' {INT8}", 6 + 8 / format.block_numel, back)
+    yield Task("sum of two ranks' int8", 6 + 8 / format.block_numel, back)
 
 
 def torch_tasks(numel: int, device: torch.device) -> Iterator[Task]:

@@ -332,7 +332,7 @@ CASES = [
     {"param_dtype": "bfloat16"},
     {"comm": IN_BLOCKS},
     {"comm": IN_BLOCKS, "param_dtype": "bfloat16"},
-    {"comm": {"gradients": "int4"}, "kernels": "always"},
+    {"comm": {"gradients": "int8"}, "kernels": "always"},
     {"kernels": "always", "moments": "8bit"},
 ]
 

@@ -106,9 +106,8 @@ def test_every_form_of_a_launch_compiles(compiled, name):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["sum of int8", "sum of int4"])
-def test_a_sum_compiles_to_the_same_for_any_number_of_ranks(compiled, name):
-    by_ranks = compiled(NEWEST)[name]["by ranks"]
+def test_a_sum_compiles_to_the_same_for_any_number_of_ranks(compiled):
+    by_ranks = compiled(NEWEST)["sum of int8"]["by ranks"]
     print("CPU seconds of compiling by ranks:", {ranks: found["seconds"] for ranks, found in by_ranks.items()})
     assert list(map(int, by_ranks)) == list(kernel_compile.RANKS)
     assert len({(found["registers"], found["spilled_bytes"]) for found in by_ranks.values()}) == 1

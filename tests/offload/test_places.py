@@ -168,7 +168,7 @@ LONG = [
     *(("parameters with other settings", ranks, OTHERWISE) for ranks in (1, 2)),
     ("parameters in blocks on the wire", 2, on_the_wire(IN_BLOCKS)),
     ("parameters in blocks and two places", 2, on_the_wire(IN_BLOCKS, *TWO_MIXED)),
-    ("parameters in 4 bits", 2, on_the_wire({"gradients": "int4"})),
+    ("parameters in 8 bits", 2, on_the_wire({"gradients": "int8"})),
     ("parameters in blocks, bf16", 2, on_the_wire(IN_BLOCKS, **BF16)),
     ("parameters in blocks, local accumulation", 2, on_the_wire(IN_BLOCKS, ALIKE[0], **LOCAL)),
     ("whole parameters in blocks", 2, on_the_wire(IN_BLOCKS, job=MUON)),

@@ -39,7 +39,6 @@ ROWS = 3
 """Of a micro-batch: the hidden states of one are large enough to be moved (`SMALL_BYTES`)."""
 BOTH = {"params": "cpu", "optimizer": "cpu"}
 INT8 = {"weights": "int8", "gradients": "int8"}
-INT4 = {"weights": "int8", "gradients": "int4"}
 BF16 = {"param_dtype": "bfloat16"}
 GROUPS = {"shard_group_size": 2}
 NODES = {"secondary_shard": "node", "node_size": 2}
@@ -52,7 +51,6 @@ SETTINGS = {
     "local accumulation": {"stage": 2, "grad_accumulation": "local"},
     "int8 at stage 2": {"stage": 2, "comm": INT8},
     "int8": {"stage": 3, "comm": INT8, "prefetch_units": 2},
-    "int4": {"stage": 2, "comm": INT4},
     "bf16 at stage 2": {"stage": 2, **BF16},
     "bf16": {"stage": 3, **BF16},
     "gathered in bf16": {"stage": 3, "gather_dtype": "bfloat16"},
@@ -87,8 +85,7 @@ SETTINGS = {
     "outer steps in host memory": {"stage": 2, "comm": {"sync_every": 2, "shard_group_size": 1}, "offload": HOST},
     "groups": {"stage": 3, "comm": GROUPS},
     "groups, state in host memory": {"stage": 2, "comm": GROUPS, "offload": HOST},
-    "int8 between groups": {"stage": 2, "comm": GROUPS | INT8},
-    "int4 between groups": {"stage": 3, "comm": GROUPS | INT4},
+    **{f"int8 between groups at stage {stage}": {"stage": stage, "comm": GROUPS | INT8} for stage in (2, 3)},
     "secondary shards": {"stage": 3, "comm": NODES},
     "int8, secondary shards": {"stage": 3, "comm": NODES | INT8},
     "secondary shards beside host memory": {"stage": 3, "comm": NODES, "offload": BOTH},

@@ -29,9 +29,7 @@ from hf_zero.kernels import adamw, adamw_in_blocks, flat_steps, lion, sgd, stati
 from hf_zero.kernels import stochastic as stochastic_kernels
 from hf_zero.kernels.base import Kernel
 from hf_zero.wire import quantise
-from hf_zero.wire.code import Code
-from hf_zero.wire.int4 import INT4
-from hf_zero.wire.int8 import INT8
+from hf_zero.wire.block_kernels import LARGEST_CODE, quantise_kernel, sum_kernel
 from hf_zero.wire.quantise import BlockFormat
 
 ARCHITECTURES = (80, 90)
@@ -182,11 +180,9 @@ CASES |= {
 }
 
 
-def block_case(
-    kernel: Kernel, code: Code, types: Mapping[str, str], constants: Mapping[str, Any], promise: Promise
-) -> Case:
-    """A code's kernel on blocks of 256."""
-    rows, warps = quantise._launch(BlockFormat(code=code))
+def block_case(kernel: Kernel, types: Mapping[str, str], constants: Mapping[str, Any], promise: Promise) -> Case:
+    """A kernel on blocks of 256."""
+    rows, warps = quantise._launch(BlockFormat())
     return Case(
         kernel=kernel,
         types={"codes": "*u8", "scales": "*fp32", "numel": "i64", "blocks": "i64", **types},
@@ -197,43 +193,23 @@ def block_case(
     )
 
 
-QUANTISE_CONSTANTS = {"SMALLEST": quantise.SMALLEST_NORMAL, "INTERPRETED": False}
+QUANTISE_CONSTANTS = {"LARGEST": float(LARGEST_CODE), "SMALLEST": quantise.SMALLEST_NORMAL, "INTERPRETED": False}
 BF16_WITH_RESIDUAL = {"values": "*bf16", "residual": "*fp32"}
 SUM_TYPES = {"ranks": "i32"}
 SUM_CONSTANTS = {"INTERPRETED": False}
-CASES[f"quantise {INT8}"] = block_case(
-    INT8.quantise_kernel,
-    INT8,
+CASES["quantise int8"] = block_case(
+    quantise_kernel,
     BF16_WITH_RESIDUAL,
     QUANTISE_CONSTANTS,
     Promise(registers=40, shared_bytes=64, loads={"64": 1, "128": 1}, stores={"32": 2, "128": 1}),
 )
-CASES[f"sum of {INT8}"] = block_case(
-    INT8.sum_kernel,
-    INT8,
+CASES["sum of int8"] = block_case(
+    sum_kernel,
     {"out": "*fp32", **SUM_TYPES},
     SUM_CONSTANTS,
     # Of four ranks at a time, and of the ranks that are left over.
     Promise(registers=40, loads={"32": 24}, stores={"128": 1}),
 )
-CASES |= {
-    "quantise int4": block_case(
-        INT4.quantise_kernel,
-        INT4,
-        BF16_WITH_RESIDUAL,
-        QUANTISE_CONSTANTS,
-        Promise(registers=48, shared_bytes=64, loads={"64": 2, "128": 2}, stores={"32": 2, "128": 2}),
-    ),
-    "sum of int4": block_case(
-        INT4.sum_kernel,
-        INT4,
-        {"out": "*bf16", **SUM_TYPES},
-        SUM_CONSTANTS,
-        Promise(registers=48, loads={"32": 10}, stores={"64": 2}),
-    ),
-}
-
-
 CASES["stochastic rounding"] = Case(
     kernel=stochastic_kernels._round,
     types={"source": "*fp32", "out": "*bf16", "numel": "i64", "seed": "i64", "offset": "i64"},
@@ -280,28 +256,28 @@ def without_options(case: Case) -> Case:
     return replace(case, types=types, constants={**case.constants, **dict.fromkeys(left_out)})
 
 
-def as_launched(code: Code, ranks: int) -> Case:
+def as_launched(ranks: int) -> Case:
     """The sum over so many ranks, with the numbers that its launch gives as constants."""
-    usual, format, numel = CASES[f"sum of {code}"], BlockFormat(code=code), 4096
+    usual, format, numel = CASES["sum of int8"], BlockFormat(), 4096
     launched: dict[str, Any] = {}
 
     class Launch:
         def __getitem__(self, _grid: tuple[int, ...]) -> Any:
             return lambda *_arguments, **constants: launched.update(constants)
 
-    code.sum_kernel.__dict__["jit"] = Launch()
+    sum_kernel.__dict__["jit"] = Launch()
     try:
         codes = torch.zeros(ranks, format.code_bytes(numel), dtype=torch.uint8)
         scales = torch.zeros(ranks, format.blocks(numel))
         quantise.dequantise_sum_triton(codes, scales, torch.zeros(numel), format)
     finally:
-        del code.sum_kernel.__dict__["jit"]
-    names = code.sum_kernel.jit.arg_names
+        del sum_kernel.__dict__["jit"]
+    names = sum_kernel.jit.arg_names
     constants = {name: value for name, value in launched.items() if name in names}
     return replace(usual, constants=constants, num_warps=launched["num_warps"])
 
 
-def sums_by_ranks(code: Code, architecture: int) -> dict[str, dict[str, float]]:
+def sums_by_ranks(architecture: int) -> dict[str, dict[str, float]]:
     """By number of ranks: what the assembler says, and the CPU seconds of compiling."""
     import triton
 
@@ -310,7 +286,7 @@ def sums_by_ranks(code: Code, architecture: int) -> dict[str, dict[str, float]]:
         with triton.knobs.compilation.scope():
             triton.knobs.compilation.always_compile = True
             began_s = time.process_time()
-            compiled = compile_case(as_launched(code, ranks), architecture)
+            compiled = compile_case(as_launched(ranks), architecture)
         found[str(ranks)] = {"seconds": round(time.process_time() - began_s, 3), **resources(compiled.cubin)}
     return found
 
@@ -396,8 +372,8 @@ def main() -> None:
             other = variant(case)
             kernel = compiled[name] if other == case else compile_case(other, architecture)
             found[name][variant.__name__] = resources(kernel.cubin)
-    for code in (INT8, INT4) if architecture == ARCHITECTURES[-1] else ():
-        found[f"sum of {code}"]["by ranks"] = sums_by_ranks(code, architecture)
+    if architecture == ARCHITECTURES[-1]:
+        found["sum of int8"]["by ranks"] = sums_by_ranks(architecture)
     json.dump(found | {"triton is imported with the kernels": triton_is_imported}, sys.stdout, indent=1)
 
 

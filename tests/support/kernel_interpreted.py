@@ -275,11 +275,7 @@ def adamw_in_blocks_writes_nothing_where_found_inf_is_set():
     assert not same_bits(stepped[0], tensors[0]) and not same_bits(stepped[2], tensors[2]) and stepped[-1].any()
 
 
-FORMATS = [
-    BlockFormat(code=code, block_numel=block_numel)
-    for code in quantise.CODES.values()
-    for block_numel in (32, 256, 1024)
-]
+FORMATS = [BlockFormat(block_numel=block_numel) for block_numel in (32, 256, 1024)]
 
 
 def sizes_for(format: BlockFormat) -> tuple[int, ...]:
