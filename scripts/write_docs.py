@@ -33,10 +33,10 @@ comm:
   timeout_s: 600
 ```
 
-The same as text, for `--zero` and `ZeroConfig.of`: `stage=2,grad_accumulation=local,comm.timeout_s=600`.
+The same settings as text, for `--zero` and `ZeroConfig.of`: `stage=2,grad_accumulation=local,comm.timeout_s=600`.
 
 Learning rate, batch size, clipping and scheduler stay in your script. Unknown settings and
-values end with a `ConfigError`. For settings that exclude each other, see [what is refused](what-is-refused.md).
+values raise a `ConfigError`. For settings that exclude each other, see [what is refused](what-is-refused.md).
 """
 
 _TITLES = {

@@ -45,7 +45,7 @@ app = typer.Typer(
     help="Training with hf_zero, and work on checkpoints.",
     no_args_is_help=True,
     add_completion=False,
-    # `--num_processes` is `--num-processes`, as accelerate has it.
+    # Accept `--num_processes` as `--num-processes`, like accelerate.
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
 )
 for command, settings in (
@@ -68,7 +68,7 @@ for command, settings in (
 
 @app.command("card", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def _card() -> None:
-    # The command is hidden, not removed: a script that still calls it gets an error that names the replacement.
+    # The command is hidden, not removed: an old script which calls it gets an error with the replacement.
     say_error(cut_name("hf-zero card"))
     raise typer.Exit(1)
 

@@ -36,11 +36,11 @@ class _SpeltOut(RenderHook):
 console = Console()
 _errors = Console(stderr=True, soft_wrap=True)
 for each in (console, _errors):
-    # Both print names that were read from files.
+    # Both consoles print names from files.
     each.push_render_hook(_SpeltOut())
 
 LONGEST_LINE = 2000
-"""Characters of a line that may quote names out of a file."""
+"""Length limit of a line which may quote names from a file."""
 
 Folder = Annotated[Path, typer.Argument(help="A checkpoint or a model folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
@@ -83,7 +83,7 @@ def said_plainly() -> Iterator[None]:
 
 
 def refuse_special(*paths: Path | None) -> None:
-    """Raises `ConfigError` for a link, pipe or device: the file that a command writes would replace it."""
+    """Raises `ConfigError` for a link, pipe or device, because the command's output file would replace it."""
     for path in paths:
         if path is not None and (path.is_symlink() or (path.exists() and not path.is_file())):
             raise ConfigError(f"hf_zero: {path} is a link or no plain file, and is not written to. Name a new file.")

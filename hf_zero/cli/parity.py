@@ -48,7 +48,7 @@ def parity(
             )
         except extra("diagnose", "ParityError") as error:
             say_error(str(error))
-            # Status 1 means that the steps differ. Here nothing was compared.
+            # Status 1 means different steps. Here nothing was compared.
             raise typer.Exit(2) from error
     if as_json:
         say_json(report.to_dict())

@@ -1,4 +1,4 @@
-"""`hf-zero plan`: which settings fit, and what they cost."""
+"""`hf-zero plan`: settings within the machine's memory, and their costs."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,7 +98,7 @@ def plan(
             console.print(extra("planner", "table_of")(found, console, verbose=verbose))
             for line in found.choice.why:
                 say(line)
-        # The picture is drawn last, so that the plan is printed even without matplotlib.
+        # Draw the picture last: the plan is then printed even without matplotlib.
         if png is not None:
             extra("planner", "draw")(found, png)
     if found.settings is None:

@@ -22,7 +22,7 @@ def rendezvous(
     Start the store on a host outside the run's nodes (a login node, the batch step). Then start torchrun on each node with
     --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0.
     """
-    # Imported here, because importing torch takes seconds and the other commands do without.
+    # Import here: torch takes seconds to import, and the other commands do not need it.
     from ..comm.store import PORT, keep_store
 
     with said_plainly():

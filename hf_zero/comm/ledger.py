@@ -1,12 +1,12 @@
 """The collectives a rank waits in, its last collectives and its last error, and counts: calls, bytes, links, seconds.
 
 [Note: exposed communication]
-On the host, a wait is time in which the host is blocked. An accelerator's host continues, and the device's queue is blocked
-instead: from the moment when the queue reaches the wait to the moment when the awaited data has arrived. Both moments are
-therefore recorded by the device's clock, in its queue before and after the wait. Their distance is read after the device has
-passed them, without stopping the device. If the host itself waits for a small agreement, the device's clock still measures the
-relevant time: how long the device had no work. A moment of a device is an event that the host has to record, so no moments are
-recorded before somebody asks for times.
+On the host, a wait is time in which the host is blocked. With an accelerator, the host continues and the device's queue is
+blocked instead: from the moment when the queue reaches the wait until the awaited data has arrived. Both moments are therefore
+recorded by the device's clock, in its queue before and after the wait. Their difference is read after the device has passed
+them, without stopping the device. If the host itself waits for a small agreement, the device's clock still measures the relevant
+time: how long the device had no work. Recording a moment costs the host an event on the device, so no moments are recorded
+before somebody asks for times.
 """
 
 import time
@@ -35,7 +35,7 @@ SAVE = "save"
 
 
 class Wait(AbstractContextManager):
-    """A collective that a thread is starting or waiting for. Also the context around the start or the wait.
+    """A collective which a thread is starting or waiting for. Also the context around the start or the wait.
 
     This is a class instead of a generator for speed, because each collective of a step creates two of these.
 
@@ -117,7 +117,7 @@ class Wait(AbstractContextManager):
 
 
 class Watch:
-    """Knows the collectives that this rank's threads wait in.
+    """Knows which collectives this rank's threads are waiting in.
 
     Attributes:
         tallies: by the name of each collective, its kind, how often it has been started, and bytes sent in all and between nodes.
@@ -152,7 +152,7 @@ class Watch:
         return Counter({name: count for name, (_, count, *_) in dict(self.tallies).items()})
 
     def during(self, what: object, call: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Calls a function inside `inside(what)`. Each collective of a step does so twice, so there is no context."""
+        """Calls a function inside `inside(what)`. No context, for speed: each collective of a step calls this twice."""
         waits, thread = self.waits, get_ident()
         outer = waits.get(thread)
         wait = waits[thread] = Wait(what)
@@ -170,7 +170,7 @@ class Watch:
                 waits[thread] = outer
 
     def inside(self, what: object) -> Wait:
-        """Marks a wait. An error of the backend becomes a `CommunicationError` that names the wait.
+        """Marks a wait. An error of the backend becomes a `CommunicationError` with the name of the wait.
 
         Args:
             what: a `Label`, or words.
@@ -179,7 +179,7 @@ class Watch:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Marks a save, which all ranks must come to. A nested save counts as part of the outer one."""
+        """Marks a save, which all ranks must reach. A nested save counts as part of the outer one."""
         if self.log.site == SAVE:
             yield
             return
@@ -220,7 +220,7 @@ class Watch:
         return None
 
     def leave_reason(self, words: str) -> None:
-        """Publishes why this process ends, for the ranks that will miss this one."""
+        """Publishes why this process ends, for the ranks which will miss this one."""
 
     def leave(self, patience_s: float) -> list[int]:
         """Waits for the other ranks to finish as well; returns the unfinished ones."""
@@ -344,20 +344,19 @@ class _Rows(dict[str, CommRow]):
 
 
 class Ledger:
-    """Counts collectives by kind: calls, bytes, seconds. Each transport has one.
+    """Counts collectives by kind: calls, bytes, seconds. Each transport has one ledger.
 
     Args:
-        now: gives moments of the device that is trained on; by default the host's.
-        watch: is told of each wait, and names one that fails.
-        is_timed: False counts no times before somebody asks for them.
+        now: returns a moment of the training device; by default, the host's.
+        watch: is notified of each wait, and names failed waits.
+        is_timed: False to record no times before `start_timing`.
 
     Attributes:
-        now: gives the present moment.
-        is_timed: times are counted.
-        timed_from: the optimizer step from which on they are, where collectives before it have none; else None.
-        traced: where somebody follows a step, each span of time that is counted, as (kind, attribute of its row, start, end);
-            else None.
-        is_waiting: in a wait that counts; others, until its end, are parts of it.
+        now: returns the present moment.
+        is_timed: whether times are recorded.
+        timed_from: the optimizer step at which timing started, if earlier collectives were not timed; else None.
+        traced: if a step is being traced, its timed spans as (kind, attribute of the `CommRow`, start, end); else None.
+        is_waiting: whether this rank is inside a counted wait. Further waits until its end are parts of it.
     """
 
     def __init__(self, now: Callable[[], Moment] | None = None, watch: Watch | None = None, *, is_timed: bool = True):
@@ -376,7 +375,7 @@ class Ledger:
         self._unread: deque[_Span] = deque()
 
     def start_timing(self) -> None:
-        """Counts times from now on."""
+        """Records times from now on."""
         if not self.is_timed:
             self.is_timed = True
             self.timed_from = self._log.step if self._tallies else None
@@ -392,7 +391,7 @@ class Ledger:
         tally[1] += 1
         tally[2] += bytes_sent
         tally[3] += bytes_between
-        # A span that began before timing has no start and is not counted: its bytes would raise the rate.
+        # A span which began before timing has no start, so its time is not counted. Counting its bytes would raise the rate.
         if self.is_timed and (kind in self._since or not self._under_way.get(kind)):
             self._rows[kind].timed_bytes += bytes_sent
         return entry
@@ -401,7 +400,7 @@ class Ledger:
         """Notes the start of a collective; returns its entry in the log, for `ended`.
 
         Args:
-            entry: as `count` returned it; None for the last one with this label.
+            entry: the entry returned by `count`; None for the last one with this label.
         """
         kind, under_way = label.kind, self._under_way
         if self.is_timed and not under_way[kind]:
@@ -410,7 +409,7 @@ class Ledger:
         return entry or self._log.latest(label)
 
     def ended(self, kind: str, entry: list[Any] | None, end: Moment | None = None) -> None:
-        """Notes the end of a collective of this kind. `end`: the present moment, where it is known."""
+        """Notes the end of a collective of this kind. `end`: the present moment, if the caller knows it already."""
         if entry is not None:
             entry[ENDED] = monotonic()
         self._under_way[kind] -= 1
@@ -422,7 +421,7 @@ class Ledger:
         return _Waiting(self, kind)
 
     def finishing(self, kind: str, entry: list[Any] | None, *, is_exposed: bool = True) -> AbstractContextManager[None]:
-        """Times the wait for a collective that `began` returned, and notes its end.
+        """Times the wait for a collective whose start `began` has noted, and notes the end.
 
         Args:
             is_exposed: False counts the end but no wait.
@@ -430,7 +429,7 @@ class Ledger:
         return _Waiting(self, kind, entry=entry, ends=True, is_exposed=is_exposed)
 
     def rows(self) -> tuple[CommRow, ...]:
-        """Returns the counts by kind. Times cover the part that the device has passed."""
+        """Returns the counts by kind. Times cover the spans which the device has passed."""
         self._read()
         found: dict[str, CommRow] = {}
         for kind, calls, bytes_sent, bytes_between in sorted(list(self._tallies.values())):
@@ -453,7 +452,7 @@ class Ledger:
         self._read()
 
     def _read(self) -> None:
-        """Adds up the spans that the device has passed, in order: those that wait here are no more than the device is behind."""
+        """Adds up the spans the device has passed, in order. The spans left waiting are the device's backlog."""
         while self._unread and self._unread[0].is_past:
             span = self._unread.popleft()
             seconds = getattr(span.row, span.attribute) + span.start.seconds_until(span.end)

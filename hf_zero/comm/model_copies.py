@@ -1,4 +1,4 @@
-"""Copies of a model that is split over ranks."""
+"""Copies of a model split over ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Agreement:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCopies:
-    """The copies of a model that is split over ranks.
+    """The copies of a model split over ranks.
 
     Attributes:
         copies: the ranks of each copy, in the order of their parts.

@@ -64,11 +64,11 @@ class Handle:
         """
         if self._complete is None:
             return
-        # Cleared first: after an error, a second `finish` would wait for a group that is broken.
+        # Clear before the call: after an error, a second `finish` would wait for a broken group.
         complete, self._complete = self._complete, None
         label, ledger = self._label, self._ledger
         if not (ledger.is_timed or profiler._is_profiler_enabled):
-            # As below, without contexts that would note nothing: on an accelerator, until somebody asks for times.
+            # Fast path: the same as below, without contexts. Waits on an accelerator are untimed until somebody asks for times.
             try:
                 ledger.watch.during(label, complete)
             finally:
@@ -94,8 +94,8 @@ class Transport(ABC):
     Attributes:
         adds_in_wider: whether a reduce-scatter into a wider dtype adds in the wider dtype, and so rounds less. Otherwise the sum
             is first rounded to the dtype of the summands.
-        watch: knows the collective that this rank waits in.
-        wire: notes checksums of what is sent and received; None to note nothing.
+            watch: knows which collective this rank is waiting in.
+            wire: notes checksums of the sent and received messages; None to note nothing.
     """
 
     adds_in_wider: bool = False
@@ -172,7 +172,7 @@ class Transport(ABC):
         """Waits until every rank has called `barrier` for the same purpose.
 
         Args:
-            alone: for the error, a way to do the same on one rank only: "wrap the call in ...".
+            alone: for the error, how to do the same on one rank only: "wrap the call in ...".
 
         Raises:
             CommunicationError: within `timeout_s`, on the ranks that called, if other ranks did not call or had another purpose.
@@ -189,12 +189,13 @@ class Transport(ABC):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataParallelGroup:
-    """Ranks with the same part of the model that step together: they share the state and sum the gradients.
+    """Ranks with the same part of the model which step together: they share the state and sum the gradients.
 
     Attributes:
         groups, transport: of these ranks.
-        all_groups, all_transport: of all ranks with this part. With `comm.sync_every` there are more of them, and only outer
-            steps make the others' values equal.
+            all_groups, all_transport: of all ranks with this part. With `comm.sync_every` there are more of them than in
+            `groups`, and
+                only outer steps make the values of all of them equal.
     """
 
     groups: Groups
@@ -259,15 +260,15 @@ class LocalTransport(Transport):
         return Handle(label, self.ledger, lambda: None)
 
 
-# ---- Collectives of several steps, each of which needs the result of the one before ----
+# ---- Collectives of several steps: each step needs the result of the step before ----
 #
-# [Note: the order of steps] A step can start when the one before has ended, and nobody watches for that moment. It is
-# looked at when the next collective begins, and when a result is needed. No collective leaves its first step before all
-# older ones are at their last: so on every rank all further steps start in one order, whichever result it needs first, and
-# all but the last ones run on behind backward.
+# [Note: the order of steps] A step may start when the previous step has ended, but nobody is notified of this moment. So the
+# engine advances the steps when the next collective begins, and when a result is needed. No collective leaves its first step
+# before all older ones are at their last step. So on every rank all later steps start in the same order, whichever result the
+# rank needs first, and all steps except the last run in parallel with backward.
 #
-# On an accelerator a later step waits for the one before in a queue beside the one that computes. Waited for in the computing
-# queue, the first step of one bucket would hold up the backward of the next.
+# On an accelerator, a later step waits for the previous one in a side queue. In the computing queue, this wait would delay the
+# backward of the next bucket until the first step has ended.
 
 Start = Callable[[], Handle]
 
@@ -276,14 +277,14 @@ class Steps:
     """A collective of several steps: the running step, and the later ones.
 
     Args:
-        order: of all of them.
-        queue: in which later steps wait for the one before; None is the queue that computes.
+        order: keeps the order of all collectives of several steps.
+        queue: the side queue in which later steps wait for the previous step; None is the computing queue.
     """
 
     def __init__(self, order: "StepsInOrder", first: Start, later: tuple[Start, ...], queue: SideQueue | None):
         self._order = order
-        # A wait in a side queue orders no other queue. Memory that the first step works on must not be given out again to the
-        # computing queue before that one waits too, so `finish` lets the memory go.
+        # A wait in a side queue does not order the computing queue. The memory of the first step must not be reallocated to the
+        # computing queue before that queue waits, too, so this reference keeps the memory until `finish`.
         self._first: Start | None = first
         self._running = first()
         self._later = list(later)
@@ -299,27 +300,27 @@ class Steps:
             self._running.finish()
             self._running = self._later.pop(0)()
             return
-        # In the side queue: the computing queue must not stop here, in the middle of backward.
+        # Wait in the side queue: the computing queue must not stop here, in the middle of backward.
         with self._queue.aside():
             self._running.finish(is_exposed=False)
             self._running = self._later.pop(0)()
 
     def start_last(self) -> None:
-        """Waits for all steps but the last, which is started."""
+        """Waits for all steps except the last, and starts the last."""
         self._order.reach_last(self)
 
     def finish(self) -> None:
-        """Waits for the end."""
+        """Waits for the end of the last step."""
         self._order.reach_last(self)
         self._running.finish()
         self._first = None
 
 
 class StepsInOrder:
-    """Starts collectives of several steps so that every rank starts all steps in the same order.
+    """Starts the steps of all collectives in the same order on every rank.
 
     Attributes:
-        may_advance: a start may wait for steps that are under way.
+        may_advance: whether `begin` may wait for running steps.
     """
 
     def __init__(self):
@@ -327,10 +328,10 @@ class StepsInOrder:
         self.may_advance = True
 
     def begin(self, first: Start, *later: Start, queue: SideQueue | None = None) -> Steps:
-        """Starts another collective, and moves those under way one step further as far as their order allows.
+        """Starts another collective, and advances the running ones by one step, as far as their order allows.
 
         Args:
-            queue: in which each of `later` waits for the step before; None is the queue that computes.
+            queue: the side queue in which each of `later` waits for the previous step; None is the computing queue.
         """
         for steps in self._under_way if self.may_advance else ():
             steps.advance()
@@ -343,7 +344,7 @@ class StepsInOrder:
         return steps
 
     def reach_last(self, steps: Steps) -> None:
-        """Starts the last step of a collective, and those of all older ones."""
+        """Starts the last step of a collective, and of all older ones."""
         if steps in self._under_way:
             for older in self._under_way[: self._under_way.index(steps) + 1]:
                 while not older.is_at_its_last:
@@ -354,17 +355,17 @@ class StepsInOrder:
         self._under_way = [steps for steps in self._under_way if not steps.is_at_its_last]
 
 
-# ---- torch.distributed's own flat collectives, asynchronous: what NCCL and other device backends are best at ----
+# ---- torch.distributed's own flat collectives, asynchronous: the fastest choice with NCCL and other device backends ----
 
-# torch 2.13 has renamed them.
+# torch 2.13 renamed these functions.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# From torch 2.13 on, a process group has methods of these names. The functions check their arguments before they call these
-# methods, which takes the host longer than the start itself.
+# From torch 2.13 on, a process group has methods of the same names. The functions check their arguments before they call the
+# methods, and the checks take longer on the host than the call.
 _GROUPS_START = hasattr(dist.ProcessGroup, "all_gather_single")
 _SUM, _GATHER = ReduceScatterOptions(), AllgatherOptions()
-# A sum by default, too.
+# The default operation is a sum, also for `_SUM`.
 _SUM.asyncOp = _GATHER.asyncOp = True
 
 
@@ -387,20 +388,20 @@ def all_gather_flat(
 
 
 class CollectiveTransport(Transport):
-    """Makes one backend call a bucket, on any backend. On gloo its reduce-scatter moves twice the necessary bytes."""
+    """Makes one backend call per bucket, on any backend. On gloo, its reduce-scatter moves twice the necessary bytes."""
 
     def __init__(self, groups: Groups, ledger: Ledger | None = None):
         super().__init__(ledger or Ledger(watch=watch_over(groups)))
         self._groups = groups
-        # Ranks of a group → how many of this rank's peers there are on other nodes.
+        # Ranks of a group → the number of this rank's peers on other nodes.
         self._elsewhere: dict[tuple[int, ...], int] = {}
         world, nodes = groups.world, groups.nodes
         told = [
             world.ranks[(world.index + each) % world.size] for distances in rounds(world.size) for each in distances
         ]
-        # Messages of this rank in an agreement, and those to other nodes.
+        # Number of messages of this rank in an agreement, and of these the ones to other nodes.
         self._told = len(told), sum(nodes[each] != nodes[world.ranks[world.index]] for each in told)
-        # Device backends note the end of a work object at once, for the device to pass.
+        # Device backends record the end of a work object at once. gloo records it later; see `hidden_from_profiler`.
         self._unseen = hidden_from_profiler if groups.backend == "gloo" else nullcontext
         self._gathers = GatherOrder(groups.gather.ranks)
         self._control = control_of(groups, self.watch, self._gathers)
@@ -429,7 +430,7 @@ class CollectiveTransport(Transport):
     ) -> Handle:
         group = among or self._groups.gather
         entry = self._count(label, group, flat.nbytes)
-        # Noted at the start, in the order of the host: NCCL matches by that order alone, without tags.
+        # Note the gather at its start, in the host's order: NCCL matches collectives by order only, without tags.
         self._gathers.note(label.words)
         noted = None if self.wire is None else self.wire.over(label, [own], flat.chunk(group.size), copies=group.size)
         work = self._start_work(label, all_gather_flat, flat, own, group.handle, True)
@@ -456,7 +457,7 @@ class CollectiveTransport(Transport):
         sent = tensor.nbytes if group.index == first else 0
         entry = self.ledger.count(label, sent, sent if len(set(self._groups.nodes)) > 1 else 0)
         with self.ledger.waiting(label.kind), self.watch.inside(label):
-            # Backends have few dtypes: NCCL no int16, gloo no bool.
+            # Send bytes: backends support few dtypes (NCCL no int16, gloo no bool).
             values = tensor.detach().contiguous()
             dist.broadcast(values.view(-1).view(torch.uint8), src=group.ranks[first], group=group.handle)
         entry[ENDED] = time.monotonic()
@@ -465,7 +466,7 @@ class CollectiveTransport(Transport):
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         entry = self._count(label, self._groups.shard, 2 * values.nbytes)
-        # A clone: the all-reduce writes in place, and the caller keeps its own values.
+        # Clone the values: the all-reduce writes in place, and the caller keeps its own values.
         result = values.clone()
         with self._starting(label):
             work = dist.all_reduce(result, group=self._groups.shard.handle, async_op=True)
@@ -480,21 +481,21 @@ class CollectiveTransport(Transport):
     def barrier(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         if self._barrier is not None:
             self._barrier.wait(purpose, timeout_s, alone)
-            # The barrier only counts ranks: the exchange finds ranks that have come for another purpose.
+            # The barrier only counts ranks; the exchange finds ranks which called it for a different purpose.
             self.exchange(None, call_of(purpose))
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         return self._control.exchange(value, purpose)
 
     def _start_swap(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
-        """Sends this rank's small host tensor; the result waits for every rank's, in rank order."""
+        """Sends this rank's small host tensor. The returned function waits for all ranks' tensors, in rank order."""
         entry = self._count(label, self._groups.world, self._groups.world.size * values.nbytes)
         return self._finishing(label, entry, self._control.start_swap(values, label, stacks=True))
 
     def _finishing(
         self, label: Label, entry: list[Any], take: Callable[[], torch.Tensor]
     ) -> Callable[[], torch.Tensor]:
-        """Notes a swap that has been started; the result waits for it and notes its end."""
+        """Notes a started swap; the returned function waits for the swap and notes its end."""
         self.ledger.began(label, entry)
 
         def wait() -> torch.Tensor:
@@ -504,7 +505,7 @@ class CollectiveTransport(Transport):
         return wait
 
     def _starting(self, label: Label) -> AbstractContextManager[object]:
-        """Opens a context in which a collective is started: known to the watch, and by name to a profiler that runs."""
+        """Opens a context for the start of a collective: the watch knows of the start, and a running profiler shows its name."""
         inside = Wait(label, self.watch)
         if not profiler._is_profiler_enabled:
             return inside
@@ -514,16 +515,16 @@ class CollectiveTransport(Transport):
         return stack
 
     def _start_work(self, label: Label, start: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function that starts a collective, as in the context of `_starting`."""
+        """Calls a function which starts a collective, as in the context of `_starting`."""
         if not profiler._is_profiler_enabled:
             return self.watch.during(label, start, *arguments)
         with self._starting(label):
             return start(*arguments)
 
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> list[Any]:
-        """Counts a collective in which this rank sends each peer of the group its part of `nbytes`; returns its log entry.
+        """Counts a collective in which this rank sends each peer of the group its part of `nbytes`; returns the log entry.
 
-        A backend may pass parts on from rank to rank; which link they take is then its own affair, and their number the same.
+        A backend may forward parts from rank to rank. It then chooses the links, but the number of bytes is the same.
         """
         elsewhere = self._elsewhere.get(group.ranks)
         if elsewhere is None:

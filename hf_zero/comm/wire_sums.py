@@ -1,8 +1,8 @@
-"""Checksums of the bytes that collectives send and deliver.
+"""Checksums of the bytes sent and delivered by collectives.
 
 [Note: one number for all messages]
-All-gathers and all-to-alls deliver the bytes that were sent, also int8 blocks. So does the reduce-scatter that sends
-messages from rank to rank, before it adds. A rank does not know the messages of other ranks. But summed over all ranks, the
+All-gathers and all-to-alls deliver the bytes as they were sent, also int8 blocks. So does the reduce-scatter by messages
+from rank to rank, before its additions. A rank does not know the messages of other ranks. But summed over all ranks, the
 checksums of the received messages equal the checksums of the sent messages, each counted once per receiver. So each rank keeps
 the difference of its own two sums, modulo 2^64, and the differences of all ranks add up to 0.
 """
@@ -16,14 +16,14 @@ from ..arithmetic.checksums import WRAPS, checksum_of_parts
 from .ledger import Label
 
 _MOST = 256
-"""Collectives of a kind and bucket whose checksums wait on the device. A long evaluation gathers without a comparison."""
+"""Limit for unread checksums per kind and bucket, which stay on the device. A long evaluation gathers without a comparison."""
 
 
 class WireSums:
-    """Notes, for each kind of collective and bucket, the checksum that a rank has received minus the one that it has sent."""
+    """Notes, per kind of collective and bucket, the checksum of a rank's received bytes minus that of its sent bytes."""
 
     def __init__(self) -> None:
-        # The host subtracts: a difference on the device would free the first number while a side stream reads it.
+        # Subtract on the host: a difference on the device would free the first number while a side stream still reads it.
         self._ended: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         self._differences: dict[str, int] = {}
         self._started: set[object] = set()
@@ -31,14 +31,14 @@ class WireSums:
     def over(
         self, label: Label, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, copies: int = 1
     ) -> Callable[[Callable[[], object]], Callable[[], object]]:
-        """Notes what a collective sends, before it starts.
+        """Notes the checksum of a collective's messages before the collective starts.
 
         Args:
-            sent, received: whole messages, this rank's message to itself among them.
-            copies: the ranks to which each of `sent` goes.
+            sent, received: whole messages, including this rank's message to itself.
+            copies: number of ranks which receive each of `sent`.
 
         Returns:
-            A function of a function that waits for the collective. It returns one that also notes what has been received.
+            A decorator for the function which waits for the collective. The decorated function also notes the received messages.
         """
         number, token = checksum_of_parts(sent) * copies, object()
         self._started.add(token)
@@ -58,14 +58,14 @@ class WireSums:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no collective that was noted is under way."""
+        """Whether all noted collectives have ended."""
         return not self._started
 
     def read(self) -> dict[str, int]:
         """Returns the differences by kind and bucket. Waits for the device."""
         noted = [number for pairs in self._ended.values() for pair in pairs for number in pair]
         for device in {number.device for number in noted if number.device.type != "cpu"}:
-            # Some collectives are waited for in a side stream.
+            # Wait for the device, because some collectives are only waited for in a side stream.
             torch.accelerator.synchronize(device)
         for words, pairs in self._ended.items():
             difference = sum(int(got) - int(sent) for got, sent in pairs)
@@ -74,5 +74,5 @@ class WireSums:
         return self._differences
 
     def forget(self) -> None:
-        """Drops the differences that have been read."""
+        """Drops the differences of earlier reads."""
         self._differences = {}

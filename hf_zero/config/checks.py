@@ -1,4 +1,4 @@
-"""Reads settings from files, dicts and flags, checks each value and names the mistake."""
+"""Reads settings from files, dicts and flags, checks each value, and names mistakes."""
 
 import dataclasses
 import difflib
@@ -36,14 +36,14 @@ _LONGEST_PATH = 4096
 
 
 class SpeltError(Exception):
-    """An error that may quote names out of files: its text has no character that a terminal obeys."""
+    """An error which may quote names from files: characters with an effect on a terminal are escaped in its text."""
 
     def __str__(self) -> str:
         return spelt(super().__str__())
 
 
 def spelt(text: str) -> str:
-    """Spells out the characters that a terminal obeys or hides: ESC, other controls, marks of direction. Line breaks stay."""
+    """Escapes characters a terminal obeys or hides: ESC, other controls, marks of direction. Line breaks stay."""
     # str.isprintable is False for all of these characters, and for all spaces except the plain one.
     if text.isprintable():
         return text
@@ -51,18 +51,18 @@ def spelt(text: str) -> str:
 
 
 class ConfigError(SpeltError, ValueError):
-    """Raised for a setting that is refused. The message names the setting, the value and the allowed values."""
+    """Raised for a refused setting. The message names the setting, the value and the allowed values."""
 
 
 class _Shown(reprlib.Repr):
-    """`repr` of the beginning of a value, in little time however large or deep the value is."""
+    """`repr` of the beginning of a value, fast for any size and depth of the value."""
 
     def __init__(self):
         super().__init__()
         self.maxlevel, self.maxstring, self.maxother = 3, 100, 100
 
     def repr_int(self, value: int, level: int) -> str:
-        # Python refuses to write integers of thousands of digits.
+        # Python refuses to format integers of thousands of digits.
         digits = int(value.bit_length() * math.log10(2)) + 1
         return repr(value) if digits < 40 else f"a whole number of about {digits} digits"
 
@@ -71,12 +71,12 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """Formats a value for an error: Python's `repr`, cut if it is long."""
+    """Formats a value for an error: Python's `repr`, shortened."""
     return cut(_Shown().repr(value))
 
 
 def cut(text: str) -> str:
-    """Returns the beginning of a text for errors that quote it; unprintable characters are escaped."""
+    """Returns the beginning of a text, for errors which quote the text; unprintable characters are escaped."""
     text = text[: _MOST_SHOWN + 1]
     text = spelt(text).replace("\n", "\\n")
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
@@ -95,13 +95,13 @@ def plain(value: Any) -> Any:
 
 
 def to_python_numbers(config: Any) -> None:
-    """Numbers of numpy's, of subclasses and in quotes become Python's own in a config's fields."""
+    """Converts numbers of numpy, of subclasses and in quotes in a config's fields to Python's own."""
     for field in dataclasses.fields(config):
         object.__setattr__(config, field.name, _unquoted(plain(getattr(config, field.name)), field.type))
 
 
 def _unquoted(value: Any, kind: Any) -> Any:
-    """Reads `"2"` of a number's field, or `"true"` of a switch, as YAML reads it without the quotes."""
+    """Converts `"2"` in a field for numbers, or `"true"` in a field for switches, as YAML does without the quotes."""
     kinds = get_args(kind) or (kind,)
     if type(value) is not str or str in kinds:
         return value
@@ -132,11 +132,13 @@ def one_of(name: str, value: Any, allowed: tuple) -> None:
 
 
 def whole_number(name: str, value: Any, least: int, *, most: int = _MOST, also: tuple = (), what: str = "") -> None:
-    """Refuses all but an integer from `least`, or one of the words in `also`.
+    """Accepts only an integer from `least` to `most`, or one of the words in `also`.
 
     Args:
-        most: the largest one.
-        what: what the number counts, in words.
+        what: the counted things, in words, for the error.
+
+    Raises:
+        ConfigError: any other value.
     """
     if type(value) is str and value in also:
         return
@@ -146,7 +148,7 @@ def whole_number(name: str, value: Any, least: int, *, most: int = _MOST, also: 
 
 
 def seconds(name: str, value: Any, *, also: tuple = ()) -> None:
-    """Refuses all but a time that timers can be set to, or one of the words in `also`."""
+    """Accepts only a time within the range of timers, or one of the words in `also`. Raises `ConfigError` otherwise."""
     if type(value) is str and value in also:
         return
     if type(value) not in (int, float) or not 0.001 <= value <= _MOST_SECONDS:
@@ -154,7 +156,7 @@ def seconds(name: str, value: Any, *, also: tuple = ()) -> None:
 
 
 def duration(name: str, value: Any) -> float | None:
-    """`"3h40m"`, `"220m"` or `"90s"` in seconds, and None for `none`. Raises `ConfigError` for all else."""
+    """Converts `"3h40m"`, `"220m"` or `"90s"` to seconds, and `none` to None. Raises `ConfigError` for all other values."""
     if type(value) is str and value == "none":
         return None
     parts = _DURATION.fullmatch(value.strip().lower()) if type(value) is str else None
@@ -165,13 +167,13 @@ def duration(name: str, value: Any) -> float | None:
 
 
 def number(name: str, value: Any, holds: Any, allowed: str) -> None:
-    """Refuses all but a number for which `holds` is true."""
+    """Accepts only a number for which `holds` returns true. Raises `ConfigError` otherwise."""
     if type(value) not in (int, float) or not holds(value):
         raise refuse(name, value, allowed)
 
 
 def path_of_folder(name: str, value: Any) -> None:
-    """Refuses a text that cannot name a folder."""
+    """Accepts only text which can name a folder. Raises `ConfigError` otherwise."""
     if type(value) is not str or not value or "\0" in value or len(value) > _LONGEST_PATH:
         raise refuse(name, value, "the path of a folder")
 
@@ -185,12 +187,14 @@ _SAID_ELSEWHERE = (
     "gradient_clipping",
     "scheduler",
 )
-"""Keys that people bring from other engines' files; they have one source, and it is not this one."""
+"""Keys of other engines' files which hf_zero reads from the training arguments or the script only."""
 
 
 def unknown_key(key: Any, prefix: str, known: list[str], meant: str | None = None) -> ConfigError:
-    """Args:
-    meant: what the key is where it comes from, in words.
+    """Makes the error for an unknown key, with the most similar known key.
+
+    Args:
+        meant: the key's meaning in its original config, in words.
     """
     is_word = isinstance(key, str) and len(key) <= 64
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) if is_word else []
@@ -203,7 +207,7 @@ def unknown_key(key: Any, prefix: str, known: list[str], meant: str | None = Non
     else:
         hint = "nothing known is near it"
     name = f"`{prefix}{key}`" if is_word and key.isprintable() else shown(key)
-    # If there is a similar name, the list of all names is not needed.
+    # If a similar name exists, the error does not need the list of all names.
     others = "" if near and near[0] in hint else f" Known: {', '.join(known)}."
     return ConfigError(f"hf_zero config: unknown key {name}; {hint}.{others}")
 
@@ -211,7 +215,7 @@ def unknown_key(key: Any, prefix: str, known: list[str], meant: str | None = Non
 CUT: Final = {
     "comm.peer_memory": "Leave it out: parameters travel through the process group, with the same losses",
     "checkpoint.replicate": "Leave it out: `checkpoint.resume: auto` goes on from the newest good checkpoint of output_dir",
-    "checkpoint.replicate_every": "Leave it out, and save more often: checkpoints are written behind training",
+    "checkpoint.replicate_every": "Leave it out, and save more often: checkpoints are written while training goes on",
     "checkpoint.snapshot_bytes": "Leave it out: saves take up to half of the free host memory; `async_save: false` takes none",
     "comm.weights: auto": "Set int8 where links are slow (`hf-zero doctor` measures them), or leave it out",
     "comm.gradients: auto": "Set int8 where links are slow (`hf-zero doctor` measures them), or leave it out",
@@ -227,7 +231,7 @@ CUT: Final = {
     "persist_below_numel": "Leave it out: a layer's small parameters are gathered in one message with its large ones",
     "overlap_param_gather": "Leave it out: reads of parameters wait; `engine_of(model).finish_parameters()` waits for all",
     "comm.gradients: int4": "Use int8; checkpoints with residuals of int4 resume",
-    "nonfinite_limit": "Leave it out: `nonfinite: skip` ends a run behind ten bad steps in a row",
+    "nonfinite_limit": "Leave it out: `nonfinite: skip` ends a run after ten bad steps in a row",
     "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
     "offload.delay": "Leave it out: `offload.speculate_bytes` steps buckets during backward, to the same bits",
     "offload.delay_warmup": "Leave it out: no step is delayed",
@@ -236,23 +240,23 @@ CUT: Final = {
     "offload.window": "Leave it out: two buckets are read or written while another is stepped",
     "snapshot_every": "Leave it out: `nonfinite: skip` keeps no snapshots",
 }
-"""Settings, and values of settings (`name: value`), that were taken out, and what to do in place of each."""
+"""Removed settings, or values of settings (`name: value`) → the replacement."""
 
 
 CUT_NAMES: Final = {
     "ZeroAccelerator": "Use `Accelerator(parallelism_config=ZeroPlugin(...))`, or `plugin.attach(accelerator)` before prepare",
     "hf-zero card": "`hf-zero push` writes the model card, as Trainer's `push_to_hub` does",
 }
-"""Commands and public names that were taken out, and what to do in place of each."""
+"""Removed commands and public names → the replacement."""
 
 
 def cut_name(name: str) -> str:
-    """The sentences that refuse a command or a public name that was taken out."""
+    """Words the refusal of a removed command or public name."""
     return f"hf_zero: `{name}` was taken out. {CUT_NAMES[name]}."
 
 
 def refuse_cut(name: str) -> None:
-    """Raises `ConfigError` for a setting that was taken out, or for `name: value` of a value that was."""
+    """Raises `ConfigError` for a removed setting, or for the `name: value` of a removed value."""
     if name in CUT:
         raise ConfigError(f"hf_zero config: the setting `{name}` was taken out of hf_zero. {CUT[name]}.")
 
@@ -262,7 +266,7 @@ def not_built(name: str, value: Any, instead: str) -> ConfigError:
 
 
 def parse_bytes(name: str, value: Any, least: int = 1) -> int:
-    """`16777216`, `5e8`, `"16MiB"` or `"16 MB"` → bytes. Raises `ConfigError` for anything else, less than `least` too."""
+    """`16777216`, `5e8`, `"16MiB"` or `"16 MB"` → bytes. Raises `ConfigError` for other values and for less than `least`."""
     value = plain(value)
     number, unit = value, "b"
     if type(value) is str:
@@ -279,14 +283,14 @@ def parse_bytes(name: str, value: Any, least: int = 1) -> int:
 
 
 def class_names(name: str, value: Any) -> tuple[str, ...]:
-    """`"GPT2Block"`, or a list of such → a tuple."""
+    """Converts `"GPT2Block"`, or a list of such names, to a tuple."""
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
     if not names or not all(isinstance(n, str) and n.isidentifier() for n in names):
         raise refuse(name, value, "auto, a class name such as GPT2Block, or a list of class names")
     return names
 
 
-# ---- Config files of DeepSpeed, FSDP and accelerate: refused with the settings here that correspond to theirs ----
+# ---- Config files of DeepSpeed, FSDP and accelerate: refused with the corresponding settings of hf_zero ----
 
 _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu")
 _OF_ACCELERATE = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config")
@@ -300,7 +304,7 @@ _VALUES = {
     ("offload_param", "nvme_path"): "offload.nvme_path",
     ("mics_shard_size",): "comm.shard_group_size",
 }
-"""Below `zero_optimization`: a setting of DeepSpeed's, and the one here that takes the same value."""
+"""Settings below DeepSpeed's `zero_optimization` → hf_zero's settings with the same values."""
 
 _SWITCHES = {
     "zero_quantized_weights": "comm.weights=int8",
@@ -346,10 +350,10 @@ def meaning_elsewhere(key: Any) -> str | None:
 
 
 def refuse_files_of_others(settings: Mapping[Any, Any], where: str) -> None:
-    """Raises `ConfigError` for DeepSpeed's or accelerate's config, with hf_zero's way to say the same.
+    """Raises `ConfigError` for a config of DeepSpeed or accelerate, with the equivalent settings of hf_zero.
 
     Args:
-        where: what holds the settings, for the error.
+        where: the name of the settings' source, for the error.
     """
     if any(key in settings for key in _OF_DEEPSPEED):
         raise ConfigError(_instead_of_deepspeed(settings, where))
@@ -399,9 +403,9 @@ def _is_taken_over(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 2**63
 
 
-# ---- Text into settings: YAML files and command-line values ----
+# ---- Text to settings: YAML files and command-line values ----
 #
-# Any text becomes plain Python values in mappings and lists of a few levels, or raises `ConfigError`.
+# Any text is parsed to plain Python values in mappings and lists of a few levels, or raises `ConfigError`.
 
 _MOST_TEXT_BYTES = 64 * 2**10
 _MOST_LEVELS = 8
@@ -409,7 +413,7 @@ _TOO_DEEP = f"there are more than {_MOST_LEVELS} levels"
 
 
 def read_yaml(path: Path) -> Any:
-    """Reads a YAML file. Raises `ConfigError` for an unreadable one."""
+    """Reads a YAML file. Raises `ConfigError` if the file cannot be read."""
     where = cut(str(path))
     try:
         if path.is_dir():
@@ -419,7 +423,7 @@ def read_yaml(path: Path) -> Any:
             found = f"that folder holds {cut(', '.join(near))}" if near else "there is no YAML file in that folder"
             raise ConfigError(f"hf_zero config: no file {where!r}; {found}. Give a YAML path or a stage number.")
         with path.open("rb") as file:
-            # Read one byte more than the limit, so that a file that is too long is noticed without reading all of it.
+            # Read one byte more than the limit, to notice a longer file without reading all of it.
             text = file.read(_MOST_TEXT_BYTES + 1)
     except OSError as error:
         raise ConfigError(
@@ -435,12 +439,12 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse(text: str, where: str) -> Any:
-    """A YAML text's value.
+    """Parses YAML text.
 
     Args:
-        where: what the text is, for errors.
+        where: the name of the text, for errors.
     """
-    # Surrogates pass: Python makes them of bytes on a command line that are no text, and `encode` would raise its own error.
+    # Allow surrogates: Python makes them from invalid bytes on a command line, and `encode` would raise an unrelated error.
     if len(text.encode("utf-8", "surrogatepass")) > _MOST_TEXT_BYTES:
         raise ConfigError(
             f"hf_zero config: {where} is longer than {_MOST_TEXT_BYTES // 2**10} KiB; settings are a few lines of YAML."
@@ -455,7 +459,7 @@ def parse(text: str, where: str) -> Any:
 
 
 def settings_of(text: str) -> dict[str, Any]:
-    """`stage=2,comm.timeout_s=60` → {"stage": 2, "comm": {"timeout_s": 60}}, values read as YAML."""
+    """`stage=2,comm.timeout_s=60` → {"stage": 2, "comm": {"timeout_s": 60}}, with values parsed as YAML."""
     if len(text) > _MOST_TEXT_BYTES:
         raise refuse("config", text, "settings as name=value, separated by commas: a line of them")
     settings: dict[str, Any] = {}
@@ -479,13 +483,13 @@ def settings_of(text: str) -> dict[str, Any]:
 
 
 def _parts(text: str) -> list[str]:
-    """The text between commas that are outside of brackets and quotes."""
+    """Splits text at the commas outside of brackets and quotes."""
     parts, start, depth, quote, before = [], 0, 0, "", ","
     for place, sign in enumerate(text):
         if quote:
             quote = "" if sign == quote else quote
         elif sign in "'\"" and before in "=[{,:":
-            # Elsewhere it is an apostrophe in a word.
+            # In other positions the sign is an apostrophe within a word.
             quote = sign
         elif sign in "[{":
             depth += 1
@@ -499,7 +503,7 @@ def _parts(text: str) -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values: no tags, dates or repeated nodes, each key once, and `1e3` for a number as in YAML 1.2."""
+    """Loads YAML's plain values: no tags, dates or aliases of collections, unique keys, and `1e3` is a number as in YAML 1.2."""
 
     yaml_implicit_resolvers: ClassVar = {
         sign: [(tag, form) for tag, form in resolvers if not tag.endswith(":timestamp")]
@@ -511,7 +515,7 @@ class _Loader(yaml.SafeLoader):
         self._level = 0
 
     def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
-        # Here already: the scanner looks far ahead, in time that grows with the square of the level.
+        # Refuse here: the scanner looks far ahead, in time proportional to the square of the depth.
         if self.flow_level == _MOST_LEVELS:
             raise yaml.scanner.ScannerError(problem=_TOO_DEEP, problem_mark=self.get_mark())
         super().fetch_flow_collection_start(token)

@@ -34,30 +34,31 @@ from .checks import (
 )
 
 _MOST_MINUTES = 30_000
-"""Three weeks: longer than any launcher lets a run go on."""
+"""Three weeks, longer than any launcher lets a run continue."""
 
-# ---- The settings that stand below a key of their own: `offload`, `comm`, `comm.outer`, `checkpoint` ----
+# ---- The sections of settings: `offload`, `comm`, `comm.outer`, `checkpoint` ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Where a shard's state lives; `none` is the training device."""
+    """The memory of a shard's state; `none` is the training device."""
 
     optimizer: str = "none"
-    """Where optimizer state, masters and reduced gradients are. `cpu`: host memory, where the step runs. `nvme`: state and
-    masters in files below `nvme_path`, stepped one bucket at a time."""
+    """Memory of optimizer state, masters and reduced gradients. `cpu`: host memory, and the step runs on the host. `nvme`: state
+    and masters in files below `nvme_path`, stepped one bucket at a time."""
     params: str = "none"
-    """Stage 3: where this rank's shard of the parameters is, frozen ones included. `cpu`: host memory; `nvme`: files below
+    """Stage 3: memory of this rank's shard of the parameters, including frozen ones. `cpu`: host memory; `nvme`: files below
     `nvme_path`."""
     activations: str = "none"
-    """`cpu` keeps what a training forward saves in host memory until backward; `nvme` is not built yet."""
+    """`cpu` keeps the activations of a training forward in host memory until backward; `nvme` is not built yet."""
     ratio: float = 1.0
-    """Part of the state that `optimizer` moves; buckets whose gradients arrive first move first."""
+    """Fraction of the state that `optimizer` moves. Buckets whose gradients are ready first are moved first."""
     nvme_path: str | None = None
     """For `nvme`: an existing, writable folder on a local disk of every host."""
     speculate_bytes: int | str = AUTO
-    """Bytes per rank for copies of state, with which buckets are stepped during backward: memory with `cpu`, disk with `nvme`.
-    0: none. `auto`: half of what state leaves free beside an accelerator; 0 on the CPU, and for `optimizer: cpu` with `params:
+    """Bytes per rank for copies of state, used to step buckets during backward: in memory with `cpu`, on disk with `nvme`. 0:
+    none.
+    `auto`: on an accelerator, half of the memory that state leaves free; 0 on the CPU, and for `optimizer: cpu` with `params:
     nvme`."""
 
     def __post_init__(self):
@@ -76,7 +77,7 @@ class OffloadConfig:
                 "hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` and `offload.params: nvme` (optimizer is "
                 f"{self.optimizer}, params is {self.params}). Set one of those, or leave the path out."
             )
-        # 0 goes with every place of state, since it asks for nothing. By type as well: False equals 0.
+        # 0 is valid with every kind of offload, since it asks for nothing. Compare the type as well: False equals 0.
         is_said = type(self.speculate_bytes) is not int or self.speculate_bytes != 0
         if is_said and not is_auto(self.speculate_bytes):
             object.__setattr__(self, "speculate_bytes", parse_bytes("offload.speculate_bytes", self.speculate_bytes))
@@ -96,7 +97,7 @@ class OffloadConfig:
 
     @property
     def files_folder(self) -> Path:
-        """`nvme_path`, without which nothing is kept in files."""
+        """`nvme_path` as a path. Only called if something is stored in files."""
         if self.nvme_path is None:
             raise AssertionError(
                 "hf_zero: bug: files are needed without an `offload.nvme_path`. Open an issue with this traceback."
@@ -105,21 +106,21 @@ class OffloadConfig:
 
     @property
     def moves_state(self) -> bool:
-        """Whether optimizer state lives elsewhere than on the training device."""
+        """Whether optimizer state is stored outside of the training device's memory."""
         return self.optimizer != "none"
 
     @property
     def moves_params(self) -> bool:
-        """Whether shards of parameters live elsewhere than on the training device."""
+        """Whether parameter shards are stored outside of the training device's memory."""
         return self.params != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterConfig:
-    """The optimizer of outer steps: SGD with Nesterov's momentum, on the way that models have gone since the last one."""
+    """The optimizer of outer steps: SGD with Nesterov momentum, on the models' change since the last outer step."""
 
     lr: float = 0.7
-    """1.0 without momentum is the plain mean of the models."""
+    """1.0 without momentum results in the plain mean of the models."""
     momentum: float = 0.9
     """0 keeps no state."""
 
@@ -131,31 +132,32 @@ class OuterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig:
-    """How bytes travel between ranks."""
+    """Communication between ranks."""
 
     shard_group_size: int | Literal["auto"] = AUTO
-    """Neighbouring ranks that share one copy of the state. `auto`: all ranks; with `sync_every`, those of a node, or 1 on a
-    single node."""
+    """Number of neighboring ranks that share one copy of the state. `auto`: all ranks; with `sync_every`, the ranks of a node, or
+    1
+    on a single node."""
     node_size: int | Literal["auto"] = AUTO
-    """Neighbouring ranks on one node; `auto` asks the launcher."""
+    """Number of neighboring ranks on one node; `auto` asks the launcher."""
     secondary_shard: str = "none"
-    """Stage 3: `node` keeps gathered parameters in parts on a node's ranks until the step, so that backward gathers inside the
+    """Stage 3: `node` keeps gathered parameters sharded over a node's ranks until the step, so that backward gathers inside the
     node."""
     weights: str = "none"
     """`int8` sends parameters in blocks of 256 with one scale each, at stages 1 to 3."""
     gradients: str = "none"
-    """`int8` sends gradients in such blocks. The quantisation error is sent with the next gradients."""
+    """`int8` sends gradients in such blocks. The quantization error is sent with the next gradients."""
     sync_every: int = 1
-    """Steps that each shard group takes alone before an outer step joins the models (DiLoCo). Links between groups carry
-    1/sync_every of the bytes. Not exact. 1: no outer steps."""
+    """Number of steps that each shard group makes on its own before an outer step joins the models (DiLoCo). Links between groups
+    carry 1/sync_every of the bytes. Losses differ from DDP's. 1: no outer steps."""
     outer: OuterConfig = field(default_factory=OuterConfig)
-    """`sync_every`: learning rate and momentum of the outer steps."""
+    """With `sync_every`: learning rate and momentum of the outer steps."""
     timeout_s: float | Literal["auto"] = AUTO
-    """Limit for a collective that a rank never joins; the error names the rank. `auto`: the process group's (Trainer's
+    """Time limit of a collective that a rank never joins; the error names the rank. `auto`: the process group's (Trainer's
     `ddp_timeout`, or `timeout` of `InitProcessGroupKwargs` or `init_process_group`)."""
     late_s: float | Literal["auto"] = AUTO
-    """Limit for a rank that is late at a training collective, a save, or stage 3's `state_dict()` or `gathered`; the error says
-    where each rank is. `auto`: 120, or 600 on accelerators, at most `timeout_s`. 0: only `timeout_s` applies."""
+    """Time limit for a rank that is late for a training collective, a save, or stage 3's `state_dict()` or `gathered`; the error
+    shows where each rank is. `auto`: 120, or 600 on accelerators, at most `timeout_s`. 0: only `timeout_s` applies."""
 
     @property
     def limit_s(self) -> float:
@@ -169,12 +171,12 @@ class CommConfig:
 
     @property
     def meeting_timeout_s(self) -> float:
-        """Seconds that ranks wait where they meet for whole parameters, as at any collective."""
+        """Time limit, in seconds, of the barrier before a gather of whole parameters, the same as for any collective."""
         return self.limit_s if self.late_s == 0 else float(self.late_s)
 
     def __post_init__(self):
         to_python_numbers(self)
-        # First: the least group size below depends on `sync_every`, which may still be anything.
+        # Check this first: the smallest group size below depends on `sync_every`, which may still have any value.
         self._check_outer()
         for name, least in (("shard_group_size", 2 if self.sync_every == 1 else 1), ("node_size", 1)):
             whole_number(f"comm.{name}", getattr(self, name), least, also=(AUTO,))
@@ -182,7 +184,7 @@ class CommConfig:
         one_of("comm.weights", self.weights, ("none", "int8"))
         one_of("comm.gradients", self.gradients, ("none", "int8"))
         seconds("comm.timeout_s", self.timeout_s, also=(AUTO,))
-        # By type as well: False equals 0, and would switch the limit off.
+        # Compare the type as well: False equals 0, and would disable the limit.
         if type(self.late_s) not in (int, float) or self.late_s != 0:
             seconds("comm.late_s", self.late_s, also=(AUTO,))
 
@@ -203,7 +205,7 @@ class CommConfig:
 
     @property
     def quantises(self) -> bool:
-        """Whether weights or gradients travel in blocks of codes."""
+        """Whether weights or gradients are sent as blocks of codes."""
         return self.weights != "none" or self.gradients != "none"
 
 
@@ -212,26 +214,29 @@ class CheckpointConfig:
     """How checkpoints are written."""
 
     layout: str = "hf"
-    """`hf`: all ranks write the files that `from_pretrained` reads. `sharded`: each rank writes its part, if need be to its
-    host's own disk; `hf-zero consolidate` makes a model folder."""
+    """`hf`: all ranks write the files that `from_pretrained` reads. `sharded`: each rank writes its part, to its host's own disk
+    if
+    the disk is not shared; `hf-zero consolidate` makes a model folder."""
     full_every: int = 0
-    """At this interval a checkpoint of layout `hf` is written and kept whatever `save_total_limit` says; others are
+    """Interval in steps at which a checkpoint of layout `hf` is written, and kept regardless of `save_total_limit`; all others
+    are
     `sharded`."""
     on_failure: str = "stop"
     """After a failed save (a full disk), `stop` ends training; `continue` warns."""
     async_save: bool = True
     """Writes Trainer's checkpoints during training, from copies in up to half of the free host memory."""
     resume: str = "asked"
-    """`asked`: Trainer resumes where `resume_from_checkpoint` says so. `auto`: from the newest good checkpoint of `output_dir`,
-    if there is one, with its rows per step."""
+    """`asked`: Trainer resumes if `resume_from_checkpoint` is set. `auto`: from the newest good checkpoint of `output_dir`, if
+    there
+    is one, with its number of samples per step."""
     on_signal: str = "none"
-    """On SIGTERM or SIGUSR1 to any rank, all ranks finish the step, save and end. `auto` saves in Trainer's `output_dir`, or in
-    `checkpoints` of the Accelerator's `project_dir`. In a plain loop, a path with `{step}` names the folder."""
+    """On SIGTERM or SIGUSR1 to any rank, all ranks finish the step, save and exit. `auto` saves in Trainer's `output_dir`, or in
+    `checkpoints` of the Accelerator's `project_dir`. In a plain loop, set a path with `{step}`."""
     every_minutes: float = 0.0
-    """A crash costs at most these minutes of training and one step: the run saves before more time has passed since the last
-    save, to the folder that `on_signal` names. 0 saves only at steps."""
+    """A crash costs at most this many minutes of training and one step: the run saves before more time has passed since the last
+    save, to the folder of `on_signal`. 0 saves only at steps."""
     budget: str = "none"
-    """The time that the job has, such as `3h40m`. The run saves and ends before, with status 143, as after SIGTERM."""
+    """The job's time limit, such as `3h40m`. The run saves and exits before the limit, with status 143, as after SIGTERM."""
 
     def __post_init__(self):
         to_python_numbers(self)
@@ -251,18 +256,18 @@ class CheckpointConfig:
 
     @property
     def budget_s(self) -> float | None:
-        """`budget` in seconds."""
+        """`budget` in seconds; None without one."""
         return duration("checkpoint.budget", self.budget)
 
     @property
     def is_timed(self) -> bool:
-        """Whether the run saves or ends by the clock."""
+        """Whether the run saves or ends at certain times."""
         return self.every_minutes > 0 or self.budget != "none"
 
 
-# The settings of `ZeroConfig` as keyword arguments are typed, for editors and type checkers: `ZeroPlugin(stage=2, ...)`.
+# Types for the settings of `ZeroConfig` as keyword arguments, for editors and type checkers: `ZeroPlugin(stage=2, ...)`.
 #
-# `tests/config/test_config.py` holds them to the fields of the config, which say what each means.
+# `tests/config/test_config.py` compares them with the fields of the config, where each setting is explained.
 
 
 class OuterSettings(TypedDict, total=False):
@@ -347,43 +352,44 @@ _NESTED_IN_COMM: dict[str, type] = {"outer": OuterConfig}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ZeroConfig:
-    """The settings of an engine. Every field has a default that suits BERT- and GPT-class fine-tuning.
+    """The settings of an engine. Every field has a default suited to BERT- and GPT-class fine-tuning.
 
     Args:
-        stage: 0 shards nothing, as DDP; 1 the optimizer state; 2 also gradients; 3 also parameters. `auto`: accelerate and
-            Trainer take the fastest that fits the free memory, and choose `offload`, `bucket_bytes` and `prefetch_units` where
-            these are not set.
-        bucket_bytes: bytes of gradients, in the reduce dtype, that are reduced together; `auto` fits model, ranks and device.
-        grad_accumulation: `local` keeps whole gradients between micro-batches and reduces once a step, in DDP's order of
+        stage: 0 shards nothing, like DDP; 1 shards the optimizer state; 2 also gradients; 3 also parameters. `auto`: accelerate
+            and Trainer choose the fastest stage that fits in the free memory, and choose `offload`, `bucket_bytes` and
+            `prefetch_units` unless they are set.
+        bucket_bytes: bytes of gradients, in the reduce dtype, that are reduced together; `auto` depends on model, ranks and
+            device.
+        grad_accumulation: `local` keeps whole gradients between micro-batches and reduces once per step, in DDP's order of
             addition. `sharded` reduces each micro-batch, at stages 2 and 3. `auto`: local at stages 0 and 1, else sharded.
-        param_dtype: dtype of parameters in forward and backward; `auto` keeps the model's. Beside a 16-bit dtype the shard
+        param_dtype: dtype of parameters in forward and backward; `auto` keeps the model's. With a 16-bit dtype, the shard also
             keeps an fp32 master. float16 needs loss scaling, which accelerate and Trainer do.
         gather_dtype: dtype in which stage 3 gathers float32 parameters; shards, checkpoints and `gathered` stay float32.
             `auto`: bfloat16 under bf16 mixed precision unless `param_dtype` is set; else float32.
-        rounding: how a bfloat16 parameter is made from its float32 update: `nearest` rounds a master that the shard keeps;
+        rounding: how a bfloat16 parameter is rounded from its float32 update: `nearest` rounds a master that the shard keeps;
             `stochastic` rounds at random, in proportion to the distance, and keeps no master.
-        moments: `8bit` keeps the optimizer's moments in blocks of 256 8-bit codes with one scale each, and steps one bucket at
+        moments: `8bit` stores the optimizer's moments in blocks of 256 8-bit codes with one scale each, and steps one bucket at
             a time.
         reduce_dtype: dtype in which gradients are sent; `auto`: each parameter's dtype.
-        broadcast_buffers: sends rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
-        check_replicas_every: at this interval, ranks compare checksums of all steps since, of copies of parameters and
-            optimizer state and of each rank's own between two updates, and of the last step's messages, gradients and gathered
-            layers. They end on a difference.
+        broadcast_buffers: sends rank 0's buffers (batch-norm statistics) before each training forward, like DDP.
+        check_replicas_every: interval in steps at which ranks compare checksums: of the copies of parameters and optimizer
+            state at all steps since the last comparison, of each rank's own copy between two updates, and of the last step's
+            messages, gradients and gathered layers. A difference ends the run.
         nonfinite: on NaN or infinite gradients, `stop` ends the run before the step; `skip` drops the step on all ranks, up to
             ten in a row; `ignore` does not check.
         out_of_memory: when a forward or backward runs out of memory, `stop` ends the run; `halve` repeats the step in twice as
             many micro-batches on all ranks, at stages 0 to 2, with Trainer or `hf_zero.Rescue`.
         report: logs the run on rank 0 and writes a page at its end; `true`: in Trainer's `output_dir`, or accelerate's
             `logging_dir` or `project_dir`.
-        kernels: fused kernels for gradient norms and for AdamW, Adam, SGD and Lion. `auto`: where triton runs on the training
-            device; `always`: elsewhere too, as plain torch operations.
-        prefetch_units: units (layers) that stage 3 gathers ahead of the one in use.
+        kernels: fused kernels for gradient norms and for AdamW, Adam, SGD and Lion. `auto`: if triton runs on the training
+            device; `always`: also without triton, as plain torch operations.
+        prefetch_units: number of units (layers) that stage 3 gathers ahead of the one in use.
         reshard_after_forward: `true` drops a unit's gathered parameters after its forward and gathers them again for backward.
-            `false` keeps them until the step, with stage 2's memory and traffic. `auto` keeps them if they take less than a
+            `false` keeps them until the step, with stage 2's memory and traffic. `auto` keeps them if they need less than a
             quarter of the free memory.
         unit_modules: classes of modules that stage 3 gathers one at a time; `auto` finds the layers.
-        unit_bytes: stage 3 gathers consecutive layers together until they have this size; 0 gathers each alone. `auto`: 16 MiB
-            on accelerators, 1 MiB on the CPU, 0 with `unit_modules`.
+        unit_bytes: stage 3 gathers consecutive layers together until they have this size; 0 gathers each separately. `auto`:
+            16 MiB on accelerators, 1 MiB on the CPU, 0 with `unit_modules`.
     """
 
     stage: int = 2
@@ -503,7 +509,7 @@ class ZeroConfig:
         checked = dataclasses.replace(self, stage=2 if self.out_of_memory == "halve" else 3)
         for field_ in dataclasses.fields(self):
             if field_.name != "stage":
-                # Copy the checked values, in which texts became numbers, so that equal settings compare equal.
+                # Copy the checked values: texts became numbers there, and equal settings have to compare equal.
                 object.__setattr__(self, field_.name, getattr(checked, field_.name))
 
     def _check_gather_dtype(self) -> None:
@@ -563,7 +569,7 @@ class ZeroConfig:
 
     @property
     def is_open(self) -> bool:
-        """Whether the stage is still to be chosen (`stage: auto`). Engines only accept a config that is not open."""
+        """Whether the stage is still to be chosen (`stage: auto`). Engines refuse such a config."""
         return is_auto(self.stage)
 
     @property
@@ -573,7 +579,7 @@ class ZeroConfig:
 
     @property
     def steps_by_bucket(self) -> bool:
-        """Whether an optimizer steps one bucket at a time, so that a rank's parameters are never all in memory."""
+        """Whether an optimizer steps one bucket at a time, so a rank's parameters are never all in memory."""
         offload = self.offload
         in_files = offload.optimizer == "nvme" or (offload.optimizer == "cpu" and offload.params == "nvme")
         return in_files or self.rounding == "stochastic" or self.quantises_moments
@@ -666,16 +672,16 @@ class ZeroConfig:
         return f"{type(self).__name__}.from_dict({self.changes()})"
 
     def changes(self) -> dict[str, Any]:
-        """Returns the stage and all fields that differ from the defaults. `from_dict` builds an equal config from them."""
+        """Returns the stage and all changed fields. `from_dict` builds an equal config from the result."""
         return {"stage": self.stage, **_changes(self)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a nested dict of plain values, from which `from_dict` builds an equal config."""
+        """Returns a nested dict of plain values. `from_dict` builds an equal config from the dict."""
         return dataclasses.asdict(self)
 
 
 ConfigLike: TypeAlias = ZeroConfig | Mapping[str, Any] | str | Path | int | None
-"""Types that `ZeroConfig.of` accepts."""
+"""Types accepted by `ZeroConfig.of`."""
 
 _FLAGS = "a stage (0, 1, 2, 3, auto), settings such as stage=2,grad_accumulation=local, a .yaml path"
 _SPELT = ("zero", "one", "two", "three")
@@ -720,7 +726,7 @@ def _changes(config: Any) -> dict[str, Any]:
 
 
 def changed(config: ZeroConfig) -> dict[str, Any]:
-    """Returns the stage, and the settings that differ from their defaults, under dotted names."""
+    """Returns the stage, and the settings with other values than their defaults, under dotted names."""
     return {"stage": config.stage} | {name: value for name, value in _flat(config, "") if value != _USUAL[name]}
 
 

@@ -1,4 +1,4 @@
-"""Translates a config file of `accelerate config`. The launcher's keys stay in that file."""
+"""Translates a config file of `accelerate config`. The launcher's own keys stay in the accelerate file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ _OF_LAUNCHER = (
 
 
 def kind(value: Any, section: Mapping[Any, Any]) -> Translation:
-    """`distributed_type`."""
+    """Translates `distributed_type`."""
     if value in ("FSDP", "DEEPSPEED"):
         return unneeded("say MULTI_GPU in accelerate's config: hf_zero comes with the script, or by `-m hf_zero.run`")
     if value in ("MEGATRON_LM", "XLA", "TP"):
@@ -27,7 +27,7 @@ def kind(value: Any, section: Mapping[Any, Any]) -> Translation:
 
 
 def axis(advice: str) -> Rule:
-    """Ranks along an axis, which is the launcher's where sequences are cut, and otherwise refused above 1."""
+    """Makes a rule which refuses more than one rank along an axis, with this advice."""
 
     def rule(value: Any, section: Mapping[Any, Any]) -> Translation:
         if is_off(value) or value == 1:
@@ -38,7 +38,7 @@ def axis(advice: str) -> Rule:
 
 
 def shards(value: Any, section: Mapping[Any, Any]) -> Translation:
-    """Ranks that accelerate counts beside those of a sequence."""
+    """Translates the data-parallel sizes, which accelerate counts separately from the ranks of a sequence."""
     if section.get("parallelism_config_sp_size") not in (None, 1):
         return unneeded("state is sharded over all ranks, those of a sequence among them")
     return axis("`comm.shard_group_size` is how many ranks share one copy of the state")(value, section)

@@ -153,8 +153,7 @@ def convert(
 
     The folder contains the weights in the format of `from_pretrained`, with the precision of the masters; masters and optimizer
     state in `zero/`; and the other files of the source (scheduler, random states, trainer state, tokenizer). All of this is in
-    host memory
-    during the call: three times the weights in fp32.
+    host memory during the call: three times the weights in fp32.
 
     Args:
         out: a new or empty folder, which appears when it is complete.

@@ -1,4 +1,4 @@
-"""Reads checkpoints of torch.distributed.checkpoint, as FSDP saves them."""
+"""Reads checkpoints of torch.distributed.checkpoint, in FSDP's layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

@@ -20,7 +20,7 @@ from .states import MASTER, ForeignCheckpoint, ForeignGroup
 _MODEL_FILE = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 _VERSION = re.compile(r"^0\.(\d+)\.")
 _MINORS = range(16, 20)
-"""Versions of DeepSpeed 0.x whose checkpoints have the fields that are read here."""
+"""Minor versions of DeepSpeed 0.x whose checkpoints have the expected fields."""
 
 _LARGEST_TAG_BYTES = 1024
 

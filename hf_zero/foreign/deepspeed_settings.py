@@ -33,12 +33,12 @@ _NOT_ZERO = "it is no part of sharding; hf_zero leaves it to the script"
 
 
 def said_by(argument: str) -> Rule:
-    """Said by training arguments or the script."""
+    """Makes a rule for a key which training arguments or the script replace."""
     return never(_ARGUMENTS.format(argument))
 
 
 def tier(name: str) -> Rule:
-    """Translates a place: none, cpu, or nvme with the folder beside it."""
+    """Makes a rule for an offload device: none, cpu, or nvme with the folder from the same section."""
 
     def rule(value: Any, section: Mapping[Any, Any]) -> Translation:
         if is_off(value):
@@ -59,14 +59,14 @@ _FOLDERS = {
 
 
 def group(value: Any, section: Mapping[Any, Any]) -> Translation:
-    """`mics_shard_size`, where -1 is off."""
+    """Translates `mics_shard_size`; -1 is off."""
     if is_off(value) or value == -1:
         return unneeded("off, or left to its default")
     return mapped({"comm.shard_group_size": whole(value)})
 
 
 def secondary(value: Any, section: Mapping[Any, Any]) -> Translation:
-    """`zero_hpz_partition_size`, where 1 is off."""
+    """Translates `zero_hpz_partition_size`; 1 is off."""
     if is_off(value) or value == 1:
         return unneeded("off, or left to its default")
     return mapped({"comm.secondary_shard": "node"}, "a second shard among the ranks of a node")
@@ -82,7 +82,7 @@ _OFFLOADED = {
 
 
 def stage(value: Any, section: Mapping[Any, Any]) -> Translation:
-    """`auto` is chosen here, too; left to a default, no stage would be chosen."""
+    """Translates `stage`. `auto` stays `auto`: left to the default, no stage would be chosen."""
     return mapped({"stage": "auto"}) if value == "auto" else same("stage", whole)(value, section)
 
 

@@ -21,7 +21,7 @@ _HYBRID = "set `comm.shard_group_size` to the number of ranks on a node: groups 
 
 
 def strategy(value: Any, section: Mapping[Any, Any]) -> Translation:
-    """`sharding_strategy`, by name or number."""
+    """Translates `sharding_strategy`, a name or a number."""
     if value in ("HYBRID_SHARD", 4):
         return mapped(_GATHERED, _HYBRID)
     if value in ("HYBRID_SHARD_ZERO2", 5):
@@ -30,7 +30,7 @@ def strategy(value: Any, section: Mapping[Any, Any]) -> Translation:
 
 
 def resharding(value: Any, section: Mapping[Any, Any]) -> Translation:
-    """`reshard_after_forward`: a switch for FSDP2; FSDP1 has the names of strategies there, and accelerate writes text."""
+    """Translates `reshard_after_forward`: a switch in FSDP2, the name of a strategy in FSDP1; accelerate writes text."""
     if isinstance(value, str) and value.upper() in (*_STRATEGIES, "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
         return strategy(value.upper(), section)
     if value is None:
@@ -43,7 +43,7 @@ def resharding(value: Any, section: Mapping[Any, Any]) -> Translation:
 
 
 def layers(value: Any, section: Mapping[Any, Any]) -> Translation:
-    """Class names, as a list or as text with commas."""
+    """Converts class names, a list or text with commas."""
     if value is None or value in ("", []):
         return unneeded("left to `unit_modules: auto`, which finds the layers")
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value

@@ -162,7 +162,7 @@ def _first_names(table: Table) -> set[str]:
 
 
 def _own_stage(settings: Mapping[Any, Any], origin: Source) -> int:
-    """Returns the stage for a config that specifies none."""
+    """Returns the stage for a config without one."""
     section = settings.get("fsdp_config") if origin is ACCELERATE else None
     return FSDP.stage if isinstance(section, Mapping) and section else origin.stage
 

@@ -22,7 +22,7 @@ from ..checkpoint.reader import load_tensors
 
 
 class Unread:
-    """Replaces an object that is not needed, and drops its state."""
+    """Replaces an unneeded object, and drops its state."""
 
     def __init__(self, *_args: object):
         pass
@@ -147,9 +147,9 @@ def _known(module: str, name: str) -> Any:
 
 
 def _again(value: Any) -> Any:
-    """Returns a value that is referenced once more.
+    """Returns a value at its second or later reference; refuses nested values.
 
-    With nested values that are each used twice, a few bytes create more than any hash or text of them can process.
+    With nested values which are each used twice, a few bytes create more than any hash or text of them can process.
     """
     is_flat = isinstance(value, tuple) and len(value) <= _LONGEST_SHARED
     if isinstance(value, list | dict | tuple) and not (
@@ -167,7 +167,7 @@ def _set_items(target: dict, items: list) -> None:
 
 
 def _plain_values(content: bytes) -> Any:
-    """Reads a pickle that contains only the names of `_OF_DCP` and dtypes.
+    """Reads a pickle of plain values, whose only names are dtypes and the ones in `_OF_DCP`.
 
     Raises:
         Exception: of any class, for other names and for damaged pickles.

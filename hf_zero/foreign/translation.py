@@ -1,4 +1,4 @@
-"""Rules that translate one key of another engine's config."""
+"""Rules to translate one key of another engine's config."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Translation:
 
 
 Rule: TypeAlias = Callable[[Any, Mapping[Any, Any]], Translation]
-"""Called with the value of a key and the section that contains the key."""
+"""Called with the value of a key and the section around the key."""
 
 Table: TypeAlias = Mapping[str, Rule]
 """Dotted path of a key → its rule."""
@@ -56,17 +56,17 @@ def unsupported(instead: str) -> Translation:
 
 
 def never(why: str) -> Rule:
-    """Returns a rule for a key that is never needed."""
+    """Returns a rule for an unneeded key."""
     return lambda value, section: unneeded(why)
 
 
 def instead(what: str) -> Rule:
-    """Returns a rule that names a replacement for an unsupported key. If the key is off, nothing is needed."""
+    """Returns a rule which names a replacement for an unsupported key. If the key is off, nothing is needed."""
     return lambda value, section: unneeded("off, or left to its default") if is_off(value) else unsupported(what)
 
 
 def same(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    """Returns a rule for a setting here with the same meaning and the same value."""
+    """Returns a rule for a setting with the same meaning and the same value in hf_zero."""
 
     def rule(value: Any, section: Mapping[Any, Any]) -> Translation:
         if value is None or value == "auto":
@@ -77,7 +77,7 @@ def same(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule
 
 
 def one_of(values: Mapping[Any, Mapping[str, Any]], otherwise: str, off: str = "off, or left to its default") -> Rule:
-    """Returns a rule that maps a few values to settings; text in any case. A value that maps to {} needs nothing.
+    """Returns a rule which maps a few values to settings; text in any case. A value mapped to {} needs nothing.
 
     Args:
         otherwise: what to do about any other value.
