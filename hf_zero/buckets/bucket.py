@@ -138,7 +138,7 @@ class BucketKey(NamedTuple):
         group: index in this optimizer's `param_groups`; -1 without one.
         is_expert: split over more ranks than the remaining model, so fewer ranks share the state.
         is_split: split by tensor or expert parallelism with a quantized wire. If one quantization block mixed split and
-        replicated elements, the ranks of a copy would round the replicated ones differently.
+            replicated elements, the ranks of a copy would round the replicated ones differently.
         stays: kept in `dtype`, regardless of `param_dtype` and `rounding`.
         is_packed: packed weights and their modules' further tensors: never cast or rounded, and sent as bytes.
     """
@@ -212,7 +212,7 @@ class Row:
 
     Attributes:
         tensor: the tensor updated by the optimizer, in the master dtype: 1-D, or in the parameter's shape if the parameter
-        must not be cut. The parameter itself if one rank owns the whole parameter and keeps no separate master.
+            must not be cut. The parameter itself if one rank owns the whole parameter and keeps no separate master.
     """
 
     slot: ParameterSlot
@@ -274,7 +274,7 @@ class Bucket:
         tier: the memory tier of master, reduced gradient and optimizer state.
         arrival: marks the end of the copy of the reduced gradient to the rows; see `await_gradient`.
         is_away: whether the master is in a file, or in memory only for the step. `master` and the rows then have a shape but
-        no memory.
+            no memory.
         gradient_dtype: dtype of the reduced gradient stored in the rows until the step.
     """
 
@@ -581,7 +581,7 @@ class Bucket:
 
         Raises:
             ShardedGradientError: there was no backward since the last step, which freed the gradients; or the script has
-            assigned a gradient, which no rank would use in the step.
+                assigned a gradient, which no rank would use in the step.
         """
         # Before any gradient is read, because the copy to the rows may still be running.
         self.await_gradient()

@@ -88,12 +88,12 @@ class Precision:
     Attributes:
         param: dtype of the parameters in forward and backward.
         kept: dtype of saved parameters, and of the shard from which stage 3 gathers and casts to `param`. Equal to `param`
-        otherwise.
+            otherwise.
         reduce: dtype of gradients in collectives.
         master: dtype of the copy updated by the optimizer, and of the shard of the reduced gradient, because optimizers need
-        equal dtypes. If equal to `kept`, the optimizer updates the parameters themselves.
+            equal dtypes. If equal to `kept`, the optimizer updates the parameters themselves.
         weights: rounds parameters in place to the quantized blocks in which they are gathered; None for an exact gather, and
-        if each rank keeps an exact shard of the parameters (stage 3).
+            if each rank keeps an exact shard of the parameters (stage 3).
         apart: whether the master has different memory than the parameters (offload), so there is one even with equal dtypes.
         stochastic: whether parameters are the stochastically rounded master, which exists only during the step.
         adds_in_master: whether ranks sum gradients in the master dtype, regardless of `reduce`.

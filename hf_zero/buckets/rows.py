@@ -336,7 +336,7 @@ class StateRow:
         name: the parameter's name.
         interval: interval of the state tensor's elements, row-major.
         own_shape: shape of a state tensor without one value per element of the parameter (for example a factor of rows), which
-        is stored on one rank; None for state with the parameter's shape.
+            is stored on one rank; None for state with the parameter's shape.
         tensor: the live state, 1-D with `interval.numel` elements; packed state is unpacked by its `detach`.
     """
 

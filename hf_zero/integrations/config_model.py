@@ -1,8 +1,8 @@
 """Builds the model of a folder's config.json for names, shapes and ties, without trusting the file.
 
-A config may ask for a million layers, for a class that is no model, or for code and weights of somebody else. So the model is
-made in a process of its own, on the meta device, offline, with a limit on tensors, memory and time; only classes of
-transformers that are models are ever called.
+A config may request a million layers, a class which is not a model, or foreign code and weights. So the model is built in a
+separate process, on the meta device, offline, and with limits on tensors, memory and time. Only transformers' own model
+classes are called.
 """
 
 import gc
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.json"
 
 TIME_LIMIT_S = 60.0
-"""For making a model of nothing but shapes; the largest take a few seconds."""
+"""Time limit for building a model of shapes only; the largest ones need a few seconds."""
 
 _MOST_BYTES = 4 * 2**30
-"""That making it may take beside what this process has."""
+"""Limit of memory in addition to this process's own."""
 
 _MANY = 2000
-"""Tensors or modules that a model may have above what its weights let expect."""
+"""Tensors or modules allowed in addition to the number expected from the weights."""
 
 _MODULES_A_TENSOR = 20
 
@@ -47,12 +47,12 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedTensor:
-    """A tensor that the config's model saves.
+    """A tensor saved by the config's model.
 
     Attributes:
         shape: its whole shape.
         is_floating: whether its values are floating-point numbers.
-        names: all names of the tensor that it is tied to, its own among them.
+        names: all names of the tied tensor, including this one.
     """
 
     shape: tuple[int, ...]
@@ -61,14 +61,15 @@ class ExpectedTensor:
 
 
 def expected_tensors(folder: Path, saved: int, *, as_in_files: bool = True) -> dict[str, ExpectedTensor]:
-    """Returns name → tensor of all that the model of a folder's config saves.
+    """Returns all tensors saved by the model of a folder's config, by name.
 
     Args:
-        saved: how many tensors the folder has; a config of a model with many more is refused before that is made.
-        as_in_files: named and split as `save_pretrained` does it; otherwise as the model does.
+        folder: the folder with the config.
+        saved: number of tensors in the folder; a config whose model has many more is refused early.
+        as_in_files: True for names and splits as in `save_pretrained`'s files; False for the model's own.
 
     Raises:
-        CheckpointError: the config cannot be read, names no model class of transformers, or asks for too much.
+        CheckpointError: the config cannot be read, names no model class of transformers, or needs too many resources.
     """
     return _in_a_child(folder, partial(_expected, folder, saved, as_in_files))
 
@@ -76,32 +77,32 @@ def expected_tensors(folder: Path, saved: int, *, as_in_files: bool = True) -> d
 def is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
     """Whether `from_pretrained` finds each tensor of the config's model among the saved ones.
 
-    Old names, those without the model's prefix and tensors that many models leave out are transformers' own matter.
+    transformers itself handles old names, names without the model's prefix, and tensors which many models omit.
 
     Args:
+        folder: the folder with the config.
         saved: shape and dtype by name.
 
     Raises:
-        CheckpointError: as of `expected_tensors`.
+        CheckpointError: like `expected_tensors`.
     """
     return _in_a_child(folder, partial(_is_taken, folder, saved))
 
 
 def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
-    """Runs `find` in a process of its own, with limits, and returns its result."""
+    """Runs `find` in a separate process with limits, and returns its result."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
-    # Not by multiprocessing, whose own processes may be forbidden to have any.
-    # A process of its own: a config from the Hub may ask for any amount of memory and time.
+    # A separate process, because a config from the Hub may need any amount of memory and time. Not a multiprocessing one,
+    # because daemonic processes may not start such children.
     child = os.fork()
     if child == 0:
         try:
             _tell(folder, find, sending)
         finally:
-            # Not by an exception or sys.exit: the child is a copy of this process, and would run its callers, exit handlers
-            # and buffers to the end as well.
+            # Not an exception or sys.exit: the child is a copy of this process, and would also run its callers, exit handlers
+            # and buffers to the end.
             os._exit(0)
-    # The parent's own end: while one end is open, a child that dies gives no EOFError, and the parent waits for the time
-    # limit.
+    # Close the parent's copy: while it is open, a dead child causes no EOFError, and the parent waits for the time limit.
     sending.close()
     path = folder / CONFIG_NAME
     try:
@@ -114,41 +115,41 @@ def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
     except EOFError:
         answer = f"hf_zero: {path}: making its model ended the process that tried it. Take the config of these weights."
     finally:
-        # Also after an answer: the child may still be in transformers' clean-up.
+        # Also after an answer, because the child may still be in transformers' clean-up.
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         receiving.close()
-    # Text is a reason: no `find` returns text.
+    # A string is a reason, because no `find` returns a string.
     if isinstance(answer, str):
         raise CheckpointError(answer)
     return answer
 
 
 def read_config(folder: Path) -> "PretrainedConfig":
-    """A folder's config, by transformers' own classes only.
+    """Reads a folder's config with transformers' own classes only.
 
     Raises:
-        CheckpointError: it cannot be read, or is none that transformers knows.
+        CheckpointError: the config cannot be read, or transformers does not know its type.
     """
     from transformers import AutoConfig
 
     path = folder / CONFIG_NAME
     refuse_links(folder, [path])
-    # transformers would read a file of any size.
+    # Check the size first, because transformers would read a file of any size.
     read_mapping(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        # A config may name an attention of somebody else's repository. The public argument `attn_implementation` would not
-        # do: an `_attn_implementation` in the file goes before the argument.
+        # A config may name an attention implementation of a foreign repository. The public argument `attn_implementation` does
+        # not help, because `_attn_implementation` in the file takes precedence.
         config._attn_implementation = "eager"
     except Exception as error:
-        # Which one depends on the class that the file names and on what that makes of the values.
+        # Catch all, because the errors depend on the class named in the file and its handling of the values.
         raise CheckpointError(f"hf_zero: {path} cannot be read ({reason(error)}).") from error
     return config
 
 
 def model_class(config: "PretrainedConfig", folder: Path) -> type["PreTrainedModel"]:
-    """Returns the class that a config names. Raises `CheckpointError` unless transformers has this model."""
+    """Returns the class named in a config. Raises `CheckpointError` unless it is a model class of transformers."""
     import transformers
     from transformers import PreTrainedModel
 
@@ -169,7 +170,7 @@ def model_class(config: "PretrainedConfig", folder: Path) -> type["PreTrainedMod
 
 
 def meta_model(folder: Path, saved: int) -> "PreTrainedModel":
-    """The model of a folder's config on the meta device. Raises `CheckpointError` as `expected_tensors` does."""
+    """Returns the model of a folder's config on the meta device. Raises `CheckpointError` like `expected_tensors`."""
     config = read_config(folder)
     kind = model_class(config, folder)
     try:
@@ -187,7 +188,7 @@ def meta_model(folder: Path, saved: int) -> "PreTrainedModel":
 
 @contextmanager
 def _at_most(saved: int, folder: Path) -> Iterator[None]:
-    """Refuses a model with far more tensors or modules than the files hold, as soon as they are made."""
+    """Refuses a model with far more tensors or modules than in the files, as soon as they are created."""
     counts = {"tensors": 0, "modules": 0}
     most = {"tensors": 4 * saved + _MANY, "modules": _MODULES_A_TENSOR * saved + _MANY}
 
@@ -212,10 +213,10 @@ def _at_most(saved: int, folder: Path) -> Iterator[None]:
 
 
 def _tell(folder: Path, find: Callable[[], object], sending: Connection) -> None:
-    """Sends the findings, or the reason for none. In a process of its own."""
+    """Sends the result, or the reason for a failure. Runs in the separate process."""
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     torch.set_num_threads(1)
-    # A dictionary that grows without end is to reach the memory limit before the time limit.
+    # Without garbage collection, an endlessly growing dictionary reaches the memory limit before the time limit.
     gc.disable()
     _limit_memory()
     try:
@@ -233,7 +234,7 @@ def _expected(folder: Path, saved: int, as_in_files: bool) -> dict[str, Expected
     model = meta_model(folder, saved)
     state = model.state_dict(keep_vars=True)
     if as_in_files:
-        # A layer's experts are one tensor in the model and many in its files.
+        # A layer's experts are one tensor in the model but many in its files.
         state = revert_weight_conversion(model, state)
     names_of: dict[int, set[str]] = {}
     for name, value in state.items():
@@ -269,7 +270,7 @@ def _is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dty
 
 
 def _limit_memory() -> None:
-    """Limits this process's further memory, if the system tells the present one; else the time limit alone holds."""
+    """Limits this process's further memory, if the system reports the current one; otherwise only the time is limited."""
     statm = Path("/proc/self/statm")
     if statm.is_file():
         pages = int(statm.read_text().split()[0])

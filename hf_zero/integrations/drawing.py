@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, as PNG files that are readable on a white page and on a dark one."""
+"""Draws matplotlib pictures as PNG files, readable on white and on dark pages."""
 
 import io
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from ..checkpoint.files import replace_file
 
 INK = "#767c85"
-"""The color of texts and lines that belong to no data: its contrast is above 4 on white and on #0d1117."""
+"""Color of text and lines other than data: its contrast is above 4 on white and on #0d1117."""
 
 
 def new_axes(width: float, height: float) -> tuple[Any, Any]:
@@ -20,7 +20,7 @@ def new_axes(width: float, height: float) -> tuple[Any, Any]:
         ImportError: matplotlib is not installed.
         ValueError: matplotlib refuses MPLBACKEND.
     """
-    # Without pyplot, which keeps figures and a backend for the whole process.
+    # Not pyplot, which keeps figures and a backend for the whole process.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
@@ -34,7 +34,7 @@ def new_axes(width: float, height: float) -> tuple[Any, Any]:
 
 
 def add_legend(axes: Any) -> None:
-    """Adds a legend to the right of the axes, where it covers no data."""
+    """Adds a legend to the right of the axes, so no data is covered."""
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8, labelcolor=INK)
 
 

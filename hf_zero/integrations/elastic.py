@@ -1,4 +1,4 @@
-"""Runs that go on with another number of ranks: global batch, data position, last good state."""
+"""Runs resumed with a different number of ranks: global batch, data position, last good state."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from ..checkpoint.structure import POSITION_NAME, Findings, agreed, findings_in,
 from ..comm.all_or_none import exchange_between_ranks
 from .state_io import ZERO_FOLDER
 
-# ---- A trap of torchrun: workers that are started again meet in the store of those before them ----
+# ---- A pitfall of torchrun: restarted workers use the store of their predecessors ----
 
 
 def trap_of_agents_store(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns a setting to add if restarted workers would fail or hang; None if all is well.
+    """Returns a setting to add if restarted workers would fail or hang; None otherwise.
 
-    torch 2.13's agents keep one store for all starts. Workers may find there the addresses of those that were before them; and
-    where the first node is lost, the others look for the store at its old address.
+    torch 2.13's agents keep one store for all restarts. Workers may find the addresses of their predecessors in this store.
+    And if the first node is lost, the remaining nodes look for the store at the lost node's address.
 
     Args:
-        environment: of a worker.
+        environment: a worker's environment variables.
     """
     is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_restarted = int(environment.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
@@ -40,17 +40,17 @@ def trap_of_agents_store(environment: Mapping[str, str] = os.environ) -> str | N
     )
 
 
-# ---- The position of training in its data, saved so that any number of ranks can resume there ----
+# ---- The position of training in its data, saved so any number of ranks can resume there ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataPosition:
-    """The data that was trained on before a checkpoint.
+    """The data trained on before a checkpoint.
 
     Attributes:
-        global_rows: of an optimizer step, as the run was begun with.
-        epoch: passes over the data that are complete.
-        rows: of the pass that is not.
+        global_rows: samples per optimizer step at the start of the run.
+        epoch: complete passes over the data.
+        rows: samples of the incomplete pass.
     """
 
     global_rows: int
@@ -62,26 +62,26 @@ class DataPosition:
 
     @classmethod
     def read(cls, folder: Path) -> "DataPosition | None":
-        """Reads the position of a checkpoint; None without one.
+        """Reads the position of a checkpoint; None if the checkpoint has none.
 
         Raises:
-            CheckpointError: the file holds something else.
+            CheckpointError: the file has different content.
         """
         content = read_position(folder)
         return None if content is None else cls(**content)
 
 
-# ---- The rows that all ranks together take in an optimizer step, kept when their number changes ----
+# ---- Samples per optimizer step on all ranks together, kept when the number of ranks changes ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The division of an optimizer step's rows.
+    """The division of an optimizer step's samples.
 
     Attributes:
-        rows: of a micro-batch on a rank.
-        accumulation: micro-batches of a step.
-        world_size: ranks that take different rows.
+        rows: samples of a micro-batch on a rank.
+        accumulation: micro-batches per step.
+        world_size: number of ranks with different samples.
     """
 
     rows: int
@@ -90,7 +90,7 @@ class Batch:
 
     @property
     def rows_of_a_round(self) -> int:
-        """Rows of one micro-batch on each rank."""
+        """Samples of one micro-batch on all ranks."""
         return self.rows * self.world_size
 
     @property
@@ -102,13 +102,13 @@ class Batch:
 
 
 def same_global_batch(global_rows: int, *, rows: int, world_size: int) -> Batch:
-    """Divides the `global_rows` rows of a step among the ranks, with at most `rows` rows in a micro-batch.
+    """Divides the `global_rows` samples of a step among the ranks, with at most `rows` samples in a micro-batch.
 
-    If `world_size` divides `global_rows`, a step has exactly `global_rows` rows, in the largest micro-batches that allow this.
-    Otherwise a step has fewer rows, by less than `world_size * accumulation`.
+    If `world_size` divides `global_rows`, a step has exactly `global_rows` samples, in the largest micro-batches that allow
+    this. Otherwise a step has fewer samples, by less than `world_size * accumulation`.
 
     Raises:
-        ValueError: there are more ranks than rows.
+        ValueError: there are more ranks than samples.
     """
     a_rank = global_rows // world_size
     if a_rank == 0:
@@ -123,25 +123,27 @@ def same_global_batch(global_rows: int, *, rows: int, world_size: int) -> Batch:
     return Batch(rows=a_rank // accumulation, accumulation=accumulation, world_size=world_size)
 
 
-# ---- Which state an accelerate loop goes on from after a restart: the newest that is good ----
+# ---- The state from which an accelerate loop resumes after a restart: the newest good one ----
 
 logger = get_logger(__name__)
 
-# No dot first: saves under way and those that step aside (`.tmp-step_100`, `.old-step_100`) end with a number too.
+# No leading dot: names of unfinished and replaced saves (`.tmp-step_100`, `.old-step_100`) also end with a number.
 _NUMBERED = re.compile(r"^(?!\.).*[-_](\d+)$")
 
 
 def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) -> str | None:
     """Returns the newest complete and undamaged state in `folder`, for `load_state`; None if there is no state. Collective.
 
-    Newest is the highest number at the end of a name, such as `step_100` or accelerate's `checkpoint_3`. With accelerate's
-    automatic naming, the next save has a number of its own.
+    The newest state has the highest number at the end of its name, such as `step_100` or accelerate's `checkpoint_3`. With
+    accelerate's automatic naming, the next save gets a new number.
 
     Args:
-        folder: the folder that has the folders of `save_state`; by default `project_dir/checkpoints`, of automatic naming.
+        accelerator: the Accelerator.
+        folder: the folder containing the folders of `save_state`; by default `project_dir/checkpoints`, as in automatic
+            naming.
 
     Raises:
-        ValueError: on every rank: there are states and none is good, each with its faults; or no folder is known.
+        ValueError: on every rank, if there are states but none is good (lists each one's faults), or if no folder is known.
     """
     naming = accelerator.project_configuration
     if folder is None and accelerator.project_dir is None:
@@ -150,22 +152,22 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
             "save_state makes its folders in."
         )
     parent = Path(accelerator.project_dir, "checkpoints") if folder is None else Path(folder).expanduser()
-    # A save may replace a state, such as one of the same step that a signal asks for.
+    # An interrupted save may have renamed the state it was replacing, for example one of the same step.
     replaced = [old.name.removeprefix(".old-") for old in parent.glob(".old-*") if (old / ZERO_FOLDER).is_dir()]
     finals = [parent / name for name in replaced if _NUMBERED.match(name)]
     put_back(finals, exchange=exchange_between_ranks)
     names = {path.name for path in parent.glob("*") if path.is_dir() and _NUMBERED.match(path.name)}
-    # The names of all ranks: hosts with disks of their own may have different states, and all ranks have to go through one
+    # The names on all ranks, because hosts with separate disks may have different states, and all ranks must try the same
     # list.
     everyones = {name for theirs in exchange_between_ranks(names) for name in theirs}
     newest_first = sorted(everyones, key=_number, reverse=True)
     if folder is None and naming.automatic_checkpoint_naming:
-        # A damaged one keeps its number, too: its name is not free.
+        # Damaged states count, too, because their names are not free.
         naming.iteration = max((_number(name) + 1 for name in newest_first), default=0)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     passed: list[str] = []
     for path in (parent / name for name in newest_first):
-        # A state is good where it is good on every rank: ranks that chose by their own findings would load different states.
+        # A state must be good on every rank: ranks which decided separately would load different states.
         faults = agreed(exchange_between_ranks, _findings(path, rank=rank, world_size=world_size)).faults
         if not faults:
             if passed:
@@ -183,7 +185,7 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
 
 
 def warn_of_scaled_schedule(accelerator: Accelerator, folder: Path) -> None:
-    """Names a trap of accelerate, which steps a schedule once for each process: on other ranks, a saved one is elsewhere."""
+    """Warns if a resumed schedule would jump: accelerate steps a schedule once per process, and the number has changed."""
     saved, now = _ranks_of(folder), accelerator.num_processes
     scaled = [s for s in accelerator._schedulers if s.step_with_optimizer and not s.split_batches]
     if saved not in (None, now) and scaled:

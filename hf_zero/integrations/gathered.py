@@ -9,18 +9,18 @@ from torch import nn
 from ..engine.engine import ZeroEngine
 from ..hooks.weak import engine_attached_to
 
-# ---- From whatever a script has in hand to its engine ----
+# ---- Finds the engine of an object known to the script ----
 
 
 def engine_of(owner: object) -> ZeroEngine:
     """Returns the engine of an Accelerator, a Trainer, or a prepared model.
 
     Raises:
-        ValueError: there is none, or an Accelerator has several (ask with the model then).
+        ValueError: there is none, or an Accelerator has several (pass the model instead).
     """
     if isinstance(owner, nn.Module):
         inner = extract_model_from_parallel(owner, keep_torch_compile=False)
-        # accelerate opens the wrappers that it knows. Others, a script's own among them, have the model as `module`.
+        # accelerate unwraps only known wrappers. Other wrappers, for example a script's own, store the model as `module`.
         for module in (owner, inner, getattr(owner, "module", None)):
             engine = engine_attached_to(module) if isinstance(module, nn.Module) else None
             if engine is not None:
@@ -44,21 +44,21 @@ def _none_on(what: str, owner: object) -> str:
     )
 
 
-# ---- Whole parameters of a sharded model, for a script with the model, a part of it or a parameter ----
+# ---- Whole parameters of a sharded model, for a script with the model, a submodule or a parameter ----
 
 
 @contextmanager
 def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], writeback: bool = False) -> Iterator[None]:
     """Gathers whole parameters to read or edit, at any stage: `with hf_zero.gathered(model.head): print(model.head.weight)`.
 
-    Collective: every rank must enter the context. Nothing happens for a model that is not prepared.
+    Collective: every rank must enter the context. Does nothing for a model which is not prepared.
 
     Args:
-        target: a module, a parameter or several of one model.
-        writeback: keep edits made inside the context; all ranks take over rank 0's values.
+        target: a module, a parameter, or several parameters of one model.
+        writeback: keeps edits made inside the context; all ranks get rank 0's values.
 
     Raises:
-        CommunicationError: some rank did not come within `comm.late_s`.
+        CommunicationError: a rank did not enter within `comm.late_s`.
         MemoryError: the whole parameters do not fit.
         RuntimeError: a parameter was edited without `writeback`.
     """
@@ -68,10 +68,10 @@ def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], writebac
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Gathers the whole model once for many forwards, such as `generate`. Collective.
+    """Gathers the whole model once for many forwards, such as in `generate`. Collective.
 
     Raises:
-        MemoryError: it does not fit; without this context, forwards gather a layer at a time.
+        MemoryError: the whole model does not fit. Without this context, forwards gather one layer at a time.
     """
     with _gathered_for("hf_zero.unsharded", model, writeback=False):
         yield

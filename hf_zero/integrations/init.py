@@ -1,4 +1,4 @@
-"""Weights of files into a model without a copy of them on each rank: as `from_pretrained` reads them, or of a checkpoint."""
+"""Loads weights from files into a model without a full copy on each rank, for pretrained models and checkpoints."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,22 +38,22 @@ from .saved_weights import (
 )
 from .state_io import AFTER_A_FAILED_LOAD, ZERO_FOLDER, saved_tensors_of
 
-# ---- A pretrained model, whose weights stay in their files until it is prepared ----
+# ---- A pretrained model whose weights stay in their files until the model is prepared ----
 
 
 @contextmanager
 def init(plugin: Any = None) -> Iterator[None]:
     """`with hf_zero.init(plugin): model = AutoModel.from_pretrained(path)`: weights stay in their files until `prepare`.
 
-    Inside, `from_pretrained` leaves each weight a view of its memory-mapped file, in the file's dtype. When the model is
-    prepared at stage 3, each rank reads the bytes of its own shard from there and casts them to the dtype that
-    `from_pretrained` was asked for; no rank ever holds, sends or receives the whole model. Weights that no file has (a
-    new head) are made as usual and become rank 0's. A model made from a config is made as usual too, so that it has
-    exactly the weights of an ordinary seeded run.
+    Inside, `from_pretrained` makes each weight a view of its memory-mapped file, in the file's dtype. When the model is
+    prepared at stage 3, each rank reads only its own shard from the file and casts it to the dtype requested from
+    `from_pretrained`. No rank ever stores, sends or receives the whole model. Weights in no file (a new head) are initialized
+    as usual and broadcast from rank 0. A model built from a config is initialized as usual too, so its weights equal those of
+    an ordinary seeded run.
 
     Args:
-        plugin: the ZeroPlugin that will train the model, or what one can be made from. Below stage 3, where every rank
-            holds the whole model, nothing is changed.
+        plugin: the ZeroPlugin which will train the model, or anything a plugin accepts as config. Below stage 3, where every
+            rank has the whole model, nothing is changed.
     """
     ErrorHook.installed()
     config = ZeroConfig.of(getattr(plugin, "config", plugin))
@@ -74,16 +74,16 @@ def _leave_in_files(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """transformers' own loading, with its cast left out; notes the dtype that each parameter was to be cast to."""
+    """Calls transformers' loading without its cast, and notes the dtype to which each parameter should be cast."""
     if any(isinstance(entry, core_model_loading.WeightConverter) for entry in load_config.weight_mapping or ()):
-        # Weights that are put together from several of the file's are copies in any case.
+        # Weights composed of several tensors of the files are copies anyway.
         return stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    # The views are kept until the end, so that no other tensor can come to lie at the address of one.
+    # Keep the views until the end, so no other tensor is allocated at the address of one.
     views: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
     materialize = core_model_loading._materialize_copy
 
     def leave_in_file(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        # Without the dtype: a cast makes a copy, and each rank would hold the whole model. The engine casts a rank's part.
+        # Without the dtype, because a cast copies, and each rank would hold the whole model. The engine casts a rank's part.
         values = materialize(tensor, device, None)
         views[values.data_ptr()] = values, dtype or values.dtype
         return values
@@ -91,19 +91,19 @@ def _leave_in_files(
     with replaced(core_model_loading, "_materialize_copy", leave_in_file):
         result = stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     for parameter in model.parameters():
-        # By address: transformers wraps a view in a new Parameter, which shares the memory and nothing else.
+        # By address, because transformers wraps the view in a new Parameter, which shares only the memory.
         if parameter.data_ptr() in views and parameter.is_floating_point():
             mark_loaded(parameter, views[parameter.data_ptr()][1])
     for name, buffer in model.named_buffers():
         if buffer.data_ptr() in views:
             module, _, leaf = name.rpartition(".")
-            # Cast here: an engine reads parameters from files, and takes a buffer as the model has it.
+            # Cast here, because an engine reads parameters from files, but uses buffers as they are in the model.
             setattr(model.get_submodule(module), leaf, buffer.to(views[buffer.data_ptr()][1]))
     model.__dict__[FILES_ATTRIBUTE] = describe_files(checkpoint_files or ())
     return result
 
 
-# ---- A checkpoint, into a model that is split over ranks or has its weights in rows ----
+# ---- Loads a checkpoint into a model which is split over ranks or whose weights are saved as shards ----
 
 _COMPUTED = "Save the model with `save_pretrained` from a run with tp_size, or resume with tp_size 1."
 
@@ -112,10 +112,13 @@ def load_weights_into(engine: ZeroEngine, checkpoint: Path, *, rows: str = ZERO_
     """Replaces the model's values by a checkpoint's, in any layout. Collective.
 
     Args:
-        rows, number: this model's folder of rows, and its number among weights files, in a checkpoint of several models.
+        engine: the model's engine.
+        checkpoint: the checkpoint's folder.
+        rows: name of this model's folder of shards, in a checkpoint of several models.
+        number: this model's number among weights files, in a checkpoint of several models.
 
     Raises:
-        CheckpointError: on every rank: damaged, or of another model.
+        CheckpointError: on every rank, if the checkpoint is damaged or of a different model.
     """
     if has_row_weights(checkpoint, rows):
         load_row_weights(engine, checkpoint, rows)
@@ -140,21 +143,21 @@ def load_weights_into(engine: ZeroEngine, checkpoint: Path, *, rows: str = ZERO_
         engine.state.load_own_weights(read, left_out)
         for tensor in {id(each): each for each in tensors.values() if id(each) not in bucketed}.values():
             values = read(tensor, Interval(0, box_of[id(tensor)].numel))
-            # What is in no bucket each rank reads by itself: `share_weights` sends buckets alone.
+            # Each rank itself reads tensors outside of all buckets, because `share_weights` sends only buckets.
             tensor.detach().copy_(values.view(tensor.shape))
 
     on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=AFTER_A_FAILED_LOAD)
-    # Behind the agreement of all ranks: a rank with a damaged file would leave the others in a broadcast.
+    # After all ranks agree: a rank with a damaged file would leave the others waiting in a broadcast.
     engine.state.share_weights()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """Weights of a checkpoint by name.
+    """A checkpoint's weights by name.
 
     Attributes:
-        shapes: whole ones.
-        read: the elements of an interval of a part of a weight, 1-D.
+        shapes: shapes of the whole weights.
+        read: returns the elements of an interval of a part of a weight, 1-D.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -167,14 +170,14 @@ def _foreign_weights(checkpoint: Path) -> _Weights:
 
 
 def _file_weights(checkpoint: Path, number: int, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> _Weights:
-    """Opens files that `from_pretrained` reads. `shapes`: of the model's whole tensors, by name."""
+    """Opens files for `from_pretrained`. `shapes`: shapes of the model's whole tensors, by name."""
     files = [mapped_tensors(checkpoint / name) for name in weight_files(checkpoint, number)]
     held = {name: values for file in files for name, values in file.items()}
     if isinstance(model, PreTrainedModel) and not held.keys() <= shapes.keys():
-        # Names that the model has not: experts, for example, are one tensor in the model and many in its files.
+        # The files have other names than the model: experts, for example, are one tensor in the model but many in its files.
         blocks = blocks_in_files(model, shapes, then=_COMPUTED)
         if not held.keys() <= blocks.keys():
-            # A model that was loaded from files with its own names would be saved with those.
+            # A model loaded from files with its own names would also be saved with its own names, so ask a new model.
             blocks = blocks_in_files(unloaded(model), shapes, then=_COMPUTED)
         return _weights_in_blocks(held, blocks, shapes)
 
@@ -191,9 +194,9 @@ def _weights_in_blocks(
     """Opens files with several tensors for one of the model's.
 
     Args:
-        held: of the files, by name there.
-        blocks: what each of them is of the model.
-        shapes: of the model's whole tensors.
+        held: the files' tensors, by name.
+        blocks: the block of the model which each file tensor stores.
+        shapes: shapes of the model's whole tensors.
     """
     found: dict[str, list[SavedBlock]] = {}
     for name, values in held.items():

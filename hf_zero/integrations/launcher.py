@@ -24,7 +24,7 @@ from ..device import accelerators
 from ..extras import extra
 from ..hooks.replaced import replaced
 
-# ---- The words behind `-m hf_zero.run`: which config, which script, and the script's own arguments ----
+# ---- The words after `-m hf_zero.run`: the config, the script, and the script's own arguments ----
 
 CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 HOW_TO = "accelerate launch ... -m hf_zero.run --zero 2 script.py --its-own arguments"
@@ -35,10 +35,10 @@ class ScriptCall:
     """A script to run, with the arguments of a call without hf_zero.
 
     Attributes:
-        config: what `--zero` says, or else HF_ZERO_CONFIG.
+        config: the config from `--zero`, or else from HF_ZERO_CONFIG.
         script: path of a Python file, or name of a module.
-        is_module: whether `script` is the name of a module, as behind `python -m`.
-        arguments: the script's own.
+        is_module: whether `script` is the name of a module, as after `python -m`.
+        arguments: the script's own arguments.
     """
 
     config: ZeroConfig
@@ -94,17 +94,17 @@ def _refuse_missing(script: str) -> None:
         )
 
 
-# ---- A config of accelerate, in the place of one of hf_zero's ----
+# ---- A config file of accelerate instead of one of hf_zero's ----
 
 
 def of_accelerate(zero: str | None) -> dict[str, Any]:
-    """What `--zero FILE` says of a launch, where the file is a config of accelerate; {} for all else.
+    """Returns the launch settings from `--zero FILE`, if the file is a config of accelerate; {} otherwise.
 
     Returns:
-        zero: the settings that are equal to the file's, as text. processes, mixed_precision, sp: as the file has them.
+        zero: the equivalent settings, as text. processes, mixed_precision, sp: the values in the file.
 
     Raises:
-        ConfigError: the file asks for something that is not here.
+        ConfigError: the file requests something unsupported.
     """
     path = Path(zero or "")
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
@@ -127,15 +127,15 @@ def of_accelerate(zero: str | None) -> dict[str, Any]:
     }
 
 
-# ---- The `accelerate launch` command that starts the ranks of an unmodified script on this machine ----
+# ---- The `accelerate launch` command which starts the ranks of an unmodified script on this machine ----
 #
-# torch's store listens on all addresses of the machine and asks for no password, and gloo listens at the address of the
-# machine's name. Ranks of one machine need neither.
+# torch's store listens on all addresses of the machine without a password, and gloo listens on the address of the machine's
+# name. Ranks on one machine need only the loopback address.
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 RANKS_ON_A_CPU = 2
-"""Where nobody says how many: the fewest ranks that shard anything."""
+"""Default number of ranks on a CPU: the minimum for sharding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,8 @@ class Launch:
     """A process to start.
 
     Attributes:
-        command: its words.
-        environment: variables to set beside those that there are.
+        command: the words of its command line.
+        environment: variables to set in addition to the existing ones.
     """
 
     command: tuple[str, ...]
@@ -152,8 +152,8 @@ class Launch:
 
 
 def _on_loopback() -> dict[str, str]:
-    """The variables by which ranks and their launcher listen on the loopback address only."""
-    # torchrun takes an option that is missing from PET_...: the address of a store that it makes if the port is taken.
+    """Returns variables which make ranks and their launcher listen on the loopback address only."""
+    # torchrun reads a missing option from PET_...; this one is the address of its own store, created if the port is in use.
     found = {"PET_LOCAL_ADDR": LOOPBACK}
     name = next((name for name, addresses in interfaces().items() if LOOPBACK in addresses), None)
     if name is not None and _GLOO_INTERFACE not in os.environ:
@@ -162,12 +162,12 @@ def _on_loopback() -> dict[str, str]:
 
 
 PARENT_VARIABLE = "HF_ZERO_LAUNCHED_BY"
-"""Environment variable with the process that a launcher ends with."""
+"""Environment variable with the process with which a launcher ends."""
 _LOOK_S, _LAST_S = 0.25, 5.0
 
 
 def end_with_parent(parent: int) -> None:
-    """Ends this process soon after its parent, also if that was killed: with SIGTERM first, so that a launcher ends its ranks."""
+    """Ends this process soon after its parent, even a killed one: first by SIGTERM, after which a launcher ends its ranks."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -187,7 +187,7 @@ def main() -> None:
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 
     with ExitStack() as stack:
-        # All modules in which torchrun makes a store.
+        # All modules in which torchrun creates a store.
         for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):
             stack.enter_context(replaced(module, "TCPStore", LoopbackStore))
         accelerate_main()
@@ -198,7 +198,7 @@ def _devices(*, cpu: bool) -> tuple[str, int]:
 
 
 def ranks_of(processes: int | None, *, cpu: bool) -> int:
-    """Returns the ranks that `launch_of` starts: `processes`, else one for each accelerator, or two on a CPU."""
+    """Returns the number of ranks started by `launch_of`: `processes`, or one per accelerator, or two on a CPU."""
     return processes if processes is not None else _devices(cpu=cpu)[1] or RANKS_ON_A_CPU
 
 
@@ -213,16 +213,17 @@ def launch_of(
     module: str = "hf_zero.run",
     options: Sequence[str] = (),
 ) -> Launch:
-    """Returns the command that starts a script with the engine, on this machine's accelerators or on its CPU.
+    """Returns the command which starts a script with the engine, on this machine's accelerators or on its CPU.
 
     Args:
-        words: what follows `-m hf_zero.run`: `--zero 2 script.py --its-own arguments`.
-        processes: number of ranks; by default one for each accelerator, or two on a CPU.
+        words: the words after `-m hf_zero.run`: `--zero 2 script.py --its-own arguments`.
+        processes: number of ranks; by default one per accelerator, or two on a CPU.
         cpu: train on the CPU, even if the machine has accelerators.
-        mixed_precision: `no`, `fp16` or `bf16`; by default what accelerate's own config file says.
-        port: where the ranks meet; by default accelerate's.
-        sp: ranks that compute a sequence together; by default what the environment says, or 1.
-        module: what each rank runs, with its own `options` before the words.
+        mixed_precision: `no`, `fp16` or `bf16`; by default the value in accelerate's own config file.
+        port: the port of the rendezvous; by default accelerate's.
+        sp: number of ranks which compute a sequence together; by default from the environment, or 1.
+        module: the module run by each rank.
+        options: the module's own options, before the words.
 
     Raises:
         ConfigError: the words are not valid, or there are fewer accelerators than ranks.
@@ -245,13 +246,13 @@ def launch_of(
         )
     flags = ["--num_processes", str(ranks), "--num_machines", "1"]
     if ranks > 1:
-        # On a CPU too: accelerate starts a single process by `--cpu`.
+        # On a CPU, too, because `accelerate launch --cpu` starts only one process.
         flags.append("--multi_gpu")
     if mixed_precision is not None:
         flags += ["--mixed_precision", mixed_precision]
     if port is not None:
         flags += ["--main_process_port", str(port)]
-    # As a module, so that it is the accelerate of this Python.
+    # Run as a module, so the command uses the accelerate of this Python.
     accelerate = [sys.executable, "-m", __name__, "launch"]
     # Without ACCELERATE_USE_CPU, accelerate runs each rank on a CPU as a separate job of one process.
     environment = ({} if count else {"ACCELERATE_USE_CPU": "true"}) | _on_loopback()

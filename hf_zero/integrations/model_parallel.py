@@ -1,4 +1,4 @@
-"""Models that transformers splits over ranks (tensor and expert parallelism), with hf_zero over the others."""
+"""Models split over ranks by transformers (tensor and expert parallelism), with hf_zero over the copies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,16 +13,16 @@ from ..config import ConfigError
 
 @cache
 def _config_class() -> type:
-    # Here, not above: older releases of transformers have none.
+    # Imported here, because older releases of transformers lack this class.
     from transformers.distributed import DistributedConfig
 
     class ZeroDistributedConfig(DistributedConfig):
-        """A `DistributedConfig` whose data axis is hf_zero's: transformers splits the model, and leaves FSDP out."""
+        """A `DistributedConfig` whose data axis belongs to hf_zero: transformers splits the model without FSDP."""
 
         @property
         def dp_size(self) -> int:
-            # transformers asks whether this one is above 1 to decide on FSDP, and for the other sizes to lay out its mesh. Where
-            # this one, tp_size and pp_size are 1 it lays out none, which experts need all the same.
+            # transformers uses FSDP if `dp_size` is above 1, and builds no mesh if dp_size, tp_size and pp_size are all 1.
+            # Experts need the mesh, so return 0 for them.
             return 0 if self.tp_size == 1 and self.ep_size > 1 else 1
 
     if not hasattr(DistributedConfig, "dp_size"):
@@ -36,13 +36,13 @@ def parallel_config(*, tp_size: int = 1, ep_size: int = 1, **kwargs: Any) -> Any
         model = AutoModelForCausalLM.from_pretrained(path, distributed_config=hf_zero.parallel_config(tp_size=2))
 
     Args:
-        tp_size: ranks over which each layer is split, and which compute each batch together.
-        ep_size: ranks over which a mixture's experts are split: 1, where they are split as other layers, or a multiple of
-            `tp_size`. Each `tp_size` of these ranks compute a batch of their own, and send its tokens to the experts.
-        kwargs: of transformers' `DistributedConfig`, such as `tp_plan`.
+        tp_size: number of ranks over which each layer is split, and which compute each batch together.
+        ep_size: number of ranks over which a mixture's experts are split: 1 if experts are split like other layers, or a
+            multiple of `tp_size`. Each `tp_size` of these ranks compute a separate batch, and send its tokens to the experts.
+        kwargs: further arguments of transformers' `DistributedConfig`, such as `tp_plan`.
 
     Raises:
-        ConfigError: sizes that do not fit the ranks, or axes that hf_zero cannot be combined with.
+        ConfigError: the sizes do not fit the ranks, or an axis cannot be combined with hf_zero.
     """
     others = {"pp_size": "a pipeline", "fsdp_size": "FSDP", "dp_replicate_size": "replicas of FSDP"}
     for name, what in others.items():
@@ -60,7 +60,7 @@ def parallel_config(*, tp_size: int = 1, ep_size: int = 1, **kwargs: Any) -> Any
             f"hf_zero: ep_size is {ep_size}; allowed with tp_size {tp_size} on {ranks} ranks: {', '.join(map(str, allowed))}."
         )
     if ep_size > tp_size:
-        # What transformers lays out for FSDP, which is not there.
+        # As transformers lays out the mesh for FSDP, without FSDP.
         return _config_class()(tp_size=tp_size, ep_size=ep_size, fsdp_size=ranks // tp_size, **kwargs)
     return _config_class()(tp_size=tp_size, ep_size=ep_size, dp_replicate_size=ranks // tp_size, **kwargs)
 
@@ -70,7 +70,7 @@ _OF_PIPELINES = " (transformers' pipeline is for generating: what its stages sen
 
 @contextmanager
 def as_if_whole(model: nn.Module) -> Iterator[None]:
-    """Marks the model as whole for savers on one rank: transformers would otherwise call collectives."""
+    """Marks the model as whole while one rank saves; transformers would otherwise call collectives."""
     config: Any = getattr(model, "config", None)
     said = None if config is None else config.__dict__.get("distributed_config")
     if said is None:

@@ -35,17 +35,19 @@ def launch(
     cpu: bool = False,
     mixed_precision: str | None = None,
 ) -> Any:
-    """Calls `function(*args)` on each of several ranks of this machine, and returns what it returns on rank 0.
+    """Calls `function(*args)` on each of several ranks of this machine, and returns rank 0's return value.
 
-    The ranks are fresh processes, so CUDA may have been used before. They get the function, and the globals of the notebook
-    that the function uses, by value. What rank 0 prints is shown at once. An interrupt, and the end of this process, end all
-    ranks.
+    The ranks are fresh processes, so CUDA may already be in use in this one. The function, and the notebook's globals used in
+    the function, are pickled by value. Rank 0's output is shown immediately. An interrupt, or the end of this process, ends
+    all ranks.
 
     Args:
-        num_processes: one for each accelerator by default, or two on a CPU.
-        zero: a stage, a YAML file or settings, for each Accelerator and Trainer that the function builds, as `--zero` of
-            `hf-zero run`. None leaves that to the function.
-        cpu: train on the CPU, even if the machine has accelerators.
+        function: the function to call.
+        args: its arguments.
+        num_processes: by default one per accelerator, or two on a CPU.
+        zero: a stage, a YAML file or settings, for each Accelerator and Trainer built in the function, like `--zero` of
+            `hf-zero run`. With None, the function itself sets up hf_zero.
+        cpu: train on the CPU even if the machine has accelerators.
         mixed_precision: `no`, `fp16` or `bf16`.
 
     Raises:
@@ -56,7 +58,7 @@ def launch(
         raise ConfigError(f"hf_zero: launch got {shown(function)}; it takes a function: hf_zero.launch(train, ...).")
     with tempfile.TemporaryDirectory(prefix="hf_zero-launch-") as name:
         folder = Path(name)
-        # By value, with the globals that the function uses: a notebook's functions are in no file.
+        # By value, with the globals used in the function, because a notebook's functions are not in a file.
         _write(folder / "call", (function, tuple(args)))
         words = ["--zero", str(0 if zero is None else zero), "-m", __name__, name]
         started = launch_of(
@@ -74,7 +76,7 @@ def launch(
 
 
 class _Pickler(dill.Pickler):
-    """Names modules. dill would store the contents of a module outside of site-packages."""
+    """Pickles modules by name. dill would store the contents of a module outside of site-packages."""
 
     def persistent_id(self, obj: object) -> str | None:
         return obj.__name__ if isinstance(obj, ModuleType) else None
@@ -87,7 +89,7 @@ class _Unpickler(dill.Unpickler):
 
 def _write(path: Path, value: object) -> None:
     with path.open("wb") as file:
-        # With `recurse`, dill stores only the globals that a function uses.
+        # With `recurse`, dill stores only the globals used in a function.
         _Pickler(file, recurse=True).dump(value)
 
 
@@ -103,7 +105,7 @@ def _free_port() -> int:
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    """Runs the launcher and shows its output; ends all ranks with this call, however that ends."""
+    """Runs the launcher and shows its output. Ends all ranks when this call returns or raises."""
     own = {PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,
@@ -117,7 +119,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
     assert process.stdout is not None
     text = codecs.getincrementaldecoder("utf-8")("replace")
     try:
-        # Not by lines: a progress bar has none until it is full.
+        # Not line by line, because a progress bar writes no newline until full.
         while piece := os.read(process.stdout.fileno(), 65536):
             sys.stdout.write(text.decode(piece))
             sys.stdout.flush()
@@ -134,7 +136,7 @@ def _end(process: subprocess.Popen) -> None:
     try:
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
-        # The ranks see that the launcher is gone.
+        # The ranks notice the launcher's end and exit.
         process.kill()
         process.wait()
 
@@ -148,7 +150,7 @@ def _first_error(folder: Path) -> str:
 
 
 def main() -> None:
-    """Calls the function that `launch` wrote to a folder. The last command-line argument is the folder."""
+    """Calls the function stored in a folder by `launch`. The last command-line argument is the folder."""
     end_with_parent(os.getppid())
     folder, rank = Path(sys.argv[-1]), os.environ.get("RANK", "0")
     if rank != "0":

@@ -89,7 +89,7 @@ class ZeroPlugin(ParallelismConfig):
 
     Args:
         config: stage number, YAML path, flag text, mapping or ZeroConfig. Without `config` and `settings`, the value of the
-        environment variable HF_ZERO_CONFIG (a YAML path, a stage or flag text) is used, or else all defaults.
+            environment variable HF_ZERO_CONFIG (a YAML path, a stage or flag text) is used, or else all defaults.
         tp_size: number of ranks which together hold one copy of a split model; Trainer reads this number from the model.
         sp_size: number of ranks which compute a sequence together, each a part of its tokens; by default the launch's.
         settings: fields of ZeroConfig by name, instead of `config`.

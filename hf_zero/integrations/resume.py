@@ -135,11 +135,11 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
         trainer: the Trainer.
         asked: the value of `resume_from_checkpoint`.
         goes_on: `checkpoint.resume: auto`: prefer the newest good checkpoint of output_dir over the requested one, and accept
-        none.
+            none.
 
     Raises:
         ValueError: the requested folder has faults; for True, there is no good one; with `goes_on`, there are some but none is
-        good. Lists each checkpoint with its faults.
+            good. Lists each checkpoint with its faults.
     """
     output_dir, rank = Path(trainer.args.output_dir), trainer.args.process_index
     trap = trap_of_agents_store() if goes_on else None

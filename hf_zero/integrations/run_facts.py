@@ -1,4 +1,4 @@
-"""Facts of a run, written beside its checkpoints and read for its model card."""
+"""Facts of a run, written into its checkpoints and read for its model card."""
 
 import json
 import math
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 
-# ---- The facts of a training run for its model card, read from JSON in the folder, never from a pickle ----
+# ---- The facts of a training run for its model card, read from JSON files in the folder, never from a pickle ----
 #
-# A fact that no file has is absent here, and so from the card.
+# A fact missing in the files is also omitted from the card.
 
 _ARGUMENTS = (
     "learning_rate",
@@ -65,7 +65,7 @@ _SPEED = {
     "train_steps_per_second": "steps a second",
 }
 _OF_THE_STATE = ("global_step", "log_history")
-"""Of a Trainer's state, what a card tells."""
+"""Fields of a Trainer's state used for the card."""
 
 _PROGRESS = ("steps trained", "epochs trained")
 
@@ -74,10 +74,10 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """A run's facts for a card. An empty mapping or None is unknown.
+    """A run's facts for a card. An empty mapping or None means unknown.
 
     Attributes:
-        losses, eval_losses: (step, value) in the order of logging; those only that can be drawn.
+        losses, eval_losses: (step, value) pairs in the order of logging; only finite values.
     """
 
     base_model: str | None
@@ -97,22 +97,23 @@ def card_facts(folder: Path, history: Sequence[Mapping[str, Any]] | None = None)
     """Reads the facts from the files of a checkpoint or model folder.
 
     Args:
-        history: a Trainer's `state.log_history`, where it is newer than the folder's; None reads the folder's.
+        folder: the folder.
+        history: a Trainer's `state.log_history`, if newer than the folder's; None reads the folder's.
 
     Raises:
-        CheckpointError: a file that is there cannot be read.
+        CheckpointError: an existing file cannot be read.
     """
     refuse_links(folder, [folder / name for name in (RUN_NAME, STATE_NAME, "config.json")])
     run, state = read_run(folder), _read(folder / STATE_NAME)
     if not state:
-        # A folder made of a checkpoint has what `carry_run` took along.
+        # A folder made from a checkpoint contains the record copied by `carry_run`.
         state = {name: run[name] for name in _OF_THE_STATE if name in run}
     if history is None:
         history = read_history(folder)
     manifest = Manifest.read(folder / ZERO_FOLDER) if (folder / ZERO_FOLDER).is_dir() else None
     arguments, zero, data, hardware, versions = (dict(run.get(field, {})) for field in RUN_FIELDS)
     if manifest is not None:
-        # The record goes over the manifest, which has the stage and the ranks alone.
+        # The record takes precedence over the manifest, which contains only the stage and the ranks.
         zero = {"stage": manifest.stage, "ranks": manifest.world_size} | zero
         arguments = arguments or _of_optimizers(manifest)
     base_model = run.get("base_model")
@@ -150,7 +151,7 @@ def carry_run(checkpoint: Path, out: Path) -> None:
 
 
 def write_run(trainer: "Trainer", folder: Path) -> None:
-    """Writes the run's record, so that a card can be made from the folder alone."""
+    """Writes the run's record, from which a card can be made without the Trainer."""
     args = trainer.args
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     engine = engine_attached_to(model)
@@ -168,14 +169,14 @@ def write_run(trainer: "Trainer", folder: Path) -> None:
 
 
 def _argument(args: "TrainingArguments", name: str) -> object:
-    """Returns an argument under its present name. Before transformers 5.23, activation checkpointing had another name."""
+    """Returns an argument's value. Before transformers 5.23, activation checkpointing had a different name."""
     older = {"activation_checkpointing": "gradient_checkpointing"}
     return getattr(args, name, getattr(args, older.get(name, name), None))
 
 
 def _was_said(value: object) -> bool:
-    """Whether an argument does anything: switches that are off and `max_steps=-1` do not."""
-    # `is`, since `0 == False`: a weight decay of 0 was said.
+    """Whether an argument has an effect: switched-off flags and `max_steps=-1` have none."""
+    # `is`, because `0 == False` and a weight decay of 0 is meaningful.
     return value is not None and value is not False and value != -1
 
 
@@ -185,7 +186,7 @@ def _data(trainer: "Trainer") -> dict[str, Any]:
         if hasattr(dataset, "__len__") and not isinstance(dataset, Mapping):
             data[f"{what} rows"] = len(dataset)
     builder = getattr(trainer.train_dataset, "builder_name", None)
-    # A builder named after a file format says nothing about the data.
+    # A builder named after a file format does not identify the data.
     if builder and builder not in ("generator", "json", "csv", "text", "parquet", "arrow", "pandas"):
         data = {"dataset": getattr(trainer.train_dataset.info, "dataset_name", None) or builder, **data}
     return data
@@ -206,7 +207,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def is_hub_name(name: object) -> TypeGuard[str]:
-    """Whether a model's name is one of the Hub. A local folder may look like OWNER/NAME, which is somebody else's model."""
+    """Whether a model's name is a Hub name. A local folder may look like OWNER/NAME, the name of a different model."""
     return _is_repo_id(name) and not Path(name).exists()
 
 
@@ -226,7 +227,7 @@ def _model(folder: Path) -> dict[str, Any]:
     if config.get("architectures"):
         named = config["architectures"]
         model["architecture"] = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
-    # TRL's trainers write their card before each save, the first time beside no weights.
+    # TRL's trainers write their card before each save, and the first time the folder contains no weights.
     has_weights = any(folder.glob("*.safetensors")) or is_checkpoint_of_ours(folder) or is_foreign(folder)
     if not has_weights or (folder / "adapter_config.json").is_file():
         return model
@@ -237,7 +238,7 @@ def _model(folder: Path) -> dict[str, Any]:
 
 
 def _of_optimizers(manifest: Manifest) -> dict[str, Any]:
-    """Returns settings that all groups of a lone optimizer share, without the learning rate, which schedulers change."""
+    """Returns settings shared by all groups of a single optimizer, without the learning rate, which schedulers change."""
     if len(manifest.optimizers) != 1:
         return {}
     optimizer = manifest.optimizers[0]
@@ -260,7 +261,7 @@ def _progress(state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) ->
 
 
 def _metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The last evaluation, and the last training loss."""
+    """Returns the last evaluation and the last training loss."""
     metrics: dict[str, Any] = {}
     for entry in reversed(history):
         if "loss" in entry:

@@ -11,12 +11,12 @@ import psutil
 from ..config.zero import CheckpointConfig
 
 SAVE_DUE, TIME_UP = 1, 2
-"""Travel in the byte by which ranks agree on signals, whose numbers (10 and 15) are larger."""
+"""Sent in the byte by which ranks agree on signals, whose numbers (10 and 15) are larger."""
 
 _SLOWER = 1.5
 """Time reserved for the last save, in units of the longest save so far. If the last save is late, its work is lost."""
 _NOTABLE = 0.1
-"""If saves take a larger share of the time, the run prints their cost."""
+"""If saves need a larger share of the time, the run prints their cost."""
 
 
 class SaveClock:
@@ -27,9 +27,9 @@ class SaveClock:
 
     Args:
         step: returns the number of steps taken.
-        decides: this is rank 0.
-        now_s: the time in seconds.
-        ran_s: how long the run has been going on already.
+        decides: whether this is rank 0.
+        now_s: returns the time in seconds.
+        ran_s: seconds for which the run has already been running.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SaveClock:
         self._polled = -1
 
     def asked(self) -> int:
-        """Returns `SAVE_DUE`, `TIME_UP` or 0. Asked at the end of each backward."""
+        """Returns `SAVE_DUE`, `TIME_UP` or 0. Called at the end of each backward."""
         if not self._decides:
             return 0
         now_s, step = self._now_s(), self._step()
@@ -66,26 +66,26 @@ class SaveClock:
         return SAVE_DUE if self._is_due(now_s) else 0
 
     def is_due_within(self, seconds: float) -> bool:
-        """Whether a save becomes due in that time, in which no step is taken."""
+        """Whether a save becomes due within this time, if no step is made."""
         return self._decides and self._is_due(self._now_s() + seconds)
 
     def _is_due(self, at_s: float) -> bool:
         if self._is_saving:
             return False
         if self._every_s:
-            # Until a save has been measured, it may take half of the time.
+            # Until the first save is measured, assume half of the time for it.
             interval_s = max(self._every_s - self._cost_s, self._cost_s) if self._cost_s else self._every_s / 2
             return at_s - self._saved_s >= interval_s
         # The first save measures the cost of a save.
         return self._budget_s is not None and not self._cost_s and at_s - self._began_s >= self._budget_s / 2
 
     def hold_up(self) -> None:
-        """Excludes the time to the next step from the measured steps, because it contains a save or an evaluation."""
+        """Excludes the time to the next step from the measured steps, because of a save or an evaluation in between."""
         self._was_held_up = True
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Measures a save that ends with the block."""
+        """Measures the duration of a save inside the block."""
         self.begin_save()
         try:
             yield
@@ -93,7 +93,7 @@ class SaveClock:
             self.end_save()
 
     def begin_save(self) -> None:
-        """Notes that the last step is being saved, by whatever has asked for that."""
+        """Notes the start of a save of the last step, whatever the reason for the save."""
         # An evaluation may lie between the step and its save.
         self._saved_s, self._saving_s, self._is_saving = self._polled_s, self._now_s(), True
 
@@ -115,7 +115,7 @@ class SaveClock:
 
 
 def _ran_s() -> float:
-    """Seconds since the run began: torchrun's start, which outlives a restart of its ranks, or this process's."""
+    """Returns the seconds since the run began: since torchrun's start, which outlives restarts, or since this process's."""
     process = psutil.Process()
     launcher = process.parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
     return max(0.0, time.time() - (launcher or process).create_time())

@@ -193,7 +193,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path, folder: str = ZERO_FO
 
     Raises:
         CheckpointError: on every rank, if the checkpoint is damaged, belongs to a different model, or a rank's disk lacks
-        files.
+            files.
     """
     tensors = tensors_by_saved_name(engine.model)
     parameters = engine.state.bucketed_parameters()

@@ -367,8 +367,8 @@ class CheckpointSaver:
 
         Raises:
             CheckpointError: on every rank, if any rank could not write, or could not finish the previous save. Former
-            checkpoints and training state are not changed. With `checkpoint.on_failure: continue` a warning is logged instead
-            and training continues.
+                checkpoints and training state are not changed. With `checkpoint.on_failure: continue` a warning is logged
+                instead and training continues.
         """
         began_s = time.perf_counter()
         trainer = self._trainer

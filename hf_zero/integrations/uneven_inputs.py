@@ -1,11 +1,11 @@
-"""`accelerator.join_uneven_inputs`: ranks that have run out of batches go on with the others, and add nothing to gradients.
+"""`accelerator.join_uneven_inputs`: ranks out of batches continue with the other ranks without changing the gradients.
 
 [Note: ranks that have run out]
-Each rank holds a part of the optimizer's state, and at stage 3 of the parameters, so one that has run out of batches cannot
-leave. Inside the context, the ranks tell each other before each forward, backward, clip and step what comes. Those that have come
-to the end of the context do the same: the forward with their last batch, the backward with zeros, and the step with the learning
-rates of the others. Gradients are divided by the number of all ranks, as by `torch.distributed.algorithms.Join` under
-DistributedDataParallel, which accelerate calls with its defaults.
+Each rank stores a part of the optimizer's state, and at stage 3 of the parameters, so a rank out of batches cannot leave.
+Inside the context, the ranks announce each forward, backward, clip and step to each other. Ranks which have reached the end of
+the context repeat them: the forward with their last batch, the backward with zeros, and the step with the other ranks'
+learning rates. Gradients are divided by the number of all ranks, like those of DistributedDataParallel under
+`torch.distributed.algorithms.Join` with accelerate's default arguments.
 """
 
 import warnings
@@ -30,12 +30,12 @@ _PURPOSE = "batches that may be uneven"
 
 @dataclass(frozen=True)
 class Event:
-    """A rank's next action, equal on all ranks that still have batches.
+    """A rank's next action, equal on all ranks which still have batches.
 
     Attributes:
         kind: forward, backward, clip norm, clip value or step.
         engine: index of the model among the joined ones.
-        details: the arguments, for ranks that have run out.
+        details: the arguments, for ranks out of batches.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Event:
 
 @dataclass
 class _Joined:
-    """A joined model with this rank's last call of it."""
+    """A joined model, and this rank's last call of the model."""
 
     engine: ZeroEngine
     model: nn.Module
@@ -55,12 +55,12 @@ class _Joined:
 
 
 class JoinedRanks:
-    """Makes ranks without batches do the same as the others, until the last one has run out.
+    """Makes ranks without batches repeat the other ranks' actions until the last rank has run out.
 
     Args:
-        engines: of the joined models.
-        models: as the script calls them.
-        schedulers: of learning rates; a rank that has run out no longer steps them.
+        engines: engines of the joined models.
+        models: the models as called by the script.
+        schedulers: learning-rate schedulers; a rank out of batches no longer steps them.
     """
 
     def __init__(self, engines: Sequence[ZeroEngine], models: Sequence[nn.Module], schedulers: Sequence[Any]):
@@ -74,7 +74,7 @@ class JoinedRanks:
     def __enter__(self) -> "JoinedRanks":
         before, after = WeakHook(self, JoinedRanks._before_forward), WeakHook(self, JoinedRanks._after_forward)
         for joined in self._joined:
-            # Before the engine's own hooks, which begin to gather.
+            # Before the engine's own hooks, which start gathers.
             self._handles += [
                 joined.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 joined.model.register_forward_hook(after, prepend=True),
@@ -90,21 +90,21 @@ class JoinedRanks:
             for handle in self._handles:
                 handle.remove()
 
-    # ---- on ranks that have batches ----
+    # ---- on ranks with batches ----
 
     def clips(self, engine: ZeroEngine, kind: str, parameters: Sequence[nn.Parameter], *values: float) -> None:
-        """Announces that the gradients of some parameters are about to be clipped."""
+        """Announces a clip of the gradients of some parameters."""
         place = next((i for i, joined in enumerate(self._joined) if joined.engine is engine), None)
         if place is None or self._follows:
             return
         wanted = set(parameters)
         trained = list(engine.module.parameters())
         subset = [i for i, p in enumerate(trained) if p in wanted]
-        # By place, not by object: the other ranks have parameters of their own, in the same order.
+        # By index instead of by object, because the other ranks have their own parameters in the same order.
         self._tell(Event(kind, place, {"values": values, "parameters": subset if len(subset) < len(trained) else None}))
 
     def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # A forward within backward is a recomputation of activation checkpointing: all ranks repeat that within their backward.
+        # A forward inside backward is a recomputation of activation checkpointing, which all ranks repeat in their backward.
         if self._follows or is_in_backward():
             return
         place = self._place_of(model)
@@ -156,7 +156,7 @@ class JoinedRanks:
         self._check(everyones)
 
     def _check(self, everyones: Sequence[Event | None]) -> Event | None:
-        """Returns the next action of the ranks with batches; None without any. Raises on all ranks if they differ."""
+        """Returns the next action of the ranks with batches; None if there are none. Raises on all ranks if actions differ."""
         at_work = [(rank, event) for rank, event in enumerate(everyones) if event is not None]
         kinds = {(event.kind, event.engine, str(event.details.get("accumulates"))) for _, event in at_work}
         if len(kinds) > 1:
@@ -168,13 +168,13 @@ class JoinedRanks:
             )
         return at_work[0][1] if at_work else None
 
-    # ---- on ranks that have run out ----
+    # ---- on ranks out of batches ----
 
     def _follow(self) -> None:
-        """Repeats the actions of the others, until all ranks have run out."""
+        """Repeats the actions of the other ranks until all ranks have run out."""
         self._follows = True
         while True:
-            # One exchange with the others' events; see [Note: ranks that have run out].
+            # One exchange for each action of the other ranks; see [Note: ranks that have run out].
             event = self._check(self._transport.exchange(None, _PURPOSE))
             if event is None:
                 break
@@ -193,13 +193,13 @@ class JoinedRanks:
         device = joined.engine.device
         was_training = joined.model.training
         joined.model.train(details["training"])
-        # Random numbers of this rank are for its own batches.
+        # Restore the random state afterwards, because this rank's random numbers are for its own batches.
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.set_grad_enabled(details["learns"]),
             _accumulating(joined.engine, details),
         ):
-            # The last batch again: shapes and used layers are those of a real one.
+            # The last batch again, because shapes and used layers must be realistic.
             joined.outputs = differentiable_tensors(joined.model(*args, **kwargs))
         joined.model.train(was_training)
 
@@ -209,8 +209,8 @@ class JoinedRanks:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             _accumulating(joined.engine, details),
         ):
-            # Zeros through the same graph: the same buckets fill in the same order, and the collectives match the
-            # others'.
+            # Zeros through the same graph, so the same buckets fill in the same order and the collectives match the other
+            # ranks'.
             torch.autograd.backward(joined.outputs, [torch.zeros_like(tensor) for tensor in joined.outputs])
         joined.outputs = []
 
@@ -224,15 +224,15 @@ class JoinedRanks:
 
     def _step(self, joined: _Joined, details: dict[str, Any]) -> None:
         optimizer = joined.engine.optimizers[details["optimizer"]].optimizer
-        # The others' learning rates: this rank's scheduler no longer runs, and it steps shards of everyone's
+        # Use the other ranks' learning rates, because this rank's scheduler no longer runs but it steps shards of all
         # parameters.
         _set_settings(optimizer, details["groups"])
         optimizer.step()
-        # On behalf of the script, whose loop has ended on this rank: gradients would add up to the next step.
+        # In place of the script, whose loop has ended on this rank: otherwise gradients would accumulate over steps.
         optimizer.zero_grad()
 
     def _catch_up(self) -> None:
-        """Copies learning rates and schedulers from a rank with the most steps of its own."""
+        """Copies learning rates and schedulers from a rank with the most own steps."""
         optimizers = [sharded.optimizer for joined in self._joined for sharded in joined.engine.optimizers]
         settings = [_settings_of(optimizer) for optimizer in optimizers]
         mine = (self._steps, settings, [scheduler.state_dict() for scheduler in self._schedulers])
@@ -258,11 +258,12 @@ _DOES = {
 def joined_ranks(
     accelerator: Accelerator, models: Sequence[object], even_batches: bool | None
 ) -> Iterator[JoinedRanks | None]:
-    """Opens the context of `accelerator.join_uneven_inputs`; yields None if no rank can run out.
+    """Opens the context of `accelerator.join_uneven_inputs`; yields None if no rank can run out of batches.
 
     Args:
-        models: prepared ones.
-        even_batches: for the loaders meanwhile, as accelerate takes it.
+        accelerator: the Accelerator.
+        models: prepared models.
+        even_batches: as in accelerate, overrides the loaders' setting inside the context.
     """
     if accelerator.num_processes == 1:
         yield None
@@ -321,7 +322,7 @@ def _is_even(accelerator: Accelerator, even_batches: bool | None) -> bool:
 
 @contextmanager
 def _batches_made(accelerator: Accelerator, even_batches: bool | None) -> Iterator[None]:
-    """Sets even batches on or off inside, for loaders over datasets with a length."""
+    """Sets `even_batches` inside the context, for loaders over datasets with a length."""
     before: list[tuple[Any, bool]] = []
     for loader in accelerator._dataloaders if even_batches is not None else ():
         sampler: Any = getattr(loader, "batch_sampler", None)
@@ -349,7 +350,7 @@ def _chosen(engine: ZeroEngine, places: list[int] | None) -> list[nn.Parameter] 
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The groups' settings, such as learning rates, without parameters."""
+    """Returns the groups' settings, such as learning rates, without parameters."""
     return [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -361,7 +362,7 @@ def _set_settings(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, A
     for group, settings in zip(optimizer.param_groups, groups):
         for name, value in settings.items():
             if isinstance(group.get(name), torch.Tensor):
-                # In the same tensor, which a captured or compiled step reads.
+                # Fill the existing tensor, which a captured or compiled step reads.
                 group[name].fill_(value)
             else:
                 group[name] = value

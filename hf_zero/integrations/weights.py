@@ -1,4 +1,4 @@
-"""Checks the weights of a folder, and writes them anew as `from_pretrained` reads them."""
+"""Checks the weights in a folder, and rewrites them for `from_pretrained`."""
 
 import json
 import math
@@ -45,13 +45,13 @@ from .saved_weights import InFiles, MasterWeights, SavedTensor, is_checkpoint_of
 from .state_io import ZERO_FOLDER
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
-"""peft's."""
+"""peft's file name."""
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of one weights file, where nothing else is said."""
+"""Default limit of one weights file."""
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
-"""What weights are stored in; eight bits and fewer belong to a `quantization_config`."""
+"""Dtypes of unquantized weights; eight bits and fewer need a `quantization_config`."""
 
 _QUANTISED_BY = ("quant_method", "load_in_8bit", "load_in_4bit")
 
@@ -67,14 +67,15 @@ _OF_THE_RUN = (
     LOG_NAME,
     PAGE_NAME,
 )
-"""Files that continue or describe a run and are no part of the model."""
+"""Files which continue or describe a run and do not belong to the model."""
 
 
 def folder_findings(folder: Path, on_progress: Progress = untold) -> Findings:
     """Checks a checkpoint or model folder: first by its manifest, then its weights against its config.
 
     Args:
-        on_progress: called with bytes read and bytes in all.
+        folder: the folder.
+        on_progress: called with bytes read and total bytes.
     """
     found = Findings()
     if is_checkpoint_of_ours(folder) or not folder.is_dir():
@@ -83,7 +84,7 @@ def folder_findings(folder: Path, on_progress: Progress = untold) -> Findings:
             return found
     faults = list(dict.fromkeys(weight_faults(folder))) or described_faults(folder)
     if not faults and is_checkpoint_of_ours(folder) and (folder / STATE_NAME).exists():
-        # It costs the import of Trainer's own state.
+        # Imported here because the import of Trainer's state is slow.
         from .resume import resume_faults
 
         faults = resume_faults(folder)
@@ -91,10 +92,10 @@ def folder_findings(folder: Path, on_progress: Progress = untold) -> Findings:
 
 
 def accept_folder(folder: Path, on_progress: Progress = untold) -> list[str]:
-    """Makes a checkpoint's manifest vouch for edited files without tensors; returns the edits.
+    """Makes a checkpoint's manifest accept edited files without tensors; returns the edits.
 
     Raises:
-        CheckpointError: no manifest, or anything else is wrong: weights and optimizer state are never accepted.
+        CheckpointError: there is no manifest, or another fault; edits of weights and optimizer state are never accepted.
     """
     if folder.is_dir() and not is_checkpoint_of_ours(folder):
         raise CheckpointError(
@@ -112,25 +113,25 @@ def accept_folder(folder: Path, on_progress: Progress = untold) -> list[str]:
 
 
 def weight_faults(folder: Path) -> list[str]:
-    """Lists the faults of the weights against the model of the folder's config."""
+    """Lists faults of the weights compared with the model of the folder's config."""
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         return []
-    # First: a link or a pipe would be opened by everything below.
+    # Checked first, because everything below would open a link or a pipe.
     faults = entry_faults(folder)
     if faults:
-        # What these lead to is not looked at.
+        # Do not follow such entries.
         return faults
     try:
         with open_weights(folder) as weights:
             saved, as_in_files = weights.tensors, weights.as_in_files
     except CheckpointError as error:
         return [in_words(error)]
-    # Two files with one name: `from_pretrained` would take either.
+    # `from_pretrained` would use either of two tensors with one name.
     counts = Counter(tensor.name for tensor in saved)
     faults = [f"{tensor.name} is empty" for tensor in saved if 0 in tensor.shape]
     faults += [f"{name} is in two files" for name, count in counts.items() if count > 1]
     if not (folder / CONFIG_NAME).is_file():
-        # A checkpoint of ours may be of a model without one; its manifest vouches for the weights.
+        # One of our checkpoints may belong to a model without a config; the manifest vouches for its weights.
         if not is_checkpoint_of_ours(folder):
             faults.append(f"there is no {CONFIG_NAME} to compare the weights with")
         return faults
@@ -151,10 +152,10 @@ def weight_faults(folder: Path) -> list[str]:
         elif expected[tensor.name].is_floating != (tensor.dtype in _FLOATING):
             faults.append(f"{tensor.name} has dtype {tensor.dtype}, which the config's model cannot have there")
     others = [tensor for tensor in saved if tensor.name not in expected]
-    # A tied tensor is there if the files have any of its names.
+    # A tied tensor is present if the files contain any of its names.
     missing = [name for name, tensor in expected.items() if not tensor.names & counts.keys()]
     if (others or missing) and as_in_files and not is_checkpoint_of_ours(folder):
-        # Numbers that are no floating-point ones are in the place of none of the model's weights.
+        # Skip tensors with other dtypes, because none of them can be a weight of the model.
         usable = [tensor for tensor in saved if tensor.name in expected or tensor.dtype in _FLOATING]
         try:
             if is_taken(folder, {tensor.name: (tensor.shape, dtype_named(tensor.dtype)) for tensor in usable}):
@@ -171,9 +172,11 @@ def weight_faults(folder: Path) -> list[str]:
 def _faults_of_quantised(
     saved: Sequence[SavedTensor], expected: Mapping[str, ExpectedTensor], quantised: object
 ) -> list[str]:
-    """Lists the faults of quantised weights, whose scales and codes have names and shapes of their own.
+    """Lists faults of quantized weights, whose scales and codes have their own names and shapes.
 
     Args:
+        saved: the saved tensors.
+        expected: the config model's tensors.
         quantised: the config's `quantization_config`.
     """
     if not isinstance(quantised, dict) or not any(quantised.get(name) for name in _QUANTISED_BY):
@@ -183,7 +186,8 @@ def _faults_of_quantised(
     faults, has_codes = [], False
     for tensor in saved:
         wanted = expected.get(tensor.name)
-        # Those of a parameter, `weight.absmax`, lie below its name; a module's, `weight_scale`, beside it.
+        # A parameter's quantization tensors (`weight.absmax`) are named below its name, a module's (`weight_scale`) next to
+        # it.
         places = [tensor.name[: place.start()] for place in re.finditer(r"[.:]", tensor.name)]
         module = next((place for place in reversed(places) if place in modules), None)
         is_codes = tensor.dtype not in _FLOATING and (wanted is None or wanted.is_floating)
@@ -215,15 +219,20 @@ def consolidate(
 ) -> list[str]:
     """Writes the model of a checkpoint as an ordinary Hugging Face folder; returns the weights files' names.
 
-    A tensor is in memory at a time.
+    Only one tensor is in memory at a time.
 
     Args:
+        checkpoint: the checkpoint's folder.
+        out: the folder to write to; created if missing, must be empty.
         others: the checkpoint's folders on other hosts' disks.
-        masters: the fp32 masters in the place of 16-bit weights.
-        out: made if it is not there; must hold nothing.
-        dtype: of the floating-point weights, but for those that the model of the folder's config keeps in float32; None keeps
-            the saved ones.
-        on_progress: called with bytes written and bytes in all.
+        masters: write the fp32 master weights instead of 16-bit weights.
+        dtype: dtype of the floating-point weights, except for those which the config's model keeps in float32; None keeps the
+            saved dtypes.
+        max_shard_bytes: limit of one weights file.
+        on_progress: called with bytes written and total bytes.
+
+    Raises:
+        CheckpointError: `out` is not empty, or the checkpoint cannot be read or has no whole model.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"hf_zero: {out} is not an empty folder; give one that is new or empty.")
@@ -270,20 +279,20 @@ def consolidate(
             copy_new(path, out / path.name)
     if (dtype is not None or masters) and (out / CONFIG_NAME).is_file():
         config = read_mapping(out / CONFIG_NAME)
-        # from_pretrained makes the model in the dtype that the config names: with the old one, it would cast the weights back.
+        # from_pretrained builds the model in the config's dtype, and would otherwise cast the weights back.
         config["dtype"] = str(dtype or torch.float32).removeprefix("torch.")
         replace_file(out / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
     return sorted(set(weight_map.values()))
 
 
 def _float32_names(folder: Path, dtype: torch.dtype | None) -> re.Pattern[str] | None:
-    """Returns the parts of weight names that are not cast to `dtype`; None if all are cast."""
+    """Returns a pattern for weight names not cast to `dtype`; None if all are cast."""
     if dtype is None or not (folder / CONFIG_NAME).is_file():
         return None
     try:
         kind = model_class(read_config(folder), folder)
     except CheckpointError:
-        # Of no model of transformers, whose files are written all the same: then nothing says what is to stay.
+        # The files are written even if transformers does not know the model; then all weights are cast.
         return None
     return float32_names([kind], dtype)
 
@@ -316,5 +325,5 @@ def _shards(
 
 
 def is_of_the_run(name: str) -> bool:
-    """Whether a file of this name continues or describes a run, and is no part of the model."""
+    """Whether a file of this name continues or describes a run, and does not belong to the model."""
     return name in _OF_THE_RUN or name == DCP_METADATA_NAME or name.endswith(".distcp") or "rng_state" in name

@@ -368,7 +368,7 @@ class ReplicaCheck:
 
         Args:
             sums: each rank's sum of differences; None if the rank still has collectives under way, which the next comparison
-            includes.
+                includes.
             differences: this rank's differences by kind of message.
             step: the step about to be made.
         """

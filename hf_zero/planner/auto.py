@@ -1,4 +1,4 @@
-"""`stage: auto`: plans at prepare and at the start of training."""
+"""`stage: auto`: plans in `prepare` and at the start of training."""
 
 import dataclasses
 import inspect
@@ -37,20 +37,20 @@ from .set_ups import SetUp, set_ups
 from .text_losses import TextLoss, text_trainer
 from .trace import free_for_training, reserve_on, trace
 
-# ---- `stage: auto`: the planner inside a run, with the memory that is free on all ranks ----
+# ---- `stage: auto`: the planner inside a run, using the memory free on all ranks ----
 #
-# [Note: one choice on all ranks] Each rank tells what it has free, rank 0 plans with the least of it and sends what it has
-# chosen, or why it could not. So all ranks build the same engine. These two exchanges are before training; a step has none
-# more.
+# [Note: one choice on all ranks] Each rank reports its free memory. Rank 0 plans with the minimum and broadcasts its choice,
+# or the reason why there is none. So all ranks build the same engine. These two exchanges happen before training; steps are
+# not affected.
 
 _LONGEST = 2048
 _ROWS = 8
-"""Of a micro-batch whose data loader is not known."""
+"""Samples of a micro-batch if its data loader is unknown."""
 
 _TRIED_BUCKETS: tuple[int | str, ...] = (AUTO, "8MiB", "64MiB")
 _TRIED_PREFETCH = (1, 2, 0)
 _PAYS = 0.97
-"""A setting that is not the default has to make a step so much shorter."""
+"""A non-default setting must reduce the step time to this fraction."""
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,9 +60,11 @@ class MicroBatch:
     """The assumed micro-batch, and the source of the assumption.
 
     Attributes:
-        source: in words.
-        micro_batches: of a step.
-        sp_size: ranks that compute a sequence together.
+        rows: samples.
+        length: tokens per sample.
+        source: where both numbers are from, in words.
+        micro_batches: micro-batches per step.
+        sp_size: number of ranks which compute a sequence together.
     """
 
     rows: int
@@ -77,9 +79,10 @@ class Chosen:
     """The choice of `auto`.
 
     Attributes:
-        settings: of the config, nested, without those that the user has set.
-        lines: what was chosen and why.
-        rejected: the settings of the fastest set-up that is too large; None where none is.
+        config: the complete config.
+        settings: the chosen settings, nested, without settings set by the user.
+        lines: the choice and its reasons, to print.
+        rejected: the settings of the fastest set-up which is too large; None if there is none.
     """
 
     config: ZeroConfig
@@ -97,7 +100,7 @@ class _Free:
 
 @dataclass(kw_only=True)
 class _Answer:
-    """Rank 0's answer to the others."""
+    """Rank 0's answer to all ranks."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     rejected: dict[str, Any] | None = None
@@ -108,7 +111,7 @@ class _Answer:
 def assume(
     model: nn.Module, rows: int | None, length: int | None, micro_batches: int = 1, sp_size: int = 1
 ) -> MicroBatch:
-    """Returns the micro-batch to plan with: known values, else the model's longest row and a usual number of rows."""
+    """Returns the micro-batch to plan with: known values, or the model's longest sample and a usual number of samples."""
     most = longest(inner_model(model))
     from_model = min(_LONGEST, most or _LONGEST)
     known = "the data loader" if rows is not None else "assumed, since no data loader was there"
@@ -131,17 +134,22 @@ def choose_config(
     mixed_precision: str,
     batch: MicroBatch,
 ) -> Chosen:
-    """Returns the finished config for `stage: auto`, the same on all ranks; rank 0 prints the choice. Collective.
+    """Returns the complete config for `stage: auto`, equal on all ranks; rank 0 prints the choice. Collective.
 
     Args:
-        optimizers: over the model's parameters; none: AdamW, as Trainer makes it, is planned with.
+        config: the user's config.
+        model: the model.
+        optimizers: over the model's parameters; if empty, plans with Trainer's AdamW.
+        device: the training device.
+        mixed_precision: accelerate's setting.
+        batch: the micro-batch to plan with.
 
     Raises:
-        PlanError: on every rank alike; `NothingFitsError` where every set-up is too large.
+        PlanError: on every rank; `NothingFitsError` if every set-up is too large.
     """
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     kept, decides = _kept(config), not together or dist.get_rank() == 0
-    # First: what a trace loads stays in memory, and is not free then.
+    # Trace first, so memory of libraries loaded by the trace no longer counts as free.
     traced = _activations(model, batch, mixed_precision, config.param_dtype, device) if decides else (None, None)
     mine = _Free(
         device=free_for_training(device) + _held_bytes(model, device),
@@ -187,7 +195,7 @@ def _answer(
     batch: MicroBatch,
     traced: tuple[Activations | None, str | None],
 ) -> _Answer:
-    """Computes rank 0's answer. An error is raised on all ranks."""
+    """Computes rank 0's answer. An error in the answer is raised on all ranks."""
     try:
         activations, unknown = traced
         job = Job(
@@ -240,7 +248,7 @@ def _answer(
 
 
 def _kept(config: ZeroConfig) -> dict[str, Any]:
-    """The settings that are not the defaults, nested, without the stage."""
+    """Returns all non-default settings, nested, without the stage."""
 
     def differing(value: Any, default: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -258,7 +266,7 @@ def _kept(config: ZeroConfig) -> dict[str, Any]:
 
 
 def _held_bytes(model: nn.Module, device: torch.device) -> int:
-    """Counts bytes of the model's own tensors on the device, which every forecast counts once more."""
+    """Returns the bytes of the model's own tensors on the device, which every forecast also includes."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
 
@@ -299,9 +307,9 @@ def _machine(device: torch.device, ranks: int, is_16_bit: bool) -> Machine:
 
 
 def _still_to_come_bytes(device: torch.device, ranks: int) -> int | None:
-    """Counts a device's bytes that libraries take after the plan; None on the host.
+    """Returns the bytes on a device which libraries allocate after the plan; None on the host.
 
-    The context of the device is there when free memory is read.
+    Excludes the device's context, which already exists when free memory is read.
     """
     if device.type == "cpu":
         return None
@@ -317,9 +325,9 @@ def _tune(
     batch: MicroBatch,
     mixed_precision: str,
 ) -> Candidate:
-    """Finds the quickest bucket size and prefetch depth, as far as the user has not set them.
+    """Finds the fastest bucket size and prefetch depth, unless set by the user.
 
-    One that is close takes those that need least.
+    For a set-up whose memory is close to the limit, the ones with the least memory are chosen instead.
     """
     best, is_close = chosen, room.fit_of(chosen.forecast) == CLOSE
     choices: list[dict[str, Any]] = []
@@ -384,7 +392,7 @@ def _said(
 
 
 def _as_flag(settings: Mapping[str, Any], prefix: str = "") -> str:
-    """Nested settings as text for --zero."""
+    """Returns nested settings as text for --zero."""
     parts = []
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -394,14 +402,14 @@ def _as_flag(settings: Mapping[str, Any], prefix: str = "") -> str:
     return ",".join(parts)
 
 
-# ---- `stage: auto` when accelerate prepares a model: what is known of the job then ----
+# ---- `stage: auto` when accelerate prepares a model, with the information available at this point ----
 
 _UNSET_LENGTH = 10**6
-"""Tokenizers say 1e30 where they know no longest text."""
+"""Tokenizers without a maximum length report 1e30."""
 
 
 def config_for(config: ZeroConfig, accelerator: Accelerator, args: Sequence[Any]) -> ZeroConfig:
-    """Returns the config of a model among `args`; `config` without a model, or with a known stage. Collective."""
+    """Returns the config for a model among `args`; unchanged without a model or with a known stage. Collective."""
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
     if not config.is_open or model is None:
         return config
@@ -446,11 +454,11 @@ def _micro_batch(accelerator: Accelerator, model: nn.Module, args: Sequence[Any]
     )
 
 
-# ---- Activations and peak memory, forecast on rank 0 from the first rows of the data ----
+# ---- Activations and peak memory, forecast on rank 0 from the first samples of the data ----
 #
-# [Note: the first rows] A prepared data loader's data set is asked for as many rows as a micro-batch has, and its
-# `collate_fn` makes a batch of them. The sampler is not asked, and what random numbers that takes are given back, so the
-# run sees the same batches with or without this.
+# [Note: the first rows] The first samples of a prepared data loader's dataset, as many as a micro-batch has, are collated by
+# its `collate_fn`. The sampler is not used, and random states are restored, so the run sees the same batches as without the
+# forecast.
 
 
 def forecast_at_start(
@@ -459,10 +467,13 @@ def forecast_at_start(
     optimizers: Sequence[torch.optim.Optimizer],
     config: ZeroConfig,
 ) -> AtStart | None:
-    """Forecasts a rank's peak; None where no table is printed: on other ranks, and without warnings.
+    """Forecasts a rank's peak; None if no table is printed: on ranks other than the main one, and with warnings off.
 
     Args:
-        models: before they have an engine.
+        accelerator: the Accelerator.
+        models: the models, before they have an engine.
+        optimizers: over the models' parameters.
+        config: the engine's config.
     """
     if not accelerator.is_main_process or _is_quiet():
         return None
@@ -516,7 +527,7 @@ def forecast_at_start(
             own = dataclasses.replace(job, activations=traced(sp_size))
         return AtStart(batch=shape, ours=own.forecast("", {}, config), ddp=job.forecast_ddp())
     except (ConfigError, ValueError) as error:
-        # PlanError is among them. What the engine refuses it will say itself.
+        # Includes PlanError. If the engine refuses the config, it raises its own error later.
         return AtStart(batch=str(error).removeprefix("hf_zero: "))
 
 
@@ -535,7 +546,7 @@ def _is_quiet() -> bool:
 
 
 def _first_batch(accelerator: Accelerator) -> Any:
-    """Returns the data loader's batch of the first rows; see [Note: the first rows]."""
+    """Returns the data loader's batch of the first samples; see [Note: the first rows]."""
     loader = next(iter(accelerator._dataloaders), None)
     if loader is None:
         raise PlanError("hf_zero: no data loader was prepared before or with the model")
@@ -551,7 +562,7 @@ def _first_batch(accelerator: Accelerator) -> Any:
         with _random_numbers_given_back():
             batch = collate([dataset[number] for number in range(min(rows, len(dataset)))])
     except Exception as error:
-        # Any code of the script's.
+        # Catch all, because this calls the script's code.
         raise PlanError(
             f"hf_zero: the first rows of the data cannot be collated ({type(error).__name__}: {str(error)[:100]})"
         ) from error
@@ -559,9 +570,10 @@ def _first_batch(accelerator: Accelerator) -> Any:
 
 
 def _named(batch: Any, model: nn.Module) -> Mapping[str, Any]:
-    """A batch as keyword arguments of the model's forward.
+    """Returns a batch as keyword arguments of the model's forward.
 
-    The tensors of a tuple are taken for the model's input, an attention mask where there are three, and labels, in this order.
+    The tensors of a tuple are interpreted as the model's input, an attention mask if there are three, and labels, in this
+    order.
     """
     if isinstance(batch, Mapping):
         return batch
@@ -583,7 +595,7 @@ def _shape_of(batch: Mapping[str, Any]) -> str:
     largest = max((value for value in batch.values() if torch.is_tensor(value)), key=torch.Tensor.numel, default=None)
     texts = [value for value in batch.values() if isinstance(value, list)]
     if texts:
-        # A cross-encoder's loss makes tokens of them.
+        # A cross-encoder's loss tokenizes these texts itself.
         return f"{len(texts[0])} rows of texts"
     return "" if largest is None else " x ".join(map(str, largest.shape))
 

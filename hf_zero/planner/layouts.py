@@ -1,4 +1,4 @@
-"""Layouts, forecasts and times of a model under given settings."""
+"""Bucket layouts, memory forecasts and step times of a model under given settings."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from ..offload.walk import WINDOW
 from ..optimizer.bucket_state import state_itemsizes
 from .search import Machine, Piece, StepTime, Work, simulate
 
-# ---- The engine's layout of a model's state for any number of ranks, without any memory ----
+# ---- The engine's layout of a model's state for any number of ranks, without allocating memory ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,10 @@ class PlannedBucket:
     """A bucket in the engine's layout.
 
     Attributes:
-        unit: the modules of the unit of stage 3 that gathers it; "" for the root's and for what is in no unit.
-        passing_bytes: what gathering it takes beyond the shard; 0 for one that is whole all the time.
-        gathered_bytes: of all of it, in the dtype in which it is gathered.
+        unit: the modules of the stage 3 unit which gathers the bucket; "" for the root's, and for buckets in no unit.
+        cost: the bucket's bytes per element and its layout.
+        passing_bytes: bytes of a gather in addition to the shard; 0 if the bucket is whole all the time.
+        gathered_bytes: bytes of the whole bucket in the dtype of the gather.
     """
 
     unit: str
@@ -45,9 +46,10 @@ class Layout:
     """A model's buckets with one config.
 
     Attributes:
-        buckets: in the order in which they are reduced.
-        kept_whole: bytes of frozen parameters and buffers that are in no bucket.
-        groups: the ranks, as the engine would group them.
+        config: the config.
+        groups: the ranks, grouped as the engine would.
+        buckets: in the order of reduction.
+        kept_whole: bytes of frozen parameters and buffers outside of all buckets.
     """
 
     config: ZeroConfig
@@ -60,7 +62,7 @@ class Layout:
         return [bucket.cost for bucket in self.buckets]
 
     def plan(self, *, accumulates: bool = False) -> StatePlan:
-        """Bytes of state. `accumulates`: a step has several micro-batches."""
+        """Returns the bytes of state. `accumulates`: a step has several micro-batches."""
         return plan_states(
             self.costs,
             self.config,
@@ -70,7 +72,7 @@ class Layout:
         )
 
     def gathered_bytes(self) -> int:
-        """Parameters of stage 3 that are whole at a time, beyond the shards: the root, the unit in use and those ahead."""
+        """Returns the maximum gathered bytes of stage 3 beyond the shards: the root, the current unit and prefetched ones."""
         units: dict[str, int] = {}
         for bucket in self.buckets:
             if bucket.passing_bytes:
@@ -82,7 +84,7 @@ class Layout:
 
 
 def ranks_without_a_group(world_size: int, ranks_a_node: int, config: ZeroConfig, backend: str) -> Groups:
-    """Rank 0's groups of a run with so many ranks, which need not exist."""
+    """Returns rank 0's groups of a run with this number of ranks, without creating process groups."""
     everyone = RankGroup(ranks=tuple(range(world_size)), index=0)
     alone = RankGroup(ranks=(0,), index=0)
     wanted = config.comm.shard_group_size
@@ -108,14 +110,19 @@ def lay_out(
     experts: Collection[nn.Parameter] = (),
     expert_ranks: int = 1,
 ) -> Layout:
-    """The buckets that the engine would make of a model.
+    """Returns the buckets which the engine would make of a model.
 
     Args:
-        device: that it is trained on; the model may be elsewhere.
-        experts: parameters that only `expert_ranks` ranks share.
+        model: the model, on any device.
+        optimizers: over the model's parameters.
+        config: the engine's settings.
+        groups: the ranks.
+        device: the training device.
+        experts: parameters shared by only `expert_ranks` ranks.
+        expert_ranks: see `experts`.
 
     Raises:
-        ConfigError, ValueError: as the engine would.
+        ConfigError, ValueError: the engine would raise the same error.
     """
     if shards_parameters(config, groups):
         with scales_as_parameters(model):
@@ -148,7 +155,7 @@ def _lay_out(
     buckets: list[PlannedBucket] = []
     taken: set[str] = set()
     may_lie_in_place = device.type == "cpu" and not config.offload.moves_params
-    # By the kind of device: a machine without GPUs plans for one with them.
+    # From the kind of device, because a machine without GPUs may plan for one with GPUs.
     has_kernels = device.type == "cuda" and config.kernels != "never"
     for part in division.parts:
         for layout in division.layouts_of(part, first_index=len(buckets)):
@@ -181,12 +188,16 @@ def _planned(
     in_place: bool,
     by_kernel: bool,
 ) -> PlannedBucket:
-    """Makes a bucket with its cost.
+    """Returns a bucket with its cost.
 
     Args:
-        state: bytes an element of each kind of optimizer state.
-        in_place: a shard that is kept in the dtype of the parameters may be part of what is gathered.
-        by_kernel: a kernel of a GPU takes the steps, and reads bfloat16 gradients as they were reduced.
+        part: the modules and parameters of the bucket.
+        layout: the bucket's layout.
+        place: the tiers of its state and parameters.
+        precision: its dtypes.
+        state: bytes per element of each kind of optimizer state.
+        in_place: whether a shard with the dtype of the parameters may be a part of the gathered memory.
+        by_kernel: whether a GPU kernel steps the bucket; it reads bfloat16 gradients as they were reduced.
     """
     stays_reduced = by_kernel and precision.reduced == torch.bfloat16 and not place.is_apart
     is_master = place.parameters_are_masters and precision.master == precision.kept
@@ -218,7 +229,7 @@ def _planned(
 
 
 def ddp_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], world_size: int) -> DdpState:
-    """The bytes of state that each rank would hold under DistributedDataParallel."""
+    """Returns the bytes of state each rank would hold under DistributedDataParallel."""
     config = ZeroConfig(stage=0)
     groups = ranks_without_a_group(world_size, world_size, config, "gloo")
     layout = lay_out(model, optimizers, config, groups, torch.device("cpu"))
@@ -236,7 +247,7 @@ def _state_of(
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """A bucket's tiers of state and of parameters, without the folders that real tiers make."""
+    """A bucket's tiers of state and of parameters, without the folders created by real tiers."""
 
     is_apart: bool
     masters_apart: bool
@@ -245,7 +256,7 @@ class _Place:
     parameters_are_masters: bool
 
     def bytes_in_files(self, parameter: int, state: int, master: int) -> int:
-        """An element's."""
+        """Returns the bytes in files per element."""
         return (
             self.parameters_in_files * parameter
             + self.state_in_files * state
@@ -254,7 +265,7 @@ class _Place:
 
 
 class _Places:
-    """Deals buckets to tiers as `Placement` does, see [Note: which part moves]."""
+    """Assigns buckets to tiers like `Placement`; see [Note: which part moves]."""
 
     def __init__(self, config: ZeroConfig, device: torch.device, trained_numel: int):
         self._offload, self._on_host = config.offload, device.type == "cpu"
@@ -277,14 +288,14 @@ class _Places:
         )
 
 
-# ---- Forecasts for every set-up of a model: the engine's layout of its state, and a trace of its activations ----
+# ---- Forecasts for every set-up of a model, from the engine's layout of its state and a trace of its activations ----
 
 RUNTIME_ON_HOST_BYTES = 28 * 2**20
-"""Thread pools, libraries that load at the first product, buffers of gloo: set by hand, from the peaks of planned_peaks.py."""
+"""Thread pools, libraries loaded at the first matrix product, gloo's buffers. Set by hand from the peaks of planned_peaks.py."""
 
 CONTEXT_BYTES, WORKSPACES_BYTES, COMMUNICATORS_BYTES = 400 * 2**20, 144 * 2**20, 256 * 2**20
-"""A CUDA context; workspaces of cuBLAS with kernels that are loaded at their first call; buffers of NCCL. Set by hand. On an H100
-the workspaces of two threads took 64 MiB; the rest has not been measured."""
+"""A CUDA context; cuBLAS workspaces and kernels loaded at their first call; NCCL buffers. Set by hand. On an H100 the
+workspaces of two threads needed 64 MiB; the remaining numbers have not been measured."""
 
 _FUSED_BY_KERNELS = ("AdamW", "Adam", "SGD", "Lion")
 
@@ -298,14 +309,15 @@ class Job:
     """The model, inputs and ranks to plan for.
 
     Attributes:
-        model: with or without memory; nothing of it is touched.
-        optimizers: over its parameters.
-        device: that it will be trained on.
-        world_size: ranks; `ranks_a_node` of them on one host.
-        activations: of a micro-batch; None where they are not known.
-        accumulates: a step has several micro-batches.
-        runtime_bytes: that libraries take when training begins; None is what they usually do.
-        experts: parameters that only `expert_ranks` of the ranks share.
+        model: the model, with or without memory; not changed.
+        optimizers: over the model's parameters.
+        device: the training device.
+        world_size: number of ranks.
+        ranks_a_node: number of ranks per host.
+        activations: activations of a micro-batch; None if unknown.
+        accumulates: whether a step has several micro-batches.
+        runtime_bytes: memory of libraries not yet in use when training begins; None for a usual value.
+        experts: parameters shared by only `expert_ranks` of the ranks.
     """
 
     model: nn.Module
@@ -328,20 +340,20 @@ class Job:
         return "gloo" if self.on_host else "nccl"
 
     def layout(self, config: ZeroConfig) -> Layout:
-        """The engine's buckets under a config."""
+        """Returns the engine's buckets under a config."""
         groups = ranks_without_a_group(self.world_size, self.ranks_a_node, config, self.backend)
         return lay_out(self.model, self.optimizers, config, groups, self.device, self.experts, self.expert_ranks)
 
     def forecast(self, name: str, settings: Mapping[str, Any], config: ZeroConfig) -> Forecast:
-        """Bytes that a rank needs under a config.
+        """Forecasts the bytes a rank needs under a config.
 
         Raises:
-            ConfigError, ValueError: the engine would refuse it.
+            ConfigError, ValueError: the engine would refuse the config.
         """
         return self.forecast_of(name, settings, self.layout(config))
 
     def forecast_of(self, name: str, settings: Mapping[str, Any], layout: Layout) -> Forecast:
-        """Forecasts a layout."""
+        """Forecasts the bytes a rank needs for a layout."""
         config, plan = layout.config, layout.plan(accumulates=self.accumulates)
         passing = self._passing(
             gathered=layout.gathered_bytes(),
@@ -364,7 +376,7 @@ class Job:
         )
 
     def forecast_ddp(self) -> Forecast:
-        """Forecasts DistributedDataParallel."""
+        """Forecasts the bytes a rank needs under DistributedDataParallel."""
         state = ddp_state(self.model, self.optimizers, self.world_size)
         largest = [p.nbytes for p in self.model.parameters() if p.requires_grad]
         passing = self._passing(step=self._step_bytes(largest, kernels=False))
@@ -382,7 +394,7 @@ class Job:
         )
 
     def _step_bytes(self, sizes: Sequence[int], *, kernels: bool = True) -> int:
-        """Temporaries of a step over tensors of these sizes: of the largest on the host, of all with foreach loops."""
+        """Returns the temporary bytes of a step over tensors of these sizes: the largest one on the host, all with foreach."""
         found = 0
         for optimizer in self.optimizers:
             settings = optimizer.param_groups[0]
@@ -397,13 +409,14 @@ class Job:
 
 
 def _received_bytes(layout: Layout, *, reduces_in_place: bool) -> int:
-    """Parts of gradients that peers have sent, where ranks send to each other point to point.
+    """Returns the bytes of gradient parts received from peers, if ranks send to each other point to point.
 
     Args:
-        reduces_in_place: all buckets may be on their way until backward ends, and what a rank adds up lies among what it sends.
-            Otherwise a few are, and the first part lands where the sum stays.
+        layout: the layout.
+        reduces_in_place: True if all buckets may be in flight until the end of backward and a rank sums within its send
+            buffer. Otherwise only a few are in flight, and the first part is received directly into the sum.
     """
-    # Through a pool, the first of the other ranks' parts is what the sum is taken in.
+    # Through a pool, the first received part is the buffer of the sum.
     spared = 1 if reduces_in_place else 2
     received = (
         max(0, cost.layout.shards - spared) * cost.layout.shard_numel * cost.reduce_bytes
@@ -415,7 +428,7 @@ def _received_bytes(layout: Layout, *, reduces_in_place: bool) -> int:
 
 
 def _window_bytes(layout: Layout) -> int:
-    """State that passes through host memory on its way from and to files: of the largest buckets."""
+    """Returns the bytes of state passing through host memory to and from files: the largest buckets."""
     offload = layout.config.offload
     if offload.optimizer != "nvme":
         return 0
@@ -427,13 +440,13 @@ def _window_bytes(layout: Layout) -> int:
     return sum(sorted(sizes, reverse=True)[: 1 + WINDOW])
 
 
-# ---- The time of a step of a set-up: the engine's buckets and the traced work, simulated ----
+# ---- The time of a step of a set-up, simulated from the engine's buckets and the traced work ----
 
 _DDP_BUCKET_BYTES = 25 * 2**20
 
 
 def step_time(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> StepTime:
-    """Estimates an optimizer step with a layout. `micro_batches`: of a step."""
+    """Estimates an optimizer step with a layout. `micro_batches`: micro-batches per step."""
     groups, config = layout.groups, layout.config
     group = groups.shard if groups.shard.size > 1 else groups.replicate
     nodes = len({groups.nodes[rank] for rank in group.ranks})
@@ -442,7 +455,7 @@ def step_time(layout: Layout, machine: Machine, activations: Activations, micro_
 
 
 def ddp_step_time(layout: Layout, machine: Machine, activations: Activations, micro_batches: int) -> StepTime:
-    """Estimates a step under DistributedDataParallel, as stage 0 in buckets of 25 MiB. `layout`: of stage 0."""
+    """Estimates a step under DistributedDataParallel, as stage 0 with buckets of 25 MiB. `layout`: a stage 0 layout."""
     config = ZeroConfig(stage=0)
     pieces: list[Piece] = []
     for piece in _pieces(layout):
@@ -456,7 +469,7 @@ def ddp_step_time(layout: Layout, machine: Machine, activations: Activations, mi
 
 
 def _pieces(layout: Layout) -> list[Piece]:
-    """Buckets in the order of reduction; at stage 3 a unit's together."""
+    """Returns the buckets in the order of reduction; at stage 3, the buckets of one unit are joined."""
     found: dict[object, Piece] = {}
     for number, bucket in enumerate(layout.buckets):
         cost = bucket.cost
@@ -475,24 +488,24 @@ def _pieces(layout: Layout) -> list[Piece]:
 
 
 _SCALE_BYTES = 4 / 256
-"""Bytes of an element's share of its block's float32 scale."""
+"""Bytes per element for its block's float32 scale."""
 
 
 def _reduced(config: ZeroConfig, cost: BucketCost) -> tuple[int, int]:
-    """Returns the bytes of a bucket's gradients on the link, and the bytes of memory that encoding and decoding move."""
+    """Returns the bytes of a bucket's gradients on the link, and the bytes of memory traffic of encoding and decoding."""
     if not cost.trained:
         return 0, 0
     numel, wide = cost.layout.numel, cost.reduce_bytes
     if config.comm.gradients != "none":
-        # Encoding reads gradients and the bfloat16 residual, and writes the residual and codes. Decoding reads codes.
+        # Encoding reads gradients and the bfloat16 residual, and writes residual and codes. Decoding reads codes.
         return int(numel * (1 + _SCALE_BYTES)), numel * (wide + 2 + 2 + 1 + 1)
-    # A reduction in fewer bits than the gradients have copies them once.
+    # A reduction in fewer bits than the gradients' copies them once.
     is_cast = cost.reduce_bytes < cost.param_bytes
     return numel * wide, numel * (cost.param_bytes + wide) * is_cast
 
 
 def _gathered(config: ZeroConfig, bucket: PlannedBucket) -> tuple[int, int]:
-    """Returns the same two counts for a bucket's parameters. Each rank encodes its shard and decodes the whole bucket."""
+    """Returns the same two numbers for a bucket's parameters. Each rank encodes its shard and decodes the whole bucket."""
     numel, nbytes = bucket.cost.layout.numel, bucket.gathered_bytes
     if config.comm.weights == "none" or not bucket.cost.trained:
         return nbytes, 0
@@ -521,6 +534,6 @@ def _work(layout: Layout, machine: Machine, activations: Activations, micro_batc
         moved_bytes=reduced + parameters if moves else 0,
         disk_bytes=in_files,
         fetched_bytes=fetched,
-        # The ranks of a sequence are neighbours.
+        # The ranks of one sequence are neighbors, so the bandwidth within a node applies.
         exchange_s=activations.exchanged_bytes / machine.node_bytes_a_second,
     )

@@ -1,4 +1,4 @@
-"""Simulated step times on a machine, and the choice between settings."""
+"""Simulated step times on a machine, and the choice between set-ups."""
 
 import math
 from collections import deque
@@ -10,12 +10,12 @@ from ..forecast.fit import CLOSE, FITS, TOO_LARGE, PlanError, Room, size
 from ..forecast.peak import Forecast
 from ..layout.gradient_buffers import GRAD_BUFFERS
 
-# ---- What accelerators, links and disks do in a second, for the forecast of a step's time ----
+# ---- Rates of accelerators, links and disks, for the forecast of a step's time ----
 
 _GB = 10**9
 
 _ACCELERATORS = {
-    # By a part of the device's name, the longer names of one family first.
+    # Keys are parts of device names; longer names of one family are listed first.
     "B200": (2250, 1125, 8000),
     "H200": (989, 67, 4800),
     "H100 NVL": (835, 60, 3900),
@@ -34,30 +34,31 @@ _ACCELERATORS = {
     "V100": (125, 15.7, 900),
     "T4": (65, 8.1, 320),
 }
-"""What makers' data sheets say, without sparsity: TFLOPS of 16-bit and of 32-bit matrix products, GB/s of memory."""
+"""From makers' data sheets, without sparsity: TFLOPS of 16-bit and of 32-bit matrix products, and GB/s of memory."""
 
 _REACHED_FLOPS, _REACHED_BANDWIDTH = 0.45, 0.75
-"""The parts of these that kernels reach."""
+"""The fractions of these rates reached by kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Hosts with accelerators, and the links between them.
 
-    The constants of latency and the default rates are those of buckets/precision.py. They come from the tables by which NCCL
-    chooses its algorithms.
+    The latencies and default rates equal those in buckets/precision.py, which are from NCCL's tables for choosing algorithms.
 
     Attributes:
-        nodes, ranks_a_node: each rank has one accelerator.
-        flops: floating-point operations a second that a rank's kernels reach in forward and backward: a part of what its maker
-            says, `peak_flops`.
-        call_s: of starting a collective; `step_s` of a step of its ring inside a node, `step_between_s` between two.
-        node_bytes_a_second: that a ring moves inside a node.
-        link_bytes_a_second: of the links between nodes, for each rank of a node: a ring goes over all of them.
-        memory_bytes_a_second: of the accelerator's memory, which an optimizer's step reads and writes.
-        host_bytes_a_second: between an accelerator and host memory.
-        host_step_bytes_a_second: of state that a rank's part of a host steps.
-        disk_bytes_a_second: of a node's disk.
+        nodes, ranks_a_node: number of hosts and ranks per host; each rank has one accelerator.
+        flops: floating-point operations per second reached by a rank's kernels in forward and backward, a fraction of
+            `peak_flops`.
+        peak_flops: the accelerator maker's number.
+        call_s: time to start a collective.
+        step_s, step_between_s: time of a step of a collective's ring inside a node, and between two nodes.
+        node_bytes_a_second: bandwidth of a ring inside a node.
+        link_bytes_a_second: bandwidth of the links between nodes per rank; a ring uses the links of all ranks of a node.
+        memory_bytes_a_second: bandwidth of the accelerator's memory, which limits an optimizer step.
+        host_bytes_a_second: bandwidth between an accelerator and host memory.
+        host_step_bytes_a_second: bytes of state which a rank's share of a host steps per second.
+        disk_bytes_a_second: bandwidth of a node's disk.
     """
 
     nodes: int = 1
@@ -76,10 +77,12 @@ class Machine:
 
     @classmethod
     def of(cls, accelerator: str, *, nodes: int, ranks_a_node: int, is_16_bit: bool) -> "Machine":
-        """Hosts with accelerators of a name, as the driver says the name; an unknown one counts as an A100.
+        """Returns hosts with accelerators of the driver's device name; an unknown name counts as an A100.
 
         Args:
-            is_16_bit: matrix products are of bfloat16 or float16.
+            accelerator: the device name.
+            nodes, ranks_a_node: see the attributes.
+            is_16_bit: whether matrix products are in bfloat16 or float16.
         """
         name = next((each for each in _ACCELERATORS if each in accelerator), "A100")
         in_16_bit, in_32_bit, gb_a_second = _ACCELERATORS[name]
@@ -102,13 +105,13 @@ class Machine:
         return self.call_s + (ranks - 1 - between) * self.step_s + between * self.step_between_s
 
     def bytes_a_second(self, ranks: int, nodes: int) -> float:
-        """Returns the bandwidth of a ring: that of the slower of its two levels."""
+        """Returns the bandwidth of a ring: the slower of its two levels."""
         if nodes == 1:
             return self.node_bytes_a_second
         return min(self.node_bytes_a_second, self.link_bytes_a_second * ranks / nodes)
 
     def collective_s(self, nbytes: float, ranks: int, nodes: int) -> float:
-        """Estimates a reduce-scatter or an all-gather of `nbytes` in all: latency, and bytes by bandwidth."""
+        """Estimates a reduce-scatter or an all-gather of `nbytes` bytes in total: latency, and bytes by bandwidth."""
         if ranks == 1 or not nbytes:
             return 0.0
         return self.latency_s(ranks, nodes) + nbytes * (ranks - 1) / ranks / self.bytes_a_second(ranks, nodes)
@@ -116,25 +119,24 @@ class Machine:
 
 # ---- The time of a step, bucket by bucket: kernels in one queue, collectives in another ----
 #
-# [Note: the simulated step] Backward brings buckets in the order of their numbers; a bucket's reduce-scatter may begin when
-# all its gradients are there, and goes behind the one before it on the link. Above stage 0 there are `GRAD_BUFFERS` of them
-# at a time, and backward waits for the oldest one; not at stage 1 where micro-batches have accumulated, each bucket in a
-# buffer of its own. When all have ended and the optimizer has stepped, stages 1 and 2 gather the parameters behind the
-# step, in the order in which the next forward reads them, and the forward waits for each. Stage 3 gathers a unit for its
-# forward and again for its backward, `prefetch_units` ahead, over the same link as the reductions. The work of forward and
-# backward is dealt over buckets by their elements. What is simulated is a step in the middle of a run, from optimizer step
-# to optimizer step.
+# [Note: the simulated step] Backward completes buckets in the order of their numbers. A bucket's reduce-scatter can start when
+# all its gradients are computed and the previous bucket has left the link. Above stage 0, `GRAD_BUFFERS` buckets exist at a
+# time, and backward waits for the oldest one. The exception is stage 1 with accumulated micro-batches, where each bucket has
+# its own buffer. After the last reduction and the optimizer's step, stages 1 and 2 gather the parameters in the order of the
+# next forward, which waits for each. Stage 3 gathers a unit for its forward and again for its backward, `prefetch_units`
+# ahead, over the same link as the reductions. The work of forward and backward is divided among buckets by their elements. The
+# simulated step is one in the middle of a run, from one optimizer step to the next.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A bucket, or at stage 3 all buckets of a unit, as gathered and reduced together.
+    """A bucket, or at stage 3 all buckets of a unit, which are gathered and reduced together.
 
     Attributes:
-        numel: elements, by which work is dealt.
-        reduce_bytes: of its gradients as they travel; `gather_bytes`, of its parameters. 0 for what does not travel.
-        encoding_bytes: bytes of device memory that a rank reads and writes to encode and decode gradients with fewer bits;
-            `gather_encoding_bytes`, likewise for parameters.
+        numel: elements, by which work is divided.
+        reduce_bytes, gather_bytes: bytes of gradients and of parameters on the link; 0 if not sent.
+        encoding_bytes, gather_encoding_bytes: device memory traffic of a rank to encode and decode gradients, and parameters,
+            with fewer bits.
     """
 
     numel: int
@@ -146,16 +148,16 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The computation of a rank in a step.
+    """A rank's computation in a step.
 
     Attributes:
-        forward_flops, backward_flops: of a micro-batch; recomputation is in backward.
-        model_flops: of a micro-batch without recomputation, by which MFU is counted.
-        micro_batches: of a step.
-        step_bytes: that the optimizer reads and writes; `host_step_bytes`, `moved_bytes`, `disk_bytes`: of these on the host,
-            between host and accelerator, and from and to files.
-        fetched_bytes: of parameters that come from host memory for each gather.
-        exchange_s: for which a micro-batch waits for the other ranks of its sequence.
+        forward_flops, backward_flops: per micro-batch; backward includes recomputation.
+        model_flops: per micro-batch without recomputation, for MFU.
+        micro_batches: micro-batches per step.
+        step_bytes: bytes read and written by the optimizer on the accelerator.
+        host_step_bytes, moved_bytes, disk_bytes: the same on the host, between host and accelerator, and from and to files.
+        fetched_bytes: bytes of parameters copied from host memory for each gather.
+        exchange_s: time for which a micro-batch waits for the other ranks of its sequence.
     """
 
     forward_flops: float
@@ -175,11 +177,13 @@ class StepTime:
     """The seconds of a step, by part.
 
     Attributes:
-        exposed_s: in which kernels wait for collectives.
-        communication_s: that the link is busy.
+        step_s: the whole step.
+        compute_s: kernels of forward and backward.
+        exposed_s: time in which kernels wait for collectives.
+        communication_s: time in which the link is busy.
         optimizer_s: from the last gradient to the last parameter.
-        mfu: model FLOPs utilisation: of `Machine.peak_flops`, without recomputation.
-        flops_a_second: of a rank, recomputation included.
+        mfu: model FLOPs utilization: the fraction of `Machine.peak_flops`, without recomputation.
+        flops_a_second: a rank's rate, including recomputation.
     """
 
     step_s: float
@@ -199,7 +203,7 @@ class _Link:
         self.busy_s = 0.0
 
     def send(self, ready_s: float, seconds: float) -> float:
-        """Returns the time at which data that is ready then has arrived."""
+        """Returns the arrival time of data ready at `ready_s`."""
         self.free_s = max(self.free_s, ready_s) + seconds
         self.busy_s += seconds
         return self.free_s
@@ -209,8 +213,11 @@ class _Simulation:
     """Simulates one step.
 
     Args:
-        pieces: in the order in which backward brings them.
-        ranks, nodes: over which a piece is sharded, or at stage 0 reduced.
+        pieces: in the order in which backward completes them.
+        config: the engine's settings.
+        machine: the machine.
+        work: a rank's computation.
+        ranks, nodes: the group over which a piece is sharded, or reduced at stage 0.
     """
 
     def __init__(
@@ -243,7 +250,7 @@ class _Simulation:
         )
 
     def _reduce_s(self, piece: Piece) -> float:
-        """Returns the seconds from a piece's gradients to their sum. Encoding precedes the collective, decoding follows it."""
+        """Returns the seconds to reduce a piece's gradients. Encoding precedes the collective, and decoding follows it."""
         return self._seconds(piece.reduce_bytes, piece.encoding_bytes)
 
     def _gather_s(self, piece: Piece) -> float:
@@ -268,7 +275,7 @@ class _Simulation:
         if self._config.stage == 3:
             again = self._config.reshard_after_forward is not False
             return self._through_units(self._pieces, now, self._work.backward_flops, reduces=reduces, gathers=again)
-        # Stage 0 all-reduces: a reduce-scatter and an all-gather.
+        # Stage 0 all-reduces, which costs as much as a reduce-scatter and an all-gather.
         times = 2 if self._config.stage == 0 else 1
         has_whole = self._config.stage == 0 or (self._config.stage == 1 and self._work.micro_batches > 1)
         room = len(self._pieces) if has_whole else GRAD_BUFFERS
@@ -284,7 +291,7 @@ class _Simulation:
     def _through_units(
         self, order: Sequence[Piece], now: float, flops: float, *, reduces: bool, gathers: bool = True
     ) -> float:
-        """Simulates units of stage 3: each is gathered before its use, and reduced behind its backward."""
+        """Simulates units of stage 3: each is gathered before its use, and reduced after its backward."""
         ahead = self._config.prefetch_units
         arrived: dict[int, float] = {}
         under_way: deque[float] = deque()
@@ -317,11 +324,14 @@ class _Simulation:
 def simulate(
     pieces: Sequence[Piece], config: ZeroConfig, machine: Machine, work: Work, *, ranks: int, nodes: int
 ) -> StepTime:
-    """The time of a step, see [Note: the simulated step].
+    """Returns the time of a step; see [Note: the simulated step].
 
     Args:
-        pieces: in the order in which backward brings them.
-        ranks, nodes: over which state is sharded, or at stage 0 gradients are reduced.
+        pieces: in the order in which backward completes them.
+        config: the engine's settings.
+        machine: the machine.
+        work: a rank's computation.
+        ranks, nodes: the group over which state is sharded, or gradients are reduced at stage 0.
     """
     return _Simulation(pieces, config, machine, work, ranks, nodes).run()
 
@@ -331,7 +341,7 @@ def simulate(
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A set-up with its needs and the time of its step; `step` is None if unknown."""
+    """A set-up with its memory forecast and its step time; `step` is None if unknown."""
 
     forecast: Forecast
     step: StepTime | None = None
@@ -346,11 +356,11 @@ class Choice:
     """A planner's recommendation.
 
     Attributes:
-        candidate: the recommended one; None where all are too large.
-        rejected: the fastest of those that are too large, if any; where all are, the one that needs least.
-        close: the fastest of those that are close and not recommended, if any.
-        claim: why the candidate is the recommended one, as a predicate such as "fits and is fastest".
-        why: lines.
+        candidate: the recommended set-up; None if all are too large.
+        rejected: the fastest set-up which is too large; if all are, the one with the least memory; None if none is.
+        close: the fastest set-up close to the memory limit and not recommended; None if there is none.
+        claim: why the candidate is recommended, as a predicate such as "fits and is fastest".
+        why: the reasons, as lines to print.
     """
 
     candidate: Candidate | None
@@ -361,12 +371,13 @@ class Choice:
 
 
 SIMPLER = 0.03
-"""A step that is so much shorter is no reason for a higher stage, another tier or fewer bits."""
+"""A step which is faster by this fraction does not justify a higher stage, a different tier or fewer bits."""
 
 
 def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
-    """The fastest that fits; of those as fast as it, the one that stands first: the simplest. Where none fits, of those that
-    are close the one that needs least.
+    """Chooses the fastest fitting set-up; among equally fast ones the first, which is the simplest.
+
+    If none fits, chooses the set-up with the least memory among those close to the limit.
 
     Raises:
         PlanError: there is nothing to choose from.
@@ -398,7 +409,7 @@ def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
 
 
 def _claim(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
-    """Says why `chosen` is recommended; the claim is true of the numbers in the table."""
+    """Returns why `chosen` is recommended; the claim holds for the numbers in the table."""
     if not fitting:
         return "may run out of memory: nothing fits, and of the close set-ups it needs least"
     if len(fitting) == 1:
@@ -409,7 +420,7 @@ def _claim(chosen: Candidate, fitting: Sequence[Candidate]) -> str:
     slower = _seconds(chosen) / _seconds(fastest) - 1
     if slower <= 0:
         return "fits and is fastest"
-    # Rounded up: the claim may not say less than the difference.
+    # Rounded up, so the claim does not understate the difference.
     percent = math.ceil(1000 * slower) / 10
     return f"fits and is simplest of the fast ones ({percent:g} % slower than {fastest.name}, the fastest)"
 
