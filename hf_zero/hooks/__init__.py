@@ -1,1 +1,1 @@
-"""Hooks and references that do not keep a model alive, guards of parameters, and names of other packages that are replaced."""
+"""Hooks and references which do not keep a model alive, guards of parameters, and replaced names of other packages."""

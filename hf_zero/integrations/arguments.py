@@ -1,4 +1,4 @@
-"""`ZeroTrainingArguments`, `with_zero` and `ZeroCallback`: the ways into Trainer."""
+"""`ZeroTrainingArguments`, `with_zero` and `ZeroCallback`: the entry points for Trainer."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,10 +15,10 @@ from .environment import find_in_callers, refuse_engines_of_the_launch
 from .plugin import ZeroPlugin
 from .trainer import ZeroTrainerMixin, install_in_trainer
 
-# ---- TrainingArguments and subclasses, such as TRL's SFTConfig, with one more flag: `--zero 2` or a YAML file ----
+# ---- TrainingArguments and subclasses, such as TRL's SFTConfig, with the additional flag `--zero 2` (or a YAML file) ----
 
 if TYPE_CHECKING:
-    # Mixed into dataclasses of training arguments: a type checker takes their methods for inherited.
+    # Mixed into dataclasses of training arguments at run time; the type checker treats their methods as inherited.
     from transformers import TrainingArguments as _ArgumentsBase
     from typing_extensions import Unpack
 
@@ -32,8 +32,8 @@ class ZeroArguments(_ArgumentsBase):
     """The flag `--zero`, for a dataclass of training arguments: `class Arguments(ZeroArguments, TrainingArguments)`.
 
     Args:
-        zero: installs the engine in the Trainer that gets the arguments; nothing else is needed. None is stock DDP, whatever
-            HF_ZERO_CONFIG says.
+        zero: installs the engine in the Trainer which gets the arguments; nothing else is needed. None means stock DDP,
+            regardless of HF_ZERO_CONFIG.
     """
 
     zero: str | None = field(
@@ -47,7 +47,7 @@ class ZeroArguments(_ArgumentsBase):
         if self.zero is None:
             super().__post_init__()
             return
-        # First: the hook shows an error in a setting once, and not with a traceback from each rank.
+        # Installed first, so an error in a setting is printed once instead of as a traceback from each rank.
         ErrorHook.installed()
         config = ZeroConfig.of(self.zero, "--zero")
         self._refuse_other_engines(config)
@@ -66,7 +66,7 @@ class ZeroArguments(_ArgumentsBase):
                 )
         other = self.parallelism_config
         cuts = not isinstance(other, ZeroPlugin) and getattr(other, "sp_size", 1) > 1
-        # A plugin with the same config is this class's own: `dataclasses.replace` hands it to `__post_init__` again.
+        # A plugin with the same config was set by this class: `dataclasses.replace` passes it to `__post_init__` again.
         if other is not None and not cuts and getattr(other, "config", None) != config:
             raise ConfigError(
                 f"hf_zero: `--zero {cut(str(self.zero))}` and parallelism_config={type(other).__name__}: two ways to split one "
@@ -76,7 +76,7 @@ class ZeroArguments(_ArgumentsBase):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """False if parameters may be sharded: Trainer would move the whole model to each device first."""
+        """False if parameters may be sharded, because Trainer would first move the whole model to each device."""
         plugin = self.parallelism_config
         if isinstance(plugin, ZeroPlugin) and plugin.config.may_shard_parameters:
             return False
@@ -87,7 +87,7 @@ class ZeroArguments(_ArgumentsBase):
 class ZeroTrainingArguments(ZeroArguments, TrainingArguments):
     """TrainingArguments with a field `zero`, which installs the engine in the Trainer.
 
-    Without `zero`, these are plain TrainingArguments: the Trainer uses DDP, whatever HF_ZERO_CONFIG says.
+    Without `zero`, these are plain TrainingArguments: the Trainer uses DDP, regardless of HF_ZERO_CONFIG.
     """
 
 
@@ -95,10 +95,10 @@ def with_zero(arguments: type[TrainingArguments]) -> type[TrainingArguments]:
     """Returns a class of training arguments with the flag `--zero`: `HfArgumentParser(with_zero(Seq2SeqTrainingArguments))`.
 
     The class is a subclass of `arguments` with one more field at the end. Repeated calls return the same class. Its objects
-    can be pickled where hf_zero and the module of `arguments` can be imported.
+    can be unpickled if hf_zero and the module of `arguments` can be imported.
 
     Raises:
-        TypeError: `arguments` is no subclass of TrainingArguments.
+        TypeError: `arguments` is not a subclass of TrainingArguments.
     """
     if not (isinstance(arguments, type) and issubclass(arguments, TrainingArguments)):
         raise TypeError(
@@ -116,7 +116,7 @@ def with_zero(arguments: type[TrainingArguments]) -> type[TrainingArguments]:
 @cache
 def _made_of(arguments: type) -> type[TrainingArguments]:
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        # pickle finds classes by their names, and this one has none.
+        # pickle finds classes by their names, and this class cannot be found by its name.
         if type(self) is made:
             return _new, (arguments,), self.__dict__
         return super(made, self).__reduce_ex__(protocol)
@@ -130,20 +130,20 @@ def _made_of(arguments: type) -> type[TrainingArguments]:
 
 def _new(arguments: type[TrainingArguments]) -> TrainingArguments:
     made: Any = with_zero(arguments)
-    # Without `__init__`: the pickled attributes follow, and `__post_init__` would set accelerate up once more.
+    # Without `__init__`, because the pickled attributes follow, and `__post_init__` would set up accelerate again.
     return made.__new__(made)
 
 
-# ---- The callback door: hf_zero in a stock Trainer with stock arguments ----
+# ---- The callback: hf_zero in a stock Trainer with stock arguments ----
 
 
 class ZeroCallback(TrainerCallback):
-    """`Trainer(..., callbacks=[ZeroCallback(2)])` trains with the engine. Works on subclasses of Trainer too.
+    """`Trainer(..., callbacks=[ZeroCallback(2)])` trains with the engine. Also works with subclasses of Trainer.
 
     Args:
-        config: stage number, YAML path, dict, ZeroConfig or ZeroPlugin; None takes the config that the
-            training arguments have installed, or else all defaults.
-        settings: fields of ZeroConfig by name, in place of `config`, as in `ZeroPlugin`.
+        config: stage number, YAML path, dict, ZeroConfig or ZeroPlugin; None uses the config installed by the training
+            arguments, or else all defaults.
+        settings: fields of ZeroConfig by name, instead of `config`, as in `ZeroPlugin`.
     """
 
     def __init__(self, config: ZeroPlugin | ConfigLike = None, **settings: "Unpack[ZeroSettings]"):
@@ -152,7 +152,7 @@ class ZeroCallback(TrainerCallback):
         self._trainer: Trainer | None = None
 
     def set_trainer(self, trainer: Trainer) -> None:
-        """Passes the Trainer, for callers that call on_init_end themselves."""
+        """Sets the Trainer, for callers which call on_init_end themselves."""
         self._trainer = trainer
 
     def on_init_end(self, args, state, control, **kwargs):
@@ -164,12 +164,12 @@ class ZeroCallback(TrainerCallback):
                 "hf_zero: ZeroCallback did not find its Trainer. Pass it in Trainer(callbacks=[...]), or call "
                 "callback.set_trainer(trainer) and callback.on_init_end(args, state, control) by hand."
             )
-        # The trainer holds this callback; a reference back would be pickled with it.
+        # The Trainer refers to this callback, so a reference back would be pickled with the callback.
         self._trainer = None
         if isinstance(trainer.accelerator, ZeroAcceleratorMixin):
             self._refuse_contradiction(trainer.accelerator.zero_config)
-            # The arguments' plugin has installed the engine. The watch of this one would stop a run whose config is another
-            # than its own.
+            # The arguments' plugin has installed the engine. Stop this plugin's watch, which would end a run with a different
+            # config.
             self._plugin.stand_aside()
         else:
             self._plugin.attach(trainer.accelerator)

@@ -1,7 +1,7 @@
-"""Where the package enters torch, transformers and accelerate by a private name or replaces a part of them.
+"""The private names by which the package uses or replaces parts of torch, transformers and accelerate.
 
-Any release may change these without notice. `tests/repository/test_seams.py` looks for each in what is installed, and fails
-where the package uses a private name that is not here.
+Any release may change these without notice. `tests/repository/test_seams.py` looks up each name in the installed packages, and
+fails if the package uses a private name not listed here.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ class Seam:
     """Private names of one owner.
 
     Attributes:
-        owner: what has them, as `package.module:name`.
-        names: read, called, overridden or replaced.
-        where: folders of hf_zero that use them, or files, all without `.py`.
-        why: there is no public way.
-        test: fails where the behaviour that is relied on has changed.
-        since: the first release that has them, where older ones of those that hf_zero takes do without.
+        owner: the object with these names, as `package.module:name`.
+        names: the names which are read, called, overridden or replaced.
+        where: folders or files of hf_zero which use them, without `.py`.
+        why: why there is no public way.
+        test: the test which fails if the behavior changes.
+        since: first release with these names, if an older supported one lacks them.
     """
 
     owner: str
@@ -37,7 +37,7 @@ REPLACED_CLASSES: Mapping[str, str] = {
     "take for that of the whole; "
     "test_accelerate.py::test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before",
 }
-"""File → objects of whose class it makes another one, and why; the test behind the semicolon."""
+"""Maps a file to the classes it replaces at run time, and why; the test follows the semicolon."""
 
 SEAMS = (
     Seam(

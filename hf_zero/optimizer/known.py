@@ -1,8 +1,8 @@
-"""A table of known optimizers: what the update of an element depends on, as read in their sources.
+"""A table of known optimizers: the values on which an element's update depends, according to their source code.
 
-A trial of some steps proves little: a clip inside an optimizer acts at a spike, a preconditioner begins after a warm-up. So
-classes that people use are decided here, by their full names and settings; no package is imported.
-`tests/engine/test_known_optimizers.py` holds each class that is installed to its line, by longer runs.
+A trial of a few steps proves little: clipping inside an optimizer acts only at a spike, and a preconditioner may start after a
+warm-up. So common classes are listed here by full name and settings, without importing their packages.
+`tests/engine/test_known_optimizers.py` checks each installed class against its entry with longer runs.
 """
 
 import importlib.metadata
@@ -17,7 +17,7 @@ from .trial import Finding, UpdateScope
 _ELEMENT, _PARAMETER, _MODEL = UpdateScope.ELEMENT, UpdateScope.PARAMETER, UpdateScope.MODEL
 
 _Widening = Mapping[str, tuple[tuple[Any, ...], UpdateScope]]
-"""Setting → values that leave the scope as it is, and the scope with any other value."""
+"""Setting → values which do not change the scope, and the scope with any other value."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _Package:
 
     Attributes:
         distribution: its name on PyPI; empty if all supported versions are known.
-        read: the version whose source was read. Element-wise classes of other versions are tried, too.
+        read: the version whose source was read. For a different version, element-wise classes are tried as well.
         module: prefix of the classes' modules.
         classes: scope → names of classes below `module`.
         widened: settings that widen the scope.
@@ -123,7 +123,7 @@ _PACKAGES = (
             "sgd_schedulefree.SGDScheduleFree, sgd_schedulefree_reference.SGDScheduleFreeReference"
         },
     ),
-    # Multiplies beta1 by a power of the parameter's number in its group.
+    # beta1 is multiplied by a power of the parameter's index in its group.
     _Package("grokadamw", "0.1.2", "grokadamw", {_MODEL: "grokadamw.GrokAdamW"}),
     _Package(
         "galore-torch",
@@ -157,7 +157,7 @@ _PACKAGES = (
             _PARAMETER: "adafactor.Adafactor, adafactor_bv.AdafactorBigVision, adamp.AdamP, lamb.Lamb, lars.Lars, "
             "mars.Mars, muon.Muon, nvnovograd.NvNovoGrad, sgdp.SGDP",
         },
-        # LAMB clips by the norm of all gradients unless told otherwise.
+        # LAMB clips by the norm of all gradients by default.
         {**_CAUTIOUS, "max_grad_norm": ((None,), _MODEL)},
     ),
     _Package(
@@ -242,10 +242,11 @@ def refuse_unsuited(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """The line of a class in the table.
+    """A class's entry in the table.
 
     Attributes:
-        wants_trial: the installed release is not the one that was read, and may do something else.
+        finding: the scope and the reason.
+        wants_trial: whether to try the class, because the installed version is not the one whose source was read.
     """
 
     finding: Finding
@@ -277,11 +278,11 @@ def _name(kind: type) -> str:
 
 
 def _known_class(kind: type) -> type | None:
-    """Returns the known class whose step an optimizer of this class takes; None without one."""
+    """Returns the known class whose step this class inherits unchanged; None if there is none."""
     base = next((base for base in kind.__mro__ if _name(base) in KNOWN), None)
     if base is None:
         return None
-    # A subclass may change the step or anything that it calls, and a script may exchange the class's own step.
+    # A subclass may change the step or any method it calls, and a script may replace the class's own step.
     changed = {name for made in kind.__mro__[: kind.__mro__.index(base)] for name in vars(made)} - _HARMLESS
     known: Any = base
     is_own = known.step.__module__.split(".")[0] == base.__module__.split(".")[0]

@@ -48,7 +48,7 @@ def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def kept_by_parameter(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] | set[Any]]:
-    """Returns the optimizer's own dicts and sets, beside its state, whose keys are parameters or their `id`."""
+    """Returns the optimizer's own dicts and sets, other than its state, whose keys are parameters or their `id`."""
     ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     own = (value for name, value in vars(optimizer).items() if name != "state" and isinstance(value, dict | set))
     return [held for held in own if any((id(key) if torch.is_tensor(key) else key) in ids for key in held)]
@@ -57,15 +57,16 @@ def kept_by_parameter(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] |
 def find_scope(optimizer: torch.optim.Optimizer) -> Finding:
     """Finds the optimizer's widest scope over all of its groups, from the table of known classes or by trials of copies.
 
-    Settings that a step finds by a Parameter's identity show in no trial.
+    Trials do not cover settings which a step looks up by a Parameter's identity.
     """
     known = known_scope(optimizer)
     if known is not None and not known.wants_trial:
         return known.finding
-    # Muon's step, GaLore's projection and LAMB's trust ratio are in use in some groups only: each kind of group is tried. A plan
-    # for `stage: auto` asks for each candidate, so the finding stays with the optimizer as long as its groups are the same.
+    # Try each kind of group, because Muon's step, GaLore's projection and LAMB's trust ratio apply only to some groups. The
+    # finding is cached on the optimizer while its groups stay the same, because a plan for `stage: auto` asks for each
+    # candidate.
     unlike = _unlike_groups(optimizer)
-    # Without a process group, a step that calls collectives may make none.
+    # Part of the cache key, because a step with collectives may skip them without a process group.
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     asked = repr([(settings, {(p.dim(), p.dtype) for p in parameters}, has_ranks) for settings, parameters in unlike])
     noted = optimizer.__dict__.get(_FOUND)
@@ -78,19 +79,19 @@ def find_scope(optimizer: torch.optim.Optimizer) -> Finding:
         and known is None
         and (is_of_bitsandbytes(optimizer) or kept_by_parameter(optimizer))
     ):
-        # A script's settings for one parameter are for the whole of it.
+        # A script's settings for one parameter apply to the whole parameter.
         return Finding(UpdateScope.PARAMETER, "it keeps settings of single parameters")
     return found
 
 
 def _unlike_groups(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
-    """Returns the distinct settings of the optimizer's groups, learning rates aside, each with all parameters that have them."""
+    """Returns the distinct settings of the optimizer's groups, ignoring learning rates, each with all of its parameters."""
     unlike: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}
     for group in optimizer.param_groups:
-        # A trial has parameters of its own.
+        # Without names, because a trial has its own parameters.
         settings = {name: value for name, value in settings_of(group).items() if name != "param_names"}
         rate = settings.get("initial_lr", settings.get("lr"))
-        # A rate of 0, in a warm-up, would hide every difference.
+        # Replaced if 0, as in a warm-up, because this would hide every difference.
         rate = rate if isinstance(rate, float | int) and _LEAST_RATE <= rate <= 1 else _RATE
         alike = repr(sorted((name, value) for name, value in settings.items() if name not in ("lr", "initial_lr")))
         of_group = unlike.setdefault(alike, (settings | {"lr": rate, "initial_lr": rate}, []))
@@ -99,7 +100,7 @@ def _unlike_groups(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any
 
 
 _FOUND = "_hf_zero_scope"
-"""Attribute of a tried optimizer: its groups in words, and the finding."""
+"""Attribute of a tried optimizer: a description of its groups, and the finding."""
 _RATE = 0.1
 _LEAST_RATE = 1e-3
-"""Learning rate of trials, and the least that a script's own rate may be."""
+"""Learning rate of trials, and the smallest rate accepted from a script."""

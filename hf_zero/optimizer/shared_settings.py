@@ -1,4 +1,4 @@
-"""Settings of a step that the ranks must share: compared at the start, and by a digest with each backward."""
+"""Step settings which must be equal on all ranks: compared at the start, and by a digest in each backward."""
 
 import inspect
 import marshal
@@ -10,24 +10,25 @@ from typing import Any
 import torch
 
 # [Note: other settings on one rank]
-# Under DDP, a rank with another learning rate drifts from the others, which a checksum of the weights shows. Here each rank
-# steps its own shard and sends the result, so all copies agree and nothing shows that one part of the model was trained with
-# other settings. So the ranks compare them. What an optimizer computes by itself (a counter, an estimated learning rate) may
-# depend on this rank's rows and is left out: only arguments of the optimizer's constructor are compared.
+# Under DDP, a rank with a different learning rate drifts away from the others, which a checksum of the weights shows. Here
+# each rank steps its own shard and sends the result, so all copies stay equal, although a part of the model was trained with
+# different settings. So the ranks compare their settings. Values computed by an optimizer (a counter, an estimated learning
+# rate) may depend on this rank's shards, so only arguments of the optimizer's constructor are compared.
 
 _PLAIN = (type(None), bool, int, float, str)
 _BINARY_FLOATS = 2
-"""Version of marshal's format in which equal values have equal bytes: later ones note which objects are the same."""
+"""Version of marshal's format in which equal values have equal bytes; later versions also encode object identity."""
 _DIGEST_BYTES = 4
 
 
 class SharedSettings:
-    """The settings of some optimizers' groups, and of the last clip.
+    """The settings of the optimizers' groups, and of the last clip.
 
     Attributes:
-        clip: what the last clip was asked for.
+        clip: (max_norm, norm_type) of the last clip; None before.
         edits: how often a script has edited sharded parameters in place, outside of forwards and contexts.
-        steps: optimizer steps taken. A rank takes one less if its script catches the error of a step that only this rank refused.
+        steps: number of optimizer steps. A rank counts one fewer if its script catches the error of a step refused on this
+            rank only.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
@@ -44,16 +45,16 @@ class SharedSettings:
         if values != self._known:
             self._known = values
             number = zlib.crc32(_packed(values)).to_bytes(_DIGEST_BYTES, "big")
-            # With the complement: whichever rank has the larger byte, the other one's complement is larger.
+            # Append the complement: whichever rank has the larger byte, the other one's complement is larger.
             self._digest = number + bytes(255 - byte for byte in number)
-        # Separately: the packed values are the same in most steps.
+        # The steps are appended separately, because the packed values stay the same in most steps.
         steps = self.steps & 255
         return self._digest + bytes((steps, 255 - steps))
 
     def facts(self) -> dict[str, str]:
-        """Returns the settings by name, as they were at the last `digest`."""
+        """Returns the settings by name, with their values at the last `digest`."""
         *of_groups, clip, edits = self._known
-        # First: a clip or a schedule may differ only because steps do.
+        # The steps first, because a clip or a schedule may differ only because of them.
         values, found = iter(of_groups), {"optimizer steps taken": repr(self.steps)}
         for index, (optimizer, names, _) in enumerate(self._read):
             for number, _ in enumerate(optimizer.param_groups):
@@ -66,7 +67,7 @@ class SharedSettings:
 
 
 def _reader_of(optimizer: torch.optim.Optimizer) -> tuple[list[str], Callable[[dict[str, Any]], Sequence[Any]]]:
-    """Returns the names of the compared settings, and what reads their values from a group."""
+    """Returns the names of the compared settings, and a function which reads their values from a group."""
     arguments = {name for kind in type(optimizer).__mro__ for name in _arguments_of(kind)}
     names = [
         name
@@ -74,7 +75,7 @@ def _reader_of(optimizer: torch.optim.Optimizer) -> tuple[list[str], Callable[[d
         if all(name in group and _is_readable(group[name]) for group in optimizer.param_groups)
     ]
     if len(names) < 2:
-        # `itemgetter` of one name returns no tuple.
+        # `itemgetter` with a single name does not return a tuple.
         return names, lambda group: tuple(group[name] for name in names)
     return names, itemgetter(*names)
 
@@ -85,7 +86,7 @@ def _arguments_of(kind: type) -> Sequence[str]:
 
 
 def _is_readable(value: Any) -> bool:
-    """Whether a value can be compared in each step: a tensor on an accelerator would make the host wait."""
+    """Whether a value can be compared in each step; a tensor on an accelerator would make the host wait."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and value.device.type == "cpu"
     return isinstance(value, _PLAIN) or (isinstance(value, tuple | list) and all(map(_is_readable, value)))
@@ -95,5 +96,5 @@ def _packed(values: list[Any]) -> bytes:
     try:
         return marshal.dumps(values, _BINARY_FLOATS)
     except ValueError:
-        # Numbers of numpy, tensors.
+        # numpy numbers and tensors.
         return repr(values).encode()

@@ -1,4 +1,4 @@
-"""`optimizer.state` for scripts that look up the state of a whole Parameter, of which this rank steps only a row."""
+"""`optimizer.state` for scripts which look up the state of a whole Parameter, although each rank steps only a shard."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Whole:
-    """The whole state of a parameter, as a script has it, and marks by which later edits of it or of the row are seen."""
+    """The whole state of a parameter as given to a script, and marks to detect later edits of this state or of the row's."""
 
     state: State
     marks: list[tuple[str, int, int]]
@@ -26,19 +26,19 @@ class _Whole:
 
 
 class StateByParameter(defaultdict[Any, State]):
-    """Maps rows to their state, as the optimizer's step uses them, and the model's Parameters to whole state.
+    """Maps row tensors to their state for the optimizer's step, and the model's Parameters to whole state.
 
-    A script finds state by the model's Parameters, for example to reset the moments of some neurons. `state[parameter]` gathers
-    the whole state, and the next forward, step or save cuts the script's edits to the ranks' rows. `parameter in state` and
-    `state[parameter]` are collective; `del` and assignment have to be made on all ranks, as under DDP. Walks over `items()` see
-    rows, and an edit of each element is right there, too.
+    Scripts look up state by the model's Parameters, for example to reset the moments of some neurons. `state[parameter]`
+    gathers the whole state, and the next forward, step or save cuts the script's edits to the ranks' rows. `parameter in
+    state` and `state[parameter]` are collective; `del` and assignment must be executed on all ranks, as under DDP. `items()`
+    yields only row tensors; elementwise edits of their state are correct, too.
 
     Args:
         state: row tensor → its state.
-        slots: parameter → slot, for the parameters that the optimizer does not step as they are.
-        holder: of the rows' state.
+        slots: parameter → slot, for all parameters stepped as rows.
+        holder: stores the rows' state.
         cut: (state value of a whole parameter, row) → this rank's part.
-        timeout_s: limit of the wait for the other ranks.
+        timeout_s: time limit for the other ranks.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StateByParameter(defaultdict[Any, State]):
         cut: Callable[[State, Row], State],
         timeout_s: float,
     ):
-        # A subclass of defaultdict with `__missing__`: look-ups of rows in a step stay in C.
+        # A subclass of defaultdict with `__missing__`, so look-ups of row tensors in a step stay in C.
         super().__init__(dict, state)
         self._slots = slots
         self._holder = holder
@@ -73,7 +73,8 @@ class StateByParameter(defaultdict[Any, State]):
         slot = self._slot_of(key)
         if slot is None:
             return False
-        # A rank without a row cannot know, and all ranks have to take the same branch of the script.
+        # Agreed over ranks, because a rank without a row does not know, and all ranks must choose the same branch of the
+        # script.
         transport = slot.bucket.group.transport
         transport.barrier("`parameter in optimizer.state`", self._timeout_s)
         has_any = slot.parameter in self._whole or bool(self._row_state(slot))
@@ -115,7 +116,7 @@ class StateByParameter(defaultdict[Any, State]):
         return defaultdict(dict, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles are plain: they belong to no engine.
+        # Copies and pickles are plain defaultdicts without an engine.
         return defaultdict, (dict,), None, None, iter(self.items())
 
     @property
@@ -124,10 +125,10 @@ class StateByParameter(defaultdict[Any, State]):
         return bool(self._whole)
 
     def take_edits(self) -> Iterator[tuple[Row, State]]:
-        """Yields each row whose whole state a script may have edited, with its new state, and forgets the whole state.
+        """Yields each row whose whole state a script may have edited, with its new state, and drops the whole state.
 
         Raises:
-            RuntimeError: the script has edited the row's state, too.
+            RuntimeError: the script has also edited the row's state.
         """
         whole, self._whole = self._whole, {}
         for parameter, found in whole.items():
@@ -141,12 +142,12 @@ class StateByParameter(defaultdict[Any, State]):
                     f"hf_zero: the state of {row.slot.name!r} was edited both as optimizer.state[parameter] and as a value of "
                     "optimizer.state. Use one of the two between steps."
                 )
-            # An edit through `.data` leaves no mark. So only an edit of the row keeps the whole state from being taken.
+            # An edit through `.data` leaves no mark, so use the whole state unless the row's state was edited.
             if not row_is_edited and (found.state or found.row_marks):
                 yield row, self._cut(found.state, row)
 
     def _slot_of(self, key: object) -> ParameterSlot | None:
-        # The state of an optimizer has keys of other kinds, too, some of which have no hash to look up.
+        # An optimizer's state may have keys of further kinds, some of which are not hashable.
         return self._slots.get(key) if isinstance(key, torch.Tensor) else None
 
     def _row_state(self, slot: ParameterSlot) -> State:
@@ -157,5 +158,5 @@ class StateByParameter(defaultdict[Any, State]):
 
 
 def _marks(state: State) -> list[tuple[str, int, int]]:
-    """(name, identity, version) of each value."""
+    """Returns (name, identity, version) of each value."""
     return [(name, id(value), value._version if torch.is_tensor(value) else 0) for name, value in state.items()]

@@ -12,7 +12,7 @@ from .set_ups import SetUp
 def candidates_of(
     job: Job, wanted: list[SetUp], machine: Machine, micro_batches: int, mixed_precision: str
 ) -> tuple[list[Candidate], list[str]]:
-    """Returns the possible set-ups with their needs, and the reasons against the others."""
+    """Returns the possible set-ups with their memory and step times, and the reasons against the remaining ones."""
     found, faults = [], []
     for each in wanted:
         try:

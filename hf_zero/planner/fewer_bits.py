@@ -15,18 +15,20 @@ _WAYS: tuple[Mapping[str, Any], ...] = (
     {"comm": {"gradients": "int8"}},
     {"comm": {"gradients": "int8", "weights": "int8"}},
 )
-"""Settings that send fewer bytes, the most exact first."""
+"""Settings which send fewer bytes, the most exact first."""
 
 _LEAST_BYTES_A_SECOND = 10e6
 """Rate of a slow home network. If fewer bits do not pay off at this rate, no limit is named."""
 
 
 def fewer_bits(settings: Mapping[str, Any], machine: Machine, timed: Timed) -> str:
-    """Returns a sentence on whether fewer bits pay off, with the estimates it rests on; "" if they cannot be tried.
+    """Returns a sentence on whether fewer bits pay off, with the underlying estimates; "" if they cannot be tried.
 
     Args:
-        settings: of the recommended set-up. Fewer bits need a stage above 0: for DDP and stage 0, the estimates are of stage 1.
-        machine: whose links carry the traffic.
+        settings: settings of the recommended set-up. Fewer bits need a stage above 0, so for DDP and stage 0 the estimates are
+            for stage 1.
+        machine: the machine with the links.
+        timed: estimates a step.
     """
     stage = {} if settings.get("stage") else {"stage": 1}
     settings = {**settings, **stage}

@@ -1,4 +1,4 @@
-"""The loss of a sentence-transformers Trainer as a module, so that its activations can be traced like a model's."""
+"""The loss of a sentence-transformers Trainer as a module whose activations can be traced like a model's."""
 
 import inspect
 import sys
@@ -16,19 +16,19 @@ from ..hooks.tensors import differentiable_tensors
 _TRAINERS = "sentence_transformers.base.trainer"
 _GATHERS = "sentence_transformers.util.distributed"
 _BESIDE_COLUMNS = ("dataset_name", "prompt", "task")
-"""Keys of a batch that a Trainer takes out before it collects the columns of texts."""
+"""Keys of a batch which a Trainer removes before collecting the columns of texts."""
 
 
 class TextLoss(nn.Module):
-    """Computes what the Trainer's `compute_loss` does with a batch: models of texts get a dict of each column's tokens.
+    """Computes a batch's loss like the Trainer's `compute_loss`: text models get a dict with each column's tokens.
 
-    The names of parameters are those that the engine has.
+    Parameters have the same names as in the engine.
 
     Args:
-        trained: the module with all parameters that are trained (`joined`).
-        trainer: of sentence-transformers.
-        world_size: ranks whose negatives a loss may gather.
-        only_encodes: leave the loss out, and read each column once. Some losses need values.
+        trained: the module with all trained parameters (`joined`).
+        trainer: a Trainer of sentence-transformers.
+        world_size: number of ranks whose negatives a loss may gather.
+        only_encodes: omit the loss and read each column once, because some losses need values.
     """
 
     def __init__(self, trained: nn.Module, trainer: Any, world_size: int, *, only_encodes: bool = False):
@@ -79,7 +79,7 @@ class TextLoss(nn.Module):
 
 
 def text_trainer(trainer: Any) -> bool:
-    """Whether a Trainer is one of sentence-transformers that has its loss."""
+    """Whether this is a Trainer of sentence-transformers with a loss."""
     module = sys.modules.get(_TRAINERS)
     return module is not None and isinstance(trainer, module.BaseTrainer) and hasattr(trainer, "loss")
 
