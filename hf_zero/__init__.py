@@ -24,7 +24,7 @@ if sys.platform == "darwin":
 
 _HOME_OF = {
     "ConfigError": "config",
-    "GradScaler": "optimizer.loss_scale",
+    "GradScaler": "engine.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
     "engine_of": "integrations.gathered",
@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from .diagnose.parity import parity
     from .diagnose.rescue import Rescue
     from .engine.engine import ZeroEngine
+    from .engine.loss_scale import GradScaler
     from .foreign.migrate import migrate
     from .integrations.arguments import ZeroCallback, ZeroTrainingArguments, with_zero
     from .integrations.elastic import last_good_state, same_global_batch
@@ -90,7 +91,6 @@ if TYPE_CHECKING:
     from .integrations.model_parallel import parallel_config
     from .integrations.notebook import launch
     from .integrations.plugin import ZeroPlugin
-    from .optimizer.loss_scale import GradScaler
     from .planner.planner import make_plan
     from .report.recorder import RunRecorder
 

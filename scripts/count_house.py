@@ -33,6 +33,7 @@ from ranks import run_ranks  # noqa: E402
 
 SLACK = 1.03
 PACKAGE = ROOT / "hf_zero"
+ENGINE = ("engine", "stage3", "step")
 FSDP = Path(inspect.getfile(fsdp)).parent
 
 AIMS = {
@@ -44,8 +45,8 @@ AIMS = {
     "share of the two, stage 3 (%)": 30,
     "files with four or more titles": 0,
     "lines of these files": 0,
-    "Callable parameters in engine/": 20,
-    "attribute chains of four or more in engine/": 15,
+    "Callable parameters of the engine": 20,
+    "attribute chains of four or more of the engine": 15,
     "first lines of docstrings with a pronoun (%)": 12,
     "comments with a pronoun (%)": 12,
     "core: lines": 33_000,
@@ -59,8 +60,8 @@ AIMS = {
 
 LAST = {
     "files with four or more titles": 26,
-    "Callable parameters in engine/": 39,
-    "attribute chains of four or more in engine/": 29,
+    "Callable parameters of the engine": 51,
+    "attribute chains of four or more of the engine": 34,
     "first lines of docstrings with a pronoun (%)": 35,
     "comments with a pronoun (%)": 45,
     "levels of folders": 2,
@@ -86,7 +87,7 @@ def count_files() -> dict[str, int]:
     return {
         "files with four or more titles": len(titled),
         "lines of these files": lines_of(titled),
-        **count_flow([path for name, path in sources.items() if name.startswith("engine/")]),
+        **count_flow([path for name, path in sources.items() if name.split("/")[0] in ENGINE]),
         **count_pronouns(list(sources.values())),
         "core: lines": lines_of(core),
         "extras: lines": lines_of(list(sources.values())) - lines_of(core),
@@ -109,8 +110,8 @@ def count_flow(paths: list[Path]) -> dict[str, int]:
         chains += node not in inner and len(names) > 4
         inner.update(names)
     return {
-        "Callable parameters in engine/": sum("Callable" in ast.unparse(each) for each in annotations),
-        "attribute chains of four or more in engine/": chains,
+        "Callable parameters of the engine": sum("Callable" in ast.unparse(each) for each in annotations),
+        "attribute chains of four or more of the engine": chains,
     }
 
 
@@ -290,8 +291,10 @@ def count_fsdp2() -> dict[str, int]:
         **count_step("fsdp2", FSDP, "3"),
         **count_pronouns(paths),
         "files with four or more titles": 0,
-        "Callable parameters in engine/": count_flow(paths)["Callable parameters in engine/"],
-        "attribute chains of four or more in engine/": count_flow(paths)["attribute chains of four or more in engine/"],
+        "Callable parameters of the engine": count_flow(paths)["Callable parameters of the engine"],
+        "attribute chains of four or more of the engine": count_flow(paths)[
+            "attribute chains of four or more of the engine"
+        ],
         "core: lines": lines_of(paths),
         "levels of folders": 2,
         "interfaces (ABC, Protocol)": interfaces_of(paths),

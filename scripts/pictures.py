@@ -290,7 +290,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 
 
 def module_name(path: Path) -> str:
-    """`hf_zero.engine.units` of its `__init__.py`, `hf_zero.engine.schedule` of schedule.py there."""
+    """`hf_zero.stage3` of its `__init__.py`, `hf_zero.stage3.unsharding` of unsharding.py there."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -309,7 +309,6 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 _CELL, _NAMES = 26, 160
-_RED = "#c5221f"
 
 
 def imports_of_rooms() -> dict[str, set[str]]:
@@ -324,23 +323,37 @@ def imports_of_rooms() -> dict[str, set[str]]:
             found = {name[1] for name in names if name[0] == PACKAGE.name and len(name) > 1}
             imports.setdefault(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), set()).update(found)
     ordered: dict[str, set[str]] = {}
-    # By the longest chain of imports below each; those in a circle come last.
+    # By the longest chain of imports below each folder. Folders that import each other follow one another.
     while left := {name: (found & imports.keys()) - {name} for name, found in imports.items() if name not in ordered}:
-        free = [name for name, found in left.items() if not found & left.keys()] or list(left)
+        below = {name: _reached_from(name, left) for name in left}
+        fewest = min(map(len, below.values()))
+        free = [name for name, reached in below.items() if len(reached) == fewest]
         ordered |= {name: left[name] for name in sorted(free)}
     return ordered
 
 
+def _reached_from(name: str, imports: dict[str, set[str]]) -> set[str]:
+    """A folder, and all folders of `imports` that it imports directly or through others."""
+    reached: set[str] = set()
+    waiting = [name]
+    while waiting:
+        each = waiting.pop()
+        if each in imports and each not in reached:
+            reached.add(each)
+            waiting += imports[each]
+    return reached
+
+
 def draw_rooms() -> str:
-    """A table of rooms against rooms, with a dot where the row imports the column: red where that makes a circle."""
+    """A table of rooms against rooms, with a dot if the row imports the column: orange if each imports the other."""
     rooms = imports_of_rooms()
     # Room for the longest name, which runs upwards.
     top = 90 + 6 * max(map(len, rooms))
     end = _NAMES + _CELL * len(rooms), top + _CELL * len(rooms)
-    picture = Picture(max(end[0] + 40, 560), end[1] + 20, f"Rooms of {PACKAGE.name} and their imports")
+    picture = Picture(max(end[0] + 40, 640), end[1] + 20, f"Rooms of {PACKAGE.name} and their imports")
     picture.words(20, 28, f"{PACKAGE.name}/: who imports whom", 15, bold=True)
     picture.words(20, 48, "A dot: the room in the row imports the room in the column.", colour=GREY)
-    picture.words(20, 66, "Below the diagonal: imports go up the list, and never in circles.", colour=GREY)
+    picture.words(20, 66, "Blue: up the list. Orange: folders of one layer that import each other.", colour=GREY)
     for place, (name, imports) in enumerate(rooms.items()):
         x, y, is_folder = _NAMES + _CELL * place, top + _CELL * place, (PACKAGE / name).is_dir()
         picture.words(20, y + 18, f"{name}/" if is_folder else f"{name}.py", bold=is_folder)
@@ -349,6 +362,6 @@ def draw_rooms() -> str:
             picture.box(_NAMES + _CELL * other, y, _CELL, _CELL, GREY if other == place else PALE)
         for other, imported in enumerate(rooms):
             if imported in imports:
-                picture.dot(_NAMES + _CELL * (other + 0.5), y + _CELL / 2, BLUE if other < place else _RED)
+                picture.dot(_NAMES + _CELL * (other + 0.5), y + _CELL / 2, BLUE if other < place else ORANGE)
     picture.line([(_NAMES, top), end], colour=DARK)
     return picture.text()

@@ -23,7 +23,7 @@ def rendezvous(
     --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0.
     """
     # Import here: torch takes seconds to import, and the other commands do not need it.
-    from ..comm.store import PORT, keep_store
+    from ..presence.store import PORT, keep_store
 
     with said_plainly():
         try:

@@ -3,11 +3,11 @@
 import torch
 
 from ..device import clock
+from ..presence.watchdog import watch_over
 from .groups import Groups
 from .ledger import Ledger
 from .point_to_point import PointToPointTransport
 from .transport import CollectiveTransport, DataParallelGroup, LocalTransport, Transport
-from .watchdog import watch_over
 
 
 def choose_transport(groups: Groups, device: torch.device, timeout_s: float, ledger: Ledger | None = None) -> Transport:

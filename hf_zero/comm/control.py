@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .arrivals import CommunicationError, PeerFailure
+from ..presence.arrivals import CommunicationError, PeerFailure
+from ..presence.rank_state import script_line
 from .collective_log import first_line
 from .groups import Groups
 from .ledger import Watch
 from .profiler_ranges import hidden_from_profiler
-from .rank_state import script_line
 
 # ---- A check of the order of gathers, which a device backend does not check ----
 #

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from ..config import AUTO, CommConfig, ConfigError
 from ..hooks.replaced import replaced
-from .arrivals import CommunicationError, await_all_ranks, ended_ranks, in_words
+from ..presence.arrivals import CommunicationError, await_all_ranks, ended_ranks, in_words
 
 # ---- Process groups used only by engines ----
 #

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..device import Moment, clock
-from .arrivals import CommunicationError
+from ..presence.arrivals import CommunicationError
+from ..presence.rank_state import ScriptCollective, script_line
 from .collective_log import ENDED, CollectiveLog, first_line
-from .rank_state import ScriptCollective, script_line
 
 _Result = TypeVar("_Result")
 

@@ -14,13 +14,13 @@ from torch.autograd import profiler
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from ..device import SideQueue
+from ..presence.store_barrier import StoreBarrier, call_of
+from ..presence.watchdog import Watchdog, watch_over
 from .collective_log import ENDED
 from .control import GatherOrder, control_of, rounds
 from .groups import Groups, RankGroup
 from .ledger import Label, Ledger, Wait, Watch
 from .profiler_ranges import hidden_from_profiler, shown
-from .store_barrier import StoreBarrier, call_of
-from .watchdog import Watchdog, watch_over
 from .wire_sums import WireSums
 
 # ---- The interface of a transport, and its handles ----

@@ -22,7 +22,7 @@ from ..comm.model_copies import ModelCopies
 from ..config import AUTO, ConfigLike, ZeroConfig
 from ..engine.engine import ZeroEngine
 from ..engine.split_model import SplitModel, is_dtensor
-from ..optimizer.sharded_optimizer import engine_stepped_by, whole_parameters
+from ..step.sharded_optimizer import engine_stepped_by, whole_parameters
 from .parity_report import Facts, ParityReport, Recording, compare, repeats, write_facts, write_tensors, write_trace
 
 # ---- Split models trained without the engine, with a plain all-reduce ----

@@ -1,4 +1,4 @@
-"""One training step: gradients into buckets, buckets over the ranks, the optimizer over shards, parameters back."""
+"""Builds an engine from a model and its optimizers, and reads and writes its state."""
 
 from ..versions import refuse_old_libraries
 

@@ -35,6 +35,11 @@ from ..optimizer.places import Places
 from ..optimizer.replicas import ReplicaCheck
 from ..optimizer.shared_settings import SharedSettings
 from ..optimizer.trial import Finding
+from ..stage3.sharded_model import ShardedModel
+from ..stage3.unit import Unit
+from ..stage3.unsharding import Unsharding
+from ..step.collectives import ParameterGather, Wire, choose_wire
+from ..step.norm import GradientNorm, NonFiniteCheck, choose_norm
 from .bucketing import (
     BucketBuilder,
     Division,
@@ -47,14 +52,9 @@ from .bucketing import (
     shards_parameters,
 )
 from .buffers import ModelBuffers, broadcast_buffers, has_buffers, ignored_parameters, place_buffers
-from .collectives import ParameterGather, Wire, choose_wire
 from .models import models_in
-from .norm import GradientNorm, NonFiniteCheck, choose_norm
 from .parameter_places import ExactWeights, ParameterPlaces
-from .schedule import Unsharding
-from .sharded_model import ShardedModel
 from .split_model import CopyChecks, Mesh, SplitModel
-from .unit import Unit
 
 # ---- The tier's part in building an engine: room for the state, and its holder ----
 

@@ -33,8 +33,8 @@ from ..offload.choice import Placement
 from ..offload.shards import ParameterTier
 from ..optimizer.scope import find_scope, keeps_intact, refuse_wrapper
 from ..optimizer.trial import UpdateScope
+from ..step.collectives import Wire
 from .buffers import ignored_by_ddp, ignored_parameters
-from .collectives import Wire
 from .compiled import compiles_itself
 from .models import Models, is_outside, named_models_in
 from .split_model import Mesh, SplitModel

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..hooks.replaced import AfterImport
-from ..optimizer.sharded_optimizer import sharded_of
+from ..step.sharded_optimizer import sharded_of
 
 _HELPERS = "torch.distributed.checkpoint.state_dict"
 

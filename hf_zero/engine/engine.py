@@ -11,27 +11,27 @@ from torch import nn
 
 from ..buckets.bucket import rows_with_gradient
 from ..buckets.sharded import widen
-from ..comm.error_hook import ErrorHook
 from ..comm.ledger import Label
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..hooks.weak import attach, detach
 from ..layout.intervals import Interval
 from ..optimizer.full_state import full_gradient, full_master, full_state, slot_of
-from ..optimizer.loss_scale import agree_on_overflows
-from ..optimizer.sharded_optimizer import RowStates, ShardedOptimizer, whole_parameters
-from ..optimizer.state_rows import on_host, resize_whole, state_of
+from ..presence.error_hook import ErrorHook
+from ..stage3.gathered import IN_GATHERED, parameters_in, put_back
+from ..step.backward import never_asked
+from ..step.sharded_optimizer import RowStates, ShardedOptimizer, whole_parameters
+from ..step.training_step import TrainingStep, rank_allocations
 from .assemble import Parts, assemble
-from .backward import never_asked
 from .buffers import broadcast_buffers, ignored_parameters
 from .dcp_helpers import support_dcp_helpers
-from .gathered import IN_GATHERED, parameters_in, put_back
+from .loss_scale import agree_on_overflows
 from .models import is_outside, joined
 from .parameter_places import FreezesInForward, frozen
 from .report_tables import CommReport, MemoryReport
 from .reports import DtypeReport, report_dtypes, report_memory
 from .split_model import whole_tensors
 from .state import EngineState
-from .training_step import TrainingStep, rank_allocations
+from .state_rows import on_host, resize_whole, state_of
 
 # ---- The engine: one object that trains one model with sharded state. The only file that knows all of engine/ ----
 

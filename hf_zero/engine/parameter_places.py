@@ -15,8 +15,8 @@ from ..hooks.guards import look_only
 from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook
 from ..optimizer.holder import StateHolder
+from ..step.collectives import Gather
 from .buffers import ignored_parameters
-from .collectives import Gather
 from .compiled import is_compiled
 
 # ---- A model that is only evaluated: its parameters get no gradients, whatever their `requires_grad` says ----

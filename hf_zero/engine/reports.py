@@ -13,11 +13,11 @@ from ..device import peak_bytes
 from ..layout.blocks import is_in_blocks
 from ..optimizer.bucket_state import flat_state, state_kinds
 from ..optimizer.holder import StateHolder
-from ..optimizer.sharded_optimizer import ShardedOptimizer
-from ..optimizer.state_rows import state_of
+from ..stage3.sharded_model import ShardedModel
+from ..step.sharded_optimizer import ShardedOptimizer
 from .assemble import Parts
 from .report_tables import IN_FILES, MemoryReport, MemoryRow, TrafficReport, render
-from .sharded_model import ShardedModel
+from .state_rows import state_of
 
 # ---- Bytes that this rank holds, by kind, counted from the tensors themselves ----
 

@@ -16,11 +16,11 @@ from ..comm.transport import DataParallelGroup
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import state_itemsizes
-from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer
-from ..optimizer.state_rows import fill_rows, state_rows, state_scalars
+from ..step.sharded_optimizer import RowWrites, ShardedOptimizer
 from .assemble import Parts
 from .models import is_outside
 from .split_model import read_part
+from .state_rows import fill_rows, state_rows, state_scalars
 
 # ---- This rank's part of the model's weights, for sharded checkpoints: each element is on exactly one rank ----
 

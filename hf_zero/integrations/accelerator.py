@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from ..buckets.precision import for_evaluation, is_loaded, resolve_casts
 from ..checkpoint.commit import put_back
 from ..checkpoint.manifest import Manifest
-from ..comm.error_hook import naming_lost_ranks
 from ..config import ConfigError, ZeroConfig
 from ..device import ask_for
 from ..engine.bucketing import refuse_other_engines
@@ -28,7 +27,8 @@ from ..extras import extra, is_installed
 from ..hooks.tensors import reaches_no_parameter
 from ..hooks.weak import EngineReference, WeakHook, engine_attached_to
 from ..optimizer.scope import refuse_wrapper
-from ..optimizer.sharded_optimizer import engine_stepped_by, whole_parameters
+from ..presence.error_hook import naming_lost_ranks
+from ..step.sharded_optimizer import engine_stepped_by, whole_parameters
 from .accelerator_parts import (
     add_no_sync,
     cut_sequences,

@@ -28,11 +28,11 @@ from ..comm.all_or_none import exchange_between_ranks
 from ..config import AUTO, ConfigError
 from ..engine.assemble import refuse_disagreement
 from ..engine.engine import ZeroEngine
+from ..engine.loss_scale import GradScaler, scale_over_shards
 from ..extras import extra
 from ..hooks.guards import mix_in
 from ..hooks.weak import engine_attached_to
-from ..optimizer.loss_scale import GradScaler, scale_over_shards
-from ..optimizer.sharded_optimizer import engine_stepped_by
+from ..step.sharded_optimizer import engine_stepped_by
 from .environment import find_in_callers
 from .state_io import ZERO_FOLDER, state_bytes
 

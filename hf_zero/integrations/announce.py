@@ -20,8 +20,6 @@ from ..buckets.bucket import Bucket
 from ..buckets.memory import GatheredMemory
 from ..buckets.packed import bytes_beside
 from ..checkpoint.files import in_one_line
-from ..comm.arrivals import CommunicationError, leave_together, register_process
-from ..comm.error_hook import ErrorHook
 from ..comm.groups import keeps_launch_order
 from ..config import ConfigError, ZeroConfig
 from ..device import available_host_bytes, in_units
@@ -34,6 +32,8 @@ from ..forecast.peak import AtStart, Forecast
 from ..forecast.state import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
 from ..optimizer.bucket_state import is_of_torch, unsaved_state
 from ..optimizer.trial import UpdateScope
+from ..presence.arrivals import CommunicationError, leave_together, register_process
+from ..presence.error_hook import ErrorHook
 from .environment import trainer_in_callers
 
 # ---- The number of samples per step on all ranks together, which changes with the number of ranks ----

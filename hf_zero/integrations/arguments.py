@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..comm.error_hook import ErrorHook
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut
 from ..config.zero import differences
+from ..presence.error_hook import ErrorHook
 from .accelerator import ZeroAcceleratorMixin
 from .environment import find_in_callers, refuse_engines_of_the_launch
 from .plugin import ZeroPlugin

@@ -74,7 +74,7 @@ class StepWatch:
         # The hook stays registered when done, because torch is iterating over its hooks at this moment.
         if not self._is_done:
             # Imported here, so importing hf_zero does not import the engine.
-            from ..optimizer.sharded_optimizer import engine_stepped_by
+            from ..step.sharded_optimizer import engine_stepped_by
 
             # Mark as done first: if `judge` raises, the user has seen the error, and a notebook may go on.
             self._is_done = True

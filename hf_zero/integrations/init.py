@@ -17,7 +17,6 @@ from ..checkpoint.commit import on_all_ranks
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.reader import SavedBlock, mapped_tensors, read_blocks
 from ..checkpoint.structure import is_foreign
-from ..comm.error_hook import ErrorHook
 from ..config import ZeroConfig
 from ..engine.assemble import FILES_ATTRIBUTE
 from ..engine.engine import ZeroEngine
@@ -26,6 +25,7 @@ from ..extras import extra
 from ..hooks.replaced import replaced
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
+from ..presence.error_hook import ErrorHook
 from .saved_weights import (
     FileBlock,
     blocks_in_files,

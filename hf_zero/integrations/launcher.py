@@ -16,13 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ..comm.groups import interfaces
-from ..comm.store import LOOPBACK, LoopbackStore
 from ..config import ConfigError, ZeroConfig
 from ..config.checks import read_yaml, shown
 from ..config.zero import changed
 from ..device import accelerators
 from ..extras import extra
 from ..hooks.replaced import replaced
+from ..presence.store import LOOPBACK, LoopbackStore
 
 # ---- The words after `-m hf_zero.run`: the config, the script, and the script's own arguments ----
 

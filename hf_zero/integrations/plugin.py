@@ -11,11 +11,11 @@ from accelerate.state import AcceleratorState, is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buckets.precision import check_cast_owner
-from ..comm.error_hook import ErrorHook
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
 from ..config.zero import changed
 from ..hooks.guards import mix_in
+from ..presence.error_hook import ErrorHook
 from .accelerator import ZeroAcceleratorMixin
 from .accelerator_parts import mesh_of_batches
 from .announce import end_cleanly

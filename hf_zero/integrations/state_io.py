@@ -28,7 +28,7 @@ from ..engine.state import EngineState, SavedState
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from ..optimizer.bucket_state import state_names
-from ..optimizer.sharded_optimizer import SHARD_MARK
+from ..step.sharded_optimizer import SHARD_MARK
 
 AFTER_A_FAILED_LOAD = "Nothing was trained; resume from another checkpoint."
 

@@ -26,15 +26,15 @@ from ..checkpoint.manifest import Manifest
 from ..checkpoint.reader import load_tensors
 from ..checkpoint.structure import is_foreign
 from ..comm.all_or_none import exchange_between_ranks
-from ..comm.error_hook import naming_lost_ranks
 from ..comm.groups import set_limit
 from ..engine.engine import ZeroEngine
-from ..engine.sharded_model import computing_in
 from ..engine.split_model import is_dtensor
 from ..extras import extra
 from ..hooks.guards import mix_in
 from ..hooks.replaced import replaced
 from ..hooks.weak import engine_attached_to
+from ..presence.error_hook import naming_lost_ranks
+from ..stage3.sharded_model import computing_in
 from .accelerator import ZeroAcceleratorMixin
 from .accelerator_parts import refuse_other_arguments
 from .gathered import gathered

@@ -30,13 +30,13 @@ from ..checkpoint.manifest import WEIGHTS, Manifest, SavedWeight, new_save
 from ..checkpoint.structure import newest_first, step_of
 from ..checkpoint.writer import LivePieces, Piece, dtype_name, edited_while_written, is_small, lay_out, write_live
 from ..comm.all_or_none import Exchange
-from ..comm.arrivals import CommunicationError
-from ..comm.store_exchange import StoreExchange
 from ..device import free_bytes
 from ..engine.engine import ZeroEngine
 from ..hooks.replaced import replaced
 from ..hooks.weak import WeakHook
 from ..layout.intervals import Interval
+from ..presence.arrivals import CommunicationError
+from ..presence.store_exchange import StoreExchange
 from .elastic import DataPosition
 from .model_parallel import as_if_whole
 from .resume import disks_apart, share_output_dir

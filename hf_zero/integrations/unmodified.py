@@ -9,9 +9,9 @@ from functools import wraps
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..comm.error_hook import write_error_file
 from ..config import ConfigError, ZeroConfig
 from ..hooks.replaced import AfterImport, replaced
+from ..presence.error_hook import write_error_file
 from .environment import RunRecord
 from .launcher import ScriptCall, script_call
 
@@ -208,7 +208,7 @@ def _say_and_end(error: BaseException) -> None:
     """Prints an error as Python does, starting at the script's first frame, and exits with status 1."""
     if isinstance(error, ConfigError):
         # Imported here because it imports torch, and the script decides when to import torch.
-        from ..comm.error_hook import ErrorHook
+        from ..presence.error_hook import ErrorHook
 
         ErrorHook.installed()
     trace = _of_the_script(error.__traceback__)

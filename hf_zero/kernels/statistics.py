@@ -11,7 +11,7 @@ import torch
 from ..arithmetic.flat import FLOAT_DTYPES, ceil_div, check_flat, runs_triton
 from ..arithmetic.sums import PART_NUMEL, sum_of_squares
 from ..buckets.bucket import TENSOR_OF, Row, have_gradients, runs_of
-from ..engine.norm import NORM_LABEL, GradientNorm, Measured
+from ..step.norm import NORM_LABEL, GradientNorm, Measured
 from .base import check_scalar, kernel
 
 if TYPE_CHECKING:

@@ -40,9 +40,9 @@ from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.memory import UnshardedMemory
 from ..buckets.rows import MASTER
 from ..buckets.sharded import ClippedGradient
-from ..comm.arrivals import in_words
 from ..comm.transport import Transport
 from ..comm.wire_sums import WireSums
+from ..presence.arrivals import in_words
 from .holder import StateHolder
 
 _LISTED = 8

@@ -12,8 +12,8 @@ from ..comm.groups import Groups
 from ..comm.ledger import Label
 from ..comm.transport import DataParallelGroup, Handle, StepsInOrder
 from ..config import CommConfig
-from ..engine.collectives import Reduction
 from ..layout.intervals import Interval
+from ..step.collectives import Reduction
 from .block_collectives import all_gather_blocks, reduce_scatter_blocks
 from .quantise import BlockFormat
 from .residuals import BETWEEN, OF_SUMS, Residuals

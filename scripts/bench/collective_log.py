@@ -19,9 +19,9 @@ from engines import ENGINES, MAX_NORM, Classifier, adamw_arguments
 from harness import Clocks, on_ranks, print_table, read_options
 
 from hf_zero import engine_of
-from hf_zero.comm.diagnosis import ScriptCall
 from hf_zero.comm.ledger import Label, Ledger
-from hf_zero.comm.rank_state import script_frame
+from hf_zero.presence.diagnosis import ScriptCall
+from hf_zero.presence.rank_state import script_frame
 
 MOST_SHARE = 0.005
 LOOKS_A_SECOND = 2

@@ -28,7 +28,7 @@ from harness import ROOT, bytes_from_disk, print_table, read_options, write_reco
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainerCallback
 
 from hf_zero import ZeroTrainingArguments
-from hf_zero.comm.store import keep_store
+from hf_zero.presence.store import keep_store
 
 RENDEZVOUS = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 LIMIT_S = 600.0

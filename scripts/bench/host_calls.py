@@ -185,16 +185,16 @@ def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rou
     os.environ["TRITON_INTERPRET"] = "1"
     # Imported here: what they are replaced by lasts as long as this process.
     import hf_zero.buckets.memory
-    import hf_zero.engine.gradient_store
+    import hf_zero.step.gradient_store
     from hf_zero import device
-    from hf_zero.engine.norm import NonFiniteCheck
     from hf_zero.kernels.base import Kernel
+    from hf_zero.step.norm import NonFiniteCheck
 
     launches: Counter[str] = Counter()
     Kernel._launch = lambda *_arguments, **_constants: launches.update(("launch",))
     # Kernels and the fake group write nothing, so a norm is what its memory held before, at times a NaN.
     NonFiniteCheck.found = lambda *_: None
-    for module in (hf_zero.buckets.memory, hf_zero.engine.gradient_store):
+    for module in (hf_zero.buckets.memory, hf_zero.step.gradient_store):
         module.reserve = lambda numel, dtype, where, kept, apart=False: device.ResizedReservation(
             numel, dtype, kept, where
         )

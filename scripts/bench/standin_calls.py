@@ -70,7 +70,7 @@ def kind_of(entry: tuple[Any, ...]) -> str | None:
 
 def where_of(entry: tuple[Any, ...]) -> str:
     """Names the innermost functions of the package, without their lines, so that edits elsewhere in a file change nothing."""
-    # As "engine/norm.py:81 _norm < engine/norm.py:60 measure".
+    # As "step/norm.py:81 _norm < step/norm.py:60 measure".
     frames = [frame.split() for frame in entry[6].split(" < ")] if entry[6] else []
     return " < ".join(f"{place.partition(':')[0]} {function}" for place, function in frames[:FRAMES]) or SCRIPT
 

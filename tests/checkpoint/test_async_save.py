@@ -26,9 +26,9 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.checkpoint.writer import BUFFERS, LivePieces, Piece, lay_out, write_all
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.integrations import trainer_saves
 from hf_zero.integrations.state_io import plan_state
-from hf_zero.optimizer.loss_scale import GradScaler
 
 pytestmark = pytest.mark.timeout(150)
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}

@@ -25,9 +25,9 @@ from transformers import Trainer
 
 import hf_zero
 from hf_zero import gathered
-from hf_zero.comm.arrivals import CommunicationError, RankProcess, leave_together
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.presence.arrivals import CommunicationError, RankProcess, leave_together
 
 pytestmark = pytest.mark.timeout(180)
 TIMEOUT_S = 3.0

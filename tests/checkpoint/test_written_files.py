@@ -60,8 +60,8 @@ WRITES = {
     ("integrations/drawing.py", "write_png", "figure.savefig"): GIVEN,
     # Runs, and comparisons of runs.
     ("cli/migrate.py", "migrate", "write.open"): NEW,
-    ("comm/error_hook.py", "write_error_file", "json.dump"): GIVEN,
-    ("comm/error_hook.py", "write_error_file", "open"): NEW,
+    ("presence/error_hook.py", "write_error_file", "json.dump"): GIVEN,
+    ("presence/error_hook.py", "write_error_file", "open"): NEW,
     ("diagnose/links.py", "_run", "open"): OWN_FOLDER,
     ("diagnose/software.py", "_can_write_below", "tempfile.TemporaryFile"): NEW,
     ("diagnose/disk.py", "_write", "os.open"): NEW,

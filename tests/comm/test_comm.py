@@ -32,22 +32,22 @@ from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
 
 from hf_zero.arithmetic.sums import sum_in_rank_order, sum_of_squares
-from hf_zero.comm import arrivals
 from hf_zero.comm import groups as own_groups
 from hf_zero.comm.all_or_none import all_or_none, all_results_or_none, raise_on_all
-from hf_zero.comm.arrivals import CommunicationError, RankProcess
 from hf_zero.comm.control import Control, GatherOrder, rounds
 from hf_zero.comm.groups import Groups, RankGroup, urgent_options
 from hf_zero.comm.ledger import Label, Ledger, Watch
 from hf_zero.comm.point_to_point import PointToPointTransport
-from hf_zero.comm.store_barrier import StoreBarrier
-from hf_zero.comm.store_exchange import StoreExchange
 from hf_zero.comm.transport import CollectiveTransport, Handle, StepsInOrder
-from hf_zero.comm.watchdog import Watchdog
 from hf_zero.config import CommConfig
 from hf_zero.device import SideQueue, queue_end
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.optimizer.shared_settings import SharedSettings
+from hf_zero.presence import arrivals
+from hf_zero.presence.arrivals import CommunicationError, RankProcess
+from hf_zero.presence.store_barrier import StoreBarrier
+from hf_zero.presence.store_exchange import StoreExchange
+from hf_zero.presence.watchdog import Watchdog
 
 pytestmark = pytest.mark.timeout(120)
 LABEL = Label(kind="reduce-scatter gradients", subject="bucket 0")
@@ -597,7 +597,7 @@ def test_a_meeting_without_a_store_is_an_error_that_says_so(rank, world_size):
     if rank == 1:
         store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
     groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
-    with mock.patch("hf_zero.comm.store._get_default_store", lambda: store):
+    with mock.patch("hf_zero.presence.store._get_default_store", lambda: store):
         watchdog = Watchdog(rank, world_size, "test")
     barrier = StoreBarrier(groups.world, watchdog, "test")
     barrier.wait("the first meeting", 20)
@@ -649,7 +649,7 @@ class QuietStore:
 @pytest.fixture(params=["clone", "set", "check", "get"])
 def quiet_store(request):
     is_over = threading.Event()
-    with mock.patch("hf_zero.comm.store._get_default_store", lambda: QuietStore(request.param, is_over)):
+    with mock.patch("hf_zero.presence.store._get_default_store", lambda: QuietStore(request.param, is_over)):
         yield
         is_over.set()
 

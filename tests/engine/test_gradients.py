@@ -23,12 +23,12 @@ from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
 from hf_zero.buckets.sharded import ShardedGradientError
 from hf_zero.comm.collective_log import ENDED, LABEL, STARTED
-from hf_zero.engine.collectives import ReplicatedReduction
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.norm import NonFiniteGradientError
 from hf_zero.hooks.weak import engine_attached_to
 from hf_zero.integrations.announce import state_plan
 from hf_zero.layout import gradient_buffers
+from hf_zero.step.collectives import ReplicatedReduction
+from hf_zero.step.norm import NonFiniteGradientError
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.buckets.sharded import ShardedGradient
-from hf_zero.engine.backward import _Filling
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.layout.gradient_buffers import GRAD_BUFFERS
+from hf_zero.step.backward import _Filling
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 8

@@ -19,11 +19,11 @@ from hf_zero.checkpoint.files import CheckpointError
 from hf_zero.checkpoint.structure import checkpoint_faults
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.state_rows import put_state_back
 from hf_zero.integrations.announce import announce
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine, load_state
 from hf_zero.integrations.trainer_parts import open_plain
 from hf_zero.optimizer.scope import find_scope, keeps_intact, refuse_wrapper
-from hf_zero.optimizer.state_rows import put_state_back
 from hf_zero.optimizer.trial import UpdateScope
 
 pytestmark = pytest.mark.timeout(180)

@@ -39,12 +39,12 @@ from training import bert, bert_batch, gpt2, gpt2_batch
 from transformers import Trainer, get_linear_schedule_with_warmup
 
 from hf_zero import ConfigError, ZeroPlugin, engine_of
-from hf_zero.comm.error_hook import ERROR_FILE_VARIABLE
 from hf_zero.comm.groups import _LAUNCHED_RANKS
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.hooks.guards import mix_in
 from hf_zero.hooks.tensors import tensors_in
 from hf_zero.integrations.environment import _processes_on
+from hf_zero.presence.error_hook import ERROR_FILE_VARIABLE
 from hf_zero.versions import is_older
 
 pytestmark = pytest.mark.timeout(180)

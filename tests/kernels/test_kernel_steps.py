@@ -45,11 +45,11 @@ from hf_zero.arithmetic.flat import has_triton, runs_triton, uses_kernels
 from hf_zero.buckets.bucket import Bucket, runs_of
 from hf_zero.buckets.rows import MASTER
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.norm import NonFiniteGradientError
+from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.integrations.state_io import load_engine
 from hf_zero.kernels import statistics
 from hf_zero.kernels.bucket_steps import KernelStep, form_of
-from hf_zero.optimizer.loss_scale import GradScaler
+from hf_zero.step.norm import NonFiniteGradientError
 
 pytestmark = pytest.mark.timeout(180)
 

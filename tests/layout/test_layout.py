@@ -12,7 +12,6 @@ from torch import nn
 from hf_zero.buckets.precision import choose_sizes, cost_of
 from hf_zero.comm.groups import Groups, RankGroup
 from hf_zero.config import ZeroConfig
-from hf_zero.engine.gradient_store import BufferPool
 from hf_zero.layout.blocks import BLOCK_NUMEL, IN_BLOCKS
 from hf_zero.layout.boxes import Box
 from hf_zero.layout.buckets import SHARD_ALIGN_NUMEL, SLOT_ALIGN_NUMEL, ParameterSpec, plan_buckets, rows_of_shard
@@ -20,6 +19,7 @@ from hf_zero.layout.gradient_buffers import pool_growth, pool_numel
 from hf_zero.layout.intervals import Interval, doubly_covered, even_cuts, uncovered
 from hf_zero.layout.pieces import pieces_for
 from hf_zero.offload.copies import landing_in, widen_in_place
+from hf_zero.step.gradient_store import BufferPool
 
 parameters = st.lists(
     st.tuples(st.integers(0, 3000), st.sampled_from(["decay", "plain", "half"])), min_size=1, max_size=25

@@ -17,6 +17,7 @@ STRANGERS = {
     ("checkpoint", "forecast"),
     ("checkpoint", "arithmetic"),
     ("checkpoint", "comm"),
+    ("checkpoint", "presence"),
 }
 STRANGERS |= {
     (ground, other) for ground in FLOOR for other in FLOOR if ground != other and FLOOR[ground] == FLOOR[other] == 0
@@ -24,9 +25,13 @@ STRANGERS |= {
 STRANGERS |= {
     ("comm", "checkpoint"),
     ("comm", "forecast"),
+    ("presence", "checkpoint"),
+    ("presence", "forecast"),
     ("offload", "checkpoint"),
     ("offload", "forecast"),
     ("engine", "checkpoint"),
+    ("stage3", "checkpoint"),
+    ("step", "checkpoint"),
 }
 
 # What strangers may import of each other all the same: it needs no process group.
@@ -60,13 +65,13 @@ def edges() -> list[tuple[str, str]]:
 
 
 def folder(module: str) -> str | None:
-    """`engine` of hf_zero.engine.schedule."""
+    """`stage3` of hf_zero.stage3.unsharding."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[0] == "hf_zero" else None
 
 
 def room(module: str) -> str:
-    """`engine.units` of hf_zero.engine.schedule. A file that lies beside rooms is a room of its own."""
+    """`stage3.unsharding` of hf_zero.stage3.unsharding. A file that lies beside rooms is a room of its own."""
     parts = module.split(".")
     return ".".join(parts[1:3] if len(parts) > 3 or FILES[module].name == "__init__.py" else parts[1:])
 
@@ -128,7 +133,7 @@ def test_nothing_goes_in_circles():
 
 # ---- calls of torch's store: a store that is silent holds them up without end ----
 
-STORE_FILE = "hf_zero.comm.store"
+STORE_FILE = "hf_zero.presence.store"
 
 NAMES_A_STORE = {*(name for name in vars(dist) if name.endswith("Store")), "_get_default_store", "underlying_store"}
 

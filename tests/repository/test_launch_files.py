@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from hf_zero import ZeroConfig
 from hf_zero.cli.app import app
-from hf_zero.comm.store import keep_store
+from hf_zero.presence.store import keep_store
 
 LAUNCH = ROOT / "configs" / "launch"
 MANIFESTS = sorted(LAUNCH.glob("kubernetes_*.yaml"))

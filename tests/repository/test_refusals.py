@@ -13,6 +13,8 @@ PLACES = (
     "engine",
     "optimizer",
     "sequence",
+    "stage3",
+    "step",
     *(
         f"integrations/{name}.py"
         for name in (

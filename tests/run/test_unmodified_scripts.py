@@ -28,11 +28,11 @@ from typer.testing import CliRunner
 from hf_zero import ConfigError, ZeroConfig
 from hf_zero.cli.app import app
 from hf_zero.comm.groups import interfaces
-from hf_zero.comm.store import LOOPBACK
 from hf_zero.device import ACCELERATORS
 from hf_zero.integrations import launcher
 from hf_zero.integrations.launcher import launch_of, of_accelerate, script_call
 from hf_zero.integrations.unmodified import AfterImport, Door, run_script
+from hf_zero.presence.store import LOOPBACK
 
 HERE = Path(__file__).parent
 RUN = "hf_zero.run"

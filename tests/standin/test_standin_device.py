@@ -24,17 +24,17 @@ from training import backward_on_device, bert, bert_batch, built_in_bf16, fused_
 
 import hf_zero
 from hf_zero.checkpoint.commit import Background
-from hf_zero.comm.arrivals import CommunicationError
 from hf_zero.device import PAGE_BYTES, HostValue, PinnedPool, alias, pinned, with_index
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.schedule import AgreedOrder
+from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.integrations.state_io import ZERO_FOLDER, load_engine
 from hf_zero.offload.copies import PART_BYTES
 from hf_zero.offload.host_memory import HostCores
 from hf_zero.offload.shards import FileMover
 from hf_zero.offload.tiers import HostTier
 from hf_zero.offload.walk import Window
-from hf_zero.optimizer.loss_scale import GradScaler
+from hf_zero.presence.arrivals import CommunicationError
+from hf_zero.stage3.unsharding import AgreedOrder
 
 pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 SCALED = ["stage 2", "state in host memory", "half of it", "early steps", "early steps in files"]
@@ -281,7 +281,7 @@ def bytes_of_a_step(rank: int, world_size: int, library: Path, folder: str, sett
         batch = {n: v.to(standin_device.NAME) for n, v in gpt2_batch(torch.Generator().manual_seed(1), 2).items()}
         loss = model(**batch).loss
         with copied, ExitStack() as stack:
-            for part in ("hooks.modes", "hooks.weak", "engine.backward", "engine.schedule"):
+            for part in ("hooks.modes", "hooks.weak", "step.backward", "stage3.unsharding"):
                 # Otherwise the engine hides its operations from modes.
                 stack.enter_context(mock.patch(f"hf_zero.{part}.dispatch_modes", return_value=0))
             loss.backward()

@@ -37,8 +37,8 @@ from trainer_job import as_launched, make_trainer
 from transformers import TrainerCallback
 
 from hf_zero.checkpoint.structure import checkpoint_faults
-from hf_zero.engine.training_step import TrainingState, TrainingStep
 from hf_zero.integrations import accelerator, signals, state_io, trainer_saves
+from hf_zero.step.training_step import TrainingState, TrainingStep
 
 STEPS, EVERY_SAVE, EVERY_EVALUATION = 9, 4, 3
 PHASES = (*(state.name.lower() for state in TrainingState), "save")

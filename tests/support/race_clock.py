@@ -24,18 +24,18 @@ from unittest import mock
 
 from hf_zero import device
 from hf_zero.checkpoint import writer
-from hf_zero.comm import diagnosis
 from hf_zero.device import PinnedPool
 from hf_zero.extras import is_installed
 from hf_zero.offload import copies, walk
 from hf_zero.offload.files import AlignedFile
+from hf_zero.presence import diagnosis
 
 SCRIPT = "script"
 """The actor of the main thread and of autograd's, of which one waits for the other."""
 
 # Waits of the host for the device that order nothing here: those that a script or a model asks for (no call of the package is
 # under way), since others do without; and those of the look for unseen edits, since later steps do.
-NOT_RELIED_ON = re.compile(r"engine/unit\.py:\d+ (begin|refuse|refuse_unseen_edits)\b")
+NOT_RELIED_ON = re.compile(r"stage3/unit\.py:\d+ (begin|refuse|refuse_unseen_edits)\b")
 
 # Pairs of places that may come in any order. A step on copies that has been begun early reads a gradient while clip scales it:
 # the gradient's version has changed, and the copies are forgotten (`Early.take`). A step that ends late copies the master while

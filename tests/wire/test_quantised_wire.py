@@ -22,8 +22,8 @@ from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.transport import CollectiveTransport
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.norm import NonFiniteGradientError
 from hf_zero.integrations.announce import state_plan
+from hf_zero.step.norm import NonFiniteGradientError
 from hf_zero.wire.block_collectives import all_gather_blocks, reduce_scatter_blocks
 from hf_zero.wire.quantise import BlockFormat, round_to_blocks
 

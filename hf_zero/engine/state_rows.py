@@ -10,9 +10,9 @@ from torch import nn
 from ..buckets.bucket import Row
 from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, PackedPart, Read, StateRow, name_of
 from ..layout.intervals import Interval
-from .bucket_state import flat_state, is_elementwise, nested_state, with_dimensions, with_each
-from .holder import StateHolder
-from .sharded_optimizer import ShardedOptimizer
+from ..optimizer.bucket_state import flat_state, is_elementwise, nested_state, with_dimensions, with_each
+from ..optimizer.holder import StateHolder
+from ..step.sharded_optimizer import ShardedOptimizer
 
 # ---- Optimizer state of this rank's rows as (kind, name, interval, tensor), for saving and loading ----
 

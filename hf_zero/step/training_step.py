@@ -29,20 +29,20 @@ from ..comm.all_or_none import Exchange, raise_on_all
 from ..comm.ledger import Label
 from ..config import ConfigError
 from ..device import Arrival
+from ..engine.assemble import Parts, refuse_disagreement
+from ..engine.buffers import ModelBuffers
+from ..engine.compiled import compiled_frames, is_compiled
+from ..engine.models import models_in
 from ..hooks.tensors import is_in_backward
 from ..hooks.weak import WeakHook, engine_attached_to
 from ..layout import gradient_buffers
 from ..optimizer.holder import StateHolder
 from ..optimizer.replicas import ReplicaCheck
-from ..optimizer.sharded_optimizer import RowWrites, ShardedOptimizer, identity_of
 from ..optimizer.shared_settings import SharedSettings
-from .assemble import Parts, refuse_disagreement
+from ..stage3.unit import Unit
 from .backward import Gradients, never_asked
-from .buffers import ModelBuffers
-from .compiled import compiled_frames, is_compiled
 from .gradient_store import GradientStore, Landing, choose_store
-from .models import models_in
-from .unit import Unit
+from .sharded_optimizer import RowWrites, ShardedOptimizer, identity_of
 
 # ---- Edits of parameters that their masters would not follow, because autograd does not count them ----
 

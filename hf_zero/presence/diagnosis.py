@@ -5,9 +5,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..comm.collective_log import LABEL, STARTED, CollectiveLog
+from ..comm.ledger import Wait
 from .arrivals import RankProcess, in_words
-from .collective_log import LABEL, STARTED, CollectiveLog
-from .ledger import Wait
 from .rank_state import RankState, ScriptCollective, in_brackets, script_frame
 
 _LISTED = 8

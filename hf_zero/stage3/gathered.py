@@ -14,11 +14,11 @@ from ..comm.all_or_none import first_difference
 from ..comm.ledger import Label
 from ..comm.transport import LocalTransport, Transport
 from ..device import free_bytes
+from ..engine.report_tables import mib
 from ..optimizer.holder import StateHolder
 from ..optimizer.replicas import checksums
-from .report_tables import mib
-from .schedule import Unsharding
 from .unit import TRANSFORMED, Unit, is_cast
+from .unsharding import Unsharding
 
 # ---- Backward nodes that have saved whole parameters: the parameters are gathered again when such a node runs ----
 

@@ -21,13 +21,13 @@ from faulty_ranks import Namespaces, why_no_namespaces
 from shared_ranks import on_ranks, run_on_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hf_zero.comm import arrivals
 from hf_zero.comm import groups as own_groups
-from hf_zero.comm.arrivals import CommunicationError, RankProcess, RankProcesses, await_all_ranks, register_process
 from hf_zero.comm.groups import Groups, with_time_limits
-from hf_zero.comm.store import CALL_S, opened_store
-from hf_zero.comm.watchdog import Watchdog
 from hf_zero.config import CommConfig
+from hf_zero.presence import arrivals
+from hf_zero.presence.arrivals import CommunicationError, RankProcess, RankProcesses, await_all_ranks, register_process
+from hf_zero.presence.store import CALL_S, opened_store
+from hf_zero.presence.watchdog import Watchdog
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Answer, gpt2_batch
 
-from hf_zero.engine.schedule import AgreedOrder
 from hf_zero.layout.gradient_buffers import GRAD_BUFFERS
+from hf_zero.stage3.unsharding import AgreedOrder
 
 pytestmark = pytest.mark.timeout(170)
 

@@ -19,15 +19,15 @@ from ..buckets.packed import CodesInPlace, PackedPlaces, beside_packed, take_out
 from ..buckets.sharded import ShardedParametersError, are_hidden, show_values
 from ..comm.transport import Transport
 from ..config import ZeroConfig
+from ..engine.buffers import place_buffers
+from ..engine.compiled import CompiledLayers
 from ..hooks.guards import look_only
 from ..hooks.weak import WeakHook, caller_of_hook, engine_attached_to
 from ..optimizer.holder import StateHolder
-from .buffers import place_buffers
-from .collectives import PARAMETERS_IN, put_parameters
-from .compiled import CompiledLayers
+from ..step.collectives import PARAMETERS_IN, put_parameters
 from .gathered import IN_GATHERED, GatheredParameters
-from .schedule import Unsharding
 from .unit import Unit, is_transformed, runs_transformed
+from .unsharding import Unsharding
 
 # ---- `state_dict()`, `load_state_dict()`, `.to()` and the like of modules whose parameters are sharded ----
 

@@ -15,7 +15,7 @@ from ..buckets.memory import GatheredMemory
 from ..buckets.sharded import all_are_hidden
 from ..comm.transport import Handle
 from ..hooks.guards import look_only
-from .collectives import Gather
+from ..step.collectives import Gather
 
 # ---- Edits of whole parameters inside a forward, which shards cannot take in ----
 

@@ -4,9 +4,9 @@ import time
 
 import torch.distributed as dist
 
+from ..comm.groups import RankGroup
+from ..comm.ledger import Wait
 from .arrivals import CommunicationError
-from .groups import RankGroup
-from .ledger import Wait
 from .store import CALL_S, Keys, StoreSilentError
 from .watchdog import Watchdog
 

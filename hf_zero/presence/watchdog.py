@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..comm.control import control_of
+from ..comm.groups import Groups
+from ..comm.ledger import SAVE, Wait, Watch
 from .arrivals import NOTICES_S, CommunicationError, PeerFailure, RankProcesses, break_all_groups
-from .control import control_of
 from .diagnosis import DeviceQueue, RankReport, ScriptCall, StragglerReport, is_to_end, others_are_behind
 from .error_hook import end_process
-from .groups import Groups
-from .ledger import SAVE, Wait, Watch
 from .rank_state import RankState, ScriptCollective, main_stack, script_line
 from .store import Keys, StoreSilentError, StoreThread
 

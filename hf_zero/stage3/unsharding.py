@@ -22,8 +22,8 @@ from ..comm.transport import Transport
 from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
 from ..hooks.tensors import is_in_backward, tensors_in
 from ..hooks.weak import WeakMethod
-from .collectives import Gather, Wire
-from .common_starts import CommonStarts
+from ..step.collectives import Gather, Wire
+from ..step.common_starts import CommonStarts
 from .unit import Unit, UnitState, is_transformed, refuse_unseen_edits
 
 # ---- The order in which all ranks start gathers, whichever layers each of them runs ----

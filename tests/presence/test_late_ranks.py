@@ -35,17 +35,17 @@ from hf_zero.arithmetic.checksums import checksum
 from hf_zero.buckets.bucket import Row
 from hf_zero.buckets.rows import PackedPart
 from hf_zero.comm import choice
-from hf_zero.comm.arrivals import CommunicationError, RankProcess
 from hf_zero.comm.collective_log import CollectiveLog
-from hf_zero.comm.diagnosis import DeviceQueue, RankReport, StragglerReport, is_to_end, others_are_behind
 from hf_zero.comm.groups import Groups
 from hf_zero.comm.ledger import SAVE, Label, Ledger, ScriptCollective, Wait, Watch
-from hf_zero.comm.rank_state import RankState, script_frame
 from hf_zero.comm.transport import CollectiveTransport, Handle
-from hf_zero.comm.watchdog import StragglerWatch
 from hf_zero.comm.wire_sums import WireSums
-from hf_zero.engine.collectives import ParameterGather
 from hf_zero.optimizer.replicas import ReplicasDivergedError
+from hf_zero.presence.arrivals import CommunicationError, RankProcess
+from hf_zero.presence.diagnosis import DeviceQueue, RankReport, StragglerReport, is_to_end, others_are_behind
+from hf_zero.presence.rank_state import RankState, script_frame
+from hf_zero.presence.watchdog import StragglerWatch
+from hf_zero.step.collectives import ParameterGather
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -241,7 +241,7 @@ def test_a_wait_is_ended_where_the_store_is_silent():
 
 def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monkeypatch):
     """The late rank ends as soon as it hears of it, and the wait then fails for want of its connection."""
-    monkeypatch.setattr("hf_zero.comm.watchdog.break_all_groups", lambda: None)
+    monkeypatch.setattr("hf_zero.presence.watchdog.break_all_groups", lambda: None)
     errors = queue.Queue()
 
     class Watchdog:
@@ -386,7 +386,7 @@ def test_of_a_queue_a_rank_is_late_that_has_not_started_as_many(theirs, is_behin
 @pytest.mark.parametrize(("theirs", "ends"), [(0, True), (1, False)])
 def test_in_a_save_a_rank_is_late_that_has_not_begun_it_and_not_one_that_writes_for_long(theirs, ends, monkeypatch):
     broken = threading.Event()
-    monkeypatch.setattr("hf_zero.comm.watchdog.break_all_groups", broken.set)
+    monkeypatch.setattr("hf_zero.presence.watchdog.break_all_groups", broken.set)
     asked = queue.Queue()
 
     class Watchdog(Watch):
@@ -421,7 +421,7 @@ def test_the_main_threads_frames_are_read_without_pythons_collector(monkeypatch)
 
 
 OF_A_LIBRARY = """
-from hf_zero.comm.rank_state import script_line
+from hf_zero.presence.rank_state import script_line
 def run_backward():
     return script_line()[0]
 """

@@ -28,8 +28,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import hf_zero
 from hf_zero.buckets.sharded import ShardedParametersError, are_hidden
-from hf_zero.comm.arrivals import CommunicationError
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.presence.arrivals import CommunicationError
 
 pytestmark = pytest.mark.timeout(120)
 READS = {

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..comm.ledger import Watch
 from ..config import ConfigError
 from .arrivals import CommunicationError
-from .ledger import Watch
 from .rank_state import line_in, torch_call_in
 
 # ---- Ends this process with a reason, even if its main thread hangs, and informs the launcher ----

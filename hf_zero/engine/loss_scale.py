@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from ..buckets.sharded import widen
 from ..hooks.guards import mix_in
-from .sharded_optimizer import engine_stepped_by, sharded_of
+from ..step.sharded_optimizer import engine_stepped_by, sharded_of
 
 if TYPE_CHECKING:
     # This class is mixed into GradScalers, so let type checkers assume their methods.

@@ -33,9 +33,9 @@ from training import VOCABULARY, Answer, gpt2
 
 import hf_zero
 from hf_zero.buckets.sharded import ShardedParametersError, are_hidden
-from hf_zero.comm.arrivals import CommunicationError
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.presence.arrivals import CommunicationError
 
 pytestmark = pytest.mark.timeout(120)
 DOCS = Path(__file__).parents[2] / "docs"
@@ -472,7 +472,7 @@ def test_whole_parameters_that_do_not_fit_on_one_rank_are_refused_on_all(rank, w
         each.step()
     with pytest.MonkeyPatch.context() as patch:
         # Rank 1 alone has no room: both ranks are told.
-        patch.setattr("hf_zero.engine.gathered.free_bytes", lambda device: 1000 if rank == 1 else 10**12)
+        patch.setattr("hf_zero.stage3.gathered.free_bytes", lambda device: 1000 if rank == 1 else 10**12)
         for look in (hf_zero.gathered, hf_zero.unsharded):
             with pytest.raises(MemoryError, match=r"whole parameters would take .* MiB on each rank"), look(run.model):
                 pass

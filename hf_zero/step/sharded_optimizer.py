@@ -24,7 +24,7 @@ from ..hooks.guards import look_only
 from ..hooks.tensors import set_all
 from ..hooks.weak import WeakHook, caller_of_hook, engine_attached_to
 from ..layout.intervals import Interval
-from .bucket_state import (
+from ..optimizer.bucket_state import (
     NO_ARGUMENTS,
     double_of,
     enter_training,
@@ -36,11 +36,11 @@ from .bucket_state import (
     with_dimensions,
     with_each,
 )
-from .full_state import full_state
-from .holder import StateHolder
-from .replicas import checksums
-from .scope import is_of_bitsandbytes, kept_by_parameter
-from .state_by_parameter import StateByParameter
+from ..optimizer.full_state import full_state
+from ..optimizer.holder import StateHolder
+from ..optimizer.replicas import checksums
+from ..optimizer.scope import is_of_bitsandbytes, kept_by_parameter
+from ..optimizer.state_by_parameter import StateByParameter
 
 # ---- The user's own optimizer object, with this rank's rows instead of whole parameters ----
 

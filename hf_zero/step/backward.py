@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..buckets.bucket import Bucket, ParameterSlot
 from ..buckets.sharded import GradientState, ShardedGradient
-from ..comm.arrivals import in_words
 from ..comm.ledger import Label
 from ..comm.transport import Transport
 from ..hooks.guards import look_only
@@ -22,6 +21,7 @@ from ..hooks.modes import dispatch_modes, hidden_from_modes, without_modes
 from ..hooks.tensors import differentiable_tensors, is_in_backward
 from ..hooks.weak import WeakMethod
 from ..optimizer.shared_settings import SharedSettings
+from ..presence.arrivals import in_words
 from .common_starts import CommonStarts
 from .gradient_store import GradientStore
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..comm.groups import Groups
+from ..comm.transport import Value
 from .arrivals import CommunicationError
-from .groups import Groups
 from .store import StoreSilentError, StoreThread
-from .transport import Value
 
 _GLANCE_S = 0.02
 _SIGNATURE_BYTES = 32
