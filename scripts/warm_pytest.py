@@ -1,10 +1,11 @@
-"""Runs pytest in copies of the tree, again and again, without importing torch and transformers each time.
+"""Runs pytest in copies of the tree repeatedly, without importing torch and transformers each time.
 
     with WarmPytest() as warm:
         done = warm.run(tree, ["-x", "tests/layout"], time_limit_s=60)
 
-One interpreter imports what the package and its tests need of others, and nothing of the tree. Each run is a process forked from
-it, which imports the package and the tests of its tree.
+One interpreter imports the libraries of the package and its tests, but nothing of the tree. Each run is a process forked from
+this
+interpreter, and imports the package and the tests of its tree.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ IMPORTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """`status` is pytest's, or None where the time limit has ended it."""
+    """The result of a run. `status` is pytest's, or None if the run exceeded its time limit."""
 
     status: int | None
     said: str
 
 
 class WarmPytest:
-    """The interpreter that runs are forked from, as long as the `with` block lasts."""
+    """The interpreter from which runs are forked, for the time of the `with` block."""
 
     def __enter__(self) -> WarmPytest:
         self._interpreter = subprocess.Popen(
@@ -61,7 +62,7 @@ class WarmPytest:
         self._interpreter.stdout.close()
 
     def run(self, tree: Path, arguments: Sequence[str], *, time_limit_s: float) -> Done:
-        """`python -m pytest` with these arguments in the folder, which is the first that modules are looked for in."""
+        """Runs `python -m pytest` with these arguments in the folder, which is first in the search path for modules."""
         path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         with tempfile.TemporaryDirectory(prefix="said-") as folder:
             said = Path(folder) / "said"
@@ -81,14 +82,14 @@ class WarmPytest:
 
 
 def serve() -> None:
-    """Forks a run for each line of the input, and says how it ended."""
+    """Forks a run for each line of the input, and prints its result."""
     own_folder = str(Path(__file__).resolve().parent)
     sys.path[:] = [folder for folder in sys.path if folder != own_folder]
     for name in IMPORTED:
-        # Another release may have it elsewhere: what needs it imports it.
+        # A different release may lack this module. Whoever needs it imports it.
         with suppress(ImportError):
             importlib.import_module(name)
-    # Processes that a run starts by multiprocessing would import this file as theirs.
+    # Processes started by a run through multiprocessing would import this file as their main module.
     sys.modules["__main__"] = ModuleType("__main__")
     gc.collect()
     gc.freeze()
@@ -99,12 +100,12 @@ def serve() -> None:
             _end_with(_run, asked)
         status = _waited_for(pid, asked["time_limit_s"])
         os.write(1, f"{json.dumps(status)}\n".encode())
-    # At the end, nanobind would name what it cannot free as leaked.
+    # Otherwise nanobind would report its objects as leaks at the exit.
     gc.unfreeze()
 
 
 def _waited_for(pid: int, time_limit_s: float) -> int | None:
-    """The exit status of a child; None if it had to be ended."""
+    """Returns the exit status of a child; None if the child had to be killed."""
     descriptor = os.pidfd_open(pid)
     try:
         is_in_time, _, _ = select.select([descriptor], [], [], time_limit_s)
@@ -117,7 +118,7 @@ def _waited_for(pid: int, time_limit_s: float) -> int | None:
 
 
 def _end_with(target, *arguments: object) -> None:
-    """Leaves a forked process as an interpreter that has come to its end, by the status that the function returns."""
+    """Ends a forked process like an interpreter at its end, with the function's result as status."""
     status = 1
     try:
         status = int(target(*arguments) or 0)
@@ -130,12 +131,12 @@ def _end_with(target, *arguments: object) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        # Whatever that has raised: the loop that this process is a copy of is not to go on in it.
+        # Exit after any error: the copied loop of the parent process must not continue here.
         os._exit(status)
 
 
 def _run(asked: dict) -> int:
-    """A run of pytest, in a process of its own."""
+    """Runs pytest in its own process."""
     said = os.open(asked["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, source in ((0, nothing), (1, said), (2, said)):
@@ -148,7 +149,7 @@ def _run(asked: dict) -> int:
 
 
 def _move_to(folder: str, environment: dict[str, str]) -> None:
-    """Gives the process a folder and an environment, and the places of modules that the environment names."""
+    """Sets the process's folder and environment, and the module search paths from the environment."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -1,12 +1,12 @@
-"""Compares engines that train the same model on the same data, each in processes of its own, visited in turn, round after round.
+"""Compares engines on the same model and data, each in its own processes, in alternating visits, round after round.
 
 Two runs one after the other differ by more than the engines do. Visits a second apart do not, so every figure is
-compared with the baseline's figure of the same round. Peak memory is measured apart from that, one engine at a time.
+compared with the baseline's figure of the same round. Peak memory is measured separately, one engine at a time.
 
 [Note: starts]
-What a process pays for its memory differs from one start to the next by more than engines differ: in which holes of the heap
-tensors come to lie decides how much of it the C library gives back and takes again in every step. So engines may be started
-several times, and a ratio is the median over the rounds of all starts.
+The cost of a process's memory differs from one start to the next by more than engines differ: the positions of tensors between
+holes of the heap decide how much memory the C library returns to the system and requests again in every step. So engines may be
+started several times, and a ratio is the median over the rounds of all starts.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from harness import MIB, Clocks, held_before, most_held, on_ranks, spent_in
 from ranks import LiveRanks, RankFailedError, RanksTimedOutError, live_ranks
 
 BYTES_A_PARAMETER = 20
-"""That an engine may hold between its steps: DDP's parameters, gradients, moments and buckets."""
+"""Assumed memory of an engine between its steps: DDP's parameters, gradients, moments and buckets."""
 BYTES_A_RANK = 400 * MIB
-"""Of a process and its activations."""
+"""Assumed memory of a process and its activations."""
 MEMORY_SHARE = 0.7
-"""Of what is free, for engines that are alive together."""
+"""Share of the free memory for engines running at the same time."""
 START_LIMIT_S = 300
-"""For an engine to be made and to train its first steps: a peer that hangs is left out of the table, and not the table."""
+"""Time limit for making an engine and training its first steps. A hanging peer is left out, and the table is still made."""
 PEAK_STEPS = 3
-"""The first step makes the optimizer's state, and DDP rebuilds its buckets after it: of two steps its peak is too low."""
+"""The first step makes the optimizer's state, and DDP rebuilds its buckets afterwards, so two steps show too low a peak."""
 
 ByRank = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Who trains what, and how often.
+    """The settings of a comparison.
 
     Attributes:
-        starts: of each engine's processes, see [Note: starts].
-        rounds: in each start; 0 where no times are to be measured: bytes are then those of the peak's run. So it is where no two
-            engines fit in memory together.
-        sizes: of buckets, where they are not the engines' own.
-        time_limit_s: of each set of ranks.
+        starts: number of starts of each engine's processes, see [Note: starts].
+        rounds: number of rounds per start; 0 to measure no times: bytes are then measured in the run for the peak. This is also
+            the case if two engines do not fit in memory together.
+        sizes: bucket sizes, if they are not the engines' defaults.
+        time_limit_s: limit for each set of ranks.
     """
 
     engines: tuple[str, ...]
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def compare(comparison: Comparison) -> dict[str, Any]:
-    """Figures for a file: a row an engine, and why others have none."""
+    """Returns figures for a file: a row per engine, and the reasons for missing engines."""
     left_out = {name: ENGINES[name].hindrance for name in comparison.engines if ENGINES[name].hindrance}
     names = [name for name in comparison.engines if name not in left_out]
     by_engine: dict[str, ByRank] = {}
@@ -103,7 +103,7 @@ def parameters_of(workload: Workload) -> int:
 
 
 def _batches(names: list[str], comparison: Comparison) -> Iterable[list[str]]:
-    """Engines that fit in memory together, the baseline among them each time."""
+    """Yields groups of engines that fit in memory together, each with the baseline."""
     others, count = [name for name in names if name != BASELINE], _fitting(comparison) - 1
     if not others:
         yield [BASELINE]
@@ -112,7 +112,7 @@ def _batches(names: list[str], comparison: Comparison) -> Iterable[list[str]]:
 
 
 def _fitting(comparison: Comparison) -> int:
-    """How many engines fit in memory at a time."""
+    """Returns the number of engines that fit in memory at the same time."""
     an_engine = BYTES_A_PARAMETER * parameters_of(comparison.workload) + BYTES_A_RANK
     return int(MEMORY_SHARE * psutil.virtual_memory().available / (an_engine * comparison.world_size))
 
@@ -121,7 +121,7 @@ def _fitting(comparison: Comparison) -> int:
 
 
 class Station:
-    """One engine on one rank, and how far it has come through the batches."""
+    """One engine on one rank, and its position in the sequence of batches."""
 
     def __init__(self, engine: Engine, workload: Workload, rank: int, accumulation: int = 1) -> None:
         self.engine = engine
@@ -139,7 +139,7 @@ class Station:
         self.engine.finish()
 
     def visit(self, steps: int) -> None:
-        """Train for some steps and note what they cost: CPU time of all threads and of the one that runs them, and the rest."""
+        """Trains for some steps and notes their CPU time (all threads, and the training thread), wall time, bytes and waits."""
         waited_before_ms = self.engine.waited_ms()
         spent = spent_in(lambda: self.train(steps))
         waited_ms = None if waited_before_ms is None else (self.engine.waited_ms() - waited_before_ms) / steps
@@ -147,7 +147,7 @@ class Station:
         self.visits.append(times | {"sent_bytes": spent.sent_bytes / steps, "waited_ms": waited_ms})
 
     def figures(self) -> dict[str, Any]:
-        """Everything that was noted so far, for the process that compares."""
+        """Returns all noted figures, for the comparing process."""
         return {"losses": self.losses, "visits": self.visits}
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class Station:
 
 
 class StationAlone(Station):
-    """A station in a process of its own, which times its first step from having a model; its modules are imported before."""
+    """A station in its own process. It times its first step from an existing model on; its modules are imported before."""
 
     def __init__(self, rank: int, world_size: int, *, name: str, comparison: Comparison) -> None:
         ENGINES[name].import_modules()
@@ -183,14 +183,14 @@ def measure_rounds(
     warmup_steps: int = 2,
     max_norm: float | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """This rank's visits and losses by engine, with all engines alive in this process."""
+    """Returns this rank's visits and losses by engine, with all engines in this process."""
     stations = {}
     for name in engines:
         engine = ENGINES[name](workload.make_model, adamw_arguments(fused=True))
         engine.max_norm = max_norm
         stations[name] = Station(engine, workload, rank)
         stations[name].train(warmup_steps)
-    # What an engine leaves to Python's collector is to be its own cost, and not a walk through all models here.
+    # Freeze existing objects: a collection during an engine's step is then its own cost, not a walk through all models.
     gc.collect()
     gc.freeze()
     for name in turns(engines, rounds):
@@ -201,13 +201,13 @@ def measure_rounds(
 
 
 def turns(names: list[str], rounds: int) -> list[str]:
-    """Who is visited when: each round begins with another, so that none always follows the same neighbour's leavings."""
+    """Returns the order of visits. Each round begins with a different engine, so none always follows the same engine."""
     firsts = [number % len(names) for number in range(rounds)]
     return [name for first in firsts for name in names[first:] + names[:first]]
 
 
 def _visit_each_start(names: list[str], comparison: Comparison) -> tuple[dict[str, ByRank], dict[str, str]]:
-    """What the ranks of each engine noted in all starts, one behind the other, and why engines failed."""
+    """Returns the notes of each engine's ranks over all starts, concatenated, and the reasons for failures."""
     noted: dict[str, list[ByRank]] = {name: [] for name in names}
     failed: dict[str, str] = {}
     for _ in range(comparison.starts):
@@ -224,9 +224,9 @@ def _visit_each_start(names: list[str], comparison: Comparison) -> tuple[dict[st
 
 
 def _visit(names: list[str], comparison: Comparison) -> tuple[dict[str, ByRank], dict[str, str]]:
-    """What the ranks of each engine noted, and why engines failed.
+    """Returns the notes of each engine's ranks, and the reasons for failures.
 
-    One that fails is left out from then on; a baseline that fails is an error.
+    A failed engine is left out from then on; a failed baseline is an error.
     """
     alive: dict[str, LiveRanks] = {}
     failed: dict[str, str] = {}
@@ -257,26 +257,26 @@ def _visit(names: list[str], comparison: Comparison) -> tuple[dict[str, ByRank],
 
 
 def _last_line(error: Exception) -> str:
-    """What a table has room for of an error."""
+    """Shortens an error to a line for a table."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
 
 
-# ---- from visits to one row an engine ----
+# ---- from visits to one row per engine ----
 
 
 def summarise(
     by_engine: dict[str, ByRank], baselines: dict[str, ByRank], peaks: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """A row an engine: medians over rounds, and ratios to the baseline paired by round.
+    """Returns a row per engine: medians over rounds, and ratios to the baseline of the same round.
 
-    CPU time is summed over ranks; bytes, wall time and waits are those of the ranks' maximum. `loss_difference` is the largest
-    distance from the baseline over steps and ranks; 0.0 means bitwise equal. First steps are the slower rank's, the median of
-    the starts; None where engines shared processes.
+    CPU time is summed over ranks; bytes, wall time and waits are the ranks' maximum. `loss_difference` is the largest
+    difference to the baseline over steps and ranks; 0.0 means bitwise equal. First steps are the slower rank's, the median of
+    the starts; None if engines shared processes.
 
     Args:
-        by_engine: engine -> what each rank noted.
-        baselines: engine -> what each rank of the baseline noted in the same rounds.
-        peaks: of each engine, where memory was measured.
+        by_engine: engine → the notes of each rank.
+        baselines: engine → the notes of each rank of the baseline in the same rounds.
+        peaks: of each engine, if memory was measured.
     """
     peaks = peaks or {}
     return [
@@ -286,14 +286,14 @@ def summarise(
 
 
 def summarise_ranks(by_rank: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Rows of engines that shared their processes, from what `measure_rounds` returned on each rank."""
+    """Returns rows of engines that shared their processes, from the ranks' results of `measure_rounds`."""
     by_engine = {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
     return summarise(by_engine, dict.fromkeys(by_engine, by_engine[BASELINE]))
 
 
 def _row(name: str, by_rank: ByRank, baseline: ByRank, peak: Any, baseline_peak: Any) -> dict[str, Any]:
     own, reference, peer = _figures_by_round(by_rank), _figures_by_round(baseline), ENGINES[name]
-    # By start, each with the figures of all ranks.
+    # Group by start, with the figures of all ranks together.
     first_steps = list(zip(*(rank.get("first_steps", ()) for rank in by_rank)))
     figures = ("cpu_ms", "wall_ms", "sent_bytes")
     return {
@@ -341,7 +341,7 @@ def loss_difference(by_rank: ByRank, baseline: ByRank) -> float:
 
 
 def measure_peaks(names: list[str], comparison: Comparison) -> list[dict[str, int] | str]:
-    """Of each engine peak and sent bytes of the rank that has more, or the last line of what went wrong."""
+    """Returns each engine's peak and sent bytes on the rank with the higher figures, or the last line of the error."""
     return [_peak(name, comparison) for name in names]
 
 
@@ -355,7 +355,7 @@ def _peak(name: str, comparison: Comparison) -> dict[str, int] | str:
 
 
 def peak_of_rank(rank: int, world_size: int, *, name: str, comparison: Comparison) -> dict[str, int]:
-    """One engine on this rank: the most that the process has held above what it held without a model, and a step's bytes."""
+    """Measures one engine on this rank: the peak memory above the memory without a model, and the bytes sent per step."""
     peer, workload = ENGINES[name], comparison.workload
     peer.import_modules()
     before_bytes = held_before()
@@ -364,7 +364,7 @@ def peak_of_rank(rank: int, world_size: int, *, name: str, comparison: Compariso
         *(workload, rank, comparison.accumulation),
     )
     for _ in range(PEAK_STEPS - 1):
-        # By itself: what the step before has left in flight is that step's.
+        # Train each step separately, so the bytes of its unfinished work do not count for the next step.
         station.train(1)
     sent_bytes = spent_in(lambda: station.train(1)).sent_bytes
     peak_bytes = most_held() - before_bytes

@@ -41,7 +41,7 @@ STEPS = 30
 WARM_STEPS = 2
 """Steps in which graphs may be compiled: the second has shapes and state that the first one did not have."""
 _VOCABULARY, _LENGTH, _WIDTH, _ROWS = 60, 16, 32, 2
-_LIMIT_S = 900  # of one start of ranks, on a machine that does other work too
+_LIMIT_S = 900  # limit for one start of ranks, on a machine with other work
 _PACKAGE = str(Path(hf_zero.__file__).parent)
 
 Batch = dict[str, torch.Tensor]
@@ -79,7 +79,7 @@ def _speech(generator: torch.Generator) -> Batch:
 
 
 class Family(NamedTuple):
-    """Names of classes of transformers, the config's arguments, and a function that draws a batch."""
+    """Names of classes of transformers, the config's arguments, and a function to draw a batch."""
 
     model: str
     config: str
@@ -154,7 +154,7 @@ def _make_model(family: str) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the layers that the model keeps in lists, without those inside another layer."""
+    """Returns the layers in the model's lists, without layers inside another layer."""
     found: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and not any(module in set(layer.modules()) for layer in found):
@@ -207,13 +207,13 @@ WAYS = {
     "forwards-after": "layer.forward =, after",
     "loss": LOSS,
 }
-"""Names on the command line -> what tables show. `before` and `after` refer to `accelerator.prepare`."""
+"""Names on the command line → names in tables. `before` and `after` refer to `accelerator.prepare`."""
 
 ADDITIONS = ("checkpointing", "lora", "bf16", "evaluation", "generate", "offload", "sp_size")
 
 
 class Cell(NamedTuple):
-    """What is compiled, how, and what else the run uses."""
+    """The model, the way of compiling, and an addition."""
 
     family: str
     way: str
@@ -225,7 +225,7 @@ def all_cells() -> list[Cell]:
     every = [Cell(family, "plugin") for family in FAMILIES]
     by_way = [Cell(family, way) for family in ("gpt2", "bert") for way in WAYS]
     by_backend = [Cell(family, "plugin", backend) for family in ("gpt2", "bert") for backend in ("eager", "inductor")]
-    # A whole model and its layers round differently: with layers compiled under DDP too, T5 shows that nothing else does.
+    # A whole model and its layers round differently. If DDP also compiles the layers, T5 shows no other difference.
     by_layer = [Cell(family, "layers-before") for family in ("t5", "bart", "whisper")]
     added = [Cell("gpt2", "plugin", addition=addition) for addition in ADDITIONS]
     return list(dict.fromkeys([*every, *by_layer, *by_way, *by_backend, *added]))
@@ -235,7 +235,7 @@ def all_cells() -> list[Cell]:
 
 
 class Dynamo:
-    """Counts graphs, those with a line of hf_zero, and graph breaks inside layers."""
+    """Counts graphs, graphs with a line of hf_zero, and graph breaks inside layers."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         from torch._dynamo import output_graph
@@ -287,7 +287,7 @@ class Outcome(NamedTuple):
 
 
 def train(rank: int, world_size: int, *, cell: Cell, stages: list[int], folder: str) -> dict[str, Outcome]:
-    """Trains under DDP, and then at each stage. A stage that raises an error on this rank ends the run with it."""
+    """Trains under DDP, and then at each stage. If a stage raises an error on this rank, the run ends with the error."""
     say_where_ranks_are(rank, world_size)
     cell = Cell(*cell)
     return {
@@ -308,11 +308,11 @@ def _trained(rank: int, cell: Cell, stage: int | None, folder: str) -> Outcome:
         targets = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
         model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **targets))
     if cell.addition == "checkpointing":
-        # The older name, which all supported releases of transformers have.
+        # The old name of the setting, which all supported releases of transformers know.
         model.gradient_checkpointing_enable({"use_reentrant": False})
     settings: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        # Each layer is a unit, however small.
+        # Make each layer a unit, however small.
         settings["unit_bytes"] = 0
         if cell.addition == "bf16":
             # Otherwise stage 3 gathers in bfloat16, and its gradients are rounded.
@@ -362,7 +362,7 @@ def _by_loop(
     is_compiled = True
     sizes = {}
     if cell.addition == "sp_size":
-        # DDP has no such sequences: they are compared with uncompiled ones.
+        # DDP does not support such sequences. Compare with uncompiled ones.
         is_compiled, settings, sizes = settings is not None, settings or {"stage": 2}, {"sp_size": 2}
     if cell.way in ("plugin", "regions") and is_compiled:
         regions = {"use_regional_compilation": cell.way == "regions"}
@@ -407,7 +407,7 @@ def _by_loop(
 
 
 def _between_steps(accelerator: Any, called: nn.Module, cell: Cell, batch: Batch) -> Iterator[float]:
-    """Evaluates or generates between training steps, with shapes that training does not have."""
+    """Evaluates or generates between training steps, with shapes unknown to the compiled training step."""
     if cell.addition not in ("evaluation", "generate"):
         return
     called.eval()
@@ -453,7 +453,7 @@ def measure(cell: Cell, stages: list[int]) -> list[dict[str, Any]]:
                 return [row for stage in stages for row in measure(cell, [stage])]
             return [{**cell._asdict(), "stage": str(stages[0]), "error": str(error)[-3000:]}]
     by_rank = [[_row(cell, str(stage), each[str(stage)], each["DDP"]) for stage in stages] for each in found]
-    # The worse of the two ranks, figure by figure.
+    # Take the worse of the two ranks for each figure.
     return [
         {
             name: max(values) if isinstance(values[0], (int, float)) else values[0]
@@ -488,14 +488,14 @@ def main(arguments: list[str] | None = None) -> int:
             print(*cell, row["stage"], row["error"] or {name: row[name] for name in list(row)[5:-1]}, sep="  ")
         print(f"{time.monotonic() - began_s:.0f} s", flush=True)
         record = _with_rows(path, describe_run(options), rows)
-        # After each cell: a run that is killed has kept the earlier ones.
+        # Write after each cell, so a killed run keeps the earlier ones.
         write_record(path, record)
     print(report_of(json.loads(path.read_text())))
     return int(failed)
 
 
 def _with_rows(path: Path, run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the file's record, in which these rows replace the rows of the same cells and stages."""
+    """Returns the file's record with these rows, which replace the rows of the same cells and stages."""
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in (*Cell._fields, "stage"))

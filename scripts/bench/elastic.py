@@ -1,8 +1,8 @@
-"""Kills agents of elastic runs at random moments, and shows that each run goes on by itself as one resumed by hand would.
+"""Kills agents of elastic runs at random moments, and shows that each run continues like one resumed by hand.
 
     python scripts/bench/elastic.py    # 10 runs of 3 agents, one kill each, and their table
 
-Each agent is a node of its own: in a network namespace where root may make them, else on the loopback address.
+Each agent is a node of its own: in its own network namespace if root may make them, else on the loopback address.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GLANCE_S = 0.05
 
 
 class Node(NamedTuple):
-    """Where an agent runs: a namespace with an address and an interface of its own, or the loopback."""
+    """The network of an agent: a namespace with its own address and interface, or the loopback."""
 
     address: str = "127.0.0.1"
     namespace: str | None = None
@@ -44,7 +44,7 @@ class Node(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Nodes, and the address at which they find what runs on none of them."""
+    """Nodes, and the address of processes outside of all nodes."""
 
     nodes: list[Node]
     address: str = "127.0.0.1"
@@ -52,7 +52,7 @@ class Network(NamedTuple):
 
 @contextmanager
 def own_network(count: int) -> Iterator[Network]:
-    """Nodes in namespaces, joined by a bridge; on the loopback where this user cannot make such."""
+    """Makes nodes in namespaces, connected by a bridge; on the loopback if this user may not make namespaces."""
     bridge = f"el{os.getpid()}"
 
     def ip(*words: str, checks: bool = True) -> None:
@@ -84,7 +84,7 @@ def own_network(count: int) -> Iterator[Network]:
 
 @dataclass
 class MicroBatch:
-    """What a rank has logged of one."""
+    """The log of a rank about one micro-batch."""
 
     rows: list[int]
     loss: str
@@ -95,7 +95,7 @@ class MicroBatch:
 
 @dataclass
 class Start:
-    """What the ranks of one start of the workers have logged, by step, rank and micro-batch."""
+    """The logs of all ranks for one start of the workers, by step, rank and micro-batch."""
 
     world_size: int
     began_s: float
@@ -106,7 +106,7 @@ class Start:
         return min((step for step, _, _ in self.steps), default=-1)
 
     def whole_steps(self, accumulation: int) -> list[int]:
-        """Steps that all ranks have logged all micro-batches of."""
+        """Returns the steps whose micro-batches all ranks have logged."""
         counts = Counter(step for step, _, _ in self.steps)
         return sorted(step for step, count in counts.items() if count == self.world_size * accumulation)
 
@@ -115,7 +115,7 @@ class Start:
 
 
 def starts_in(log: Path, apart_s: float = 4.0) -> list[Start]:
-    """The starts of the workers that a folder has logs of, in order; those that came to no step are left out."""
+    """Returns the starts of the workers with logs in a folder, in order, without starts that reached no step."""
     starts: list[Start] = []
     for path in sorted(log.glob("*.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
@@ -165,7 +165,7 @@ def start_agent(number: int, network: Network, port: int, folder: Path, words: l
 
 
 def kill_with_children(process: subprocess.Popen) -> None:
-    """Ends an agent and its workers at once, as the loss of a node does."""
+    """Ends an agent and its workers at once, like the loss of a node."""
     with suppress(psutil.NoSuchProcess):
         agent = psutil.Process(process.pid)
         for each in (agent, *agent.children(recursive=True)):
@@ -175,7 +175,7 @@ def kill_with_children(process: subprocess.Popen) -> None:
 
 @dataclass
 class Outcome:
-    """What one run came to."""
+    """The result of one run."""
 
     killed: int
     at_step: int
@@ -189,14 +189,14 @@ class Outcome:
 
     @property
     def ended(self) -> bool:
-        """All agents but the one that was killed ended by themselves, and well."""
+        """Whether all agents except the killed one ended by themselves with status 0."""
         return all(status == 0 for number, status in enumerate(self.statuses) if number != self.killed)
 
 
 def killed_run(
     folder: Path, network: Network, settings: Mapping[str, object], *, killed: int, after_step: int, pause_s: float
 ) -> Outcome:
-    """An elastic run whose agent number `killed` is killed `pause_s` after a rank has begun step `after_step`."""
+    """Runs elastic training, and kills agent number `killed` `pause_s` after a rank has begun step `after_step`."""
     folder.mkdir(parents=True)
     log = folder / "log"
     words = script_words(folder, settings)
@@ -238,7 +238,7 @@ def killed_run(
 
 
 def _evict(folder: Path) -> None:
-    """Has the system forget what it remembers of the checkpoints' files: a node that restarts them may not have read them."""
+    """Removes the checkpoints' files from the system's cache: a node that restarts may not have read them before."""
     os.sync()
     for path in folder.glob("checkpoint-*/**/*"):
         with suppress(OSError), path.open("rb") as file:
@@ -246,13 +246,13 @@ def _evict(folder: Path) -> None:
 
 
 def _furthest(log: Path, world_size: int) -> int:
-    """The last step that a rank of the first start has begun."""
+    """Returns the last step that a rank of the first start has begun."""
     starts = (start for start in starts_in(log) if start.world_size == world_size)
     return max((step for start in starts for step, _, _ in start.steps), default=-1)
 
 
 def run_by_hand(folder: Path, checkpoint: Path, settings: Mapping[str, object], ranks: int) -> Start:
-    """What a run on so many ranks logs that is told which checkpoint to go on from, and how to deal the rows."""
+    """Runs on `ranks` ranks from a given checkpoint and distribution of samples; returns the log."""
     folder.mkdir(parents=True)
     words = script_words(folder, {"resume_from_checkpoint": checkpoint, **settings})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *words]
@@ -262,7 +262,7 @@ def run_by_hand(folder: Path, checkpoint: Path, settings: Mapping[str, object], 
 
 
 def rows_trained(starts: list[Start]) -> list[list[int]]:
-    """Rows by step, each step as the last start has taken it."""
+    """Returns the samples of each step, as logged by the last start that ran the step."""
     steps: dict[int, list[int]] = {}
     for start in starts:
         steps.update({step: start.rows_of(step) for step in {step for step, _, _ in start.steps}})
@@ -270,13 +270,13 @@ def rows_trained(starts: list[Start]) -> list[list[int]]:
 
 
 def is_each_row_once(steps: list[list[int]], rows: int) -> bool:
-    """Whether each pass over the data has each row once, and the last no row twice."""
+    """Whether each pass over the data has each sample once, and the last, incomplete one none twice."""
     taken = [row for step in steps for row in step]
     passes = [taken[start : start + rows] for start in range(0, len(taken), rows)]
     return all(len(set(each)) == len(each) for each in passes)
 
 
-# ---- what is trained ----
+# ---- the training ----
 
 ROWS = 480
 VOCABULARY = 500
@@ -285,7 +285,7 @@ LENGTH = 32
 
 @dataclass
 class OwnArguments:
-    """What is said of this script alone."""
+    """Arguments of this script only."""
 
     rows_log: str = field(metadata={"help": "A folder, in which each rank of each start writes a file."})
     step_s: float = field(default=0.0, metadata={"help": "Seconds that a step takes longer than it does."})
@@ -293,7 +293,7 @@ class OwnArguments:
 
 
 class LoggingTrainer(Trainer):
-    """A Trainer that logs the rows and the loss of each micro-batch."""
+    """A Trainer that logs the samples and the loss of each micro-batch."""
 
     def __init__(self, *args: Any, log: Path, step_s: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -336,7 +336,7 @@ class _Pause(TrainerCallback):
 
 
 def train(arguments: list[str]) -> None:
-    """What an agent's worker does: a small GPT-2, by Trainer, each rank with a log of rows and loss of each micro-batch."""
+    """Trains a small GPT-2 with Trainer in an agent's worker. Each rank logs samples and loss of each micro-batch."""
     own, args = HfArgumentParser((OwnArguments, ZeroTrainingArguments)).parse_args_into_dataclasses(arguments)
     args.remove_unused_columns = False
     torch.manual_seed(0)
@@ -348,11 +348,11 @@ def train(arguments: list[str]) -> None:
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 
 
-# ---- runs that are killed, and their table ----
+# ---- killed runs, and their table ----
 
 
 def compared(folder: Path, outcome: Outcome, plain: Mapping[str, object], agents: int) -> str:
-    """Whether losses and rows after the restart are those of a run that is resumed by hand at that size."""
+    """Compares losses and samples after the restart with a run resumed by hand with the same number of ranks."""
     a_rank = 4 * 2 * agents // outcome.ranks_after
     shape = SHAPE | {"gradient_accumulation_steps": a_rank // 4, "zero": 2}
     checkpoint = folder / "out" / f"checkpoint-{outcome.resumed_at}"

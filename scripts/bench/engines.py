@@ -1,4 +1,4 @@
-"""The engines under comparison, each behind the same calls, and the jobs that all of them are given.
+"""The compared engines, each with the same calls, and the training jobs for all of them.
 
 engine = ENGINES["ddp"](WORKLOADS["30m"].make_model, adamw_arguments(fused=True))
 loss = engine.step(input_ids)
@@ -38,7 +38,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class InChunksLMHeadModel(GPT2LMHeadModel):
-    """A GPT-2 whose loss is computed in chunks by torch (2.13), from the weight of the head, without whole logits."""
+    """A GPT-2 whose loss torch (2.13) computes in chunks from the weight of the head, without the whole logits."""
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> CausalLMOutput:
         hidden = self.transformer(input_ids=input_ids, **more).last_hidden_state[:, :-1].flatten(0, 1)
@@ -59,16 +59,16 @@ class Workload:
     batch_size: int = 4
     sequence_length: int = 128
     recomputes: bool = False  # activation checkpointing
-    loss_in_chunks: bool = False  # as `InChunksLMHeadModel`
+    loss_in_chunks: bool = False  # see `InChunksLMHeadModel`
 
     def make_model(self) -> torch.nn.Module:
-        """Build the model; two calls give the same weights."""
+        """Build the model; two calls return the same weights."""
         torch.manual_seed(SEED)
         sizes = {name: getattr(self, name) for name in ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")}
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
         kind = InChunksLMHeadModel if self.loss_in_chunks else GPT2LMHeadModel
         model = kind(GPT2Config(**sizes, **off, bos_token_id=None, eos_token_id=None)).train()
-        # transformers finds no loss by this class's name and warns before it falls back to this one.
+        # transformers finds no loss for the name of this class, and would warn before using this one.
         model.loss_type = "ForCausalLM"
         if self.recomputes:
             from hf_zero.planner.meta_models import checkpoint
@@ -77,7 +77,7 @@ class Workload:
         return model
 
     def make_batch(self, rank: int, step: int) -> Batch:
-        """Token ids, int64 (batch_size, sequence_length), and labels, the same for every engine at one rank and step."""
+        """Token ids, int64 (batch_size, sequence_length), and labels: the same for every engine at a rank and step."""
         generator = torch.Generator().manual_seed(SEED + 1_000_003 * rank + step)
         ids = torch.randint(self.vocab_size, (self.batch_size, self.sequence_length), generator=generator)
         return {"input_ids": ids, "labels": ids}
@@ -85,7 +85,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Classifier(Workload):
-    """A BERT and sentences of two classes; by default many small operations, with next to nothing to compute."""
+    """A BERT and sentences of two classes; by default, many small operations with almost no arithmetic."""
 
     n_layer: int = 12
     n_embd: int = 32
@@ -114,15 +114,15 @@ class Classifier(Workload):
 
 
 WORKLOADS = {
-    # Starts at once: for trying the harness itself.
+    # Starts at once, to try the harness.
     "tiny": Workload(n_embd=64, n_layer=2, n_head=4, vocab_size=512, n_positions=64, batch_size=2, sequence_length=32),
     "4m": Workload(n_embd=192, n_layer=6, n_head=6),
     "12m": Workload(n_embd=320, n_layer=8, n_head=5),
-    # 29,938,688 parameters: an all-reduce of its fp32 gradients sends 119.8 MB a step from each of two ranks.
+    # 29,938,688 parameters: an all-reduce of the fp32 gradients sends 119.8 MB per step from each of two ranks.
     "30m": Workload(n_embd=512, n_layer=8, n_head=8),
-    # The same with next to nothing to compute, so that what a step takes is its traffic.
+    # The same with almost nothing to compute, so the time of a step is its traffic.
     "30m-short": Workload(n_embd=512, n_layer=8, n_head=8, batch_size=1, sequence_length=16),
-    # GPT-2's own vocabulary: 30,339,456 parameters, of which 19,298,688 are the head's.
+    # GPT-2's own vocabulary: 30,339,456 parameters, 19,298,688 of them in the head.
     "30m-words": Workload(n_embd=384, n_layer=6, n_head=6, vocab_size=50257),
     "30m-words-chunks": Workload(n_embd=384, n_layer=6, n_head=6, vocab_size=50257, loss_in_chunks=True),
     "60m": Workload(n_embd=640, n_layer=11, n_head=10),
@@ -145,7 +145,7 @@ WORKLOADS = {
 
 
 def adamw_arguments(fused: bool) -> dict[str, object]:
-    """AdamW's arguments; fused is what Trainer asks for."""
+    """AdamW's arguments. Trainer uses `fused`."""
     return {"lr": DEFAULT_LEARNING_RATE, "fused": fused}
 
 
@@ -156,12 +156,12 @@ OptimizerArguments = dict[str, object]
 
 
 class Engine:
-    """A model and its optimizer in the plain training loop; what shards them has been installed by whoever made it.
+    """A model and its optimizer in a plain training loop. Whoever makes the engine has already sharded the model.
 
-    FSDP2 is this as it is: micro-batches are reduced one by one, which keeps no whole gradients.
+    FSDP2 uses this class unchanged: it reduces each micro-batch and keeps no whole gradients.
 
     Attributes:
-        max_norm: that each step clips the gradient's norm to, over all ranks; None: it does not.
+        max_norm: the limit to which each step clips the gradient norm over all ranks; None for no clipping.
     """
 
     max_norm: float | None = None
@@ -184,7 +184,7 @@ class Engine:
         return mean
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Around micro-batches that no step follows."""
+        """A context for micro-batches before the last one of a step."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -199,14 +199,14 @@ class Engine:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def finish(self) -> None:
-        """Wait for what the last step left in flight: nothing, in torch's own engines."""
+        """Wait for the last step's unfinished work, which torch's own engines do not have."""
 
     def waited_ms(self) -> float | None:
-        """Time spent waiting for the other ranks since the start, or None where the engine does not count it."""
+        """Time spent waiting for the other ranks since the start; None if the engine does not count it."""
         return None
 
     def close(self) -> None:
-        """Let go of the model and the optimizer; call it before the process group is destroyed."""
+        """Free the model and the optimizer. Call this before the process group is destroyed."""
         del self.model, self.optimizer
 
 
@@ -218,10 +218,10 @@ class DataParallel(Engine):
 
 
 class HfZero(Engine):
-    """This package's engine, which leaves parameter all-gathers in flight after a step and counts its own waits."""
+    """This package's engine. Its parameter all-gathers continue after a step, and it counts its own waits."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: dict) -> None:
-        # Imported here, so that torch's own engines can be measured without this package.
+        # Import here, so that torch's own engines can be measured without this package.
         from hf_zero.engine.engine import ZeroEngine
 
         super().__init__(model, optimizer)
@@ -246,7 +246,7 @@ class HfZero(Engine):
 
 
 class DeepSpeed(Engine):
-    """DeepSpeed's own loop: its engine does backward and steps."""
+    """DeepSpeed's own loop: the engine runs backward and steps."""
 
     def backward(self, loss: torch.Tensor) -> None:
         self.model.backward(loss)
@@ -260,7 +260,7 @@ class DeepSpeed(Engine):
 
 
 class Accelerated(Engine):
-    """What `Accelerator.prepare` returned, in accelerate's training loop; this package's engine may be behind it."""
+    """The result of `Accelerator.prepare`, in accelerate's training loop, possibly with this package's engine."""
 
     def __init__(self, accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(*accelerator.prepare(model, optimizer))
@@ -294,7 +294,7 @@ def make_torch(make_model: MakeModel, optimizer_arguments: OptimizerArguments) -
 def make_ddp(
     make_model: MakeModel, optimizer_arguments: OptimizerArguments, bucket_bytes: int | None = None, **more: Any
 ) -> Engine:
-    """Replicated everything: the engine the others are measured against. `more`: DistributedDataParallel's options."""
+    """DDP, which replicates everything: the baseline of the other engines. `more`: DistributedDataParallel's options."""
     sizes = {} if bucket_bytes is None else {"bucket_cap_mb": bucket_bytes / MIB}
     model = DistributedDataParallel(make_model(), **sizes, **more)
     return DataParallel(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments))
@@ -302,7 +302,7 @@ def make_ddp(
 
 def make_zero_optimizer(make_model: MakeModel, optimizer_arguments: OptimizerArguments) -> Engine:
     """DDP with torch's ZeroRedundancyOptimizer: optimizer state sharded by whole parameters, then broadcast."""
-    # Imported here: it takes half a second, and most of what imports this module makes another engine.
+    # Import here: the import takes half a second, and most users of this module make different engines.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(make_model())
@@ -311,12 +311,12 @@ def make_zero_optimizer(make_model: MakeModel, optimizer_arguments: OptimizerArg
 
 
 def shard_fully(model: torch.nn.Module, reshard_after_forward: bool = True, **more: Any) -> torch.nn.Module:
-    """FSDP2 as its documentation shows it: every block is a unit, the rest belongs to the root. `more`: its other options."""
+    """FSDP2 as in its documentation: every block is a unit, all other parameters belong to the root. `more`: further options."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, **more)
-    # torch's default keeps the root's parameters from forward to backward, where they are needed first.
+    # torch's default keeps the root's parameters from forward to backward, which needs them first.
     return fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard_after_forward else False, **more)
 
 
@@ -328,7 +328,7 @@ def make_fsdp2(
 
 
 def make_torchao(make_model: MakeModel, optimizer_arguments: OptimizerArguments, *, name: str, shards: bool) -> Engine:
-    """An optimizer of torchao with state of few bits, over DDP's parameters or FSDP2's."""
+    """An optimizer of torchao with low-bit state, over DDP's or FSDP2's parameters."""
     from torchao import optim
 
     model = shard_fully(make_model()) if shards else DistributedDataParallel(make_model())
@@ -340,19 +340,20 @@ def make_torchao(make_model: MakeModel, optimizer_arguments: OptimizerArguments,
 def make_hf_zero(
     make_model: MakeModel, optimizer_arguments: OptimizerArguments, bucket_bytes: int | None = None, **settings: object
 ) -> Engine:
-    """This package's engine with these settings, and its defaults for the others."""
+    """This package's engine with these settings; all other settings have their defaults."""
     model = make_model()
     sizes = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     return HfZero(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments), settings | sizes)
 
 
 def make_deepspeed(make_model: MakeModel, optimizer_arguments: OptimizerArguments, *, stage: int) -> Engine:
-    """ZeRO at this stage; 0 is DeepSpeed's own data parallelism."""
+    """DeepSpeed's ZeRO at this stage; 0 is DeepSpeed's own data parallelism."""
     say_where_ranks_are(dist.get_rank(), dist.get_world_size())
     import deepspeed
 
-    # Compiled when it is first asked for, and without bytes on a socket.
-    # The package's own `torch` is the real one; only the module has this function.
+    # DeepSpeed compiles this operation at its first use, and its messages would bypass the socket. Only this module has the
+    # function;
+    # `torch` inside of the package is the real torch.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     zero: dict[str, object] = {"stage": stage}
     if stage:
@@ -367,7 +368,7 @@ def make_deepspeed(make_model: MakeModel, optimizer_arguments: OptimizerArgument
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
-            # It clips at 1.0 by default, and the others do not clip.
+            # DeepSpeed clips at 1.0 by default. The other engines do not clip.
             "gradient_clipping": 0.0,
         },
     )
@@ -377,7 +378,7 @@ def make_deepspeed(make_model: MakeModel, optimizer_arguments: OptimizerArgument
 def make_accelerated(
     make_model: MakeModel, optimizer_arguments: OptimizerArguments, *, stage: int | None = None, fsdp2: bool = False
 ) -> Engine:
-    """What accelerate makes of a model: DDP, FSDP2 as it sets it up on an accelerator, or this package's engine at a stage."""
+    """A model as prepared by accelerate: with DDP, with FSDP2 as on an accelerator, or with this package's engine at a stage."""
     from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
@@ -399,7 +400,7 @@ def make_accelerated(
 
 
 def say_where_ranks_are(rank: int, world_size: int) -> None:
-    """Sets what a launcher sets. The port is of a store that nobody opens: the process group is there already."""
+    """Sets the variables of a launcher. The port is unused, since the process group exists already."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
     os.environ.update(ACCELERATE_USE_CPU="true")
@@ -415,7 +416,7 @@ def make_trainer(
     callbacks: tuple = (),
     saves: bool = False,
 ) -> Any:
-    """A Trainer of DDP (`stage` of None) or of the engine, as under `accelerate launch`: one step long, and maybe one save."""
+    """A Trainer with DDP (`stage` None) or the engine, as under `accelerate launch`: one step, and optionally one save."""
     from transformers import Trainer, TrainingArguments
 
     say_where_ranks_are(rank, world_size)
@@ -433,18 +434,18 @@ def make_trainer(
     return Trainer(workload.make_model(), arguments, train_dataset=data, callbacks=[*callbacks, *own])
 
 
-# ---- what there is to compare ----
+# ---- the engines to compare ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One engine: how it is made, and what a table says of it.
+    """How to make an engine, and its description in tables.
 
     Attributes:
-        settings: what is set, and on whose advice.
-        is_exact: its losses are to be DDP's. False where fewer bits are sent or kept.
-        package: that has to be installed.
-        imported: modules that a script would have imported before it trains.
+        settings: the settings, and the source of this advice.
+        is_exact: whether its losses have to equal DDP's. False if the engine sends or keeps fewer bits.
+        package: a required package.
+        imported: modules to import before the measurement, as a script would have done.
     """
 
     title: str
@@ -463,7 +464,7 @@ class Peer:
 
     @property
     def hindrance(self) -> str | None:
-        """Why it cannot be measured here; None where it can."""
+        """Returns why this engine cannot be measured here; None if nothing prevents it."""
         return None if importlib.util.find_spec(self.package) else f"{self.package} is not installed"
 
     def import_modules(self) -> None:
@@ -548,17 +549,17 @@ ENGINES: dict[str, Peer] = USUAL_ENGINES | {
     ),
     "hf_zero3_no_prefetch": _ours("stage 3, no prefetch", "prefetch_units: 0", stage=3, prefetch_units=0),
 }
-"""All that can be named; the variants of one engine are measured only when they are."""
+"""All known names. Variants of an engine are measured only if they are named."""
 
 ALL_PEERS = [name for name in ENGINES if name != "hf_zero3_no_prefetch"]
-"""What `all.sh` compares."""
+"""The engines compared by `all.sh`."""
 
 
 def chosen_engines(names: list[str]) -> list[str]:
-    """Names of engines, the baseline first, without which there is nothing to compare with; `all` is every peer.
+    """Resolves names of engines; the baseline is always first. `all` selects every peer.
 
     Raises:
-        SystemExit: one is unknown.
+        SystemExit: a name is unknown.
     """
     if names == ["all"]:
         names = ALL_PEERS

@@ -1,10 +1,10 @@
 """Fails if a step costs more in proportion to its peers than at the baseline: bytes sent, peak memory, and the host's work.
 
-    python scripts/bench/guard.py             # compare with results/guard.json: a minute
-    python scripts/bench/guard.py --renew     # the costs of today become the baseline
+        python scripts/bench/guard.py             # compare with results/guard.json: a minute
+        python scripts/bench/guard.py --renew     # today's costs become the baseline
 
-No cost is a time, so they are the same on a busy machine. Each is a ratio to a peer that is measured in the same run, so it also
-holds on other machines and with other releases of torch. `tests/repository/test_bench.py` does the same in the short suite.
+No cost is a time, so results are the same on a busy machine. Each cost is a ratio to a peer measured in the same run, so it also
+holds on other machines and with other releases of torch. `tests/repository/test_bench.py` runs the same check in the short suite.
 
 Bytes and memory are those of a small BERT in float32 on two ranks, one engine after another. The host's work is counted by
 `host_calls.py`: bytecodes, calls of C and torch operations of a step as small as possible.
@@ -35,25 +35,25 @@ from harness import (
     write_record,
 )
 
-# Before a rank notes what it holds without a model.
+# Import before a rank measures its memory without a model.
 import hf_zero.engine.engine  # noqa: F401
 
 BASELINE_PATH = RESULTS / "guard.json"
 LARGEST_GROWTH = 1.10
 LARGEST_GROWTH_OF_COUNTS = 1.03
-"""Counts are exact; this leaves room for a fix that costs a few operations."""
+"""Counts are exact. The margin leaves room for a fix with a few more operations."""
 TIME_LIMIT_S = 120
 
-# 2.2 M parameters: beside those, what a process needs for its own purposes is small.
+# 2.2 M parameters: large compared to the process's own memory.
 WORKLOAD = Classifier(n_layer=2, n_embd=256, vocab_size=2048, batch_size=1)
-# The first step makes the optimizer's state, and DDP makes its buckets anew after it.
+# The first step makes the optimizer's state, and DDP rebuilds its buckets afterwards.
 WARMUP_STEPS = 2
 STEPS = 2
 
-# Engine → the peers that it is measured against.
+# Engine → the peers for its ratios.
 PEERS = {"hf_zero0": ("ddp",), "hf_zero1": ("ddp",), "hf_zero2": ("ddp",), "hf_zero3": ("ddp", "fsdp2")}
 
-# The cases of `host_calls.py` that are counted here, with their engines. Stage 1 does as stage 2 without accumulation.
+# The counted cases of `host_calls.py`, with their engines. Without accumulation, stage 1 is the same as stage 2.
 CASES = {
     host_calls.Case("gpt2", 8, "bf16"): ("hf_zero0", "hf_zero2", "hf_zero3"),
     host_calls.Case("bert", 1, "fp32"): ("hf_zero2",),
@@ -61,11 +61,11 @@ CASES = {
 
 
 class Costs(NamedTuple):
-    """What a step of one engine costs on a rank.
+    """The costs of one engine's step on a rank.
 
     Attributes:
-        sent_bytes: at the socket, a step.
-        peak_bytes: the most resident memory beyond what the process held before there was a model.
+        sent_bytes: bytes sent per step, counted at the socket.
+        peak_bytes: the highest resident memory in excess of the memory before the model was made.
     """
 
     sent_bytes: float
@@ -79,8 +79,8 @@ Makes = dict[str, Callable[..., Engine]]
 
 
 def costs_on_rank(rank: int, world_size: int, *, makes: Makes) -> dict[str, Costs]:
-    """Engine → its costs here, by the function that makes it."""
-    # So that the libraries' own pages are there before an engine's memory is measured.
+    """Returns engine → its costs on this rank, for each function that makes an engine."""
+    # Train a small model first, so the libraries' own pages exist before an engine's memory is measured.
     held_before(trims=True)
     _costs(ENGINES[BASELINE], Classifier(n_layer=1), rank)
     return {name: _costs(make, WORKLOAD, rank) for name, make in makes.items()}
@@ -108,7 +108,7 @@ def _costs(make: Callable[..., Engine], workload: Classifier, rank: int) -> Cost
 
 
 def measure_costs(makes: Makes) -> dict[str, Costs]:
-    """Engine → its costs on the rank where they are larger, by kind."""
+    """Returns engine → its costs, for each kind from the rank with the larger cost."""
     by_rank = on_ranks(costs_on_rank, 2, limit_s=TIME_LIMIT_S, makes=makes)
     return {
         name: Costs(**{kind: max(getattr(costs[name], kind) for costs in by_rank) for kind in KINDS}) for name in makes
@@ -116,13 +116,13 @@ def measure_costs(makes: Makes) -> dict[str, Costs]:
 
 
 def engines() -> Makes:
-    """Every engine that is compared and its peers, by name."""
+    """Returns all compared engines and their peers, by name."""
     peers = [peer for each in PEERS.values() for peer in each]
     return {name: ENGINES[name] for name in dict.fromkeys([*peers, *PEERS])}
 
 
 def ratios_of(costs: dict[str, Costs]) -> dict[str, float]:
-    """ "peak memory of hf_zero3 / fsdp2" → the ratio."""
+    """Returns "peak memory of hf_zero3 / fsdp2" → the ratio."""
     return {
         f"{words} of {name} / {peer}": getattr(costs[name], kind) / getattr(costs[peer], kind)
         for name, peers in PEERS.items()
@@ -132,7 +132,7 @@ def ratios_of(costs: dict[str, Costs]) -> dict[str, float]:
 
 
 def host_ratios() -> dict[str, float]:
-    """ "bytecodes of hf_zero2 / ddp, gpt2 bf16 on 8 ranks" → the ratio, as counted now."""
+    """Counts the host's work now; returns "bytecodes of hf_zero2 / ddp, gpt2 bf16 on 8 ranks" → the ratio."""
     found = {}
     for case, names in CASES.items():
         counted = host_calls.ratios(host_calls.counts_of(case, [case.peer, *names]), case.peer)
@@ -143,12 +143,12 @@ def host_ratios() -> dict[str, float]:
 
 
 def largest_growth(ratio: str) -> float:
-    """By how much a ratio of this name may be larger than at the baseline."""
+    """Returns the factor by which a ratio of this name may exceed the baseline."""
     return LARGEST_GROWTH if ratio.startswith(tuple(KINDS.values())) else LARGEST_GROWTH_OF_COUNTS
 
 
 def versions() -> dict[str, str]:
-    """Of what the costs may depend on beside this package."""
+    """Returns the versions of all software the costs may depend on, except this package."""
     return {"python": platform.python_version(), "torch": version("torch"), "transformers": version("transformers")}
 
 
@@ -179,7 +179,7 @@ def _renewal() -> str:
 
 
 def read_baseline() -> dict[str, Any]:
-    """The ratios that were renewed last, and where they were measured."""
+    """Returns the ratios of the last `--renew`, and the place of their measurement."""
     return json.loads(BASELINE_PATH.read_text(encoding="utf-8"))
 
 

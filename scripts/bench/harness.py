@@ -1,4 +1,4 @@
-"""The parts that benchmarks share: options, ranks, clocks, bytes, memory, tables, and files of figures with what they are of."""
+"""The shared parts of benchmarks: options, ranks, clocks, bytes, memory, tables, and files of figures with their context."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ MIB = 2**20
 def read_options(
     about: str | None, arguments: list[str] | None = None, quick: dict[str, Any] | None = None, **options: Any
 ) -> argparse.Namespace:
-    """The command line of a benchmark.
+    """Parses the command line of a benchmark.
 
     Args:
         about: the script's docstring.
-        quick: what `--quick` sets, where there is such a form.
-        options: name → default, `(default, help)` or `(default, help, choices)`. A type in place of a default: there is none. A
-            list takes several words. An option `words` is named by its place.
+        quick: the settings of `--quick`, if the benchmark has this option.
+        options: name → default, `(default, help)` or `(default, help, choices)`. A type instead of a default: no default. A
+            list accepts several words. An option named `words` is positional.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, given in options.items():
@@ -65,16 +65,16 @@ def read_options(
     return read
 
 
-# ---- ranks, and what they spend ----
+# ---- ranks, and their resource use ----
 
 
 def on_ranks(target: Callable[..., Any], ranks: int, *, limit_s: float = 600, **arguments: Any) -> list[Any]:
-    """What `target(rank, ranks, **arguments)` returns in each of so many fresh ranks."""
+    """Returns the results of `target(rank, ranks, **arguments)` in fresh ranks."""
     return run_ranks(target, world_size=ranks, time_limit_s=limit_s, keyword_arguments=arguments)
 
 
 class Spent(NamedTuple):
-    """Seconds by the clock, and of CPU time of all threads and of the one that asks; bytes that sockets sent."""
+    """Wall-clock seconds, CPU seconds of all threads and of the calling thread, and bytes sent by sockets."""
 
     wall_s: float
     cpu_s: float
@@ -83,7 +83,7 @@ class Spent(NamedTuple):
 
 
 class Clocks:
-    """Measures from where they are made."""
+    """Measures from its creation on."""
 
     def __init__(self) -> None:
         self._began = self._read()
@@ -97,7 +97,7 @@ class Clocks:
 
 
 def spent_in(work: Callable[[], object]) -> Spent:
-    """What all ranks of a process group, at once, spend on some work: this rank's part."""
+    """Returns this rank's resource use for some work, which all ranks of a process group run at the same time."""
     dist.barrier()
     sent_before = tcp_bytes().sent
     clocks = Clocks()
@@ -105,14 +105,14 @@ def spent_in(work: Callable[[], object]) -> Spent:
     spent = clocks.spent()
     dist.barrier()
     spent = spent._replace(sent_bytes=tcp_bytes().sent - sent_before)
-    # A rank that leaves closes its sockets, and what they have counted is gone on both sides.
+    # A rank that leaves closes its sockets, and the counts of both ends are lost.
     dist.barrier()
     return spent
 
 
 def count_events(work: Callable[[], object], note: Callable[[Any, str], object]) -> None:
-    """Tells `note` the frame and the kind of all that Python's profiler sees of some work on this thread."""
-    # What the collector calls is due to what ran before.
+    """Calls `note` with the frame and the kind of each event of Python's profiler during some work on this thread."""
+    # Collect now: finalizers called by the collector belong to earlier work.
     gc.collect()
     gc.disable()
     sys.setprofile(lambda frame, event, _argument: note(frame, event))
@@ -127,7 +127,7 @@ def count_events(work: Callable[[], object], note: Callable[[Any, str], object])
 
 
 class Column(NamedTuple):
-    """A heading, a row's field or a function of the row, and the format and the unit of its figure; plain tuples serve, too."""
+    """A heading, a row's field or a function of the row, and the format and unit of the figure. Plain tuples work as well."""
 
     heading: str
     what: str | Callable[[Any], Any]
@@ -136,7 +136,7 @@ class Column(NamedTuple):
 
 
 def cells(columns: Sequence[tuple[Any, ...]], row: Any) -> list[str]:
-    """A row's texts. A row is a mapping or an object with fields; a figure that is None is left empty."""
+    """Formats a row, which is a mapping or an object with fields. A figure of None results in an empty cell."""
     fields = row if isinstance(row, Mapping) else row._asdict() if hasattr(row, "_asdict") else vars(row)
     texts = []
     for _, what, form, unit in (Column(*column) for column in columns):
@@ -146,7 +146,7 @@ def cells(columns: Sequence[tuple[Any, ...]], row: Any) -> list[str]:
 
 
 def print_table(title: str, columns: Sequence[tuple[Any, ...]], rows: Iterable[Any], width: int = 150) -> None:
-    """Prints a table whose first column is one of names."""
+    """Prints a table whose first column contains names."""
     from rich.console import Console
     from rich.table import Table
 
@@ -159,7 +159,7 @@ def print_table(title: str, columns: Sequence[tuple[Any, ...]], rows: Iterable[A
 
 
 def keep(name: str, run: dict[str, Any], figures: dict[str, Any], path: Path | None = None) -> None:
-    """Writes figures and what they are of to `path`, or to results/NAME-COMMIT.json."""
+    """Writes figures and the description of their run to `path`, or to results/NAME-COMMIT.json."""
     path = path or RESULTS / f"{name}-{run['commit']}.json"
     write_record(path, run | figures)
     print(f"written to {path}")
@@ -170,21 +170,21 @@ def write_record(path: Path, record: Any) -> None:
     path.write_text(json.dumps(record, indent=1, default=str) + "\n")
 
 
-# ---- what a run is of ----
+# ---- the description of a run ----
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "deepspeed", "torchao", "numpy"),
     *("trl", "peft", "sentence-transformers", "huggingface-hub"),
 )
 LOAD_BEFORE = os.getloadavg()
-"""When this was imported, before anything was measured."""
+"""The load at import, before any measurement."""
 
 BUSY_LOAD = 0.5
-"""Other work, in processes that wanted a core before the run began, from which on a run counts as disturbed."""
+"""Number of processes of other work that wanted a core before the run, above which the run counts as disturbed."""
 
 
 def describe_run(options: argparse.Namespace) -> dict[str, Any]:
-    """Commit, machine, versions, command, date and load of a run; call it at the run's end."""
+    """Describes a run: commit, machine, versions, command, date and load. Call this at the run's end."""
     script = Path(sys.argv[0]).resolve()
     return {
         "commit": _git("rev-parse", "--short", "HEAD") or "none",
@@ -198,7 +198,7 @@ def describe_run(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "python": sys.version.split()[0],
         "versions": {name: _version(name) for name in PACKAGES},
-        # The script as it is typed in the repository's folder, where it lies in it.
+        # The command as typed in the repository's folder, for scripts inside of the repository.
         "command": shlex.join(
             ["python", str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name, *sys.argv[1:]]
         ),
@@ -221,7 +221,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    """git's answer, empty where there is no repository or no commit yet."""
+    """Returns git's output; empty without a repository or a commit."""
     return subprocess.run(["git", "-C", BENCH_FOLDER, *arguments], capture_output=True, text=True).stdout.strip()
 
 
@@ -233,20 +233,20 @@ _RESET_PEAK = "5"  # of proc(5), /proc/[pid]/clear_refs
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Waits until `device` has done all queued work. On the host that is so already."""
+    """Waits until `device` has done all queued work. The host has no queue."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
 def held_before(*, trims: bool = False) -> int:
-    """Resident bytes of this process, from which its peak is counted from now on.
+    """Returns the resident bytes of this process, and counts the peak from now on.
 
-    glibc keeps freed blocks below its threshold in the heap, which would charge an engine for its neighbours' fragments: the
-    threshold is lowered. Above 196 KB, the activations of a small batch, a T5 of 20 M parameters had a larger peak with two rows
-    than with four.
+    glibc keeps freed blocks below its threshold in the heap. An engine would then be charged for the fragmentation by earlier
+    engines, so the threshold is lowered. With a threshold above 196 KB, the activations of a small batch, a T5 of 20 M parameters
+    had a larger peak with two samples than with four.
 
     Args:
-        trims: what is free goes back to the system first, where another engine was in this process.
+        trims: return free memory to the system first, because an earlier engine was in this process.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
@@ -262,12 +262,12 @@ def reset_peak() -> None:
 
 
 def most_held() -> int:
-    """The most resident bytes since `reset_peak`."""
+    """Returns the highest number of resident bytes since the last `held_before`."""
     return _status_bytes("VmHWM")
 
 
 def _status_bytes(field: str) -> int:
-    """A figure of /proc/self/status."""
+    """Returns a figure of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
@@ -276,12 +276,12 @@ def _status_bytes(field: str) -> int:
 
 
 def bytes_from_disk() -> int:
-    """Bytes that the disk has been asked for on behalf of this process, mapped files included."""
+    """Returns the bytes that the disk has read for this process, including mapped files."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"])
 
 
-# ---- bytes on the wire, as the kernel counts them, whatever any engine's own ledger says ----
+# ---- bytes on the wire, counted by the kernel, independently of an engine's own ledger ----
 
 # struct tcp_info of linux/tcp.h up to tcpi_bytes_retrans: 8 bytes of state and options, 24 u32 (tcpi_rto .. tcpi_total_retrans),
 # 4 u64 (tcpi_pacing_rate, tcpi_max_pacing_rate, tcpi_bytes_acked, tcpi_bytes_received), 6 u32 (tcpi_segs_out ..
@@ -299,17 +299,17 @@ class TcpBytes(NamedTuple):
 
 
 def tcp_bytes() -> TcpBytes:
-    """Payload bytes sent and received by all TCP sockets open in this process, without headers and what was sent again.
+    """Payload bytes sent and received by all TCP sockets open in this process, without headers and retransmissions.
 
-    A closed socket takes its bytes with it, so measure a difference while the connections live. For an exact figure
-    put a barrier before each reading: what was written to a socket may still wait in the kernel to be sent.
+    The count of a socket is lost when it closes, so measure a difference while the connections exist. For an exact figure,
+    put a barrier before each reading: bytes written to a socket may still wait in the kernel.
     """
     counted = [_bytes_of(number) for number in _socket_descriptors()]
     return TcpBytes(sum(each.sent for each in counted), sum(each.received for each in counted))
 
 
 def _bytes_of(descriptor: int) -> TcpBytes:
-    # On a copy of the descriptor, which can be closed while the owner goes on using its own.
+    # Use a copy of the descriptor: the copy can be closed while the owner continues to use its own.
     with socket.socket(fileno=os.dup(descriptor)) as copy:
         if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.proto != socket.IPPROTO_TCP:
             return TcpBytes(0, 0)
@@ -325,7 +325,7 @@ def _socket_descriptors() -> Iterable[int]:
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:
-            # Closed since it was listed, as the listing's own descriptor always is.
+            # Closed since the listing, as always the listing's own descriptor.
             continue
         if target.startswith("socket:"):
             yield int(name)

@@ -1,4 +1,4 @@
-"""The planner's forecast of a rank's peak memory beside the peak that is measured, with the error of each.
+"""The planner's forecast of a rank's peak memory next to the measured peak, with the error.
 
     python scripts/bench/planned_peaks.py                                  # all models, stages and batches: about ten minutes
     python scripts/bench/planned_peaks.py --models gpt2 --set-ups ddp 2    # some of them
@@ -6,12 +6,12 @@
     python scripts/bench/planned_peaks.py --parts                          # GPT-2's own vocabulary, by what needs less memory
     python scripts/bench/planned_peaks.py --device cuda --ranks 1          # on one GPU
 
-Measured as compare.py does: the highest resident set of three steps less the resident set before there was a model, each cell
-in fresh ranks whose malloc gives freed blocks back. On a GPU: the most that torch's allocator held, less what it held before.
-State is measured beside it, from the engine's own tensors after the last step.
+Measured as in compare.py: the highest resident set of three steps minus the resident set before there was a model, each cell
+in fresh ranks whose malloc returns freed blocks. On a GPU: the peak of torch's allocator, minus its bytes before.
+The state is measured as well, from the engine's own tensors after the last step.
 
 A loss in chunks takes minutes of CPU time: torch cuts it into chunks of a few tokens. A cell that does not end within
-`--time-limit-s` is named and left out. Liger's loss is in no cell, since its kernels need a GPU.
+`--time-limit-s` is reported and left out. No cell has Liger's loss, since its kernels need a GPU.
 
 Exits with status 1 if a cell has not ended, or if an error is larger than 5 % of the state, or 15 % of the peak.
 """
@@ -55,7 +55,7 @@ from hf_zero.planner.trace import trace
 
 HAS_TRL = find_spec("trl") is not None
 if HAS_TRL:
-    # Here, so that what the package itself takes is no part of a peak.
+    # Import here, so that the package's own memory is not part of a peak.
     from trl.trainer.utils import add_fused_lm_head
 
 MOST_STATE_ERROR, MOST_PEAK_ERROR = 0.05, FORECAST_ERROR
@@ -109,7 +109,7 @@ def _words(*, in_chunks: bool = False, recomputes: bool = False) -> transformers
 
 def _trls() -> transformers.PreTrainedModel:
     model = _words()
-    # What SFTTrainer asks for.
+    # SFTTrainer does the same.
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     return model
 
@@ -122,13 +122,13 @@ PARTS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "checkpointing": partial(_words, recomputes=True),
     "checkpointing, loss in chunks": partial(_words, in_chunks=True, recomputes=True),
 }
-"""A GPT-2 of 30 M parameters with its own vocabulary, and parts of other packages that need less memory beside the state."""
+"""A GPT-2 of 30 M parameters with its own vocabulary, and other packages' replacements with lower memory use."""
 
 MODELS_AND_PARTS = MODELS | PARTS
 
 
 def batch(model: str, made: transformers.PreTrainedModel, rows: int, length: int) -> dict[str, Any]:
-    """Keyword arguments of a forward."""
+    """Makes the keyword arguments of a forward."""
     given = batch_of(made, rows, length)
     if model == "loss in chunks, TRL's":
         given["fused_lm_head"] = True
@@ -154,7 +154,7 @@ def settings_of(set_up: str, folder: str) -> dict[str, Any] | None:
 
 
 def job_of(model: str, rows: int, length: int, ranks: int, param_dtype: str = AUTO, device: str = "cpu") -> Job:
-    """What the planner is given: a model without memory."""
+    """Makes the planner's input: a model without memory."""
     with torch.device("meta"):
         shaped = MODELS_AND_PARTS[model]()
     given = {"shape": f"{rows} x {length}", "tokens": rows * length, "param_dtype": param_dtype}
@@ -174,10 +174,10 @@ def planned(model: str, set_up: str, rows: int, length: int, ranks: int, device:
 
 
 def _held_on(device: str) -> int:
-    """Bytes that a rank holds, from which its peak is counted from now on."""
+    """Returns the bytes of this rank, and counts its peak from now on."""
     if device == "cpu":
         return held_before()
-    # cuBLAS keeps a workspace of each thread from the thread's first product on. Backward has a thread of its own.
+    # cuBLAS allocates a workspace for each thread at its first product. Backward has its own thread.
     square = torch.ones(8, 8, device=device, requires_grad=True)
     (square @ square).sum().backward()
     del square
@@ -188,7 +188,7 @@ def _held_on(device: str) -> int:
 def peak_of_rank(
     rank: int, world_size: int, *, model: str, set_up: str, rows: int, length: int, folder: str, device: str
 ) -> dict[str, int]:
-    """Peak bytes and bytes of state of a rank that trains a few steps."""
+    """Returns peak bytes and bytes of state of a rank after a few steps."""
     before_bytes = _held_on(device)
     torch.manual_seed(0)
     made, settings = MODELS_AND_PARTS[model]().train().to(device), settings_of(set_up, folder)
@@ -202,7 +202,7 @@ def peak_of_rank(
     state = _ddp_state(made, optimizer)
     if engine is not None:
         engine.finish_parameters()
-        # Copies for early steps take what host memory is free, and no forecast counts on them.
+        # Copies for early steps use any free host memory, so no forecast includes them.
         passing = ("window, during the step", "gathered parameters, at most", "copies of the state")
         passing += ("gradients of early steps",)
         state = sum(row.bytes for row in engine.memory_report().rows if row.kind not in passing)
@@ -213,7 +213,7 @@ def peak_of_rank(
 
 
 def _ddp_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Parameters, buffers, gradients and DDP's buckets of them, and the optimizer's state."""
+    """Returns the bytes of parameters, buffers, gradients, DDP's buckets, and the optimizer's state."""
     parameters = sum(p.nbytes for p in model.parameters())
     kept = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim())
     return 3 * parameters + sum(b.nbytes for b in model.buffers()) + kept
@@ -222,7 +222,7 @@ def _ddp_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def measure(
     cells: list[tuple[str, str, int, int]], ranks: int, time_limit_s: float, device: str = "cpu"
 ) -> list[dict[str, Any]]:
-    """Of each model, set-up, rows and length: bytes of the rank that has more, planned and measured, and the errors.
+    """Measures each combination of model, set-up, samples and length: planned and measured bytes of the larger rank, and errors.
 
     A cell that does not end in time is left out.
     """
@@ -238,7 +238,7 @@ def measure(
         state, peak = (max(each[what] for each in by_rank) for what in ("state", "peak"))
         forecast = planned(model, set_up, rows, length, ranks, device)
         if device != "cpu":
-            # torch's allocator does not count what its libraries take.
+            # torch's allocator does not count the memory of its libraries.
             forecast = replace(forecast, device={k: v for k, v in forecast.device.items() if k != "runtime"})
         cell |= {"ranks": ranks, "planned": dict(forecast.device), "planned_state": forecast.state_bytes}
         cell |= {"planned_logits": forecast.device.get("logits", 0)}
@@ -251,7 +251,7 @@ def measure(
 
 
 def print_under_ddp(cells: list[dict[str, Any]]) -> None:
-    """Prints what each part makes of DDP's peak."""
+    """Prints the effect of each part on DDP's peak."""
     peaks = {cell["model"]: cell["measured_peak"] / MIB for cell in cells if cell["set_up"] == "ddp"}
     for model, peak in peaks.items():
         print(f"DDP, {model}: {peak:.0f} MiB, {peak - peaks.get('whole logits', peak):+.0f} MiB to whole logits")
@@ -291,7 +291,7 @@ def main() -> int:
         print(f"skipped: no {options.device} device on this machine")
         return 0
     if options.device != "cpu":
-        # A trace is of a GPU that is in use.
+        # The planner traces for a GPU only after CUDA is initialized.
         torch.get_device_module(options.device).init()
     models, batches, name = options.models, options.batches, "planned_peaks.json"
     if options.parts:

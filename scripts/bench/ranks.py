@@ -1,14 +1,14 @@
-"""Starting ranks fast: forkserver processes with torch already imported, joined by gloo over loopback or alone.
+"""Starts ranks fast: forkserver processes with torch already imported, connected by gloo over loopback, or a single one.
 
     results = run_ranks(measure, world_size=2, time_limit_s=60, keyword_arguments={"rounds": 5})
 
 `measure(rank, world_size, **keyword_arguments)` runs in every rank inside a process group and returns something
-picklable. The first rank that fails takes the others down, and its traceback is the caller's error message.
+picklable. If a rank fails, the others are ended, and the caller's error message contains the first failure's traceback.
 
     with live_ranks(Station, world_size=2, time_limit_s=60, keyword_arguments={"workload": workload}) as station:
         by_rank = station.call("visit", 3)
 
-Each rank makes a `Station(rank, world_size, **keyword_arguments)` and calls its methods when it is asked to.
+Each rank makes a `Station(rank, world_size, **keyword_arguments)` and runs its methods on request.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-# Imported once, by the process that forks the ranks: each rank would else spend its first seconds on them.
+# Imported once by the process that forks the ranks: otherwise each rank would spend its first seconds on these imports.
 PRELOADED_MODULES = ["torch", "torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2"]
 
-# Seconds after a first failure for an earlier one to be told. A rank that is killed tells nothing, and another rank, whose
-# connection it has cut, may be heard before the end of the killed one's pipe is seen.
+# Seconds to wait after a first report of failure for an earlier failure. A killed rank sends no report, and another rank, whose
+# connection was cut by this, may report before the end of the killed rank's pipe is noticed.
 HEARING_S = 1.5
 
-# Where that process finds modules that no package has.
+# Folders of modules outside of packages, for the forking process.
 PRELOAD_FOLDERS = [Path(__file__).resolve().parent]
 
 
 class RankFailedError(RuntimeError):
-    """A rank raised, or ended without a result; the message carries its traceback or its exit code."""
+    """A rank raised an error, or ended without a result. The message contains its traceback or exit code."""
 
 
 class RanksTimedOutError(TimeoutError):
-    """Not every rank brought a result within the time limit."""
+    """A rank returned no result within the time limit."""
 
 
 class _Failure(NamedTuple):
-    """What a rank sends instead of its result."""
+    """Sent by a rank instead of a result."""
 
-    told_s: float | None  # by one clock for all processes: tells the first failure from those it caused; None: not told
+    told_s: float | None  # by a clock common to all processes, to find the first failure; None: no report was sent
     traceback_text: str
 
 
 class _Task(NamedTuple):
-    """What a rank is started with: it returns what `target` does, or answers calls of it until there are no more."""
+    """The work of a rank: returns the result of `target`, or answers method calls until the last one."""
 
     target: Callable[..., Any]
     keyword_arguments: dict[str, Any]
@@ -76,7 +76,7 @@ def run_ranks(
 
 
 def run_alone(target: Callable[..., Any], *, time_limit_s: float, keyword_arguments: dict[str, Any]) -> Any:
-    """Run target in a fresh process that is in no process group, and return its result."""
+    """Run target in a fresh process without a process group, and return its result."""
     return _run(_Task(target, keyword_arguments, 1, time_limit_s, is_alone=True))[0]
 
 
@@ -97,10 +97,10 @@ def live_ranks(
     call_limit_s: float = float("inf"),
     keyword_arguments: dict[str, Any] | None = None,
 ) -> Iterator[LiveRanks]:
-    """Fresh ranks that each hold what `make(rank, world_size, **keyword_arguments)` returns, until the block ends.
+    """Fresh ranks, each with an object made by `make(rank, world_size, **keyword_arguments)`, until the block ends.
 
     Args:
-        time_limit_s: for all that happens in the block.
+        time_limit_s: for the whole block.
         start_limit_s: for `make`.
         call_limit_s: for each call.
     """
@@ -115,10 +115,10 @@ def live_ranks(
 
 
 class LiveRanks:
-    """Ranks that wait to be asked.
+    """Ranks waiting for method calls.
 
     Attributes:
-        has_failed: a call has, which is then the end of them.
+        has_failed: whether a call has failed. The ranks have ended then.
     """
 
     def __init__(self, ranks: _Ranks, call_limit_s: float) -> None:
@@ -127,7 +127,7 @@ class LiveRanks:
         self.has_failed = False
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of what each rank holds, on all ranks at once; returns what it returned, in rank order."""
+        """Call a method of each rank's object, on all ranks at the same time; returns the results in rank order."""
         self._ranks.send((method, arguments))
         try:
             return self._ranks.collect(time.monotonic() + self._call_limit_s)
@@ -148,7 +148,7 @@ def _started(task: _Task) -> Iterator[_Ranks]:
                 arguments = (task, rank, folder, rank_end)
                 process = context.Process(target=_main, args=arguments, name=f"rank {rank}", daemon=True)
                 process.start()
-                # The rank holds the only other end now, so its death closes the pipe.
+                # The rank has the only other end now, so its death closes the pipe.
                 rank_end.close()
                 ranks.processes.append(process)
                 ranks.pipe_ends.append(own_end)
@@ -158,10 +158,10 @@ def _started(task: _Task) -> Iterator[_Ranks]:
 
 
 def start_forking() -> None:
-    """Starts the process that ranks are forked from, unless it runs."""
+    """Starts the process from which ranks are forked, unless it is running."""
     forkserver.set_forkserver_preload(["preloaded"])
     before = dict(os.environ)
-    # It is told this process's `sys.path`, and in Python before 3.13 does not look there.
+    # The forkserver receives this process's `sys.path`, but before Python 3.13 does not search it.
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PRELOAD_FOLDERS), *filter(None, [before.get("PYTHONPATH")])])
     os.environ["PRELOADED_MODULES"] = ",".join(PRELOADED_MODULES)
     try:
@@ -177,27 +177,27 @@ def start_forking() -> None:
 def joined_process_group(
     rank: int, world_size: int, store_folder: str | Path, time_limit_s: float, store: dist.Store | None = None
 ) -> Iterator[None]:
-    """A gloo process group that meets in a file, so that only the engines' own bytes travel by network.
+    """A gloo process group with a store in a file, so that only the engines' own bytes are sent by network.
 
-    A rank that raises does not destroy its group: the others would fail of that, before the reason has been told.
+    A rank that raises does not destroy its group: otherwise the others would fail because of that, before the reason is known.
 
     Args:
-        store_folder: the folder of the file; unused beside `store`.
-        store: the ranks meet here instead. A run whose ranks are killed needs a `TCPStore` of a process that lives on:
-            torch's FileStore reads half a record, which a killed writer leaves, again and again without end.
+        store_folder: the folder of the file; unused with `store`.
+        store: used instead of the file. If a run kills ranks, this must be a `TCPStore` of a surviving process: torch's FileStore
+            reads half a record, left behind by a killed writer, again and again without end.
     """
     store = store or dist.FileStore(str(Path(store_folder) / "store"), world_size)
     limit = timedelta(seconds=time_limit_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-    # A rank that has little to do and leaves would fail those that are still joining.
+    # If a fast rank left now, the ranks that are still connecting would fail.
     dist.barrier()
     yield
     dist.destroy_process_group()
 
 
 def _main(task: _Task, rank: int, store_folder: str, pipe_end: Connection) -> None:
-    """A rank's process: sends the outcome of its task, or how it failed."""
-    # Where every thread was, on stderr: the end of a rank that is out of time tells nothing.
+    """The main function of a rank's process: sends the outcome of its task, or its failure."""
+    # Print the stack of every thread to stderr shortly before the time limit: a rank ended by the limit prints nothing.
     faulthandler.dump_traceback_later(0.95 * task.time_limit_s)
     try:
         outcome = _outcome(task, rank, store_folder, pipe_end)
@@ -222,13 +222,13 @@ def _outcome(task: _Task, rank: int, store_folder: str, pipe_end: Connection) ->
         while (asked := pipe_end.recv()) is not None:
             method, arguments = asked
             pipe_end.send(getattr(made, method)(*arguments))
-        # Before the group is destroyed.
+        # Free the object before the group is destroyed.
         del made
     return None
 
 
 class _Ranks:
-    """The processes of one run and the pipes their results come through."""
+    """The processes of one run, and the pipes for their results."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -236,14 +236,14 @@ class _Ranks:
         self.pipe_ends: list[Connection] = []
 
     def send(self, message: Any) -> None:
-        """Tell every rank the same."""
+        """Send the same message to every rank."""
         for pipe_end in self.pipe_ends:
-            # A rank that has failed hears nothing: its failure is what `collect` finds.
+            # Ignore a rank that has failed: `collect` finds the failure.
             with suppress(BrokenPipeError, ConnectionResetError):
                 pipe_end.send(message)
 
     def collect(self, deadline_s: float = float("inf")) -> list[Any]:
-        """The next message of every rank; raises the earliest failure, or at the deadline."""
+        """Returns the next message of every rank. Raises the earliest failure, or an error at the deadline."""
         deadline_s = min(deadline_s, self.deadline_s)
         results: dict[int, Any] = {}
         while len(results) < len(self.processes):
@@ -257,25 +257,25 @@ class _Ranks:
         return [results[rank] for rank in range(len(self.processes))]
 
     def _hear(self, results: dict[int, Any], until_s: float) -> dict[int, Any]:
-        """The messages of ranks that have no result yet, as soon as there are any; none where there are none in time."""
+        """Returns new messages of ranks without a result, as soon as there are any; none if there are none in time."""
         awaited = {end: rank for rank, end in enumerate(self.pipe_ends) if rank not in results}
         ready = wait(awaited, timeout=max(0.0, until_s - time.monotonic())) if awaited else []
         return {awaited[end]: self._receive(awaited[end]) for end in ready}
 
     def _raise_earliest_failure(self, results: dict[int, Any]) -> NoReturn:
-        """Hears those who have not spoken yet, each at most once, for `HEARING_S`."""
+        """Waits up to `HEARING_S` for the remaining ranks' messages, then raises the earliest failure."""
         until_s = time.monotonic() + HEARING_S
         while arrived := self._hear(results, until_s):
             results.update(arrived)
         failures = [(rank, outcome) for rank, outcome in results.items() if isinstance(outcome, _Failure)]
         vanished = [each for each in failures if each[1].told_s is None]
         told = sorted((each for each in failures if each[1].told_s is not None), key=lambda each: each[1].told_s)
-        # One that vanished may be the cause of what the others tell, or its consequence, in a library that aborts.
+        # A rank that disappeared may be the cause of the others' failures, or their consequence (a library that aborts).
         texts = [f"rank {rank} failed:\n{failure.traceback_text}" for rank, failure in (*vanished, *told[:1])]
         raise RankFailedError("\n".join(texts))
 
     def join(self) -> None:
-        """Wait for clean exits: work still in flight shows only here, as an abort."""
+        """Wait for clean exits: unfinished work only fails here, by an abort."""
         for rank, process in enumerate(self.processes):
             process.join(max(0.0, self.deadline_s - time.monotonic()))
             if process.exitcode is None:

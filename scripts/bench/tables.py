@@ -1,11 +1,12 @@
-"""Tables and pictures, made of files of figures and nothing else.
+"""Makes tables and pictures from files of figures.
 
     python scripts/bench/tables.py outputs/bench/step.json                    # its tables, on the screen
     python scripts/bench/tables.py outputs/bench/*.json --out outputs/bench   # all tables in one page, and a PNG for each
     python scripts/bench/tables.py --docs                                     # the kept figures in README.md, docs/, RESULTS.md
 
-In a document a table stands between `<!-- figures: FILE NAME -->`, with a file of scripts/bench/results and a table of it, and
-`<!-- end of figures -->`. Pictures of kept files are in docs/figures.
+In a document, a table is between `<!-- figures: FILE NAME -->`, with the name of a file of scripts/bench/results and of one of
+its
+tables, and `<!-- end of figures -->`. Pictures of kept files are in docs/figures.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from packaging.version import Version
 PICTURES = ROOT / "docs" / "figures"
 DOCUMENTS = ("README.md", "docs/*.md", "scripts/bench/RESULTS.md")
 _KINDS = {"host_time": "host_time", "checkpoints": "checkpoints", "io": "checkpoints", "step": "steps"}
-"""Of files that do not say it themselves, by the beginning of their names."""
+"""Beginning of a file's name → its kind, for files without an entry for the kind."""
 
 _TABLE = re.compile(r"(<!-- figures: (\S+) (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 Record = dict[str, Any]
 
-# ---- where a peer is ahead ----
+# ---- figures in which a peer is ahead ----
 
 BEHIND = "where a peer is ahead"
 LEVEL = 0.005
-"""Figures this close are level."""
+"""Figures with a smaller relative difference count as equal."""
 
 FIGURES: dict[str, tuple[Callable[[Record], float | None], Callable[[float], str]]] = {
     "CPU": (lambda row: row["cpu_ratio"]["median"] if "cpu_ratio" in row else None, "{:.2f} x DDP".format),
@@ -45,7 +46,7 @@ FIGURES: dict[str, tuple[Callable[[Record], float | None], Callable[[float], str
     "peak": (lambda row: row["peak_bytes"], lambda value: f"{value / MIB:.0f} MiB"),
     "first step": (lambda row: row.get("first_step_cpu_s"), "{:.2f} s of CPU".format),
 }
-"""What is compared, less being better in each: its figure of an engine's row, and the figure in words."""
+"""Compared figures, for which less is better: name → (the figure of an engine's row, its text)."""
 
 
 def behind(own: float | None, peers: Iterable[tuple[str, float | None]], what: str = "") -> str:
@@ -62,9 +63,9 @@ def behind(own: float | None, peers: Iterable[tuple[str, float | None]], what: s
 
 
 def verdict(row: Record, rows: list[Record]) -> str:
-    """Each figure in which some peer is ahead of this row's engine, and the peer that is furthest; of peers nothing is said.
+    """Each figure in which a peer is ahead of this row's engine, with the best peer; empty for rows of peers.
 
-    An engine that rounds nothing is compared with peers that round nothing, and one that does with all.
+    An engine that rounds nothing is compared with peers that round nothing. One that rounds is compared with all peers.
     """
     if not row["is_ours"]:
         return ""
@@ -82,7 +83,7 @@ def verdict(row: Record, rows: list[Record]) -> str:
 
 
 def scores(rows: list[Record]) -> Iterable[Record]:
-    """Of each figure the best of ours, the best of the peers and what is to be said, among engines that round nothing."""
+    """Yields for each figure our best value, the peers' best value and the verdict, among engines without rounding."""
     for what, (figure, text) in FIGURES.items():
         ours, peers = (
             [(figure(row), row["title"]) for row in rows if row["is_exact"] and row["is_ours"] is is_ours]
@@ -104,7 +105,7 @@ def markdown(columns: Sequence[tuple[Any, ...]], rows: Iterable[Any]) -> str:
 
 
 def source(record: Record) -> str:
-    """Machine, versions and date in a sentence, and whether other work disturbed the run."""
+    """Describes machine, versions and date in a sentence, and whether other work disturbed the run."""
     memory = f", {record['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in record else ""
     cores = f", {record['cores']} cores" if "cores" in record else ""
     said = (
@@ -120,7 +121,7 @@ def source(record: Record) -> str:
 
 
 SHORT = ("ddp", "zero_optimizer", "fsdp2", "fsdp2_kept", "hf_zero0", "hf_zero1", "hf_zero2", "hf_zero3")
-"""Engines of the table that fits beside others."""
+"""Engines of the short table, which is shown next to others."""
 
 _ENGINE: tuple[tuple[Any, ...], ...] = (
     ("engine", "title"),
@@ -157,7 +158,7 @@ def steps(record: Record) -> dict[str, str]:
 
 
 def curves(record: Record) -> dict[str, str]:
-    """A table a curve: at each value of what is varied, a row an engine."""
+    """Makes one table per curve: a row per engine, and a column per value of the varied setting."""
     tables = {}
     for name, curve in record["curves"].items():
         rows = [
@@ -170,7 +171,7 @@ def curves(record: Record) -> dict[str, str]:
 
 
 WHOLE_SAVES = ("torch.save", "DCP")
-"""Peers' saves of a model and its optimizer, for all of which training waits."""
+"""Peers' saves of a model and its optimizer, during which training waits."""
 
 
 def checkpoints(record: Record) -> dict[str, str]:
@@ -212,7 +213,7 @@ def _way(name: str) -> str:
 
 
 def links(record: Record) -> dict[str, str]:
-    """A row an engine and link: a step beside the planner's forecast of it."""
+    """A row per engine and link: the measured step next to the planner's forecast."""
     rows = []
     groups: dict[tuple, list[Record]] = {}
     for run in record["runs"]:
@@ -274,7 +275,7 @@ def axes(record: Record) -> dict[str, str]:
 
 
 def capture(record: Record) -> dict[str, str]:
-    """A row a stage and value of `nonfinite`: what differs between two steps, and what a graph could not hold."""
+    """A row per stage and value of `nonfinite`: the differences between two steps, and the obstacles to a graph."""
 
     def named(counts: Record) -> str:
         return "; ".join(f"{number} by `{where}`" for where, number in counts.items())
@@ -317,7 +318,7 @@ _RELEASES = {
 
 
 def matrix(record: Record) -> dict[str, str]:
-    """A row a set of releases, and how many of the parts that its packages allow have passed."""
+    """A row per set of releases, with the share of passed parts among the parts its packages support."""
 
     def passed(row: Record) -> str:
         tried = [part for part in row["parts"] if part["outcome"] != "not installed"]
@@ -335,7 +336,7 @@ def matrix(record: Record) -> dict[str, str]:
 
 
 def parts(record: Record) -> dict[str, str]:
-    """A row a part that needs less memory: a rank's peak in each set-up, and the error of its forecast."""
+    """A row per part with lower memory use: a rank's peak in each set-up, and the error of its forecast."""
     found = {(cell["model"], cell["set_up"]): cell for cell in record["cells"]}
     columns: list[tuple[Any, ...]] = [("part", "part")]
     for set_up in record["options"]["set_ups"]:
@@ -353,7 +354,7 @@ def parts(record: Record) -> dict[str, str]:
 
 
 def gpus(record: Record) -> dict[str, str]:
-    """A table a model: each way beside the first, which is torch's own."""
+    """A table per model: each way next to the first, which is torch's own."""
     ways = [way for way in record["ways"] if way["error"] is None]
     firsts = {way["model"]: way["step_ms"] for way in reversed(ways)}
     columns = [
@@ -384,7 +385,7 @@ def forecasts(record: Record) -> dict[str, str]:
 
 
 def encoders(record: Record) -> dict[str, str]:
-    """A row a loss: the largest differences from the reference at the stages that were measured, by number of ranks."""
+    """A row per loss: the largest differences to the reference at the measured stages, by number of ranks."""
     rows: dict[str, list[Record]] = {}
     for row in record["rows"]:
         rows.setdefault(row["cell"], []).append(row)
@@ -413,7 +414,7 @@ def encoders(record: Record) -> dict[str, str]:
 
 
 def compiled(record: Record) -> dict[str, str]:
-    """A row a family, way of compiling, backend and addition: the worst figures of the stages that were measured."""
+    """A row per family, way of compiling, backend and addition: the worst figures of the measured stages."""
     keys = ("family", "way", "backend", "addition")
     rows: dict[tuple[str, ...], list[Record]] = {}
     for row in record["rows"]:
@@ -473,17 +474,17 @@ REPORTS: dict[str, Callable[[Record], dict[str, str]]] = {
 
 
 def tables_of(record: Record) -> dict[str, str]:
-    """The tables of a file of figures by name, for documents that show some of them; what is said of the run is first."""
+    """Returns the tables of a file of figures by name, the description of the run first. Documents show some of them."""
     return {"run": source(record), **REPORTS[record["kind"]](record)}
 
 
 def report_of(record: Record) -> str:
-    """Everything that there is to say of a file of figures."""
+    """Returns the complete report of a file of figures."""
     return "\n\n".join(tables_of(record).values())
 
 
 def show_and_keep(name: str, options: argparse.Namespace, figures: Record) -> None:
-    """Prints the tables of what a benchmark has measured, and writes the figures with what they are of."""
+    """Prints the tables of a benchmark's figures, and writes the figures with the description of the run."""
     run = describe_run(options)
     print(report_of(run | figures))
     keep(name, run, figures, options.json)
@@ -501,13 +502,13 @@ PANELS: dict[str, Callable[[Record], float | None]] = {
     "MB that a rank sends a step": lambda row: row["sent_bytes"] / 1e6,
     "peak MiB of a rank": lambda row: row["peak_bytes"] / MIB if row["peak_bytes"] is not None else None,
 }
-"""A panel's heading -> its figure of an engine's row."""
+"""A panel's heading → its figure of an engine's row."""
 
 Lines = dict[str, list[tuple[float, float]]]
 
 
 def plot(record: Record, folder: Path, name: str) -> list[Path]:
-    """Draws what there is to draw of a file of figures; returns the pictures, whose names begin with this one."""
+    """Draws the pictures of a file of figures; returns their paths, which begin with this name."""
     folder.mkdir(parents=True, exist_ok=True)
     kinds = {"steps": _plot_steps, "curves": _plot_curves, "links": _plot_links}
     return list(kinds[record["kind"]](record, folder / name)) if record["kind"] in kinds else []
@@ -539,7 +540,7 @@ def _plot_curves(record: Record, path: Path) -> Iterable[Path]:
 
 
 def _lines_of(points: list[Record], value: Callable[[Record], float | None]) -> Lines:
-    """Engine -> (what was varied, figure), where it was measured."""
+    """Engine → points (varied value, figure), for measured engines."""
     lines: Lines = {}
     for point in points:
         for row in point["engines"]:
@@ -549,7 +550,7 @@ def _lines_of(points: list[Record], value: Callable[[Record], float | None]) -> 
 
 
 def _plot_links(record: Record, path: Path) -> Iterable[Path]:
-    """Steps over the link's rate, measured and forecast, one panel a delay."""
+    """Step time over the link's rate, measured and forecast, one panel per delay."""
     delays = sorted({run["delay_ms"] for run in record["runs"]})
     figure, panels = _panels(len(delays), figsize=(5 * len(delays), 4))
     for panel, delay in zip(panels, delays):
@@ -569,7 +570,7 @@ def _plot_links(record: Record, path: Path) -> Iterable[Path]:
 
 def _panels(count: int, **settings: Any) -> tuple[Any, Any]:
     """A figure and its axes, side by side."""
-    # Imported here: most of what imports this module draws nothing, and the import takes more than a second.
+    # Import here: most users of this module draw nothing, and the import takes more than a second.
     import matplotlib
 
     matplotlib.use("Agg")
@@ -596,7 +597,7 @@ def _saved(figure: Any, record: Record, path: Path) -> Path:
     said = f"{record['cpu_model']}, torch {record['torch']}, commit {record['commit']}, {record['date'][:10]}"
     figure.text(0.995, 0.005, said, ha="right", va="bottom", fontsize=6, color="#777777")
     figure.tight_layout(rect=(0, 0.02, 1, 1))
-    # Without the date of drawing and the version of what drew it, the same figures are the same file.
+    # Leave out the date and the program's version, so the same figures result in the same file.
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
     return path
@@ -606,10 +607,10 @@ def _saved(figure: Any, record: Record, path: Path) -> Path:
 
 
 def read_record(path: Path) -> Record:
-    """A file of figures, with what it says of its run at the top.
+    """Reads a file of figures, with the description of its run at the top.
 
     Raises:
-        ValueError: no tables are made of such a file.
+        ValueError: there are no tables for this kind of file.
     """
     figures = json.loads(path.read_text(encoding="utf-8"))
     record = {**figures.get("machine", {}), **figures.get("run", {}), **figures}
@@ -623,18 +624,18 @@ def read_record(path: Path) -> Record:
 
 
 def _described(name: str) -> Record:
-    """What rows say of their engine, for those that do not."""
+    """Returns the engine's description for rows without their own."""
     return {what: getattr(ENGINES[name], what) for what in ("title", "settings", "is_ours", "is_exact")}
 
 
 @cache
 def kept_tables(name: str) -> dict[str, str]:
-    """The tables of a kept file."""
+    """Returns the tables of a kept file."""
     return tables_of(read_record(RESULTS / name))
 
 
 def with_tables(text: str) -> str:
-    """A document with its tables as the kept figures have them."""
+    """Returns a document with its tables replaced by the kept figures'."""
 
     def table(found: re.Match[str]) -> str:
         begin, name, table_name, end = found.groups()
