@@ -1,4 +1,4 @@
-"""Classify one sentence with a model that a recipe has saved.
+"""Classify one sentence with a model saved by a recipe.
 
 python scripts/classify.py outputs/bert "Return a Future for the running task."
 """

@@ -1,9 +1,9 @@
-"""Counts how hard the code is to read, next to the last count, the aim, and FSDP2.
+"""Counts how hard the code is to read, next to the last count, the goal, and FSDP2.
 
     python scripts/count_house.py
-    python scripts/count_house.py --files 2      # the files that a step at stage 2 passes, and the functions it calls there
+    python scripts/count_house.py --files 2      # the files of a step at stage 2, and the functions called there
 
-The rows of a step count the functions that one rank of two calls in a steady-state step, and the files they are in.
+The rows of a step count the functions called by one rank of two in a steady-state step, and their files.
 `tests/repository/test_floors.py` fails if a row of `LAST` grows by more than `SLACK`. Numbers of files and lines are not bounded:
 an idea may move into its own file.
 """
@@ -56,7 +56,7 @@ AIMS = {
     "settings": 40,
     "private names of others": 70,
 }
-"""Row → the most it should be, or for a share the least; None for rows that are only shown."""
+"""Row → its upper limit, or for a share its lower limit; None for rows that are only shown."""
 
 LAST = {
     "files with four or more titles": 26,
@@ -69,14 +69,14 @@ LAST = {
     "settings": 42,
     "private names of others": 99,
 }
-"""What each bounded row was when it was counted last. Lower a number after a row has fallen; raise one only with a reason."""
+"""The last count of each bounded row. Lower a number after a row has fallen; raise one only with a reason."""
 
 TITLE = re.compile(r"^# ---- .+ ----$", re.MULTILINE)
 PRONOUN = re.compile(r"\b(it|they|that|those|what|of which)\b", re.IGNORECASE)
 
 
 def count_files() -> dict[str, int]:
-    """The rows that are read in the files."""
+    """Counts the rows based on the files' text."""
     from hf_zero.config import ZeroConfig
     from hf_zero.extras import EXTRAS
     from hf_zero.integrations.seams import SEAMS
@@ -99,7 +99,7 @@ def count_files() -> dict[str, int]:
 
 
 def count_flow(paths: list[Path]) -> dict[str, int]:
-    """Code that go-to-definition cannot follow: parameters and fields of type Callable, and chains such as `a.b.c.d.e`."""
+    """Counts code that go-to-definition cannot follow: parameters and fields of type Callable, and chains such as `a.b.c.d.e`."""
     trees = [ast.parse(path.read_text()) for path in paths]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     annotations = [node.annotation for node in nodes if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation]
@@ -116,7 +116,7 @@ def count_flow(paths: list[Path]) -> dict[str, int]:
 
 
 def _names_of(node: ast.AST) -> list[ast.AST]:
-    """The links of a chain of attributes that ends in a name, from the outermost; empty for any other expression."""
+    """Returns the links of a chain of attributes ending in a name, from the outermost; empty for any other expression."""
     links: list[ast.AST] = []
     while isinstance(node, ast.Attribute):
         links.append(node)
@@ -125,7 +125,7 @@ def _names_of(node: ast.AST) -> list[ast.AST]:
 
 
 def count_pronouns(paths: list[Path]) -> dict[str, int]:
-    """Shares of first lines of docstrings, and of comments, that have a pronoun in them."""
+    """Returns the shares of docstrings' first lines and of comments with a pronoun."""
     first_lines, comments = [], []
     for path in paths:
         text = path.read_text()
@@ -149,7 +149,7 @@ def lines_of(paths: list[Path]) -> int:
 
 
 def interfaces_of(paths: list[Path]) -> int:
-    """Classes whose own bases are ABC or Protocol."""
+    """Counts classes with ABC or Protocol among their direct bases."""
     classes = [
         node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
     ]
@@ -163,7 +163,7 @@ def _settings_of(config: Any) -> int:
 
 
 class Walk:
-    """Which functions below a folder are called while `begin` has been called, and `end` not yet."""
+    """Records the functions below a folder called between `begin` and `end`."""
 
     def __init__(self, folder: Path):
         self._folder = f"{folder}/"
@@ -182,7 +182,7 @@ class Walk:
             self._found.add((code.co_filename, getattr(code, "co_qualname", code.co_name)))
 
     def lines(self, folder: Path) -> tuple[int, int]:
-        """Lines of the called functions, and lines of their files."""
+        """Returns the number of lines of the called functions, and of their files."""
         called = total = 0
         for file, names in self.functions().items():
             path = folder / file
@@ -195,7 +195,7 @@ class Walk:
         return called, total
 
     def functions(self) -> dict[str, list[str]]:
-        """By file."""
+        """Returns the called functions by file."""
         found: dict[str, list[str]] = {}
         for file, name in sorted(self._found):
             found.setdefault(file.removeprefix(self._folder), []).append(name)
@@ -203,7 +203,7 @@ class Walk:
 
 
 def _functions_in(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int, int]]:
-    """(qualified name, first line, last line) of each function below a node."""
+    """Yields (qualified name, first line, last line) for each function below a node."""
     for child in ast.iter_child_nodes(node):
         is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
         if is_function:
@@ -233,7 +233,7 @@ class Layers(nn.Module):
 
 
 def walk_a_step(rank: int, world_size: int, engine: str) -> Walk:
-    """Walks through a step after four others.
+    """Records a step after four others.
 
     Args:
         engine: a stage, or `fsdp2`.
@@ -250,7 +250,7 @@ def walk_a_step(rank: int, world_size: int, engine: str) -> Walk:
     else:
         from hf_zero import ZeroEngine
 
-        # Each layer is a unit, as large layers are.
+        # Make each layer a unit, as with large layers.
         settings = {"stage": 3, "unit_bytes": 0} if engine == "3" else int(engine)
         clip = ZeroEngine(model, [optimizer], settings).clip_grad_norm_
 
@@ -270,12 +270,12 @@ def walk_a_step(rank: int, world_size: int, engine: str) -> Walk:
 
 
 def walk_of(engine: str) -> Walk:
-    """Rank 0's walk on two ranks."""
+    """Returns rank 0's record of a step on two ranks."""
     return run_ranks(walk_a_step, world_size=2, time_limit_s=60, keyword_arguments={"engine": engine})[0]
 
 
 def count_step(engine: str, folder: Path, stage: str) -> dict[str, int]:
-    """The rows of a step under their names of `stage`."""
+    """Returns the rows of a step, named by `stage`."""
     called, total = walk_of(engine).lines(folder)
     return {
         f"lines a step calls, stage {stage}": called,
@@ -285,7 +285,7 @@ def count_step(engine: str, folder: Path, stage: str) -> dict[str, int]:
 
 
 def count_fsdp2() -> dict[str, int]:
-    """The rows that FSDP2 has, too."""
+    """Returns the rows which also exist for FSDP2."""
     paths = sorted(FSDP.joinpath("_fully_shard").rglob("*.py"))
     return {
         **count_step("fsdp2", FSDP, "3"),
@@ -302,7 +302,7 @@ def count_fsdp2() -> dict[str, int]:
 
 
 def show_files(stage: str) -> None:
-    """Prints the files of a step with the functions that the step calls there."""
+    """Prints the files of a step with the functions called there."""
     walk = walk_of(stage)
     print("a step at stage {}: {} of {} lines".format(stage, *walk.lines(PACKAGE)))
     for file, functions in walk.functions().items():

@@ -1,11 +1,12 @@
-"""The task of `finetune_bert.py` as a plain accelerate loop: one line, the plugin, puts it on a ZeRO engine.
+"""The task of `finetune_bert.py` as a plain accelerate loop. Only the plugin argument adds a ZeRO engine.
 
     accelerate launch scripts/finetune_accelerate.py --zero 2 --checkpointing_steps 100
     accelerate launch scripts/finetune_accelerate.py --zero 2 --resume_from_checkpoint outputs/accelerate/step_100
     torchrun --nnodes 2:4 --max-restarts 10 ... scripts/finetune_accelerate.py --zero 2 --checkpointing_steps 100 \
         --resume_from_checkpoint auto --global_batch_size 96
 
-The last goes on by itself after a restart, on whatever number of ranks: from the newest good state, with the same rows a step.
+The last command continues by itself after a restart, on any number of ranks: from the newest good state, with the same samples
+per step.
 
 Without `--zero` it runs under stock DDP.
 """
@@ -33,7 +34,7 @@ FROM_SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "per_device_train_
 
 @dataclass
 class LoopArguments:
-    """How it is trained. Batch sizes are those of one process."""
+    """Settings of the training. Batch sizes are per process."""
 
     zero: str | None = HfArg(default=None, help="A stage (0, 1, 2, 3) or a yaml file. Unset: stock DDP.")
     output_dir: str = HfArg(default="outputs/accelerate", help="Where model and checkpoints go.")
@@ -55,12 +56,12 @@ class LoopArguments:
 
 
 def train(accelerator, run, model, optimizer, scheduler, loader, first_step) -> dict[str, float]:
-    """All steps after the first so many. Returns the mean loss and the speed."""
+    """Trains from step `first_step` on; returns the mean loss and the speed."""
     steps_per_epoch = math.ceil(len(loader) / run.gradient_accumulation_steps)
     first_epoch, steps_done = divmod(first_step, steps_per_epoch)
     step, total = first_step, steps_per_epoch * run.num_train_epochs
     bar = tqdm(total=total, initial=step, disable=not accelerator.is_local_main_process, dynamic_ncols=True)
-    # Sum of losses and number of rows, kept on the device: asking for them at every step would stop it there.
+    # Sum of losses and number of samples, kept on the device: reading them at every step would make the host wait for the device.
     seen, started = torch.zeros(2, device=accelerator.device), time.perf_counter()
 
     model.train()
@@ -95,7 +96,7 @@ def train(accelerator, run, model, optimizer, scheduler, loader, first_step) -> 
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader) -> float:
-    """The share of rows whose most likely class is the right one."""
+    """Returns the share of samples whose most likely class is the right one."""
     model.eval()
     hits = []
     for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_local_main_process):
@@ -105,10 +106,10 @@ def evaluate(accelerator, model, loader) -> float:
 
 
 def share_global_batch(run: LoopArguments) -> None:
-    """Deals the global batch, where one is asked for, to the ranks that there are."""
+    """Divides the requested global batch, if any, among the present ranks."""
     if run.global_batch_size is None:
         return
-    # Of the launcher: accelerate asked before there is an Accelerator counts one of ranks on the CPU.
+    # Read the launcher's variable: before there is an Accelerator, accelerate counts one rank on the CPU.
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     batch = same_global_batch(run.global_batch_size, rows=run.per_device_train_batch_size, world_size=ranks)
     run.per_device_train_batch_size, run.gradient_accumulation_steps = batch.rows, batch.accumulation
@@ -129,9 +130,9 @@ def main():
     plugin = ZeroPlugin(run.zero) if run.zero is not None else None
     accelerator = Accelerator(
         gradient_accumulation_steps=run.gradient_accumulation_steps,
-        # The order of an epoch follows from seed and epoch alone, so that a resumed run skips what was really seen.
+        # The order of an epoch depends only on seed and epoch, so a resumed run skips exactly the samples it has seen.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-        # Else accelerate steps the schedule once for each process, and another number of them stands elsewhere in it.
+        # Otherwise accelerate steps the schedule once per process, and a different number of processes would be elsewhere in it.
         step_scheduler_with_optimizer=False,
         parallelism_config=plugin,
     )
@@ -146,7 +147,7 @@ def main():
     )
     with accelerator.local_main_process_first():
         rows = recipes.tokenize(splits, tokenizer, data_args.max_seq_length)
-    # At stage 3 the pretrained weights stay in their files until each rank reads its shard.
+    # At stage 3, the pretrained weights stay in their files until each rank reads its shard.
     with init(plugin):
         model = load_model(model_args, tokenizer, data_args.max_seq_length, recipes.class_names(splits))
 
@@ -169,7 +170,7 @@ def main():
     results["eval_accuracy"] = evaluate(accelerator, model, eval_loader)
     results["peak_memory_bytes"] = recipes.peak_memory_bytes()
 
-    # Every rank asks for the whole weights, and the main one writes them.
+    # Every rank takes part in collecting the whole weights, and the main one writes them.
     state_dict = accelerator.get_state_dict(model)
     accelerator.unwrap_model(model).save_pretrained(
         run.output_dir, is_main_process=accelerator.is_main_process, state_dict=state_dict

@@ -1,11 +1,11 @@
-"""Breaks the engine on purpose, one place at a time, and shows that the short suite's tests fail of it.
+"""Breaks the engine on purpose, one line at a time, and shows which test of the short suite fails.
 
     python scripts/mutation_check.py                  # all breaks: some seven minutes on two cores
-    python scripts/mutation_check.py wrong-divisor    # those named
+    python scripts/mutation_check.py wrong-divisor    # only these
 
-`breaks.yaml` beside this script lists the breaks. Each is made in a copy of the tree, and its tests are run there until the first
-that fails. A break that no test fails of is printed as NOT CAUGHT, and the exit status is 1. However tests are merged or cut,
-they have to catch them all.
+`breaks.yaml` next to this script lists the breaks. Each is made in a copy of the tree, in which its tests run until the first
+failure. A break without a failing test is printed as NOT CAUGHT, and the exit status is 1. After tests are merged or cut, they
+still have to catch all breaks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PASSED, FAILED = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Break:
-    """One fault, as breaks.yaml explains its fields."""
+    """One fault. breaks.yaml explains the fields."""
 
     name: str
     place: str
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class BrokenTree:
-    """A copy of the tree, in which one break after another is made and mended, as long as the `with` block lasts."""
+    """A copy of the tree, for the time of the `with` block. Breaks are made and undone in it one after the other."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self._root = root
@@ -89,7 +89,7 @@ class BrokenTree:
         self._stack.close()
 
     def run(self, fault: Break) -> str | None:
-        """Returns the first test that fails of a break, or None."""
+        """Returns the first test that fails because of a break, or None."""
         path, text = broken(fault, self._tree)
         whole = path.read_text(encoding="utf-8")
         try:
@@ -113,13 +113,13 @@ class BrokenTree:
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
-        """Writes a module; what Python has compiled of it would stand for another of the same second and length."""
+        """Writes a module, and deletes its compiled code: Python would reuse code of the same second and length."""
         path.write_text(text, encoding="utf-8")
         Path(cache_from_source(path)).unlink(missing_ok=True)
 
 
 def copy_tree(root: Path, tree: Path) -> None:
-    """Copies what tests need of the repository."""
+    """Copies the parts of the repository needed by tests."""
     for name in COPIED:
         source = root / name
         if source.is_dir():
@@ -129,10 +129,10 @@ def copy_tree(root: Path, tree: Path) -> None:
 
 
 def broken(fault: Break, tree: Path) -> tuple[Path, str]:
-    """The file that has the break's function, and what it is to hold.
+    """Returns the file of the break's function, and its content with the break.
 
     Raises:
-        LookupError: there is no such function, or not one; or it has the text not once.
+        LookupError: there is not exactly one such function, or the text is not exactly once in it.
     """
     found = [
         (path, text.replace(body, body.replace(fault.old, fault.new)))
@@ -150,12 +150,12 @@ def broken(fault: Break, tree: Path) -> tuple[Path, str]:
 
 @cache
 def sources(tree: Path) -> dict[Path, str]:
-    """Path → text of the package in a tree, as they were when it was first asked for."""
+    """Returns path → text of the package in a tree, as read at the first call."""
     return {path: path.read_text(encoding="utf-8") for path in sorted((tree / PACKAGE).rglob("*.py"))}
 
 
 def functions_named(text: str, place: str) -> list[str]:
-    """The source of each function of that qualified name in a file."""
+    """Returns the source of each function with this qualified name in a file."""
     *owners, name = place.split(".")
     if f"def {name}(" not in text:
         return []

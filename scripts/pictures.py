@@ -1,4 +1,4 @@
-"""Pictures of the documentation, drawn as SVG from the code: state by stage, a bucket, a step, and who imports whom.
+"""Pictures for the documentation, drawn as SVG from the code: state by stage, a bucket, a step, and the imports of folders.
 
 python scripts/write_docs.py    # writes them
 """
@@ -37,21 +37,21 @@ class Picture:
         self._parts.append(f"<{tag} {at} {style}/>")
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, *, line: str = "white") -> None:
-        """A filled rectangle."""
+        """Draws a filled rectangle."""
         self._add("rect", f"fill='{fill}' stroke='{line}'", x=x, y=y, width=width, height=height)
 
     def dot(self, x: float, y: float, fill: str) -> None:
-        """A filled circle."""
+        """Draws a filled circle."""
         self._add("circle", f"fill='{fill}'", cx=x, cy=y, r=6)
 
     def line(self, points: Sequence[tuple[float, float]], *, colour: str = GREY, dashed: bool = False) -> None:
-        """A line through points."""
+        """Draws a line through points."""
         through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashes = " stroke-dasharray='4 3'" if dashed else ""
         self._parts.append(f"<polyline points='{through}' fill='none' stroke='{colour}'{dashes}/>")
 
     def turned(self, x: float, y: float, text: str) -> None:
-        """A line of text that runs upwards from `x`, `y`."""
+        """Draws a line of text upwards from `x`, `y`."""
         at = f"translate({x:.1f} {y:.1f}) rotate(-60)"
         self._parts.append(f"<text transform='{at}' {_FONT} font-size='12' fill='{DARK}'>{escape(text)}</text>")
 
@@ -66,18 +66,18 @@ class Picture:
         colour: str = DARK,
         bold: bool = False,
     ) -> None:
-        """A line of text; `y` is its base line, and `anchor` says which of its ends, or its `middle`, is at `x`."""
+        """Draws a line of text. `y` is the base line; `anchor` is the end or `middle` of the text at `x`."""
         style = f"font-size='{size}' text-anchor='{anchor}' fill='{colour}'" + " font-weight='bold'" * bold
         self._parts.append(f"<text x='{x:.1f}' y='{y:.1f}' {_FONT} {style}>{escape(text)}</text>")
 
     def slot(self, x: float, y: float, width: float, fill: str, name: str) -> None:
-        """A filled rectangle with a name in white, where there is room for it."""
+        """Draws a filled rectangle with a name in white if there is enough room."""
         self.box(x, y, width, 44, fill)
         if width > 7 * len(name):
             self.words(x + width / 2, y + 26, name, 11, anchor="middle", colour="white")
 
     def text(self) -> str:
-        """The SVG file."""
+        """Returns the SVG file."""
         return "\n".join([*self._parts, "</svg>\n"])
 
 
@@ -96,9 +96,9 @@ def bert_base(shards: int) -> tuple[BucketLayout, ...]:
 
 
 def bytes_of_stage(stage: int) -> dict[str, int]:
-    """Bytes of fp32 parameters, gradients and AdamW state that last on each rank between backward and step.
+    """Returns the bytes of fp32 parameters, gradients and AdamW state on each rank between backward and step.
 
-    Stage 1 is drawn as where micro-batches accumulate.
+    At stage 1, the figures include accumulated micro-batches.
     """
     layouts = bert_base(RANKS)
     whole = 4 * sum(slot.interval.numel for layout in layouts for slot in layout.slots)
@@ -111,7 +111,7 @@ def bytes_of_stage(stage: int) -> dict[str, int]:
 
 
 def draw_memory() -> str:
-    """Bytes of state on a rank of BERT-base: bars of the four stages, one below the other."""
+    """Draws the bytes of state on a rank of BERT-base: bars of the four stages, one below the other."""
     picture = Picture(860, 268, f"State of BERT-base on each of {RANKS} ranks, by stage")
     picture.words(20, 26, f"BERT-base, fp32, AdamW, {RANKS} ranks: bytes on each rank", 15, bold=True)
     colours = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN}
@@ -154,12 +154,12 @@ _LAYER = {
     "mlp.c_proj.weight": 4 * _WIDTH,
     "mlp.c_proj.bias": 1,
 }
-"""Of GPT-2: parameter → its elements, in widths."""
+"""GPT-2's parameters → number of elements, in widths."""
 _LEFT, _LONG = 20, 820
 
 
 def draw_flat_buffer() -> str:
-    """One bucket as the layout makes it: slots and padding, the shards below, and the rows that one rank's optimizer holds."""
+    """Draws one bucket as laid out by the engine: slots and padding, the shards below, and the rows of one rank's optimizer."""
     specs = [ParameterSpec(name=name, numel=widths * _WIDTH, key="fp32") for name, widths in _LAYER.items()]
     [bucket] = plan_buckets(specs, bucket_numel=10**6, shards=_RANKS)
     scale = _LONG / bucket.numel
@@ -203,13 +203,13 @@ _PREFETCH = 1
 
 @dataclass
 class Lane:
-    """One queue: pieces of work, each begun when the one before has ended and `after` has come."""
+    """One queue of work. Each item starts after the previous one has ended, and not before `after`."""
 
     pieces: list[tuple[float, float, str, str]] = field(default_factory=list)
     free: float = 0.0
 
     def add(self, name: str, length: float, colour: str, *, after: float = 0.0) -> float:
-        """The time at which the piece ends."""
+        """Adds an item; returns the time of its end."""
         start = max(self.free, after)
         self.pieces.append((start, length, name, colour))
         self.free = start + length
@@ -217,7 +217,7 @@ class Lane:
 
 
 def stage_2() -> tuple[Lane, Lane]:
-    """A bucket a layer: reduced behind backward, gathered behind the step for the next forward."""
+    """One bucket per layer: reduced during backward, gathered after the step for the next forward."""
     compute, link = Lane(), Lane()
     for layer in range(_LAYERS):
         compute.add(f"F{layer}", _FORWARD, BLUE)
@@ -234,13 +234,13 @@ def stage_2() -> tuple[Lane, Lane]:
 
 
 def stage_3() -> tuple[Lane, Lane]:
-    """A layer is gathered ahead of its forward and its backward; the last ones stay gathered in between."""
+    """A layer is gathered ahead of its forward and its backward. The last layers stay gathered in between."""
     compute, link = Lane(), Lane()
 
     def pass_over(
         layers: Sequence[int], gathered: dict[int, float], name: str, length: float
     ) -> Iterator[tuple[int, float]]:
-        """Each layer and the time at which it has been computed, with the next one gathered meanwhile."""
+        """Yields each layer and the end of its computation, while the next layer is gathered."""
         for layer, ahead in zip(layers, [*layers[_PREFETCH:], *[None] * _PREFETCH]):
             if ahead is not None and ahead not in gathered:
                 began = max(compute.free, gathered[layer])
@@ -259,10 +259,10 @@ def stage_3() -> tuple[Lane, Lane]:
 
 
 def draw_timeline() -> str:
-    """What computes and what travels during a step of stage 2 and of stage 3, in the order that the engine's rules make.
+    """Draws computation and communication during a step of stage 2 and of stage 3, in the order of the engine's rules.
 
-    The durations are chosen: a collective starts when its input is there and the one before it has ended, and computation waits
-    for what it needs.
+    The durations are assumptions: a collective starts when its input is ready and the previous collective has ended, and
+    computation waits for its inputs.
     """
     lanes = {"Stage 2": stage_2(), "Stage 3": stage_3()}
     picture = Picture(960, 290, "Computation and communication of a step")
@@ -290,13 +290,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 
 
 def module_name(path: Path) -> str:
-    """`hf_zero.stage3` of its `__init__.py`, `hf_zero.stage3.unsharding` of unsharding.py there."""
+    """Returns `hf_zero.stage3` for its `__init__.py`, `hf_zero.stage3.unsharding` for unsharding.py there."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Absolute names of what a file imports, at any depth of its code; `from .a import b` gives both a and a.b."""
+    """Yields absolute names of a file's imports, anywhere in its code. `from .a import b` yields both a and a.b."""
     package = list(path.relative_to(PACKAGE.parent).parent.parts)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -312,9 +312,9 @@ _CELL, _NAMES = 26, 160
 
 
 def imports_of_rooms() -> dict[str, set[str]]:
-    """Room → rooms that its files import, each room above all that import it where that can be.
+    """Returns room → rooms imported by its files. If possible, each room is listed before all rooms that import it.
 
-    A room is a folder of the package, or a file that lies beside the folders.
+    A room is a folder of the package, or a file next to the folders.
     """
     imports: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -323,7 +323,7 @@ def imports_of_rooms() -> dict[str, set[str]]:
             found = {name[1] for name in names if name[0] == PACKAGE.name and len(name) > 1}
             imports.setdefault(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), set()).update(found)
     ordered: dict[str, set[str]] = {}
-    # By the longest chain of imports below each folder. Folders that import each other follow one another.
+    # Sort by the number of folders each folder needs. Folders which import each other are next to each other.
     while left := {name: (found & imports.keys()) - {name} for name, found in imports.items() if name not in ordered}:
         below = {name: _reached_from(name, left) for name in left}
         fewest = min(map(len, below.values()))
@@ -333,7 +333,7 @@ def imports_of_rooms() -> dict[str, set[str]]:
 
 
 def _reached_from(name: str, imports: dict[str, set[str]]) -> set[str]:
-    """A folder, and all folders of `imports` that it imports directly or through others."""
+    """Returns a folder, and all folders of `imports` below it, imported directly or through others."""
     reached: set[str] = set()
     waiting = [name]
     while waiting:
@@ -345,9 +345,9 @@ def _reached_from(name: str, imports: dict[str, set[str]]) -> set[str]:
 
 
 def draw_rooms() -> str:
-    """A table of rooms against rooms, with a dot if the row imports the column: orange if each imports the other."""
+    """Draws a table of rooms against rooms, with a dot if the row imports the column: orange if each imports the other."""
     rooms = imports_of_rooms()
-    # Room for the longest name, which runs upwards.
+    # Leave room for the longest name, which is drawn upwards.
     top = 90 + 6 * max(map(len, rooms))
     end = _NAMES + _CELL * len(rooms), top + _CELL * len(rooms)
     picture = Picture(max(end[0] + 40, 640), end[1] + 20, f"Rooms of {PACKAGE.name} and their imports")

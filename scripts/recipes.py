@@ -43,28 +43,29 @@ from hf_zero import ConfigError, ZeroEngine, engine_of
 
 
 class RecipeError(ValueError):
-    """Something the user can put right: what is wrong, which value, what is allowed and what to do."""
+    """A mistake of the user. The message names the fault, the value, the allowed values, and what to do."""
 
 
 @contextmanager
 def one_paragraph() -> Iterator[None]:
-    """End the program with the message of a mistaken request alone: its traceback would only bury it."""
+    """End the program with only the message of a mistaken request, without a traceback."""
     try:
         yield
     except (RecipeError, ConfigError) as error:
         if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-            # Every rank meets the same mistake. The first of a machine says it; the launcher then ends the others here.
+            # Every rank finds the same mistake. The first rank of each machine prints it; the launcher then ends the others
+            # during this wait.
             time.sleep(5)
         sys.exit(f"\n{error}\n")
 
 
-# Names the hub has moved: `--dataset_name glue/sst2` is short for `--dataset_name nyu-mll/glue --dataset_config_name sst2`.
+# Names moved by the Hub: `--dataset_name glue/sst2` is short for `--dataset_name nyu-mll/glue --dataset_config_name sst2`.
 COLLECTIONS = {"glue": "nyu-mll/glue", "super_glue": "aps/super_glue", "wikitext": "Salesforce/wikitext"}
 
 
 @dataclass
 class ModelArguments:
-    """Which model is trained. Without any of these: a small one, from scratch."""
+    """The model to train. By default, a small one, from scratch."""
 
     model_name_or_path: str | None = HfArg(default=None, help="Pretrained model to fine-tune. Unset: from scratch.")
     config_name: str | None = HfArg(
@@ -87,7 +88,7 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """Which text is learned. Without any of these: that of Python's standard library, which every machine has."""
+    """The text to train on. By default, the text of Python's standard library, which every machine has."""
 
     dataset_name: str | None = HfArg(
         default=None, help="Dataset of the hub, such as `imdb`, or with its configuration: `glue/sst2`."
@@ -130,8 +131,8 @@ def parse_arguments(
 ) -> tuple:
     """Read the command line into one dataclass of each kind.
 
-    `from_scratch` are further defaults for a run without a pretrained model: random weights want a far larger learning
-    rate than the one that suits fine-tuning. A Trainer's run that asks for neither training nor evaluation gets both.
+    `from_scratch` contains further defaults for a run without a pretrained model: random weights need a far larger learning
+    rate than fine-tuning. A Trainer run without `do_train` and `do_eval` gets both.
     """
     parser = HfArgumentParser(kinds)
     parser.set_defaults(**defaults)
@@ -139,7 +140,7 @@ def parse_arguments(
     if given.model_name_or_path is None:
         parser.set_defaults(**from_scratch)
     if any(issubclass(kind, TrainingArguments) for kind in kinds):
-        # Where there is no accelerator to copy to, asking for pinned memory only brings a warning per loader.
+        # Without an accelerator, pinned memory only causes a warning per loader.
         parser.set_defaults(dataloader_pin_memory=torch.accelerator.is_available())
         if not (given.do_train or given.do_eval):
             parser.set_defaults(do_train=True, do_eval=True)
@@ -153,10 +154,10 @@ _LINES_LOOKED_AT = 1000
 
 
 def load_files(train_file: str, validation_file: str | None, *, plain_text: bool = False) -> DatasetDict:
-    """The rows of one or two files of one kind, as `train` and, where given, `validation`.
+    """Load one or two files of the same kind as `train` and, if given, `validation`.
 
     Args:
-        plain_text: also take `.txt`, read line by line into a column `text`.
+        plain_text: also accept `.txt`, read line by line into a column `text`.
     """
     files = {"train": Path(train_file)}
     if validation_file is not None:
@@ -193,7 +194,7 @@ def _load(path: Path):
         return load_dataset("text", keep_linebreaks=True, **files)
     if extension in JSON:
         return load_dataset("json", **files)
-    # Words such as "null" and "NA" are text here, and a quotation mark in a tsv is just a character.
+    # Words such as "null" and "NA" are text here, and a quotation mark in a tsv is an ordinary character.
     quoting = csv.QUOTE_NONE if extension == ".tsv" else csv.QUOTE_MINIMAL
     names = None if _has_header(path, TABLES[extension], quoting) else HEADERLESS_COLUMNS
     read = {"sep": TABLES[extension], "quoting": quoting, "column_names": names, "keep_default_na": False}
@@ -203,8 +204,8 @@ def _load(path: Path):
 def _has_header(path: Path, separator: str, quoting: int) -> bool:
     """Whether the first line names the columns.
 
-    A table of sentence and label without a header starts with a label, which comes again further down; the name of a
-    column does not. Tables of any other width need a header.
+    In a table of sentence and label without a header, the first line's label also appears in later lines, unlike the name of
+    a column. Tables with a different number of columns need a header.
     """
     with path.open(encoding="utf-8", newline="") as file:
         first, *rows = islice(csv.reader(file, delimiter=separator, quoting=quoting), _LINES_LOOKED_AT)
@@ -220,7 +221,7 @@ _SPLIT_SEED = 0
 
 
 def load_splits(data: DataArguments, *, plain_text: bool = False) -> DatasetDict:
-    """`train` and `validation`, from files or the hub. What has no validation split has a part of `train` held out."""
+    """Load `train` and `validation` from files or the Hub. Without a validation split, a part of `train` is held out."""
     if data.train_file:
         found = load_files(data.train_file, data.validation_file, plain_text=plain_text)
     else:
@@ -238,7 +239,7 @@ def load_splits(data: DataArguments, *, plain_text: bool = False) -> DatasetDict
 
 
 def at_most(rows: Dataset, samples: int | None, seed: int) -> Dataset:
-    """So many rows drawn at random, or all where there are no more: data files are often sorted by label."""
+    """Draw so many samples at random, or return all if there are fewer: data files are often sorted by label."""
     if samples is None or samples >= len(rows):
         return rows
     return rows.shuffle(seed=seed).select(range(samples))
@@ -249,7 +250,7 @@ LABEL_NAMES = ("label", "labels")
 
 
 def find_columns(splits: DatasetDict, option: str, asked: str | None, usual: tuple[str, ...]) -> list[str]:
-    """The asked-for columns (several separated by commas), or the first of the usual names; each is in every split."""
+    """Return the requested columns (several separated by commas), or the first of the usual names; each is in every split."""
     for split, rows in splits.items():
         columns = ", ".join(rows.column_names)
         if asked is None:
@@ -267,7 +268,7 @@ def find_columns(splits: DatasetDict, option: str, asked: str | None, usual: tup
 
 
 def encode_labels(splits: DatasetDict, column: str) -> DatasetDict:
-    """Make the column `label` a `ClassLabel` whose names are those of the training data, in order."""
+    """Make the column `label` a `ClassLabel` with the names from the training data, in order."""
     if not isinstance(splits["train"].features[column], ClassLabel):
         names = sorted({str(label) for label in splits["train"][column]}, key=_number_then_name)
         _check_known(splits["validation"], column, names)
@@ -300,17 +301,17 @@ def _check_known(validation: Dataset, column: str, names: list[str]) -> None:
 
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
-"""Well documented, of one subject each, and part of every Python since 3.10."""
+"""Well documented, each about one subject, and part of every Python since 3.10."""
 
 SHORTEST_DOCSTRING = 20
 ONE_IN = 8
-"""Every eighth text, by hash, is for validation."""
+"""Every eighth text, chosen by hash, is for validation."""
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def docstrings() -> DatasetDict:
-    """Docstrings (`text`) of functions and classes, labelled by the package they come from (`label`)."""
+    """Docstrings (`text`) of functions and classes, labelled by their package (`label`)."""
     package_of: dict[str, int] = {}
     for label, package in enumerate(PACKAGES):
         for _, source in _modules(package):
@@ -338,7 +339,7 @@ def _modules(package: str) -> Iterator[tuple[Path, str]]:
 
 
 def _split(rows: list[dict], features: Features) -> DatasetDict:
-    """Shuffle and split by a hash of the text, which is the same on every rank, machine and run."""
+    """Shuffle and split by a hash of the text, equal on every rank, machine and run."""
 
     def digest(row: dict) -> bytes:
         return hashlib.sha256(row["text"].encode()).digest()
@@ -351,7 +352,7 @@ def _split(rows: list[dict], features: Features) -> DatasetDict:
 
 @dataclass
 class ClassificationArguments(DataArguments):
-    """Which labelled text is learned. Without any of these: docstrings, and the package each comes from."""
+    """The labelled text to train on. By default, docstrings labelled by their package."""
 
     text_column: str | None = HfArg(
         default=None, help="Column of the text, or two of a pair: `premise,hypothesis`. Unset: found by its name."
@@ -361,7 +362,7 @@ class ClassificationArguments(DataArguments):
 
 
 def load_classification(data: ClassificationArguments, seed: int) -> DatasetDict:
-    """`train` and `validation`, with a column `text`, perhaps a `text_pair`, and a `label` that has class names."""
+    """Load `train` and `validation`, with a column `text`, optionally `text_pair`, and a `label` with class names."""
     if not (data.dataset_name or data.train_file):
         splits = docstrings()
     else:
@@ -378,13 +379,13 @@ def load_classification(data: ClassificationArguments, seed: int) -> DatasetDict
 
 
 def class_names(splits: DatasetDict) -> dict[str, dict]:
-    """The two maps between numbers and class names that a model's configuration keeps."""
+    """Make the two maps between numbers and class names for a model's configuration."""
     label: ClassLabel = splits["train"].features["label"]
     return {"id2label": dict(enumerate(label.names)), "label2id": {name: i for i, name in enumerate(label.names)}}
 
 
 def tokenize(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_seq_length: int) -> DatasetDict:
-    """Text columns → model inputs; the label moves to `labels`, where models look for it."""
+    """Convert text columns to model inputs, and rename the label to `labels`, as models expect."""
     texts = [name for name in ("text", "text_pair") if name in splits["train"].column_names]
 
     def encode(rows):
@@ -395,7 +396,7 @@ def tokenize(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_seq_le
 
 
 def pack(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase, block_size: int) -> DatasetDict:
-    """Tokenize the column `text`, join the texts of a mapping batch, and cut them into blocks; the rest is dropped."""
+    """Tokenize the column `text`, join the texts of a mapping batch, and cut them into blocks; an incomplete block is dropped."""
 
     def cut(rows):
         tokens = list(chain.from_iterable(tokenizer(rows["text"], verbose=False)["input_ids"]))
@@ -424,10 +425,11 @@ def load_or_train(
     *,
     resuming: bool,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that the arguments name, or one trained on `texts` and kept in `output_dir` for a resumed run.
+    """Load the tokenizer named by the arguments, or train one on `texts` and store it in `output_dir` for a resumed run.
 
-    The first rank trains and hands the result to the others, so that no rank reads a file another is writing, and all
-    have the same tokenizer even on machines that share no folder. Call it on every rank.
+    The first rank trains and sends the result to the others. So no rank reads a file during its write, and all ranks have the
+    same
+    tokenizer even on machines without a shared folder. Call it on every rank.
     """
     named = model.tokenizer_name or model.model_name_or_path
     if named:
@@ -452,7 +454,7 @@ def _trained_before(output_dir: str) -> PreTrainedTokenizerBase:
 
 
 def train_for_classification(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with BERT's special tokens: lower case, `[CLS] … [SEP]` around a text."""
+    """Train a tokenizer with BERT's special tokens: lower case, `[CLS] … [SEP]` around a text."""
     special = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
     tokenizer = _train_byte_pairs(texts, [*special.values()], normalizers.BertNormalizer(lowercase=True))
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -466,7 +468,7 @@ def train_for_classification(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def train_for_language_modelling(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer as GPT-2's: it writes any text back exactly, and has one special token."""
+    """Train a tokenizer like GPT-2's: lossless for any text, with one special token."""
     end_of_text = "<|endoftext|>"
     tokenizer = _train_byte_pairs(texts, [end_of_text], normalizer=None)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end_of_text, eos_token=end_of_text)
@@ -475,7 +477,7 @@ def train_for_language_modelling(texts: Iterable[str]) -> PreTrainedTokenizerFas
 def _train_byte_pairs(
     texts: Iterable[str], special_tokens: list[str], normalizer: normalizers.Normalizer | None
 ) -> Tokenizer:
-    """Byte-level BPE, for BERT too: a WordPiece vocabulary trained twice on one text comes out in two orders."""
+    """Train byte-level BPE, also for BERT: a WordPiece vocabulary trained twice on one text has two different orders."""
     tokenizer = Tokenizer(models.BPE())
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -488,9 +490,9 @@ def _train_byte_pairs(
 
 
 def config_from_scratch(model: ModelArguments, small: PreTrainedConfig, **facts) -> PreTrainedConfig:
-    """The named configuration or else the recipe's small one, changed by `--config_overrides`.
+    """Return the named configuration or else the recipe's small one, changed by `--config_overrides`.
 
-    `facts` follow from data and tokenizer (vocabulary size, labels), so they have the last word.
+    `facts` result from data and tokenizer (vocabulary size, labels), so they have priority.
     """
     config = AutoConfig.from_pretrained(model.config_name) if model.config_name else small
     if model.config_overrides:
@@ -506,7 +508,7 @@ def config_from_scratch(model: ModelArguments, small: PreTrainedConfig, **facts)
 
 
 def check_writable(output_dir: str) -> None:
-    """Make the output folder, and try to write to it: an hour of training is lost where that only fails at the end."""
+    """Make the output folder and try to write there: otherwise a run could fail only at its end."""
     try:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output_dir):
@@ -517,7 +519,7 @@ def check_writable(output_dir: str) -> None:
 
 
 def checkpoint_to_resume(asked: str | None, output_dir: str) -> str | bool | None:
-    """What `--resume_from_checkpoint` asks Trainer for: a folder, True for the last of the output folder, or "last-good"."""
+    """Convert `--resume_from_checkpoint` for Trainer: a folder, True for the last one in the output folder, or "last-good"."""
     if asked is None or asked == "last-good":
         return asked
     here = sorted(path.name for path in Path(output_dir).glob("checkpoint-*"))
@@ -539,7 +541,7 @@ def checkpoint_to_resume(asked: str | None, output_dir: str) -> str | bool | Non
 
 
 def step_to_resume(asked: str | None) -> int:
-    """The optimizer step that a folder `step_…` of the plain accelerate loop was saved after; 0 to start anew."""
+    """Return the optimizer step of a folder `step_…`, saved by the plain accelerate loop; 0 to start from the beginning."""
     if asked is None:
         return 0
     step = re.fullmatch(r"step_(\d+)", Path(asked).name)
@@ -554,13 +556,13 @@ def step_to_resume(asked: str | None) -> int:
 
 @contextmanager
 def ranks_together() -> Iterator[None]:
-    """Around the main function of a script: its ranks find each other first, and leave together when it is done."""
+    """A context for a script's main function: its ranks connect first, and leave together at the end."""
     if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
-        # `accelerate launch` hands `use_cpu` on to a lone process only: of several, each would silently train by itself.
+        # `accelerate launch` passes `use_cpu` only to a single process. Of several, each would silently train as a separate run.
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     yield
-    # A DDP wrapper that outlived the process group would take it down while it holds the interpreter, which gloo's
-    # threads may be waiting for to let go of their last tensors: the rank would never end.
+    # Free a DDP wrapper before the process group is destroyed. Otherwise the wrapper would destroy it while holding the
+    # interpreter lock, for which gloo's threads may be waiting, and the rank would never end.
     gc.collect()
     state = PartialState()
     state.wait_for_everyone()
@@ -568,8 +570,8 @@ def ranks_together() -> Iterator[None]:
 
 
 class _LogLastStep(TrainerCallback):
-    """Log after the last step too. The Trainer averages its loss over ranks where it logs; of any steps after the last
-    log, `training_loss` would hold the first rank's loss alone."""
+    """Log after the last step, too. Trainer averages its loss over ranks when it logs; for steps after the last log,
+    `training_loss` would only contain the first rank's loss."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
@@ -585,11 +587,11 @@ def run_trainer(
     rate: str = "train_samples_per_second",
     rows: int = 1,
 ) -> None:
-    """Does what the arguments ask of a Trainer, and reports it.
+    """Run a Trainer as the arguments request, and report the results.
 
     Args:
-        evaluated: what is reported of an evaluation's metrics.
-        rate: the name of the speed, which counts `rows` for each row.
+        evaluated: selects the reported evaluation metrics.
+        rate: the name of the speed, in which each sample counts as `rows`.
     """
     trainer.add_callback(_LogLastStep())
     args = trainer.args
@@ -609,7 +611,7 @@ def run_trainer(
 
 
 def peak_memory_bytes() -> int:
-    """Of all ranks the highest: GPU memory allocated by torch, or on CPU the resident memory of the process.
+    """Return the maximum over ranks: GPU memory allocated by torch, or on CPU the resident memory of the process.
 
     Call it on every rank.
     """
@@ -626,7 +628,7 @@ RESULTS_NAME = "results.json"
 
 
 def report(title: str, results: dict[str, Any], output_dir: str, engine: ZeroEngine | None) -> None:
-    """Print the results and, where an engine sharded the run, its memory and communication; write them to a file.
+    """Print the results and, if an engine sharded the run, its memory and communication; write them to a file.
 
     Call it on the main process.
     """

@@ -1,4 +1,4 @@
-"""mkdocs' hooks for the site: pages made from the code and from files beside `docs/`, and links that work at both places."""
+"""mkdocs hooks for the site: pages made from the code and from files outside of `docs/`, with working links."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ GROUPS = {
     "Long runs": ("last_good_state", "same_global_batch", "GradScaler", "Rescue", "RunRecorder"),
     "Tools": ("doctor", "make_plan", "migrate", "parity"),
 }
-"""The public names as the page of the API has them."""
+"""The public names, grouped as on the page of the API."""
 
 REPOSITORY_FILES = ("CITATION.cff", "LICENSE")
-"""Files at the repository's top that the README links to."""
+"""Files in the repository's root that the README links to."""
 
 LOG_KEYS = {
     "gradients-and-reports.md": "Figures in Trainer's log",
     "report.md": "In TensorBoard, W&B, trackio and MLflow",
 }
-"""Pages whose sections say which keys a run logs."""
+"""Pages with sections about the keys of a run's log."""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that are not in `docs/`, and the files that pages name."""
+    """Adds the pages outside of `docs/`, and the files named by pages."""
     for name, text in made_pages().items():
         files.append(File.generated(config, name, content=text))
     for name in REPOSITORY_FILES:
@@ -48,16 +48,16 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Leads links of the repository's README and of `docs/` to pages of the site, and names of configs to the files."""
+    """Redirects links of the README and of `docs/` to pages of the site, and links names of configs to the files."""
     markdown = re.sub(r"\]\(\.\./README\.md(#[^)]*)?\)", lambda found: f"](index.md{found[1] or ''})", markdown)
     markdown = re.sub(r"\]\((notebooks/[\w-]+)\.ipynb\)", r"](\1.md)", markdown)
-    # What follows the language tells the tests how an example is launched; Markdown's extension takes no such fence.
+    # The words after a fence's language tell the tests how to launch the example. Markdown's extension does not accept them.
     markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)
     return re.sub(r"`(configs/[\w/]+\.\w+)`", r"[`\1`](\1)", markdown)
 
 
 def made_pages() -> dict[str, str]:
-    """Name of a page → its Markdown."""
+    """Returns the name of a page → its Markdown."""
     return {
         "index.md": _in_docs((ROOT / "README.md").read_text(encoding="utf-8")),
         "pages.md": _in_docs((ROOT / "docs" / "README.md").read_text(encoding="utf-8")),
@@ -78,7 +78,7 @@ def made_pages() -> dict[str, str]:
 
 
 def _in_docs(text: str) -> str:
-    """A file of the repository's top whose links to `docs/` are those of a page there."""
+    """Returns a file of the repository's root with its links to `docs/` adjusted to a page there."""
     places = {
         "](docs/README.md": "](pages.md",
         "](docs/": "](",
@@ -95,7 +95,7 @@ def _in_docs(text: str) -> str:
 
 
 def api_page() -> str:
-    """The page of the public names, for mkdocstrings.
+    """Returns the page of the public names, for mkdocstrings.
 
     Raises:
         ValueError: a public name is in no group.
@@ -111,7 +111,7 @@ def api_page() -> str:
 
 
 def log_keys_page() -> str:
-    """The sections on keys of the log, from the pages that have them.
+    """Returns the sections about keys of the log, from their pages.
 
     Raises:
         ValueError: a page has no such section.
@@ -128,7 +128,7 @@ def log_keys_page() -> str:
 
 
 def notebook_page(path: Path) -> str:
-    """A notebook with its kept outputs as Markdown; pictures become part of the page."""
+    """Returns a notebook with its stored outputs as Markdown; pictures become part of the page."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])

@@ -1,6 +1,6 @@
-"""Writes the parts of the documentation that are made from the code: the page of settings and the pictures.
+"""Writes the generated parts of the documentation: the page of settings and the pictures.
 
-`python scripts/write_docs.py` writes them; a test fails when one of them is not what this script makes now.
+`python scripts/write_docs.py` writes them. A test fails if a file differs from this script's output.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _PAGES = {
     "checkpoint.every_minutes": "elastic.md#saves-by-the-clock",
     "checkpoint.budget": "elastic.md#saves-by-the-clock",
 }
-"""Where a setting is explained at length. One without a page of its own has that of the settings it stands below."""
+"""Setting → the page with its full explanation. A setting without an entry has its section's page."""
 
 _WORDS = {
     "report": "true, false",
@@ -88,7 +88,7 @@ _WORDS = {
     "comm.late_s": "0",
     "checkpoint.on_signal": "none, auto",
 }
-"""What a setting may be beside what the error for another value lists."""
+"""Allowed values in addition to the ones listed in the error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Setting:
 
 
 def settings(config: Any = None, prefix: str = "") -> Iterator[Setting]:
-    """All settings in the order of their classes, those below a key right behind it."""
+    """Yields all settings in the order of their classes, each section's settings directly after its key."""
     config = ZeroConfig() if config is None else config
     texts = _argument_texts(type(config)) | _attribute_texts(type(config))
     for field in dataclasses.fields(config):
@@ -115,7 +115,7 @@ def settings(config: Any = None, prefix: str = "") -> Iterator[Setting]:
 
 
 def allowed(name: str) -> str:
-    """What a setting may be, as the error for a value that it may not be says it."""
+    """Returns the allowed values of a setting, read from the error for a forbidden value."""
     nested: Any = object()
     for key in reversed(name.split(".")):
         nested = {key: nested}
@@ -129,7 +129,7 @@ def allowed(name: str) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [_INTRODUCTION]
     found = list(settings())
     for group, title in _TITLES.items():
@@ -144,10 +144,10 @@ def _entry(setting: Setting) -> str:
     more = f" [More]({_page_of(setting.name)})."
     text = textwrap.fill(_sentences(setting.text) + more, width=130, break_long_words=False, break_on_hyphens=False)
     takes = allowed(setting.name)
-    # Where the word is looked for before the number is.
+    # Look for the word in the text before the number.
     words = _WORDS.get(setting.name, default if default in ("auto", "null") else "")
     takes = f"{words}, {takes}" if words and not re.search(rf"\b{words}\b", takes.split(" from ")[0]) else takes
-    # Bounds that no reader comes near, and one that the words have named.
+    # Leave out bounds far beyond any use, and a bound already named in words.
     takes = re.sub(r"(?<=0 for never), from 0|(?<=0 for none), from 0", "", re.sub(r" to \d{8,}$", "", takes))
     return f"### `{setting.name}`\n\nDefault `{default}`. Allowed: {takes}.\n\n{text}\n"
 
@@ -167,14 +167,14 @@ def _sentences(text: str) -> str:
 
 
 def _argument_texts(kind: type) -> dict[str, str]:
-    """What the class's docstring says of each field under `Args:`."""
+    """Returns the text for each field under `Args:` in the class's docstring."""
     listed = (inspect.getdoc(kind) or "").partition("Args:\n")[2]
     found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", listed, flags=re.MULTILINE)
     return dict(found)
 
 
 def _attribute_texts(kind: type) -> dict[str, str]:
-    """The docstrings that stand right below fields."""
+    """Returns the docstrings directly below fields."""
     [body] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
     return {
@@ -194,7 +194,7 @@ MADE = {
     "docs/pictures/timeline.svg": pictures.draw_timeline,
     "docs/pictures/rooms_of_hf_zero.svg": pictures.draw_rooms,
 }
-"""The files that are made, and what makes their text."""
+"""Generated file → the function that makes its text."""
 
 
 def main() -> None:

@@ -1,15 +1,18 @@
-"""Does what `stage: auto` chooses fit, and does what it leaves out fail? In a control group with little memory.
+"""Tests `stage: auto` in a control group with little memory: the chosen settings must fit, and the rejected ones fail.
 
     python scripts/bench/auto.py                       # twelve model x memory cases: some minutes
     python scripts/bench/auto.py --cases gpt2:720:bf16:2 bert:340:nvme:2
 
-A case is a model and the memory that each rank gets: a control group of the ranks has a limit of that above what they
-hold before there is a model. The ranks ask the planner, train three steps with what it has chosen, and then, as fresh ranks in
-the same group, three steps with the fastest set-up that it calls too large: the kernel is to end those. Where all are too large,
-nothing is chosen, and the one that needs least is to be ended. Needs root and memory control groups of version 1 or 2; without
-them it says so, and ends with status 0.
+A case is a model and the memory of each rank: a control group limits the ranks to this amount above their memory before the
+model.
+The ranks ask the planner and train three steps with the chosen settings. Then fresh ranks in the same group train three steps
+with
+the fastest set-up among the ones that the planner calls too large: the kernel should kill them. If all are too large, nothing is
+chosen, and the set-up with the lowest need should be killed. Needs root and memory control groups of version 1 or 2; without
+them,
+the script prints this and ends with status 0.
 
-Exits with status 1 if more than one case does not come out so.
+Exits with status 1 if more than one case has a different outcome.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from hf_zero.planner.batches import batch_of
 STEPS, ROWS, LENGTH = 3, 2, 32
 MOST_WRONG = 1
 _KILLED = "exit code -9"
-"""How a rank ends that the kernel has killed."""
+"""The end of a rank killed by the kernel."""
 
 _GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 
@@ -56,7 +59,7 @@ CASES = [
 
 
 def hierarchy() -> Path | None:
-    """Where memory control groups can be made; None where they cannot."""
+    """Returns the folder in which memory control groups can be made; None without one."""
     for root in _GROUPS:
         path = root / f"hf-zero-auto-{os.getpid()}"
         try:
@@ -72,7 +75,7 @@ def hierarchy() -> Path | None:
 
 @contextmanager
 def limited(root: Path, nbytes: int) -> Iterator[Path]:
-    """A control group of so many bytes."""
+    """Makes a control group with this limit in bytes."""
     path = root / f"hf-zero-auto-{os.getpid()}"
     path.mkdir()
     try:
@@ -86,7 +89,7 @@ def limited(root: Path, nbytes: int) -> Iterator[Path]:
 def train(
     rank: int, world_size: int, *, model: str, tier: str, settings: Any, group: str, folder: str
 ) -> dict[str, Any]:
-    """Joins the group, and trains with these settings, or with what auto chooses."""
+    """Joins the group, and trains with these settings or with the choice of auto."""
     held_before()
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
@@ -115,9 +118,9 @@ def train(
 
 
 def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_s: float) -> dict[str, Any]:
-    """A model and the MB of a rank: what was chosen and left out, and how runs of both ended.
+    """Runs a case: a model and the MB of a rank. Returns the chosen and the rejected settings, and the ends of both runs.
 
-    `chosen_fits` is None where all set-ups were too large, `rejected_fails` where none was; `lines` are what auto said.
+    `chosen_fits` is None if all set-ups were too large, `rejected_fails` if none was; `lines` are auto's log lines.
     """
 
     def run(settings: Any, folder: str) -> Any:
@@ -133,7 +136,7 @@ def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_
         has_told = isinstance(chosen, dict)
         rejected = chosen["rejected"] if has_told else None
         ended = "" if rejected is None else run(rejected, folder)
-    # Out of time is no proof of too little memory.
+    # A run that hits the time limit does not prove a lack of memory.
     fails = None if rejected is None else isinstance(ended, str) and _KILLED in ended
     fits = None if has_told and chosen["settings"] is None else has_told
     return {

@@ -1,12 +1,13 @@
-"""ZeRO over the copies of a tensor-parallel model, or of one split by experts, beside transformers' own FSDP2 over them.
+"""ZeRO over the copies of a tensor-parallel or expert-parallel model, next to transformers' own FSDP2 over the copies.
 
     python scripts/bench/axes.py            # a Llama of 15 M parameters, eight steps, three rounds: two minutes
     python scripts/bench/axes.py --tp 1 --ep 2    # a mixture of experts, which are split over two ranks, and nothing else
     python scripts/bench/axes.py --quick    # a tiny one, once: does the harness run?
 
-Four gloo ranks on this machine: by default two copies of a model, each split over two ranks. For each way, in fresh
-ranks: CPU time a step (mean of the ranks), bytes that a rank sends a step, as sockets counted them, and the peak of memory
-above what the process had before the model. Traffic of the split itself is in all of them.
+Four gloo ranks on this machine: by default two copies of a model, each split over two ranks. For each way, in fresh ranks: CPU
+time
+per step (mean of the ranks), bytes sent by a rank per step, as counted by sockets, and the peak of memory above the memory before
+the model. All figures include the traffic of the split itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def measure(rank: int, world_size: int, *, folder: str, way: str, steps: int, tp: int, ep: int) -> dict[str, float]:
-    """One way in one rank: seconds of CPU and bytes sent a step, and bytes at the peak."""
+    """Measures one way in one rank: seconds of CPU and bytes sent per step, and bytes at the peak."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -60,7 +61,7 @@ def measure(rank: int, world_size: int, *, folder: str, way: str, steps: int, tp
 
 
 def save_model(folder: str, size: dict[str, int], *, mixture: bool) -> int:
-    """Writes the model that all ways train, and returns its number of parameters."""
+    """Writes the model for all ways; returns its number of parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
@@ -74,7 +75,7 @@ def save_model(folder: str, size: dict[str, int], *, mixture: bool) -> int:
 
 
 def measure_all(options: argparse.Namespace) -> tuple[int, dict[str, list[dict[str, float]]]]:
-    """Parameters of the model, and of each way the mean of its ranks in each round."""
+    """Returns the model's number of parameters, and for each way the mean of its ranks in each round."""
     ways = [_FSDP, *(f"stage {stage}" for stage in options.stages)]
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +89,7 @@ def measure_all(options: argparse.Namespace) -> tuple[int, dict[str, list[dict[s
 
 
 def summarise(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
-    """A row a way: medians, and CPU time relative to FSDP2's in the median round."""
+    """Makes a row per way: medians, and CPU time relative to FSDP2's in the median round."""
     rows = []
     for way, rounds in found.items():
         ratios = [own["cpu_s"] / its["cpu_s"] for own, its in zip(rounds, found[_FSDP])]

@@ -1,11 +1,11 @@
-"""Where the host's time of a bf16 step goes on one GPU: steps of GPT-2 under torch's profiler, and what each suspect costs.
+"""The host's time in a bf16 step on one GPU: steps of GPT-2 under torch's profiler, and the cost of each suspect.
 
     python scripts/bench/bf16_trace.py                                  # a plain loop, DDP, FSDP2, stages 0-3: four minutes
     python scripts/bench/bf16_trace.py --ways "stage 2" "stage 3"       # the plain loop is always there
     python scripts/bench/bf16_trace.py --device cpu --model gpt2-tiny --steps 2     # does it run?
 
-One rank trains in each way: steps by the clock, and as many under the profiler with the host's stacks. The plain loop and stages
-2 and 3 then train once more by the clock with each suspect out of the way:
+One rank trains in each way: timed steps, and as many under the profiler with the host's stacks. The plain loop and stages 2 and 3
+then train once more, timed, with each suspect removed:
 
 - "no Triton": norms and steps by torch's own kernels, not by Triton's launcher;
 - "one thread": autograd calls hooks on the thread of the loop, not on a thread of the device;
@@ -14,7 +14,7 @@ One rank trains in each way: steps by the clock, and as many under the profiler 
 - "no collections": Python's garbage collector is off.
 
 A suspect is to blame if the step is faster without it, in proportion to the plain loop without it. Traces for chrome://tracing or
-Perfetto lie in `--folder`, one a way.
+Perfetto are in `--folder`, one per way.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
 WARMUP_STEPS = 5
-"""More than an engine needs until each step is as the one before."""
+"""More than the number of steps after which an engine repeats the same work in each step."""
 
 REFERENCE = "torch"
 WAYS = (REFERENCE, "DDP", "FSDP2", *(f"stage {stage}" for stage in range(4)))
@@ -49,7 +49,7 @@ COMPARED = (REFERENCE, "stage 2", "stage 3")
 
 _MOST_FUNCTIONS = 12
 _LAUNCHES, _COPIES, _ALLOCATIONS = "LaunchKernel", "Memcpy", "Malloc"
-"""Parts of the names under which the profiler lists driver calls."""
+"""Parts of the profiler's names for driver calls."""
 
 
 @contextmanager
@@ -82,11 +82,11 @@ def without_collections() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Suspect:
-    """What may cost a step host time.
+    """A possible cause of host time in a step.
 
     Attributes:
-        settings: of the engine, that keep it away; None if a plain loop can do without it, too.
-        away: a context in which it is away.
+        settings: of the engine, to remove it; None if it can also be removed from a plain loop.
+        away: a context in which it is removed.
     """
 
     settings: dict[str, Any] | None = None
@@ -104,16 +104,16 @@ SUSPECTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was measured of one way.
+    """The measurements of one way.
 
     Attributes:
-        suspect: that was out of the way; "" for none.
-        losses: of the steps by the clock.
-        step_ms, loop_ms, process_ms: of a step: time, CPU time of the thread of the loop, and of all threads.
-        busy_ms: of a traced step, in which the device runs anything; None on the CPU.
-        launches, copies, allocations: calls of the driver in a traced step.
-        functions: the most expensive operations of a traced step for the host: name, calls, and ms without what they call.
-        error: why there is no more.
+        suspect: the removed suspect; "" for none.
+        losses: of the timed steps.
+        step_ms, loop_ms, process_ms: of a step: time, CPU time of the loop's thread, and of all threads.
+        busy_ms: time in a traced step in which the device runs anything; None on the CPU.
+        launches, copies, allocations: number of driver calls in a traced step.
+        functions: the host's most expensive operations in a traced step: name, calls, and own ms without nested calls.
+        error: the reason of missing figures.
     """
 
     way: str
@@ -150,7 +150,7 @@ class Loop:
         self._engine = makes[way](make_model, arguments)
 
     def step(self) -> torch.Tensor:
-        """Returns the loss, on the device: the host does not wait for it."""
+        """Returns the loss on the device, without waiting for the value."""
         batch = self._workload.make_batch(0, self._number)
         self._number += 1
         inputs = {name: values.to(self._device, non_blocking=True) for name, values in batch.items()}
@@ -167,7 +167,7 @@ class Loop:
 
 
 def measure(way: str, suspect: str, workload: Workload, device: torch.device, steps: int, folder: Path) -> Figures:
-    """Trains in one way, by the clock; and once more under the profiler if no suspect is out of the way."""
+    """Trains in one way, timed; and again under the profiler if no suspect is removed."""
     chosen = SUSPECTS.get(suspect, Suspect())
     with ExitStack() as stack:
         stack.enter_context(chosen.away(device))
@@ -220,17 +220,17 @@ def _traced(figures: Figures, loop: Loop, device: torch.device, steps: int, fold
 
 
 def tried(way: str, suspect: str, **options: Any) -> Figures:
-    """`measure`, with an error in place of figures if the way fails."""
+    """Calls `measure`; returns an error instead of figures if the way fails."""
     try:
         return measure(way, suspect, **options)
     except Exception as error:
-        # Whatever it is: it is shown, and the ways after it are measured.
+        # Catch every error: it is shown, and the following ways are measured.
         lines = str(error).strip().splitlines() or [""]
         return Figures(way=way, suspect=suspect, error=f"{type(error).__name__}: {lines[0][:300]}")
 
 
 def cells_of(ways: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the ways, followed by the suspects. A suspect that a plain loop has too is also measured there."""
+    """Returns the ways, followed by the suspects. A suspect of the plain loop is also measured there."""
     chosen = [way for way in WAYS if way == REFERENCE or way in ways]
     compared = [way for way in COMPARED if way in chosen]
     return [(way, "") for way in chosen] + [
@@ -306,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _without_paths(options: argparse.Namespace) -> argparse.Namespace:
-    # Folders are this machine's.
+    # Leave out the folders, which only exist on this machine.
     return argparse.Namespace(
         **{name: value for name, value in vars(options).items() if name not in ("folder", "json")}
     )

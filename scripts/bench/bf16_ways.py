@@ -1,12 +1,14 @@
-"""Does training under bf16 mixed precision go as well at stage 3, which gathers bfloat16, as under DDP with autocast?
+"""Compares training under bf16 mixed precision at stage 3, which gathers in bfloat16, with DDP under autocast.
 
     python scripts/bench/bf16_ways.py PATH/TO/sst2              # two minutes on two cores
     python scripts/bench/bf16_ways.py PATH/TO/sst2 --steps 20   # does the harness run?
 
-The folder holds `train.tsv` and `dev.tsv` of the Stanford Sentiment Treebank: a sentence, a tab, and 0 or 1 a line. A small BERT
-learns them from nothing through accelerate with `mixed_precision="bf16"`, on two ranks, with three seeds: under DDP, at stage 3,
-and at stage 3 with `param_dtype: float32`, which leaves the casts to autocast. Ways are compared by the loss on the dev set
-as it falls, seed by seed; what another seed changes of it is the noise that they are held against.
+The folder contains `train.tsv` and `dev.tsv` of the Stanford Sentiment Treebank: each line is a sentence, a tab, and 0 or 1. A
+small
+BERT learns them from scratch with accelerate and `mixed_precision="bf16"`, on two ranks, with three seeds: under DDP, at stage 3,
+and at stage 3 with `param_dtype: float32`, which leaves the casts to autocast. Ways are compared by their curves of the loss on
+the
+dev set, seed by seed. The difference between two seeds is the noise level.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ TIME_LIMIT_S = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How long and how large a run is."""
+    """Length and size of a run."""
 
     steps: int = 200
     evaluate_every: int = 20
@@ -53,10 +55,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What one run leaves: dev losses as training goes on, and figures of its last step on rank 0.
+    """The results of one run: dev losses during training, and figures of its last step on rank 0.
 
     Attributes:
-        sent_bytes: by collective, of the last step; {} under DDP.
+        sent_bytes: bytes of the last step, by collective; {} under DDP.
     """
 
     dev_losses: list[float]
@@ -79,7 +81,7 @@ def read(path: Path, words: dict[str, int] | None, size: int) -> tuple[torch.Ten
 
 
 def train(rank: int, world_size: int, folder: str, way: str, seed: int, run: Run) -> Curve:
-    """One run, as a rank sees it. Every way has the same weights and batches with the same seed."""
+    """Runs one training on a rank. With the same seed, every way has the same weights and batches."""
     say_where_ranks_are(rank, world_size)
     from accelerate import Accelerator
 
@@ -130,7 +132,7 @@ def batch(ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
-    """Loss and accuracy on the dev set, which every rank goes through as a whole."""
+    """Returns loss and accuracy on the dev set; every rank evaluates the whole set."""
     model.eval()
     outputs = [model(**batch(i, t)) for i, t in zip(ids.split(128), labels.split(128))]
     model.train()
@@ -148,12 +150,12 @@ def sent_bytes(engine: Any) -> dict[str, int]:
 
 
 def distance(first: list[float], second: list[float]) -> float:
-    """The mean difference of two curves, whichever is above the other."""
+    """Returns the mean absolute difference of two curves."""
     return fmean(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
 def compare(curves: dict[str, list[Curve]]) -> dict[str, dict[str, float]]:
-    """Of each way, the mean distance from DDP's curve with the same seed; beside it that between DDP's with two seeds."""
+    """Returns for each way the mean distance to DDP's curve with the same seed, next to DDP's own between two seeds."""
     ddp = curves[BASELINE]
     noise = fmean(distance(a.dev_losses, b.dev_losses) for a, b in combinations(ddp, 2))
     found = {}
@@ -186,7 +188,7 @@ def main() -> int:
     arguments = parser.parse_args()
     run = Run(steps=arguments.steps, evaluate_every=min(Run.evaluate_every, arguments.steps))
     PRELOADED_MODULES.extend(["accelerate", "transformers.models.bert.modeling_bert", "hf_zero.integrations.plugin"])
-    # Without the folders, which are this machine's.
+    # Leave out the folders, which only exist on this machine.
     about = describe_run(argparse.Namespace(steps=arguments.steps, seeds=arguments.seeds))
     curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
     for seed in range(arguments.seeds):
@@ -198,7 +200,7 @@ def main() -> int:
     kept = {way: [asdict(curve) for curve in of_way] for way, of_way in curves.items()}
     write_record(arguments.out, {"run": about | asdict(run), "compared": compared, "curves": kept})
     print(f"kept in {arguments.out}")
-    # Within noise: no farther from DDP than DDP with another seed is.
+    # Pass if no way is farther from DDP than DDP with another seed.
     return int(any(found["mean_distance"] > found["between_seeds"] for found in compared.values()))
 
 

@@ -1,11 +1,12 @@
-"""Saving and resuming: seconds, how long training stands still, and bytes that a rank reads, beside torch's own ways.
+"""Saving and resuming: seconds, the time in which training waits, and bytes read by a rank, next to torch's own ways.
 
     python scripts/bench/checkpoints.py                 # GPT-2's 124 M parameters, two ranks: some minutes and 8 GB of disk
     python scripts/bench/checkpoints.py --quick         # a tiny model: does the harness run?
     python scripts/bench/checkpoints.py --manifests     # manifests of large models on many ranks: nothing is trained or saved
 
-Resumes are cold: the system is told to forget the checkpoint's pages before each. Seconds are of ranks that share a disk; bytes
-are counted where each rank has a copy of its own, as on hosts of their own, so that none is served by what another has read.
+Resumes are cold: the checkpoint's pages are dropped from the system's cache before each. Seconds are measured on ranks that share
+a
+disk. Bytes are counted with a separate copy for each rank, as on separate hosts, so no rank profits from another rank's reads.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ LIMIT_S = 900
 
 
 class _LoadedError(Exception):
-    """Ends a run where its training would begin."""
+    """Ends a run at the beginning of its training."""
 
 
 class StopsWhenLoaded(TrainerCallback):
-    """Ends `Trainer.train` once everything has been loaded."""
+    """Ends `Trainer.train` after everything has been loaded."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         raise _LoadedError
@@ -52,7 +53,7 @@ class StopsWhenLoaded(TrainerCallback):
 def saves_of_ours(
     rank: int, world_size: int, *, model: str, stage: int, folder: str, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of a save at once; of one behind training, how long that stands still, and of the save with a step meanwhile."""
+    """Seconds of a synchronous save; for an asynchronous one, of training's wait, and of the save with a step during it."""
     from hf_zero.integrations.trainer_saves import CheckpointSaver
 
     trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder)
@@ -67,7 +68,7 @@ def saves_of_ours(
 
     def behind() -> None:
         savers["behind"].save(None, None)
-        # What is not on the disk when the optimizer steps is copied then: the copy is part of the stall.
+        # Parts that are not on the disk at the optimizer's step are copied then: this copy is part of the wait.
         batch = WORKLOADS[model].make_batch(rank, len(seconds["stall"]))
         trainer.model(**batch).loss.backward()
         trainer.optimizer.step()
@@ -88,7 +89,7 @@ def saves_of_ours(
 
 
 def saves_of_torch(rank: int, world_size: int, *, model: str, folder: str, repeats: int) -> dict[str, list[float]]:
-    """Seconds of torch.save by rank 0, of DCP by all ranks from FSDP2, and of safetensors for the weights alone."""
+    """Seconds of torch.save by rank 0, of DCP by all ranks from FSDP2, and of safetensors for the weights only."""
     engine = make_fsdp2(WORKLOADS[model].make_model, adamw_arguments(True))
     engine.step({name: ids[:1, :16] for name, ids in WORKLOADS[model].make_batch(rank, 0).items()})
     plain, target = WORKLOADS[model].make_model(), Path(folder)
@@ -129,14 +130,14 @@ def saves_of_torch(rank: int, world_size: int, *, model: str, folder: str, repea
 
 
 def saves_for_merging(rank: int, world_size: int, *, model: str, folder: str) -> None:
-    """The model as FSDP2 and torch's DCP save it, for accelerate's merge."""
+    """Saves the model with FSDP2 and torch's DCP, for accelerate's merge."""
     engine = make_fsdp2(WORKLOADS[model].make_model, adamw_arguments(True))
     dcp.save({"model": get_state_dict(engine.model, ())[0]}, checkpoint_id=folder)
     engine.close()
 
 
 def merges(rank: int, world_size: int, *, source: str, out: str, way: str) -> dict[str, float]:
-    """Seconds, and bytes by which this process grew at most, of one way to a model folder from the ranks' parts."""
+    """Returns the seconds and the peak memory growth of this process, for one way to merge ranks' parts to a model folder."""
     from accelerate.utils import merge_fsdp_weights
 
     from hf_zero.integrations.weights import consolidate
@@ -160,14 +161,14 @@ def makes_a_checkpoint(rank: int, world_size: int, *, model: str, stage: int | s
 def resumes(
     rank: int, world_size: int, *, model: str, stage: int | None, folder: str, is_shared: bool
 ) -> dict[str, float]:
-    """Seconds from `train(resume_from_checkpoint)` to the first step, and bytes that this rank read from the disk."""
+    """Returns the seconds from `train(resume_from_checkpoint)` to the first step, and the bytes this rank has read from disk."""
     if not is_shared:
         from hf_zero.checkpoint.commit import Disk
         from hf_zero.integrations import resume
 
         shutil.copytree(folder, f"{folder}-of-rank-{rank}")
         folder = f"{folder}-of-rank-{rank}"
-        # The copies stand for one file system whose pages hosts do not share, where ranks share the checking.
+        # The copies represent one file system without a page cache in common, and ranks divide the checking.
         resume.disk_with = lambda path, rank, exchange: Disk.shared(rank, world_size)
     trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder, callbacks=(StopsWhenLoaded(),))
     gc.collect()
@@ -185,7 +186,7 @@ def resumes(
 
 
 def _to_disk(*paths: Path, forgets: bool = False) -> None:
-    """Has the system write files to the disk, and maybe drop what it holds of them, so that they are read from there."""
+    """Makes the system write files to the disk, and optionally drop them from its cache, so they are read from the disk."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
@@ -195,7 +196,7 @@ def _to_disk(*paths: Path, forgets: bool = False) -> None:
 
 
 def measure_saves(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Seconds of saves by way of saving."""
+    """Returns the seconds of saves, by way of saving."""
     saves: dict[str, list[float]] = {}
     common = {"model": options.model, "repeats": options.repeats, "folder": str(folder / "saves")}
     for stage in options.stages:
@@ -210,7 +211,7 @@ def measure_saves(options: argparse.Namespace, folder: Path) -> dict[str, list[f
 
 
 def measure_resumes(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Engine → seconds and bytes of resumes."""
+    """Returns engine → seconds and bytes of resumes."""
     loads: dict[str, dict[str, list[float]]] = {}
     for name, stage in [("DDP", None), *((f"stage {stage}", stage) for stage in options.stages)]:
         place = folder / name.replace(" ", "")
@@ -225,7 +226,7 @@ def measure_resumes(options: argparse.Namespace, folder: Path) -> dict[str, dict
 
 
 def measure_merges(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
-    """Way → seconds and peak of making a model folder of what the ranks have saved."""
+    """Returns way → seconds and peak memory of merging the ranks' saves to a model folder."""
     ours, theirs = folder / "ours", folder / "dcp"
     settings = "stage=3,checkpoint.layout=sharded"
     on_ranks(makes_a_checkpoint, options.ranks, limit_s=LIMIT_S, model=options.model, stage=settings, folder=str(ours))
@@ -237,17 +238,17 @@ def measure_merges(options: argparse.Namespace, folder: Path) -> dict[str, dict[
     }
 
 
-# ---- The manifest of a large model on many ranks: its layout alone, without tensors ----
+# ---- The manifest of a large model on many ranks: only its layout, without tensors ----
 
 LARGE = {"7 B": (291, 6_738_415_616, 192 * 2**20), "70 B": (723, 70_553_706_496, 256 * 2**20)}
-"""Parameters, their elements, and the bytes of a bucket in bf16."""
+"""Number of parameters, number of their elements, and the bytes of a bucket in bf16."""
 
 WORLD_SIZES = (8, 64, 512, 4096)
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def manifest_of(parameters: int, numel: int, bucket_bytes: int, ranks: int) -> tuple[Manifest, int]:
-    """Returns the manifest that `plan_rows` makes of a model's layout, and the number of rows that it describes."""
+    """Returns the manifest made by `plan_rows` for a model's layout, and the number of rows it describes."""
     specs = [
         ParameterSpec(name=f"model.layers.{i}.weight", numel=numel // parameters, key="x") for i in range(parameters)
     ]

@@ -1,11 +1,11 @@
-"""What the log of collectives and the watch for late ranks cost, on the job of host_time.py.
+"""The cost of the log of collectives and of the watch for late ranks, on the job of host_time.py.
 
     python scripts/bench/collective_log.py            # a minute
     python scripts/bench/collective_log.py --quick
 
-The difference is far below what two runs of a step differ by. So the ledger's calls for one collective are timed with the log
-and without it, in turns, many times over, and multiplied by the collectives of a step. The watching thread looks twice a second;
-one look is timed in a rank. Both are set against the CPU time of a step. Ends with 1 where they take more than 0.5 %.
+The cost is far below the difference between two runs of a step. So the ledger's calls for one collective are timed with and
+without the log, in turns, many times, and multiplied by the number of collectives in a step. The watching thread looks twice a
+second; one look is timed in a rank. Both are compared with the CPU time of a step. Exits with status 1 above 0.5 %.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hf_zero.presence.rank_state import script_frame
 MOST_SHARE = 0.005
 LOOKS_A_SECOND = 2
 SITES_A_STEP = 8
-"""How often a step notes where training is."""
+"""Number of times per step that the part of training is noted."""
 _LABEL = Label(kind="all-gather parameters", subject="bucket 0")
 _TURNS = 9
 
 
 class LedgerWithoutLog(Ledger):
-    """The ledger as it is, without what it writes to the log."""
+    """The ledger without its writes to the log."""
 
     def count(self, label: Label, bytes_sent: int, bytes_between: int) -> None:
         tally = self._tallies.setdefault(label.words, [label.kind, 0, 0, 0])
@@ -54,7 +54,7 @@ class LedgerWithoutLog(Ledger):
 
 
 class Cost(NamedTuple):
-    """Of one engine's step on rank 0, in seconds of CPU time."""
+    """Costs of one engine's step on rank 0, in seconds of CPU time."""
 
     name: str
     collectives: float
@@ -64,12 +64,12 @@ class Cost(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the step's CPU time, for the log and, as if training took all of a core, for the looks."""
+        """Returns the share of the step's CPU time for the log and, as if training used a whole core, for the looks."""
         return self.log_s / self.step_s + LOOKS_A_SECOND * self.look_s
 
 
 def seconds_of_one_entry(calls: int) -> float:
-    """By which the log makes one collective dearer: the least of some turns with it less that without it."""
+    """Returns the cost of the log per collective: the fastest turn with the log minus the fastest without."""
     least: dict[type, float] = {}
     for _ in range(_TURNS):
         for kind in (Ledger, LedgerWithoutLog):
@@ -115,7 +115,7 @@ def collectives_of(engine: Any) -> int:
 
 
 def seconds_of_one_look() -> float:
-    """Of the thread that looks for late ranks, at a main thread that stands still: at one that computes it is less."""
+    """Returns the cost of one look for late ranks, at a main thread that waits. For a computing thread, a look costs less."""
     call, times = ScriptCall(), 200
     began_s = time.thread_time()
     for _ in range(times):

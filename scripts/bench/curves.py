@@ -1,11 +1,11 @@
-"""What one figure changes: the model's size, ranks, sequence length, accumulation, bucket size. Each curve is measured by itself.
+"""Varies one setting at a time: the model's size, ranks, sequence length, accumulation, or bucket size.
 
     python scripts/bench/curves.py                          # all of them: an hour
     python scripts/bench/curves.py sequence bucket --quick  # two of them, few points, a small model
 
-At each point the engines are compared as in step.py. The curves over ranks have more ranks than there may be cores, so they tell
-of memory and bytes only, and so does a model of which no two engines fit in memory together. Curves that are in
-the file already and are not measured now stay there.
+At each point the engines are compared as in step.py. The curves over ranks use more ranks than there may be cores, so they only
+show memory and bytes. The same holds for a model so large that no two engines fit in memory together. Curves in an existing file
+stay there if they are not measured again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ALSO_IN_PEAKS = ("zero_optimizer", "hf_zero3_no_prefetch")
 
 
 class Curve(NamedTuple):
-    """One figure that is varied.
+    """One varied setting.
 
     Attributes:
-        varied: its name, as a table's heading and an axis have it.
-        values, quick_values: that are measured, and those of the quick form.
-        at: what is compared at one of them, given the comparison of the middle of all curves.
+        varied: its name, for the heading of a table and the label of an axis.
+        values, quick_values: the measured values, and the values of the quick form.
+        at: makes the comparison at a value from the comparison in the middle of all curves.
     """
 
     varied: str
@@ -78,7 +78,7 @@ CURVES = {
 
 
 def measure(curve: Curve, middle: Comparison, values: tuple[Any, ...]) -> dict[str, Any]:
-    """The curve for a file: what was varied, and the comparison at each value."""
+    """Returns the curve for a file: the varied setting, and the comparison at each value."""
     points = []
     for value in values:
         comparison = curve.at(middle, value)
@@ -88,7 +88,7 @@ def measure(curve: Curve, middle: Comparison, values: tuple[Any, ...]) -> dict[s
 
 
 def _kept_in(path: Path) -> dict[str, Any]:
-    """The curves that are in a file, each with the commit that it was measured at."""
+    """Returns the curves of a file, each with the commit of its measurement."""
     if not path.exists():
         return {}
     record = json.loads(path.read_text())
@@ -96,7 +96,7 @@ def _kept_in(path: Path) -> dict[str, Any]:
 
 
 def _note_of(curves: dict[str, Any]) -> dict[str, str]:
-    """What is said of curves that were not measured together."""
+    """Returns a note about curves from separate measurements."""
     if len({curve["commit"] for curve in curves.values()}) == 1:
         return {}
     commits = ", ".join(f"{name} {curve['commit']}" for name, curve in curves.items())
@@ -130,7 +130,7 @@ def main() -> int:
             values = values[: values.index(options.largest) + 1]
         run = describe_run(options)
         kept[name] = measure(curve, middle, values) | {"commit": run["commit"]}
-        # After each curve: a run that is ended has what it measured.
+        # Write after each curve, so an interrupted run keeps its measurements.
         write_record(path, run | {"kind": "curves", "curves": kept, **_note_of(kept)})
     print("\n\n".join(tables_of(json.loads(path.read_text())).values()))
     return 0

@@ -4,10 +4,12 @@
     python scripts/bench/encoders.py --cells triplet splade --ranks 2 --stages 3
     python scripts/bench/encoders.py --json scripts/bench/results/encoders.json
 
-Gloo ranks on this machine, random models of one layer, three steps of AdamW with dropout, nothing from a network. Each cell
-trains with DDP and with each stage in fresh ranks, saves, and loads what was saved by the class that made it. "by hand" in
-place of DDP averages all gradients in front of each step: DDP does not average those of a loss's own parameters, and none of a
-loss that calls the model inside of DDP's. A file that is there keeps its other rows.
+Gloo ranks on this machine, random models of one layer, three steps of AdamW with dropout, no network. Each cell trains with DDP
+and with each stage in fresh ranks, saves the model, and loads it by its own class. "by hand" instead of DDP averages all
+gradients
+before each step: DDP does not average the gradients of a loss's own parameters, and averages none if a loss calls the model
+inside
+of DDP's wrapper. An existing file keeps its other rows.
 
 Exits with status 1 if a cell has failed: a loss further away than 1e-6 on two ranks, other weights, or an error.
 """
@@ -33,23 +35,23 @@ import torch.distributed as dist
 from harness import ROOT, describe_run, on_ranks, read_options, write_record
 from torch import nn
 
-_LIMIT_S = 280  # of one start of ranks, on a machine that does other work too
+_LIMIT_S = 280  # limit for one start of ranks, on a machine with other work
 _STEPS, _BATCH, _WORDS, _WIDTH = 3, 4, 60, 24
 _NEAR_ON_MORE = 1e-5
-"""On more than two ranks, sums of gradients are rounded in another order than DDP's."""
+"""On more than two ranks, sums of gradients are rounded in a different order from DDP's."""
 
 
 class Cell(NamedTuple):
-    """What is trained.
+    """A combination of model, loss and data.
 
     Attributes:
-        kind: of the model, a name of `MODELS`.
-        loss: makes the loss of (module of the kind's losses, model, its folder).
+        kind: kind of the model, a name of `MODELS`.
+        loss: makes the loss from (module of the kind's losses, model, its folder).
         rows: a name of `ROWS`.
-        reference: what the engine is compared with: `ddp`, or `by hand` where DDP does something else.
-        note: why it is by hand.
-        settings: of the engine, beside the stage.
-        near: losses and weights of two ranks may be so far from the reference's.
+        reference: the reference run: `ddp`, or `by hand` if DDP computes a different average.
+        note: the reason for `by hand`.
+        settings: of the engine, in addition to the stage.
+        near: allowed difference of losses and weights to the reference on two ranks.
         without_gradient: end of the name of a weight whose exact gradient is zero. AdamW turns its rounding error into steps of
             up to the learning rate, so on more than two ranks the weight is not compared.
     """
@@ -67,7 +69,7 @@ class Cell(NamedTuple):
 _OWN = "DDP does not average gradients of the loss's parameters: each rank trains its own"
 _INSIDE = "the loss calls the model inside of DDP's, so that DDP averages nothing"
 _ONCE = "grad_accumulation=local"
-"""Mini-batches of a cached loss are added up before they are reduced, as DDP does it."""
+"""Mini-batches of a cached loss are added up before their reduction, as DDP does."""
 
 
 def _guide(folder: str) -> Any:
@@ -107,7 +109,7 @@ CELLS = {
         "bi", _of("CachedMultipleNegativesRankingLoss", mini_batch_size=2), "triplets", settings=_ONCE
     ),
     "CachedMultipleNegativesRanking, reduced in shards": Cell(
-        # Each mini-batch is reduced, and sums are rounded in another order.
+        # Each mini-batch is reduced separately, so sums are rounded in a different order.
         *("bi", _of("CachedMultipleNegativesRankingLoss", mini_batch_size=2), "triplets"),
         near=1e-5,
     ),
@@ -136,7 +138,7 @@ CELLS = {
         "triplets",
     ),
     "MarginMSE": Cell("bi", _of("MarginMSELoss"), "scored triplets"),
-    # Only differences of embeddings count, to which the last bias adds nothing.
+    # The loss depends only on differences of embeddings, in which the last bias cancels.
     "Triplet": Cell("bi", _of("TripletLoss"), "triplets", without_gradient="layer.1.output.LayerNorm.bias"),
     "BatchAllTriplet": Cell("bi", _of("BatchAllTripletLoss"), "classes", "by hand", _INSIDE),
     "CoSENT": Cell("bi", _of("CoSENTLoss"), "scored pairs"),
@@ -186,7 +188,7 @@ CELLS = {
     ),
     "MultiVectorDistillKLDiv": Cell("multi", _of("MultiVectorDistillKLDivLoss"), "scores of documents"),
     "MultiVectorMarginMSE": Cell("multi", _of("MultiVectorMarginMSELoss"), "scored triplets"),
-    # Around them
+    # Related packages
     "spans and labels, as GLiNER": Cell("spans", lambda losses, model, folder: None, "spans"),
     "SetFit": Cell("setfit", lambda losses, model, folder: None, "classes"),
 }
@@ -195,7 +197,7 @@ CELLS = {
 
 
 def _as_launched(rank: int, world_size: int, *, is_quiet: bool) -> None:
-    """Sets the variables of a launcher: the ranks have met already, and accelerate only looks for an address."""
+    """Sets the variables of a launcher. The ranks are connected already, and accelerate only looks for an address."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
@@ -203,12 +205,12 @@ def _as_launched(rank: int, world_size: int, *, is_quiet: bool) -> None:
 
     logging.disable_progress_bar()
     if is_quiet:
-        # No reports of loaded weights, and no forecast of the engine's, which costs as much as the training here.
+        # Suppress reports of loaded weights, and the engine's forecast, which takes as much time as the training here.
         logging.set_verbosity_error()
 
 
 def write_bert(folder: str | Path) -> None:
-    """Writes a random BERT of one layer and a tokenizer of words, as `from_pretrained` reads them."""
+    """Writes a random BERT of one layer and a tokenizer of words, in the format of `from_pretrained`."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
@@ -218,7 +220,7 @@ def write_bert(folder: str | Path) -> None:
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special))
-    # Longer than queries and documents of a multi-vector encoder are by default.
+    # Longer than the default lengths of queries and documents in a multi-vector encoder.
     longest = 320
     PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=longest, **names).save_pretrained(folder)
     torch.manual_seed(0)
@@ -230,7 +232,7 @@ def make_bi(folder: str) -> Any:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    # The file has no pooler, which is drawn here.
+    # The file has no pooler weights, so they are drawn here.
     torch.manual_seed(0)
     return SentenceTransformer(modules=[Transformer(folder), Pooling(_WIDTH)], device="cpu")
 
@@ -259,7 +261,7 @@ def _make_multi(folder: str) -> Any:
 
 
 class Spans(nn.Module):
-    """Scores each span of words for each label, both read by one encoder, as GLiNER's models do."""
+    """Scores each span of words for each label, both read by one encoder, like GLiNER's models."""
 
     def __init__(self, folder: str, most_words: int = 2):
         from transformers import AutoModel
@@ -288,7 +290,7 @@ MODELS: dict[str, tuple[Callable[[str], Any], str]] = {
     "multi": (_make_multi, "MultiVectorEncoder"),
     "spans": (Spans, ""),
 }
-"""Kind of a model → what makes it, and its class in sentence-transformers, by which its saves are read."""
+"""Kind of a model → the function to make it, and its class in sentence-transformers to load its saves."""
 
 _PACKAGES = {
     "bi": "sentence_transformer",
@@ -304,7 +306,7 @@ def _rows(kind: str, count: int = 48) -> Any:
     generator = torch.Generator().manual_seed(5)
 
     def text() -> str:
-        # Rows of several lengths, so that ranks pad to different ones.
+        # Draw texts of several lengths, so that ranks pad to different ones.
         length = int(torch.randint(3, 9, (1,), generator=generator))
         return " ".join(f"w{int(each)}" for each in torch.randint(0, _WORDS, (length,), generator=generator))
 
@@ -358,7 +360,7 @@ class Trained(NamedTuple):
 
 
 def _recording(trainer_class: type, seen: list[float], by_hand: bool) -> type:
-    """A Trainer that notes each loss, and averages gradients in front of each step if asked to."""
+    """Makes a Trainer class which notes each loss, and averages gradients before each step if requested."""
 
     class Recording(trainer_class):  # type: ignore[misc, valid-type]
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -385,7 +387,7 @@ def _average(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 @contextmanager
 def _saved_for_backward() -> Iterator[list[int]]:
-    """Counts the bytes that autograd saves while they live: [now, most]."""
+    """Counts the bytes autograd saves, as long as they exist: [now, most]."""
     count = [0, 0]
 
     class Held:
@@ -396,7 +398,7 @@ def _saved_for_backward() -> Iterator[list[int]]:
         count[0] -= nbytes
 
     def pack(tensor: torch.Tensor) -> Any:
-        # Parameters are there all the time.
+        # Parameters exist all the time, so they do not count.
         if any(isinstance(each, nn.Parameter) for each in (tensor, tensor._base)):
             return tensor
         held = Held(tensor)
@@ -427,7 +429,7 @@ def _arguments(kind: str, folder: str, **more: Any) -> Any:
         "per_device_train_batch_size": _BATCH,
         "learning_rate": 1e-3,
         "seed": 3,
-        # A clip that scales adds the squares of gradients in another order than DDP.
+        # Clip above any norm: a clip that scales would add the squares of gradients in a different order from DDP.
         "max_grad_norm": 1e6,
         "save_strategy": "no",
         "use_cpu": True,
@@ -435,8 +437,9 @@ def _arguments(kind: str, folder: str, **more: Any) -> Any:
         "disable_tqdm": True,
     }
     if kind == "cross":
-        # A tokenizer's own kind of dict hides a cross-encoder's outputs from DDP, which takes all parameters for unused then,
-        # and raises "marked ready twice".
+        # A tokenizer's own dict class hides a cross-encoder's outputs from DDP. DDP would then treat all parameters as unused,
+        # and
+        # raise "marked ready twice".
         settings["ddp_find_unused_parameters"] = False
     return known[kind](**settings | more)
 
@@ -505,7 +508,7 @@ def train(
     metrics = [each for each in trainer.state.log_history if any("eval" in key for key in each)]
     if evaluates:
         with hf_zero.unsharded(trainer.model):
-            # A script's own call, on one rank.
+            # The script itself calls the evaluator, on one rank.
             metrics += [passed["evaluator"](model)] if rank == 0 else []
     if cell.kind == "spans":
         whole = trainer.accelerator.get_state_dict(trainer.model)
@@ -518,7 +521,7 @@ def train(
 
 
 def _own_parameters(loss: Any, model: Any) -> dict[str, Any]:
-    """Values of parameters that only the loss has, and trains."""
+    """Returns the values of trained parameters which only the loss has."""
     if loss is None:
         return {}
     of_model = {id(each) for each in model.parameters()}
@@ -532,7 +535,7 @@ def _own_parameters(loss: Any, model: Any) -> dict[str, Any]:
 def _evaluator() -> Any:
     from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 
-    # Three texts a side: two ranks have different numbers of them, and the third of three ranks has one.
+    # Three texts per side: two ranks get different numbers of texts, and the third of three ranks gets one.
     rows = _rows("scored pairs", 3)
     return EmbeddingSimilarityEvaluator(rows["a"], rows["b"], rows["label"], batch_size=1)
 
@@ -563,7 +566,7 @@ def _train_setfit(rank: int, door: str, start: str, folder: str) -> Trained:
 
 
 def _read(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
-    """Weights of a saved model, read by its class."""
+    """Returns the weights of a saved model, read by its class."""
     import sentence_transformers as st
 
     saved = folder / "model"
@@ -593,7 +596,7 @@ def _apart(found: list[Trained], expected: list[Trained]) -> float:
 
 
 def _stock(trained: Callable[[], Any], by_hand: list[Trained]) -> str:
-    """What stock DDP does with a cell that is compared with gradients averaged by hand, in words."""
+    """Describes the result of stock DDP for a cell whose reference averages gradients by hand."""
     try:
         found, _ = trained()
     except Exception as raised:
@@ -602,7 +605,7 @@ def _stock(trained: Callable[[], Any], by_hand: list[Trained]) -> str:
 
 
 def compare(name: str, world_size: int, stages: list[int], folder: Path) -> Iterator[dict[str, Any]]:
-    """Trains a cell by its reference and at each stage; yields a row for each stage."""
+    """Trains a cell with its reference and at each stage; yields a row for each stage."""
     cell = CELLS[name]
     start = folder / "start"
     write_bert(start)
@@ -660,7 +663,7 @@ def main(arguments: list[str] | None = None) -> int:
                     asked.append(row)
                     rows[name, world_size, row["stage"]] = row
                     print({key: value for key, value in row.items() if value is not None}, flush=True)
-                    # One at a time: a run that is cut off has kept what came before.
+                    # Write after each cell, so an interrupted run keeps the earlier ones.
                     write_record(options.json, {**describe_run(options), "kind": "encoders", "rows": [*rows.values()]})
     return int(any(row["outcome"] != "passed" for row in asked))
 

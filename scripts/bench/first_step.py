@@ -1,13 +1,14 @@
-"""How long a run takes to its first step: a Trainer of plain DDP and of each stage, in fresh ranks, in turn.
+"""The time of a run until its first step: a Trainer with plain DDP and with each stage, in fresh ranks, in turns.
 
     python scripts/bench/first_step.py            # 30 M parameters, two ranks, eight rounds: three minutes
     python scripts/bench/first_step.py --quick    # a tiny model, once: does the harness run?
 
-Counted is what a script waits for behind its own imports of torch and transformers: the import of hf_zero, the Trainer, the
-engine with its table of what is planned, and one step of 16 tokens. Seconds are those by the clock until the slowest rank is
-there, and the CPU time of the rank that has used most. Parts are the CPU time of rank 0 in the imports, the forecast of the
-peak, the trials of optimizers, the engine (with the trials), the exchanges of values between ranks, and Python's garbage
-collections anywhere.
+The measured time begins after the script's own imports of torch and transformers: the import of hf_zero, the Trainer, the engine
+with its table of planned memory, and one step of 16 tokens. Figures are the wall-clock seconds until the slowest rank is done,
+and
+the CPU time of the rank with the highest. Parts are the CPU time of rank 0 in the imports, the forecast of the peak, the trials
+of
+optimizers, the engine (with the trials), the exchanges of values between ranks, and Python's garbage collections anywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tables import show_and_keep
 ENGINES: dict[str, int | None] = {"DDP": None} | {f"stage {stage}": stage for stage in (1, 2, 3)}
 
 ALLOWED_S = 1.0
-"""By which a stage's first step may come later than DDP's."""
+"""Largest delay of a stage's first step behind DDP's."""
 
 
 ALLOWED_CPU = 1.10
@@ -41,7 +42,7 @@ PARTS = ("imports", "forecast", "trials", "engine", "agreement", "collections")
 
 
 def first_step(rank: int, world_size: int, **arguments: Any) -> dict[str, float]:
-    # The ranks' server has kept what it imported out of Python's collections, in which a script's imports are.
+    # The ranks' server has frozen its imports, but a user's script has its imports in Python's collections.
     gc.unfreeze()
     clocks, parts = Clocks(), dict.fromkeys(PARTS, 0.0)
     gc.callbacks.append(_timing_collections(parts))
@@ -54,7 +55,7 @@ def first_step(rank: int, world_size: int, **arguments: Any) -> dict[str, float]
 
 
 def _time_parts(parts: dict[str, float]) -> None:
-    """Imports what a run at a stage does, and adds the CPU time of the parts up from now on."""
+    """Makes the imports of a run at a stage, and adds up the CPU time of the parts from now on."""
     clocks = Clocks()
     from hf_zero import ZeroCallback  # noqa: F401
     from hf_zero.comm.control import Control
@@ -68,7 +69,7 @@ def _time_parts(parts: dict[str, float]) -> None:
         "engine": (ZeroEngine, "__init__"),
         "agreement": (Control, "exchange"),
     }
-    # With the import of the planner, which most ranks do without.
+    # Includes the import of the planner, which most ranks do not need.
     owners["forecast"] = (accelerator, "extra")
     for part, (owner, name) in owners.items():
         setattr(owner, name, _timed(parts, part, getattr(owner, name)))
@@ -99,12 +100,12 @@ def _timed(parts: dict[str, float], part: str, function: Any) -> Any:
 
 
 def measure(model: str, ranks: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Engine → figure → its value in each round; of parts, rank 0's."""
+    """Returns engine → figure → its value in each round; for parts, rank 0's."""
     figures = ("seconds", "cpu_seconds", *PARTS)
     rows: dict[str, dict[str, list[float]]] = {name: {figure: [] for figure in figures} for name in ENGINES}
     with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
         for number in range(rounds):
-            # In another order each time: what a process leaves of free memory, in small or in huge pages, is the next one's.
+            # Use a different order each time: a process leaves free memory in small or huge pages to the next one.
             for name in random.Random(number).sample(list(ENGINES), len(ENGINES)):
                 by_rank = on_ranks(first_step, ranks, limit_s=300, model=model, stage=ENGINES[name], folder=folder)
                 for what, values in rows[name].items():
@@ -113,7 +114,7 @@ def measure(model: str, ranks: int, rounds: int) -> dict[str, dict[str, list[flo
 
 
 def summarise(rows: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """A row an engine: medians, and by how much it comes later than DDP in the median round."""
+    """Makes a row per engine: medians, and the delay behind DDP in the median round."""
     plain = rows["DDP"]
     return [
         {

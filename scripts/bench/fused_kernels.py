@@ -1,10 +1,10 @@
-"""What the kernels reach of a copy's bandwidth, beside torch's own optimizers, in one command.
+"""The kernels' share of a copy's bandwidth, next to torch's own optimizers.
 
     python scripts/bench/fused_kernels.py                      # on a GPU, 2^28 elements or what its free memory holds
     python scripts/bench/fused_kernels.py --device cpu --numel 4194304
 
-Each round measures a copy and then every kernel once, so that a clock that drifts moves all of them; a figure is the median
-over the rounds of its bytes a second divided by that round's copy's. Bytes are those that the operation cannot avoid.
+Each round measures a copy and then every kernel once, so a drifting clock affects all of them. A figure is the median over the
+rounds of its bytes per second divided by the same round's copy. Bytes are the ones the operation cannot avoid.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from hf_zero.wire.quantise import BlockFormat, dequantise_sum, quantise
 WARMUP_ROUNDS = 3
 
 _BYTES_AN_ELEMENT = 88
-"""Of all tensors together: 16 of float32, 2 of bfloat16 and codes, with what foreach loops take meanwhile."""
+"""Bytes per element of all tensors together: 16 of float32, 2 of bfloat16 and codes, and temporaries of foreach loops."""
 
 
 class Task(NamedTuple):
-    """One operation and the bytes an element that it has to read and write."""
+    """One operation, and the number of bytes per element it has to read and write."""
 
     name: str
     bytes_an_element: float
@@ -47,7 +47,7 @@ class Task(NamedTuple):
 
 
 def kernel_tasks(numel: int, device: torch.device) -> Iterator[Task]:
-    """The package's kernels on a shard of `numel` elements, bfloat16 gradients and copies."""
+    """Yields the package's kernels on a shard of `numel` elements, with bfloat16 gradients and copies."""
     weights, exp_avg, exp_avg_sq, residual = (torch.zeros(numel, device=device) for _ in range(4))
     gradient = torch.randn(numel, device=device).bfloat16()
     copy = torch.empty_like(gradient)
@@ -75,7 +75,7 @@ def kernel_tasks(numel: int, device: torch.device) -> Iterator[Task]:
 
 
 def block_tasks(gradient: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Iterator[Task]:
-    """Both ways through blocks of 8-bit codes, the sum of two ranks' into `out`."""
+    """Yields both directions of 8-bit blocks, and the sum of two ranks' blocks into `out`."""
     format = BlockFormat()
     codes = torch.empty(2, format.code_bytes(len(gradient)), dtype=torch.uint8, device=gradient.device)
     scales = torch.empty(2, format.blocks(len(gradient)), device=gradient.device)
@@ -88,7 +88,7 @@ def block_tasks(gradient: torch.Tensor, residual: torch.Tensor, out: torch.Tenso
 
 
 def torch_tasks(numel: int, device: torch.device) -> Iterator[Task]:
-    """torch's AdamW on float32 parameters and gradients, as one tensor."""
+    """Yields torch's AdamW on float32 parameters and gradients, as one tensor."""
     for form in ("fused", "foreach"):
         parameter = torch.nn.Parameter(torch.zeros(numel, device=device))
         parameter.grad = torch.randn(numel, device=device)
@@ -97,7 +97,7 @@ def torch_tasks(numel: int, device: torch.device) -> Iterator[Task]:
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one call: by the device's own clock on a GPU, by the host's otherwise."""
+    """Returns the seconds of one call, by the device's clock on a GPU, otherwise by the host's."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -111,7 +111,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(tasks: list[Task], numel: int, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """Of each task the median of its rounds, and of its bandwidth by the copy's in the same round; the copy first."""
+    """Returns for each task the median of its rounds and of its bandwidth relative to the same round's copy; the copy first."""
     source, place = torch.zeros(numel, device=device), torch.empty(numel, device=device)
     copy = Task("copy, fp32", 8, lambda: place.copy_(source))
     taken_s: dict[str, list[float]] = {task.name: [] for task in [copy, *tasks]}
@@ -130,7 +130,7 @@ def measure(tasks: list[Task], numel: int, device: torch.device, rounds: int) ->
 
 
 def fitting_numel(free: int) -> int:
-    """The elements that `kernel_tasks`, `torch_tasks` and the copy hold in half of `free` bytes; 2^28 at most."""
+    """Returns the number of elements for which all tasks fit in half of `free` bytes; 2^28 at most."""
     return min(1 << 28, 1 << (free // 2 // _BYTES_AN_ELEMENT).bit_length() - 1)
 
 

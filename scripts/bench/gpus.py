@@ -1,13 +1,14 @@
-"""Fine-tuning of BERT and GPT-2 on one GPU or several: torch's own engines beside every stage and tier of this package.
+"""Fine-tuning of BERT and GPT-2 on one GPU or several: torch's own engines next to every stage and tier of this package.
 
     python scripts/bench/gpus.py                                        # one GPU
     python scripts/bench/gpus.py --mixed-precision bf16                 # in accelerate's autocast
     torchrun --nproc-per-node 4 scripts/bench/gpus.py                   # four (scripts/bench/multi_gpu.sh does this)
     python scripts/bench/gpus.py --device cpu --models bert-tiny        # does the harness run?
 
-Models are built in host memory, as scripts load them, and prepared by accelerate. Each way trains alone, on the same batches;
-its losses are compared with the first way's: a plain loop, or DDP where there are several ranks. A way that fails is shown with
-its error, and the others go on; the script then ends with status 1, as it does when losses are off.
+Models are built in host memory, as scripts load them, and prepared by accelerate. Each way trains separately, on the same
+batches;
+its losses are compared with the first way's: a plain loop, or DDP on several ranks. If a way fails, its error is shown and the
+others continue. The script ends with status 1 after a failure, or if losses differ too much.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class DeviceTrace:
     """Milliseconds of a step on the device.
 
     Attributes:
-        busy_ms: in which any kernel or copy runs.
-        comm_ms: in which a kernel of NCCL runs.
-        hidden_ms: of those, the ones in which a kernel that is not NCCL's runs, too.
+        busy_ms: time in which any kernel or copy runs.
+        comm_ms: time in which a kernel of NCCL runs.
+        hidden_ms: the part of `comm_ms` in which a kernel other than NCCL's runs as well.
     """
 
     busy_ms: float
@@ -53,7 +54,7 @@ class DeviceTrace:
 
 
 def trace_of(run: Callable[[], object], steps: int) -> DeviceTrace:
-    """Traces `run`, which takes so many steps on the current CUDA device."""
+    """Traces `run`, which makes so many steps on the current CUDA device."""
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         run()
         torch.cuda.synchronize()
@@ -63,7 +64,7 @@ def trace_of(run: Callable[[], object], steps: int) -> DeviceTrace:
 
 
 def trace_in(spans: Iterable[tuple[str, Span]], steps: int) -> DeviceTrace:
-    """`spans`: name, begin and end in microseconds of all that ran on the device in so many steps."""
+    """Summarizes `spans`: name, begin and end in microseconds of all work on the device in so many steps."""
     comm, other = [], []
     for name, span in spans:
         (comm if "nccl" in name.lower() else other).append(span)
@@ -73,7 +74,7 @@ def trace_in(spans: Iterable[tuple[str, Span]], steps: int) -> DeviceTrace:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Of the time in which there is any of these."""
+    """Returns the length of the union of these spans."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))
@@ -93,18 +94,18 @@ MODELS: dict[str, Workload] = {
 }
 
 EXACT, ROUNDED = 1e-4, 3e-2
-"""Most difference of losses, relative to the reference's: where arithmetic is float32's, and where 16 or 8 bits are in it."""
+"""Largest relative difference of losses to the reference: in float32 arithmetic, and with 16 or 8 bits in any part."""
 
 WARMUP_STEPS = 3
 TRACED_STEPS = 2
 
 _SPREADS = 4
-"""So many times as far off as the reference is from itself, a way may be: two runs show a part of the spread."""
+"""Allowed factor between a way's difference and the reference's own spread: two runs show only a part of the spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How a model is trained. `settings`: the engine's, or None for torch's own way of this name."""
+    """A way to train a model. `settings`: the engine's, or None for torch's own way of this name."""
 
     name: str
     settings: dict | None = None
@@ -113,14 +114,14 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was measured of one way, on this rank.
+    """The measurements of one way, on this rank.
 
     Attributes:
         losses: of each step.
-        step_ms, host_ms: a step's time, and the CPU time that this process took in it; medians of rounds.
+        step_ms, host_ms: time of a step, and this process's CPU time in the step; medians of rounds.
         peak_mib: of the device's memory.
-        trace: what the device did in traced steps; None on the CPU.
-        error: why there is no more, where there is none.
+        trace: the device's work in traced steps; None on the CPU.
+        error: the reason of missing figures; empty without an error.
     """
 
     model: str
@@ -136,7 +137,7 @@ class Figures:
 
 
 def ways(world_size: int, folder: str) -> list[Way]:
-    """The reference first."""
+    """Returns the ways, the reference first."""
     peers = [Way(name="torch")] if world_size == 1 else [Way(name="DDP"), Way(name="FSDP2")]
     host, files = {"optimizer": "cpu"}, {"optimizer": "nvme", "nvme_path": folder}
     exact: dict[str, dict] = {f"stage {stage}": {"stage": stage} for stage in range(4)} | {
@@ -161,7 +162,7 @@ def ways(world_size: int, folder: str) -> list[Way]:
 
 
 class Job:
-    """One model that is trained in one way, with AdamW and clipping, from a model in host memory."""
+    """One model trained in one way, with AdamW and clipping, starting from a model in host memory."""
 
     def __init__(self, way: Way, workload: Workload, cpu: bool, mixed_precision: str = "no"):
         accelerator = Accelerator(cpu=cpu, mixed_precision=mixed_precision)
@@ -176,7 +177,7 @@ class Job:
         self._accelerator = accelerator
 
     def steps(self, count: int) -> list[torch.Tensor]:
-        """Losses, on the device: none is waited for."""
+        """Returns losses on the device, without waiting for them."""
         losses = []
         for _ in range(count):
             batch = self._workload.make_batch(self._rank, self._number)
@@ -205,7 +206,7 @@ def _fully_sharded(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def measure(way: Way, model: str, *, steps: int, rounds: int, cpu: bool, mixed_precision: str) -> Figures:
-    """Trains a model one way: steps that do not count, rounds of steps that do, and traced ones on an accelerator."""
+    """Trains a model one way: warm-up steps, rounds of measured steps, and traced steps on an accelerator."""
     job = Job(way, MODELS[model], cpu, mixed_precision)
     try:
         device = job.device
@@ -233,16 +234,16 @@ def measure(way: Way, model: str, *, steps: int, rounds: int, cpu: bool, mixed_p
 
 
 def tried(way: Way, model: str, reference: list[float] | None, spread: float = 0.0, **options) -> Figures:
-    """`measure`, with an error in place of figures where the way fails, and beside the reference's losses.
+    """Calls `measure`; returns an error instead of figures if the way fails. Compares the losses with the reference's.
 
     Args:
-        spread: relative difference between two runs of the reference. A device that adds in another order each time lets a way
-            be as far off.
+        spread: relative difference between two runs of the reference. If a device adds in a different order each time, a way
+            may differ by as much.
     """
     try:
         found = measure(way, model, **options)
     except Exception as error:
-        # Whatever it is: it is shown, and the ways behind it are measured.
+        # Catch every error: it is shown, and the following ways are measured.
         lines = str(error).strip().splitlines() or [""]
         return Figures(model=model, way=way.name, losses=[], error=f"{type(error).__name__}: {lines[0][:300]}")
     expected = found.losses if reference is None else reference
@@ -270,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     is_cpu, world_size = options.device == "cpu", int(os.environ.get("WORLD_SIZE", 1))
     if not is_cpu and "LOCAL_RANK" in os.environ:
-        # NCCL of 2.30 and later lets ranks share a GPU where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
+        # NCCL 2.30 and later let ranks share a GPU if NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
         count = torch.get_device_module(options.device).device_count()
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % count)
     deadline_s = time.monotonic() + 60 * options.minutes
@@ -292,14 +293,14 @@ def main(arguments: list[str] | None = None) -> int:
             if reference is None and found.error is None:
                 reference = found.losses
                 again = replace(tried(way, model, reference, **size), way=f"{way.name}, again")
-                # No way is to blame for the reference's own spread.
+                # A way is not to blame for the reference's own spread.
                 spread = again.loss_difference or 0.0
                 figures.append(replace(again, is_as_expected=again.error is None))
                 _give_back(options.device)
     if int(os.environ.get("RANK", 0)) == 0:
         report(options, figures, world_size)
     if dist.is_initialized():
-        # A rank that ends with status 1 has the launcher stop the one that writes.
+        # A rank that ends with status 1 makes the launcher stop the writing rank.
         dist.barrier()
         dist.destroy_process_group()
     return 0 if all(each.is_as_expected for each in figures) else 1
@@ -314,7 +315,7 @@ def _give_back(device: str) -> None:
 def report(options: argparse.Namespace, figures: Sequence[Figures], world_size: int) -> None:
     run = describe_run(options)
     device = "CPU" if options.device == "cpu" else torch.get_device_module(options.device).get_device_name()
-    # Of each model the first way that has figures.
+    # Take for each model the first way with figures.
     firsts = {each.model: each for each in reversed(figures) if each.error is None}
 
     def beside_first(each: Figures) -> float | None:

@@ -1,14 +1,14 @@
-"""Live gradient bytes of large models beside the plan's figure, and the collectives of a step, without the memory for either.
+"""Live gradient bytes of large models next to the plan's figure, and the collectives of a step, without allocating either.
 
     python scripts/bench/gradient_bytes.py                              # four models, 8 and 64 ranks, stages 0 to 3
     python scripts/bench/gradient_bytes.py --models llama-7b --ranks 8 --dtypes bfloat16
     python scripts/bench/gradient_bytes.py --models llama-7b --bucket-bytes 25MiB      # buckets of another size
 
 The models are on torch's meta device, the process group is torch's fake one, and the engine is the real one: forward and
-backward run, gradients arrive in autograd's order, and every tensor that the engine makes for them counts from its birth until
-the last reference to its memory goes: whole buffers, destinations of reductions, and what a collective takes beside them.
+backward run, and gradients arrive in autograd's order. Every tensor made by the engine for gradients counts until the last
+reference to its memory is gone: whole buffers, destinations of reductions, and additional memory of collectives.
 
-Gradients that wait in `p.grad` for the others of their bucket count, too, except for the largest: autograd always has one.
+Gradients that wait in `p.grad` for the rest of their bucket count as well, except the largest: autograd always holds one.
 
 Exits with status 1 if a rank ever holds more than its plan says.
 """
@@ -60,10 +60,10 @@ SHAPES: dict[str, tuple[type[transformers.PreTrainedModel], Callable[..., Any], 
 
 
 def make_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> transformers.PreTrainedModel:
-    """A model of `SHAPES` on the meta device.
+    """Makes a model of `SHAPES` on the meta device.
 
     Args:
-        layers: in place of the published number.
+        layers: replaces the published number of layers.
     """
     kind, make_config, sizes = SHAPES[shape]
     config = make_config(**sizes)
@@ -71,30 +71,30 @@ def make_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> tra
         config.num_hidden_layers = layers
     with DEVICE:
         model = kind(config).to(dtype)
-    # transformers finds no loss by some of these classes' names and warns before it falls back to this one.
+    # transformers finds no loss for some of these class names, and would warn before using this one.
     model.loss_type = "ForCausalLM"
     return model.train()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """In two groups, as Trainer makes them: decay for matrices, none for the rest."""
+    """Makes two groups, as Trainer does: with decay for matrices, without decay for all others."""
     parameters = list(model.parameters())
     matrices, others = ([p for p in parameters if (p.dim() > 1) is wanted] for wanted in (True, False))
     return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
 
 
 def run_backward(model: transformers.PreTrainedModel) -> None:
-    """A forward and a backward over two tokens."""
+    """Runs a forward and a backward over two tokens."""
     ids = torch.zeros((1, 2), dtype=torch.long, device=DEVICE)
-    # With a mask, which has no values to look at either, nobody looks for several texts in one row.
+    # With a mask, transformers does not search for several texts in one sample, which needs values.
     model(input_ids=ids, labels=ids, attention_mask=_MASK.expand(1, 1, 2, 2)).loss.backward()
 
 
 @contextmanager
 def world_without_memory(world_size: int, ranks_a_node: int) -> Iterator[None]:
-    """This process is rank 0 of `world_size`, whose collectives send nothing; an engine trains what is on the meta device.
+    """Makes this process rank 0 of `world_size`. Collectives send nothing, and an engine trains parameters on the meta device.
 
-    The meta device passes for an accelerator whose work is done when it has been asked for.
+    The meta device counts as an accelerator whose work is done as soon as it is queued.
     """
     if not hasattr(torch, DEVICE.type):
         torch._register_device_module(DEVICE.type, _device_module())
@@ -121,7 +121,7 @@ def world_without_memory(world_size: int, ranks_a_node: int) -> Iterator[None]:
 
 
 class _Nothing:
-    """A collective that has ended, and its end."""
+    """A finished collective, and its handle."""
 
     def start(self, *_args: object, **_settings: object) -> _Nothing:
         return self
@@ -131,7 +131,7 @@ class _Nothing:
 
 
 class _Moment:
-    """An event or a stream of the device, where everything is over."""
+    """An event or a stream of the device, always finished."""
 
     def __init__(self, *_args: object, **_settings: object):
         pass
@@ -157,12 +157,12 @@ def _device_module() -> ModuleType:
 
 RANKS_A_NODE = 8
 STEPS = 3
-"""From the third on, the gradients of a bucket wait in `p.grad` until the last of them has come."""
+"""From the third step on, the gradients of a bucket wait in `p.grad` until the last one arrives."""
 _STORE_METHODS = ("put", "put_whole", "put_late", "hold", "start", "start_again", "finish_all", "end_pass")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of tensors that are made while this mode is on, as long as anything refers to it.
+    """Counts the memory of tensors made while this mode is on, as long as there are references to the memory.
 
     Attributes:
         now, most: bytes.
@@ -194,7 +194,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= nbytes
 
     def over(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The same method, with this mode on."""
+        """Wraps a method to run with this mode on."""
 
         @wraps(method)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -214,13 +214,13 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One model at one stage, on one rank.
+    """The measurements of one model at one stage, on one rank.
 
     Attributes:
-        live_bytes: the most that gradients took during some backwards; `lasting_bytes` of it wait for the step.
-        planned_bytes, planned_lasting_bytes: what the plan says of both.
-        bucket_sizes: bytes of each bucket as it travels, in the order of reduction.
-        collectives: kind → sizes in bytes of those of the last step.
+        live_bytes: peak of the gradients during some backwards; `lasting_bytes` of it remain until the step.
+        planned_bytes, planned_lasting_bytes: the plan's figures for both.
+        bucket_sizes: bytes of each bucket as sent, in the order of reduction.
+        collectives: kind → sizes in bytes of the last step's collectives.
     """
 
     shape: str
@@ -239,7 +239,7 @@ class Measured:
 def measure(
     shape: str, dtype: str, ranks: int, stage: int, bucket_bytes: str | int = "auto", layers: int | None = None
 ) -> Measured:
-    """Trains a model of no memory for some steps, in this process, which is in no process group."""
+    """Trains a model without memory for some steps, in this process, which is in no process group."""
     with world_without_memory(ranks, RANKS_A_NODE):
         model = make_model(shape, getattr(torch, dtype), layers)
         optimizer = adamw(model)
@@ -274,7 +274,7 @@ def measure(
 
 
 def _note_sizes(engine: ZeroEngine, sizes: dict[str, list[int]]) -> None:
-    """Has the transport note the bytes of the whole buffer of each collective of buckets, by kind."""
+    """Makes the transport note the bytes of the whole buffer of each bucket collective, by kind."""
     for name in ("start_reduce_scatter", "start_all_gather", "start_all_reduce"):
         start = getattr(engine.transport, name)
 
@@ -287,7 +287,7 @@ def _note_sizes(engine: ZeroEngine, sizes: dict[str, list[int]]) -> None:
 
 
 def over_plan(found: list[Measured]) -> list[Measured]:
-    """Those that held more than their plan says, during backward or between backward and step."""
+    """Returns the measurements above their plan, during backward or between backward and step."""
     return [
         each
         for each in found
@@ -312,7 +312,7 @@ def main() -> int:
     found = []
     for shape, ranks, dtype, stage in product(options.models, options.ranks, options.dtypes, options.stages):
         found.append(measure(shape, dtype, ranks, stage, options.bucket_bytes))
-        # Engines hold themselves in circles.
+        # Collect now, since engines contain reference cycles.
         gc.collect()
         print(f"{shape}, {dtype}, {ranks} ranks, stage {stage}", file=sys.stderr, flush=True)
     columns = [

@@ -1,4 +1,4 @@
-"""Counts the host's work in a training step with next to nothing to compute, in proportion to DDP's or a plain loop's.
+"""Counts the host's work in a training step with almost no arithmetic, in proportion to DDP's or a plain loop's.
 
     python scripts/bench/host_calls.py                                  # GPT-2 and BERT, bf16 and fp32, 1 to 64 ranks: minutes
     python scripts/bench/host_calls.py --models gpt2 --ranks 8 --precisions bf16
@@ -56,7 +56,7 @@ from torch.profiler import ProfilerActivity
 
 PACKAGE = "/hf_zero/"
 WARMUP_STEPS = 8
-"""Twice what an engine needs until each step is as the one before."""
+"""Twice the number of steps after which an engine repeats the same work in each step."""
 STEPS = 2
 BATCHES = 16
 _NARROWER = 24
@@ -86,11 +86,11 @@ ENGINES = ("torch", "ddp", "fsdp2", *(f"hf_zero{stage}" for stage in range(4)))
 PHASES = ("forward", "backward", "clip", "step", "zero_grad")
 FIGURES = ("bytecodes", "python", "builtin", "operations", "launches")
 GUARDED = {"bytecodes": "bytecodes", "builtin": "calls of C", "operations": "torch operations"}
-"""The figures that `guard.py` holds, and their names in words."""
+"""The figures that `guard.py` checks, and their names in words."""
 
 
 class Case(NamedTuple):
-    """What is trained: a model, on so many ranks, in fp32 or under bf16 autocast."""
+    """A model, trained on a number of ranks, in fp32 or under bf16 autocast."""
 
     model: str
     ranks: int
@@ -101,7 +101,7 @@ class Case(NamedTuple):
 
     @property
     def peer(self) -> str:
-        """The engine that the others are compared with."""
+        """Returns the engine to which the others are compared."""
         return "torch" if self.ranks == 1 else "ddp"
 
 
@@ -170,7 +170,7 @@ def _loop(name: str, case: Case) -> Loop:
     if name == "fsdp2":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bf16 else MixedPrecisionPolicy()
         return Loop(make_fsdp2(make_model, arguments, mp_policy=policy), autocasts=False)
-    # On accelerators a bucket has an eighth of the model.
+    # Use an eighth of the model, the bucket size on accelerators.
     settings: dict[str, Any] = {"stage": int(name.removeprefix("hf_zero")), "bucket_bytes": numel * 4 // 8}
     if settings["stage"] == 3:
         settings |= {"unit_bytes": 0, "reshard_after_forward": True}
@@ -181,9 +181,9 @@ def _loop(name: str, case: Case) -> Loop:
 
 
 def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rounds: int = 0) -> dict[str, Counts]:
-    """Counts the step of each engine on this rank, in a process group that exists."""
+    """Counts the step of each engine on this rank, in an existing process group."""
     os.environ["TRITON_INTERPRET"] = "1"
-    # Imported here: what they are replaced by lasts as long as this process.
+    # Import here: the replacements below stay until the process ends.
     import hf_zero.buckets.memory
     import hf_zero.step.gradient_store
     from hf_zero import device
@@ -192,7 +192,7 @@ def count(rank: int, world_size: int, *, case: Case, engines: Sequence[str], rou
 
     launches: Counter[str] = Counter()
     Kernel._launch = lambda *_arguments, **_constants: launches.update(("launch",))
-    # Kernels and the fake group write nothing, so a norm is what its memory held before, at times a NaN.
+    # Kernels and the fake group write nothing, so a norm is computed from uninitialized memory, which may contain a NaN.
     NonFiniteCheck.found = lambda *_: None
     for module in (hf_zero.buckets.memory, hf_zero.step.gradient_store):
         module.reserve = lambda numel, dtype, where, kept, apart=False: device.ResizedReservation(
@@ -248,14 +248,14 @@ def _count(loop: Loop, batches: list[Batch], launches: Counter[str], times: list
 
 
 def _is_of_a_group(event: Any) -> bool:
-    """Whether a process group ran an operation inside a collective: torch's fake group copies once for each rank."""
+    """Whether a process group ran the operation inside a collective: torch's fake group copies once per rank."""
     while event is not None and not event.name.startswith("c10d::"):
         event = event.cpu_parent
     return event is not None
 
 
 def _bytecodes(work: Callable[[], object]) -> Counter[Any]:
-    """Counts the bytecodes that some work executes on this thread, by code object."""
+    """Counts the bytecodes executed by some work on this thread, by code object."""
     counted: Counter[Any] = Counter()
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
@@ -289,7 +289,7 @@ def count_alone(*, case: Case, **options: Any) -> dict[str, Counts]:
 
 
 def counts_of(case: Case, engines: Sequence[str], rounds: int = 0, *, limit_s: float = 300) -> dict[str, Counts]:
-    """Counts the step of each engine in fresh processes; of several ranks that send, on rank 0."""
+    """Counts the step of each engine in fresh processes; with several communicating ranks, on rank 0."""
     job = {"case": case, "engines": list(engines), "rounds": rounds}
     if case.ranks > 2:
         return run_alone(count_alone, time_limit_s=limit_s, keyword_arguments=job)
@@ -297,7 +297,7 @@ def counts_of(case: Case, engines: Sequence[str], rounds: int = 0, *, limit_s: f
 
 
 def ratios(counts: dict[str, Counts], peer: str) -> dict[str, dict[str, float | None]]:
-    """Returns, by engine, each figure in proportion to the peer's; `time` is paired by round."""
+    """Returns, by engine, each figure in proportion to the peer's. `time` is paired by round."""
     its = counts[peer]
     found: dict[str, dict[str, float | None]] = {}
     for name, own in counts.items():
@@ -309,18 +309,18 @@ def ratios(counts: dict[str, Counts], peer: str) -> dict[str, dict[str, float | 
     return found
 
 
-# Engine → figure → the most that it may be in proportion to DDP's, on more than one rank; and to a plain loop's on one.
+# Engine → figure → its limit in proportion to DDP's on several ranks, and to a plain loop's on one rank.
 GOALS: dict[str, dict[str, float]] = {
     **{f"hf_zero{stage}": {"bytecodes": 1.05, "operations": 0.80, "time": 1.05} for stage in range(3)},
     "hf_zero3": {"bytecodes": 1.25, "operations": 0.80, "time": 1.25},
 }
-# Engine → figure → the most that it may be in proportion to FSDP2's, on more than one rank.
+# Engine → figure → its limit in proportion to FSDP2's on several ranks.
 GOALS_TO_FSDP2: dict[str, dict[str, float]] = {"hf_zero3": {"bytecodes": 0.45, "time": 0.45}}
 GOALS_ALONE = {f"hf_zero{stage}": {"bytecodes": 1.05, "time": 1.05} for stage in range(4)}
 
 
 def missed_goals(case: Case, found: dict[str, dict[str, float | None]]) -> list[str]:
-    """Says, in words, which goals the engines miss."""
+    """Describes the goals which engines miss."""
     goals_to = {"torch": GOALS_ALONE} if case.peer == "torch" else {"ddp": GOALS, "fsdp2": GOALS_TO_FSDP2}
     return [
         f"{name}, {case}: {figure} {value / unit:.3f} of {peer}'s > {most}"

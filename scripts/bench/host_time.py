@@ -1,14 +1,14 @@
-"""What a step costs the host where there is next to nothing to compute: 12 layers of BERT, 32 wide, clipped, two ranks.
+"""The host's cost of a step with almost no arithmetic: 12 layers of BERT, 32 wide, clipped, two ranks.
 
     python scripts/bench/host_time.py                   # a minute
     python scripts/bench/host_time.py --engines hf_zero2 --rounds 9
     python scripts/bench/host_time.py --quick           # two layers: does the harness run?
 
-On an accelerator such a step is launch-bound: the device waits for Python. Here the arithmetic is nearly nothing, so that
-what is left is Python and the dispatch of operations, for the model and for the engine around it. The figure is the
-process's CPU time, of all its threads. Beside it is that of the thread that runs Python alone: on the CPU, gloo's threads
-send and receive on the host's own time, which they would not do on an accelerator. All engines are alive at once in the
-same ranks, and visited in turn.
+On an accelerator such a step is launch-bound: the device waits for Python. Here there is almost no arithmetic, so the remaining
+cost is Python and the dispatch of operations, for the model and for the engine around it. The figure is the CPU time of all
+threads
+of the process. Next to it is the CPU time of the Python thread: on the CPU, gloo's threads send and receive with the host's own
+time, unlike on an accelerator. All engines exist at the same time in the same ranks, and are visited in turns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tables import show_and_keep
 
 USUAL = ("ddp", "fsdp2", "hf_zero0", "hf_zero1", "hf_zero2", "hf_zero3")
 
-# Engine → (the ratio, the most that it may be). Stages 1 and 2 replace DDP, and stage 3 replaces FSDP2.
+# Engine → (the ratio, its limit). Stages 1 and 2 replace DDP, and stage 3 replaces FSDP2.
 GOALS = {"hf_zero1": ("to_ddp", 1.05), "hf_zero2": ("to_ddp", 1.05), "hf_zero3": ("to_fsdp2", 0.4)}
 
 
 def summarise(by_rank: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A row an engine: medians over rounds of a rank's CPU time a step, and of its ratio to a peer's in the same round.
+    """Makes a row per engine: medians over rounds of a rank's CPU time per step, and of its ratio to a peer in the same round.
 
-    `thread_` figures are of the thread that runs Python; `loss_difference` is the largest from DDP's.
+    `thread_` figures are for the Python thread; `loss_difference` is the largest difference to DDP's.
     """
     rounds = {name: list(zip(*(rank[name]["visits"] for rank in by_rank))) for name in by_rank[0]}
     rows = {
@@ -53,7 +53,7 @@ def summarise(by_rank: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def missed_goals(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Engine → how far it is from its goal, for those that miss it and ran beside their peer."""
+    """Returns engine → its distance to its goal, for engines that miss the goal and whose peer was measured."""
     missed = {}
     for row in rows:
         to_peer, most = GOALS.get(row["name"], ("to_ddp", float("inf")))
@@ -78,7 +78,7 @@ def main() -> int:
     given = {name: getattr(options, name) for name in ("engines", "warmup_steps", "rounds", "steps")}
     job = given | {"workload": Classifier(n_layer=options.n_layer), "max_norm": MAX_NORM}
     rows = summarise(on_ranks(measure_rounds, options.ranks, limit_s=options.time_limit_s, **job))
-    # Of two layers the fixed costs are most.
+    # With two layers, fixed costs dominate, so goals are not checked.
     figures = {"kind": "host_time", "engines": rows, "missed": {} if options.quick else missed_goals(rows)}
     show_and_keep("host_time", options, figures)
     print(*(f"goal missed: {name}, {far}" for name, far in figures["missed"].items()), sep="\n")

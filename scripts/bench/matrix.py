@@ -1,11 +1,11 @@
-"""Every way in and every save, with the releases of this Python's packages: losses and saved weights beside DDP's.
+"""Tests every way in and every save with the installed releases: losses and saved weights next to DDP's.
 
     python scripts/bench/matrix.py oldest                            # under this name, into outputs/bench/matrix.json
     python scripts/bench/matrix.py oldest --parts plugin flag        # two of its parts
     python scripts/bench/matrix.py oldest --json scripts/bench/results/matrix.json
 
-Two gloo ranks on this machine, tiny models, four steps: a minute of CPU time. `scripts/matrix.sh` makes the environments, and
-runs this script in each. A file that is there keeps its other rows, and a row of the same releases its other parts.
+Two gloo ranks on this machine, tiny models, four steps: a minute of CPU time. `scripts/matrix.sh` makes the environments and
+runs this script in each. An existing file keeps its other rows, and a row of the same releases keeps its other parts.
 
 Exits with status 1 if a part has failed.
 """
@@ -31,7 +31,7 @@ from harness import ROOT, describe_run, on_ranks, read_options, write_record
 from tables import report_of
 
 _STEPS, _SAVED = 4, 2
-_LIMIT_S = 280  # of one start of ranks, on a machine that does other work too
+_LIMIT_S = 280  # limit for one start of ranks, on a machine with other work
 _VOCABULARY = 60
 _COMMAND = [sys.executable, "-c", "from hf_zero.cli.app import main; main()"]
 _SCRIPTS = ROOT / "tests" / "run" / "scripts"
@@ -41,7 +41,7 @@ _ARGUMENTS = {
     "logging_steps": 1,
     "per_device_train_batch_size": 4,
     "seed": 3,
-    # A clip that scales adds the squares of gradients in another order than DDP.
+    # Clip above any norm: a clip that scales would add the squares of gradients in a different order from DDP.
     "max_grad_norm": 100.0,
     "use_cpu": True,
     "report_to": "none",
@@ -50,7 +50,7 @@ _ARGUMENTS = {
 
 
 class Trained(NamedTuple):
-    """Losses of the steps on rank 0, and a digest of the weights that were saved at the end."""
+    """Losses of the steps on rank 0, and a digest of the saved weights."""
 
     losses: list[float]
     weights: str
@@ -60,7 +60,7 @@ class Trained(NamedTuple):
 
 
 def _as_launched(rank: int, world_size: int) -> None:
-    """Sets the variables of a launcher: the ranks have met already, and accelerate only looks for an address."""
+    """Sets the variables of a launcher. The ranks are connected already, and accelerate only looks for an address."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
@@ -71,7 +71,7 @@ def _gpt2() -> Any:
 
     torch.manual_seed(0)
     sizes = {"vocab_size": _VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 32}
-    # A loop that goes on draws from another place of its random numbers: a data loader takes one when it begins.
+    # No dropout: a resumed loop has a different random state, because a data loader draws from it when it begins.
     sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0))
 
@@ -101,7 +101,7 @@ def _digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _saved_weights(folder: Path) -> str:
-    """The digest of all safetensors files of a model's folder and the folders in it, by the names of the weights."""
+    """Returns the digest of all safetensors files in a model's folder and its subfolders, by the names of the weights."""
     from safetensors.torch import load_file
 
     files = [path for path in sorted(folder.rglob("*.safetensors")) if "checkpoint-" not in str(path)]
@@ -118,7 +118,7 @@ def _run_trainer(trainer: Any, folder: str, resume: str | None = None) -> Traine
 
 
 def _opened(door: str, arguments_class: type, folder: str) -> tuple[Any, list[Any]]:
-    """Training arguments and callbacks of a door: empty, `flag SETTINGS` or `callback SETTINGS`."""
+    """Returns the training arguments and callbacks of a way in: "", `flag SETTINGS` or `callback SETTINGS`."""
     import hf_zero
 
     kind, _, settings = door.partition(" ")
@@ -183,7 +183,7 @@ def train_sentences(rank: int, world_size: int, folder: str, door: str, resume: 
 
 
 def train_loop(rank: int, world_size: int, folder: str, door: str, resume: str | None, sp_size: int = 1) -> Trained:
-    """A loop of accelerate's, which saves its state behind two steps, or goes on from there."""
+    """Runs a loop of accelerate, which saves its state after two steps, or resumes from this state."""
     _as_launched(rank, world_size)
     from accelerate import Accelerator
 
@@ -216,7 +216,7 @@ def train_loop(rank: int, world_size: int, folder: str, door: str, resume: str |
 
 
 def train_alone(rank: int, world_size: int, folder: str, door: str, resume: str | None) -> Trained:
-    """A loop on torch.distributed. `resume` is a checkpoint of the model alone."""
+    """Runs a loop on torch.distributed. `resume` is a checkpoint of the model only."""
     from hf_zero import ZeroEngine
 
     model = _gpt2()
@@ -238,14 +238,14 @@ def train_alone(rank: int, world_size: int, folder: str, door: str, resume: str 
 
 
 def run_stock(rank: int, world_size: int, script: str, words: list[str]) -> None:
-    """A script under DDP."""
+    """Runs a script under DDP."""
     _as_launched(rank, world_size)
     sys.argv = [script, *words]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
 
 
-# ---- parts: a way in, its saves, and what is compared ----
+# ---- parts: a way in with its saves, and its comparison ----
 
 
 def _trained(
@@ -261,7 +261,7 @@ def _same(what: str, found: Any, stock: Any) -> None:
 
 
 def _compare(job: Callable[..., Trained], folder: Path, doors: tuple[str, ...], state: str, **more: Any) -> None:
-    """Losses and saved weights of each door are DDP's, also those of a run that goes on from the state behind two steps."""
+    """Asserts that losses and saved weights of each way in equal DDP's, also after a resume from the state at step two."""
     stock = _trained(job, folder / "stock", "", **more)
     assert len(stock.losses) == _STEPS, stock
     for place, door in enumerate(doors):
@@ -277,7 +277,7 @@ def _compare(job: Callable[..., Trained], folder: Path, doors: tuple[str, ...], 
 
 
 def _consolidated(source: Path, folder: Path) -> str:
-    """What `hf-zero consolidate` makes of a checkpoint."""
+    """Runs `hf-zero consolidate` on a checkpoint; returns the digest of the model folder."""
     command = [*_COMMAND, "consolidate", str(source), str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return _saved_weights(folder)
@@ -288,7 +288,7 @@ _WHOLE, _SHARDED = "stage=2", "stage=3,checkpoint.layout=sharded"
 
 
 def run_unmodified(folder: Path) -> None:
-    """`hf-zero run`, in new interpreters and by accelerate's launcher."""
+    """Tests `hf-zero run`, in new interpreters and with accelerate's launcher."""
     script, losses = str(_SCRIPTS / "trainers.py"), {}
     for zero in (None, "stage=2"):
         out = folder / str(zero)
@@ -320,10 +320,10 @@ def run_plugin(folder: Path) -> None:
 
 
 def run_sequences(folder: Path) -> None:
-    """Sequences over two ranks, beside one rank without the engine."""
+    """Compares sequences over two ranks with one rank without the engine."""
     stock = _trained(train_loop, folder / "stock", "", world_size=1)
     ours = _trained(train_loop, folder / "ours", "stage=3", sp_size=2)
-    # Ranks add up the parts of a loss and of gradients in another order than one rank.
+    # Ranks add up the parts of a loss and of gradients in a different order from one rank.
     far = max(abs(a - b) / b for a, b in zip(ours.losses, stock.losses, strict=True))
     assert far < _NEAR, f"sp_size=2: losses {ours.losses}, and {stock.losses} on one rank"
 
@@ -373,7 +373,7 @@ def _outcomes(wanted: list[str]) -> Iterator[dict[str, Any]]:
                 try:
                     part.run(Path(folder))
                 except Exception as raised:
-                    # The next parts are run all the same, and the status tells.
+                    # Continue with the next parts. The exit status reports the failure.
                     outcome, error = "failed", str(raised)[-3000:]
         print(f"{name}: {outcome}, {time.monotonic() - began_s:.0f} s", *([error] if error else []), flush=True)
         yield {"part": name, "outcome": outcome, "seconds": round(time.monotonic() - began_s, 1), "error": error}
@@ -388,14 +388,14 @@ def main(arguments: list[str] | None = None) -> int:
     for part in _outcomes(options.parts):
         failed |= part["outcome"] == "failed"
         record = _with_part(options.json, describe_run(options), name, part)
-        # One at a time: a run that is cut off has kept what came before.
+        # Write after each part, so an interrupted run keeps the earlier ones.
         write_record(options.json, record)
     print(report_of(record))
     return int(failed)
 
 
 def _with_part(path: Path, run: dict[str, Any], name: str, part: dict[str, Any]) -> dict[str, Any]:
-    """What the file is to have: its rows, with this part in the row of this name."""
+    """Returns the new content of the file: its rows, with this part in the row of this name."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else {}
     before = rows.get(name, {})
     kept = before["parts"] if before.get("versions") == run["versions"] else []

@@ -1,11 +1,12 @@
-"""A step with optimizer state on the device, in host memory and in files, beside torchao's and DeepSpeed's offloading.
+"""A step with optimizer state on the device, in host memory and in files, next to torchao's and DeepSpeed's offloading.
 
     python scripts/bench/offload.py --nvme-path /a/folder/on/the/disk      # 1.2 B parameters on a GPU, 30 M on a CPU
     python scripts/bench/offload.py --model tiny --steps 2                 # does the harness run?
 
-Each way runs in a process of its own, in turn, several times over; figures are medians over all their steps. Where there
-is a GPU the model is on it. A peer that is not installed, or does not run here, is said once and left out. The page cache is
-passed by where the file system lets direct I/O, which the table says. `--minutes` bounds the whole.
+Each way runs in its own process, in turns, several times; figures are medians over all steps. The model is on the GPU if there is
+one. A peer that is not installed or does not run here is reported once and left out. The page cache is bypassed if the file
+system
+supports direct I/O, as shown in the table. `--minutes` limits the total time.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from hf_zero.device import peak_bytes
 from hf_zero.offload import files
 
 TORCHAO_HOMES = ("torchao.optim", "torchao.prototype.low_bit_optim")
-"""Where CPUOffloadOptimizer is, in newer and in older versions."""
+"""The module of CPUOffloadOptimizer, in newer and in older versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How one trains.
+    """A way to train.
 
     Attributes:
         start: (model, workload, folder for files) → an engine.
-        is_exact: its losses are those of `none`, bit for bit.
-        package: that it needs, and that refuses to do this on the CPU; None for what is always there.
+        is_exact: whether its losses must equal the ones of `none`, bit for bit.
+        package: a required package, which does not support this way on the CPU; None without one.
     """
 
     start: Callable[[torch.nn.Module, Workload, str], Engine]
@@ -58,7 +59,7 @@ class Way:
     package: str | None = None
 
     def hindrance(self, device: torch.device) -> str | None:
-        """Why it cannot be measured here; None if it can."""
+        """Returns why this way cannot be measured here; None if nothing prevents it."""
         if self.package is None:
             return None
         if find_spec(self.package) is None:
@@ -88,8 +89,8 @@ def _torchao(model: torch.nn.Module, _workload: Workload, _nvme_path: str, *, of
 
 
 def _deepspeed(model: torch.nn.Module, workload: Workload, _nvme_path: str) -> Engine:
-    """ZeRO-2 with the optimizer in host memory, as DeepSpeed's tutorial on ZeRO-Offload sets it up."""
-    # DeepSpeed asks the launcher, which says that this is the only rank.
+    """ZeRO-2 with the optimizer in host memory, set up as in DeepSpeed's tutorial on ZeRO-Offload."""
+    # DeepSpeed reads the launcher's variables: this is the only rank.
     say_where_ranks_are(0, 1)
     config = {
         "train_micro_batch_size_per_gpu": workload.batch_size,
@@ -115,7 +116,7 @@ WAYS = {
     "torchao-gradients": Way(start=partial(_torchao, offload_gradients=True), package="torchao"),
     "deepspeed": Way(start=_deepspeed, package="deepspeed"),
 }
-"""All that can be named, in the order in which they are measured. The first three are hf_zero's, by `offload.optimizer`."""
+"""All known names, in the order of measurement. The first three are hf_zero's, by `offload.optimizer`."""
 
 HOST = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -124,8 +125,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def measure(
     way: str, *, model_name: str, dtype: str, steps: int, threads: int | None, nvme_path: str
 ) -> dict[str, Any]:
-    """Figures of one way in this process: a list of times a step, the rest as it is after the last."""
-    # A way's code is loaded before the count begins: a peak is of tensors alone.
+    """Measures one way in this process: a list of times per step; all other figures are taken after the last step."""
+    # Import the code before the measurement, so a peak only includes tensors.
     import_module(WAYS[way].package or "hf_zero.engine.engine")
     before_bytes = held_before()
     if threads is not None:
@@ -147,7 +148,7 @@ def measure(
         engine.update()
         wait_for_device(device)
         spent = clocks.spent()
-        # The first step makes the state.
+        # The first step makes the state, so drop its times.
         if number == 0:
             hashing_ms.clear()
             continue
@@ -167,7 +168,7 @@ def measure(
 
 
 def traffic_of(engine: Engine) -> dict[str, Any]:
-    """Bytes in files, where there are any."""
+    """Returns the bytes in files, if there are any."""
     traffic = engine.zero.memory_report().traffic if isinstance(engine, HfZero) else None
     if traffic is None:
         return {"written_bytes_a_step": 0, "window_bytes": 0, "direct": None}
@@ -176,7 +177,7 @@ def traffic_of(engine: Engine) -> dict[str, Any]:
 
 
 def time_of_hashing() -> list[float]:
-    """Milliseconds of CPU time that each checksum of a part of a file takes, from now on."""
+    """From now on, records the milliseconds of CPU time of each checksum of a part of a file."""
     found, stock = [], files._sum_of
 
     def timed(chunk: torch.Tensor) -> int:
@@ -190,16 +191,16 @@ def time_of_hashing() -> list[float]:
 
 
 def here() -> torch.device:
-    """The device that models are trained on."""
+    """Returns the training device."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Rounds:
-    """Runs of several ways in turn, until there are enough or time is up.
+    """Runs several ways in turns, until there are enough rounds or the time is up.
 
     Attributes:
         runs: figures by way.
-        failures: why a way gave none, in a line.
+        failures: way → the reason of its failure, in a line.
     """
 
     def __init__(self, ways: list[str], deadline_s: float, keyword_arguments: dict[str, Any]):
@@ -210,7 +211,7 @@ class Rounds:
         self._longest_s = 0.0
 
     def take(self, rounds: int) -> None:
-        """Takes so many rounds, or fewer: a run is only begun if the longest one so far would still end in time."""
+        """Runs so many rounds, or fewer: a run only starts if one of the longest duration so far would still end in time."""
         for way in list(self.runs) * rounds:
             if way in self.failures:
                 continue
@@ -227,7 +228,7 @@ class Rounds:
             self.runs[way].append(found)
         except (RankFailedError, RanksTimedOutError) as error:
             if isinstance(error, RanksTimedOutError) and self.runs[way]:
-                # It took longer than the ones before it: those are its figures, and the next run finds no time left.
+                # This run took longer than the ones before. Their figures remain, and no time is left for another run.
                 return
             self.failures[way] = str(error).strip().splitlines()[-1]
             print(f"{way} gives no figures:\n{error}", file=sys.stderr)
@@ -235,10 +236,10 @@ class Rounds:
 
 
 def summarise(runs: list[dict]) -> dict[str, Any]:
-    """One way's runs as one: medians of times, the highest memory."""
+    """Summarizes one way's runs: medians of times, the highest memory."""
     return runs[0] | {
         "runs": len(runs),
-        # More than one where the libraries' own sums differ from run to run, as with several threads on a busy machine.
+        # More than one entry if the libraries' own sums differ from run to run, as with several threads on a busy machine.
         "losses": [list(found) for found in dict.fromkeys(tuple(run["losses"]) for run in runs)],
         **{name: median(ms for run in runs for ms in run[name]) for name in ("step_ms", "optimizer_ms", "cpu_ms")},
         "hashing_ms": median(run["hashing_ms"] for run in runs),
@@ -267,14 +268,14 @@ def show(title: str, summaries: list[dict[str, Any]]) -> None:
 
 
 def differing(summaries: list[dict]) -> list[str]:
-    """Ways that are to be exact, and whose losses are not those of `none`."""
+    """Returns the exact ways whose losses differ from the ones of `none`."""
     found = {summary["way"]: summary["losses"] for summary in summaries}
     expected = found.get("none")
     return [way for way in found if expected and WAYS[way].is_exact and any(x not in expected for x in found[way])]
 
 
 def compare(options: argparse.Namespace, deadline_s: float) -> tuple[dict[str, Any], bool]:
-    """(figures, whether all of hf_zero's ways ran and were as exact as they should be)."""
+    """Returns (figures, whether all of hf_zero's ways ran and were as exact as required)."""
     hindrances = {way: WAYS[way].hindrance(here()) for way in options.ways}
     left_out = {way: why for way, why in hindrances.items() if why is not None}
     for way, why in left_out.items():

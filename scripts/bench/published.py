@@ -1,10 +1,10 @@
-"""The cost model beside published throughputs of data-parallel training on hundreds of accelerators.
+"""The cost model next to published throughputs of data-parallel training on hundreds of accelerators.
 
     python scripts/bench/published.py
 
-Each group of points is of one paper's software and cluster. Two figures of a group are fitted to some of its points, which the
-table says: the operations a second that kernels reach, and the bytes a second that collectives reach between nodes. The other
-points are predicted. All are GPT models with activation checkpointing, whose four passes the papers count as operations.
+Each group of points has the software and the cluster of one paper. Two figures of a group are fitted to some of its points, as
+marked in the table: the operations per second of kernels, and the bytes per second of collectives between nodes. All other points
+are predicted. All are GPT models with activation checkpointing, whose four passes the papers count as operations.
 
 Sources:
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021
@@ -48,14 +48,14 @@ class Shape(NamedTuple):
         return self.layers * self.layer_numel + self.vocabulary * self.width
 
     def forward_flops(self, rows: int) -> float:
-        """Matrix products of a forward, by the formula of the first paper: a quarter of what it counts for a step."""
+        """Matrix products of a forward, by the formula of the first paper: a quarter of its count for a step."""
         tokens = rows * LENGTH
         attention = 1 + LENGTH / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
         return 24 * tokens * self.layers * self.width**2 * attention
 
 
 class Point(NamedTuple):
-    """A published run: `tflops` of an accelerator, recomputation included."""
+    """A published run. `tflops`: per accelerator, recomputation included."""
 
     name: str
     group: str
@@ -80,14 +80,14 @@ POINTS = [
 
 RATES = {
     "DeepSpeed ZeRO-3": {"flops": 151e12, "link_bytes_a_second": 2.0e9},
-    # The links' own rate: nothing in these points waits for them.
+    # Not fitted, but the links' own rate: no step in these points waits for communication.
     "PyTorch FSDP": {"flops": 188e12, "link_bytes_a_second": 2e12 / 8 / 8},
 }
-"""What is fitted to a group."""
+"""The fitted figures of each group."""
 
 
 def predict(point: Point) -> dict[str, Any]:
-    """A step of the point's run, simulated as stage 3 of this engine: its figures, and their error."""
+    """Simulates a step of the point's run as stage 3 of this engine; returns its figures and their error."""
     shape, nodes = point.shape, point.gpus // 8
     machine = Machine(nodes=nodes, ranks_a_node=8, peak_flops=A100_FLOPS, **RATES[point.group])
     root, forward = shape.vocabulary * shape.width, shape.forward_flops(point.rows)

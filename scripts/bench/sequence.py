@@ -1,13 +1,15 @@
-"""Sequences that several ranks compute together (`sp_size`): memory, bytes, and a sequence that does not fit one rank.
+"""Sequences computed by several ranks together (`sp_size`): memory, bytes, and a sequence too long for one rank.
 
     python scripts/bench/sequence.py            # peaks and bytes of a Llama at 8,192 tokens on 1, 2 and 4 gloo ranks
     python scripts/bench/sequence.py --long     # 131,072 tokens on 2 ranks, under a limit that one rank meets: minutes
     python scripts/bench/sequence.py --quick    # a short sequence: does the harness run?
 
-Peaks are resident bytes of a step above those before it, with parameters and gradients in place: activations, logits, and what is
-exchanged. The planner's forecast of activations and logits stands beside them. Bytes are those that sockets have counted in a
-forward and a backward without a step, and the ledger's, beside their formula: a layer's four exchanges, in forward and
-again in backward, of a rank's part of each tensor.
+Peaks are resident bytes of a step above the bytes before, with parameters and gradients allocated: activations, logits, and
+exchange buffers. The planner's forecast of activations and logits is shown next to them. Bytes of a forward and a backward
+without
+a step are shown as counted by sockets and by the ledger, next to their formula: each layer has four exchanges in forward and
+again
+in backward, of a rank's part of each tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def _engine(model: Any, ranks: int) -> Any:
 
 
 def measure(rank: int, world_size: int, *, sizes: dict[str, int], tokens: int) -> dict[str, Any]:
-    """One rank's peak and bytes, and those that the planner forecasts."""
+    """Returns one rank's peak and bytes, and the planner's forecast of both."""
     from hf_zero.planner.trace import trace
 
     model = _model(sizes)
@@ -55,7 +57,7 @@ def measure(rank: int, world_size: int, *, sizes: dict[str, int], tokens: int) -
         loss.backward()
         found["loss"] = loss.item()
 
-    # The first passes compare batches, and make buffers that stay.
+    # The first passes compare batches, and allocate lasting buffers.
     for _ in range(2):
         step()
         engine.optimizers[0].optimizer.zero_grad()
@@ -73,7 +75,7 @@ def measure(rank: int, world_size: int, *, sizes: dict[str, int], tokens: int) -
 
 
 def formula(sizes: dict[str, int], tokens: int, ranks: int) -> int:
-    """Bytes that a rank sends in the exchanges of one forward and backward, in fp32."""
+    """Returns the bytes sent by a rank in the exchanges of one forward and backward, in fp32."""
     width = sizes["hidden_size"] // sizes["num_attention_heads"]
     heads, pairs = sizes["num_attention_heads"], max(sizes["num_key_value_heads"], ranks)
     a_layer = tokens // ranks * width * (2 * heads + 2 * pairs) * 4
@@ -81,7 +83,7 @@ def formula(sizes: dict[str, int], tokens: int, ranks: int) -> int:
 
 
 def one_step(rank: int, world_size: int, *, sizes: dict[str, int], tokens: int, limit: int) -> dict[str, Any]:
-    """A step under a limit of private memory (`ulimit -d`), counted from what the process has before the model."""
+    """Runs a step under a limit of private memory (`ulimit -d`), counted in addition to the memory before the model."""
     held = held_before()
     data = _data_bytes()
     resource.setrlimit(resource.RLIMIT_DATA, (data + limit, data + limit))

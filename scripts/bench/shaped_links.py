@@ -1,15 +1,15 @@
-"""Engines between two "hosts", which are network namespaces with a shaped link between them, and what the cost model says of it.
+"""Engines on two "hosts" (network namespaces with a shaped link between them), next to the cost model's forecast.
 
     python scripts/bench/shaped_links.py                                  # the kept runs beside today's forecasts of them
     python scripts/bench/shaped_links.py --links 1gbit,0ms,30m --engines fsdp2 hf_zero2 --json links.json    # minutes
     python scripts/bench/shaped_links.py --links 1gbit,0ms,tiny --rounds 1 --steps 1                         # does it run?
 
-A link is its rate, its delay one way, and the model. Measuring needs root, `ip` and `tc`, and /dev/net/tun for a delay; without
-them the script says so and ends with status 0.
+A link is given by its rate, its delay one way, and the model. Measuring needs root, `ip` and `tc`, and /dev/net/tun for a delay;
+without them the script prints this and ends with status 0.
 
-What a rank does beside waiting for the link is taken from each run: the step less the waits that the engine has counted. It is
-all dealt to forward and backward, where it may overlap with traffic, so a forecast is too low by what does not: the optimizer's
-step, and on a busy machine the time in which the threads that send wait for a core.
+A rank's work besides waiting for the link is taken from each run: the step minus the waits counted by the engine. The forecast
+assumes that all of it is forward and backward and may overlap with traffic. So a forecast is too low by the work that does not
+overlap: the optimizer's step, and on a busy machine the time in which sending threads wait for a core.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from hf_zero.planner.layouts import Job, step_time
 from hf_zero.planner.search import Machine
 
 STAGES = {f"hf_zero{stage}": stage for stage in range(1, 4)}
-"""What the cost model forecasts."""
+"""Engines known to the cost model."""
 
 _CALL_S = 2e-4
 _MBIT = {"gbit": 1000, "mbit": 1}
 _COLLECTIVE_LIMIT_S = 300
 
-# ---- a cable on which each packet travels for a given time, without netem in the kernel ----
+# ---- a cable with a fixed travel time per packet, without netem in the kernel ----
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
-"""From linux/if_tun.h: packets as they are, without Ethernet's header or the driver's own."""
+"""From linux/if_tun.h: raw packets, without Ethernet's header or the driver's own header."""
 
 
 def carry(left: int, right: int, delay_s: float) -> None:
-    """Carries packets between two interfaces for ever; how fast they are sent is limited by those.
+    """Carries packets between two interfaces forever. The interfaces limit the rate.
 
     Args:
-        left, right: file descriptors, from which a read takes one packet.
+        left, right: file descriptors; each read returns one packet.
     """
     exits = {left: right, right: left}
     under_way: dict[int, deque[tuple[float, bytes]]] = {left: deque(), right: deque()}
@@ -79,7 +79,7 @@ def carry(left: int, right: int, delay_s: float) -> None:
 
 
 def _deliver(descriptor: int, packet: bytes) -> None:
-    """Writes a packet, which is lost where the interface is down, as on any cable."""
+    """Writes a packet. The packet is lost if the interface is down, as on any cable."""
     try:
         os.write(descriptor, packet)
     except OSError as error:
@@ -88,7 +88,7 @@ def _deliver(descriptor: int, packet: bytes) -> None:
 
 
 def make_interface(name: str) -> int:
-    """A TUN device; it lives as long as the file descriptor."""
+    """Makes a TUN device, which exists as long as the file descriptor."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
     return descriptor
@@ -102,7 +102,7 @@ def ip(*words: str) -> None:
 
 
 def hindrance(has_delay: bool) -> str | None:
-    """Why no link can be made here; None where it can."""
+    """Returns why no link can be made here; None if nothing prevents it."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]:
@@ -114,8 +114,8 @@ def hindrance(has_delay: bool) -> str | None:
 
 @contextmanager
 def two_hosts(rate: str, delay_ms: float) -> Iterator[dict[str, str]]:
-    """Namespace → interface in it of two hosts, each of which limits what it sends: both directions run at the full rate."""
-    # The process id keeps two runs on one machine apart; interface names may have 15 characters.
+    """Yields namespace → its interface, for two hosts. Each host limits its own sends, so both directions have the full rate."""
+    # The process id separates two runs on one machine. Interface names have at most 15 characters.
     hosts = {f"bench-{os.getpid()}-{host}": f"bench{os.getpid()}-{host}" for host in range(2)}
     with ExitStack() as stack:
         for space in hosts:
@@ -131,7 +131,7 @@ def two_hosts(rate: str, delay_ms: float) -> Iterator[dict[str, str]]:
             stack.callback(cable.terminate)
             for space, name in hosts.items():
                 ip("link", "set", name, "netns", space)
-                # As large as what a host hands to a network card to be cut up there.
+                # Use the largest MTU, as a host gives its network card large packets to cut.
                 ip("-n", space, "link", "set", name, "mtu", "65535")
         else:
             ip("link", "add", left, "netns", left_space, "type", "veth", "peer", "name", right, "netns", right_space)
@@ -145,7 +145,7 @@ def two_hosts(rate: str, delay_ms: float) -> Iterator[dict[str, str]]:
 
 
 def measure(link: str, engines: list[str], rounds: int, steps: int, time_limit_s: float) -> list[dict[str, Any]]:
-    """Runs of engines over one link, each beside the forecast of it."""
+    """Runs engines over one link, each with its forecast."""
     rate, delay, model = link.split(",")
     delay_ms, load = _milliseconds(delay), os.getloadavg()[0]
     with two_hosts(rate, delay_ms) as hosts, tempfile.TemporaryDirectory() as folder:
@@ -172,7 +172,7 @@ def measure(link: str, engines: list[str], rounds: int, steps: int, time_limit_s
 
 
 def _wait_for(ranks: list[subprocess.Popen], deadline_s: float) -> None:
-    """The first rank that fails tells: after that there is nothing left to wait for."""
+    """Waits for the ranks; raises when the first one fails."""
     while any(rank.poll() is None for rank in ranks):
         if any(rank.poll() for rank in ranks) or time.monotonic() > deadline_s:
             raise RuntimeError(f"ranks ended with status {[rank.poll() for rank in ranks]}")
@@ -180,7 +180,7 @@ def _wait_for(ranks: list[subprocess.Popen], deadline_s: float) -> None:
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    """One host's rank, in its namespace; the first keeps the figures."""
+    """Runs one host's rank in its namespace. The first rank writes the figures."""
     torch.set_num_threads(1)
     job = json.loads((folder / "job.json").read_text())
     with joined_process_group(rank, 2, folder, _COLLECTIVE_LIMIT_S):
@@ -193,7 +193,7 @@ def run_rank(rank: int, folder: Path) -> None:
 
 
 def _with_forecast(run: dict[str, Any]) -> dict[str, Any]:
-    """A run with the cost model's figure and its error; None where there is none."""
+    """Returns a run with the cost model's figure and its error; None for an engine without a forecast."""
     simulated = error = None
     if run["engine"] in STAGES and run["wait_ms"] is not None:
         simulated = simulated_ms(
@@ -210,10 +210,10 @@ def _with_forecast(run: dict[str, Any]) -> dict[str, Any]:
 def simulated_ms(
     model: str, config: ZeroConfig, *, compute_s: float, link_bytes_a_second: float, delay_s: float = 0.0
 ) -> float:
-    """What the cost model says of a step on two hosts of one rank each, in milliseconds.
+    """Returns the cost model's time for a step on two hosts with one rank each, in milliseconds.
 
     Args:
-        compute_s: of all that is not waited for; a third of it is forward's. The optimizer's step is in it.
+        compute_s: the time of all work except waits, including the optimizer's step; a third of it counts as forward.
         delay_s: of the link, one way.
     """
     with torch.device("meta"):
@@ -233,7 +233,7 @@ def _mbit(rate: str) -> int:
 
 
 def _milliseconds(text: str) -> float:
-    """Of `5ms`."""
+    """Converts `5ms` to 5.0."""
     number = text.removesuffix("ms")
     if number == text:
         raise ValueError(f"{text!r} is no delay; write milliseconds, such as 5ms")
@@ -254,7 +254,7 @@ def main() -> int:
     if options.rank is not None:
         run_rank(options.rank, options.folder)
         return 0
-    # A run that is ended takes its namespaces with it.
+    # On SIGTERM, exit normally, so the namespaces are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     failed: list[str] = []
     if options.links is None:

@@ -1,15 +1,18 @@
-"""Counts what a training step asks of the device beyond the model: launches, copies, collectives, events, and allocations.
+"""Counts a training step's requests to the device beyond the model's: launches, copies, collectives, events, allocations.
 
     python scripts/bench/standin_calls.py                     # stages 0 to 3 on two ranks: a minute, and once one for a compiler
     python scripts/bench/standin_calls.py --stages 2 --bucket-bytes 40000
     python scripts/bench/standin_calls.py --capture           # what a CUDA graph of a step would need, and what prevents one
 
-It needs no accelerator: the device is the tests' stand-in, which torch takes for one and which traces what it is asked for. It
-needs a C++ compiler and ninja. A small GPT-2 is clipped and stepped by torch's own optimizer, since Triton has no such device. Of
-an operator, the trace shows one launch, whatever kernels a GPU would run for it.
+No accelerator is needed: the device is the tests' stand-in, an accelerator to torch, which traces all requests. A C++ compiler
+and
+ninja are needed. A small GPT-2 is clipped and stepped by torch's own optimizer, since Triton does not support the device. The
+trace
+shows one launch per operator, regardless of the kernels a GPU would run for it.
 
-Each entry is named by the innermost functions of the package that asked for it; what no function of the package asked for is the
-model's, the optimizer's or autograd's own, and is summed up in one line for comparison. Counts are exact on a busy machine.
+Each entry is named by the innermost functions of the package that requested it. Requests outside of the package's functions
+belong
+to the model, the optimizer or autograd, and are summed up in one line for comparison. Counts are exact on a busy machine.
 
 With `--capture`, two successive steps of a `capturable` AdamW are compared, operation by operation and address by address. A
 graph gives memory that is requested during the step the same addresses in each replay, so such an address counts by the order
@@ -36,9 +39,9 @@ if str(ROOT / "tests" / "support") not in sys.path:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 WARMUP_STEPS = 6
-"""Steps after which each step is as the one before: edits are looked for in the first four, and buckets learned in two more."""
+"""Steps before each step repeats the last one: edits are searched for in the first four, and buckets learned in two more."""
 FRAMES = 2
-"""The functions of the package by which an entry is named."""
+"""Number of functions of the package in an entry's name."""
 KINDS = {
     "launch": "launches",
     "copy": "copies",
@@ -51,7 +54,7 @@ SCRIPT = "(model, optimizer, autograd)"
 
 
 class Asked(NamedTuple):
-    """What is asked of a device: its kind, one of `KINDS`; the functions that ask, the innermost first; and torch's operator."""
+    """A request to the device: its kind, one of `KINDS`; the requesting functions, the innermost first; and torch's operator."""
 
     kind: str
     where: str
@@ -59,7 +62,7 @@ class Asked(NamedTuple):
 
 
 def kind_of(entry: tuple[Any, ...]) -> str | None:
-    """Returns the kind of an entry of the trace; None for what costs the host no call of a driver, as memory that is freed."""
+    """Returns the kind of a trace entry; None for entries without a driver call on the host, such as freed memory."""
     _thread, kind, actor, _id, _accesses, name, _where = entry
     if kind == "do" and actor.startswith("stream"):
         return "copy" if name == "copy" else "launch"
@@ -69,8 +72,8 @@ def kind_of(entry: tuple[Any, ...]) -> str | None:
 
 
 def where_of(entry: tuple[Any, ...]) -> str:
-    """Names the innermost functions of the package, without their lines, so that edits elsewhere in a file change nothing."""
-    # As "step/norm.py:81 _norm < step/norm.py:60 measure".
+    """Names the innermost functions of the package, without line numbers, so unrelated edits of a file do not change the name."""
+    # An entry's stack looks like "engine/norm.py:81 _norm < engine/norm.py:60 measure".
     frames = [frame.split() for frame in entry[6].split(" < ")] if entry[6] else []
     return " < ".join(f"{place.partition(':')[0]} {function}" for place, function in frames[:FRAMES]) or SCRIPT
 
@@ -81,7 +84,7 @@ def counted(entries: list[tuple[Any, ...]]) -> Counter[Asked]:
 
 
 def own(found: Counter[Asked], kind: str) -> int:
-    """Counts what functions of the package ask for."""
+    """Counts the requests by functions of the package."""
     return sum(number for each, number in found.items() if each.kind == kind and each.where != SCRIPT)
 
 
@@ -96,7 +99,7 @@ def traced(compiled: ModuleType, step: Any) -> list[tuple[Any, ...]]:
 
 
 def traced_step(compiled: ModuleType, step: Any) -> Counter[Asked]:
-    """Counts what the device is asked for in one call of `step`."""
+    """Counts the requests to the device in one call of `step`."""
     return counted(traced(compiled, step))
 
 
@@ -104,7 +107,7 @@ def traced_step(compiled: ModuleType, step: Any) -> Counter[Asked]:
 
 
 class Operation(NamedTuple):
-    """An operation or a request of memory, with addresses that a graph would replay, and the functions that ask for it."""
+    """An operation or a request for memory, with its addresses as a graph would replay them, and the requesting functions."""
 
     kind: str
     actor: str
@@ -114,7 +117,7 @@ class Operation(NamedTuple):
 
 
 def operations_of(entries: list[tuple[Any, ...]]) -> list[Operation]:
-    """Lists the operations of a step. Memory that the step requests is named by its number among the requests."""
+    """Lists the operations of a step. Memory requested by the step is named by its number among the requests."""
     found, blocks, requests = [], {}, 0
     for entry in entries:
         _thread, kind, actor, _id, accesses, name, _where = entry
@@ -142,7 +145,7 @@ def _placed(blocks: dict[int, tuple[int, int]], access: tuple[int, int, bool]) -
 
 
 def differing(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> Counter[str]:
-    """Counts the operations of a step that are not those of the step before it, by the functions that ask for them."""
+    """Counts the operations that differ between a step and the step before, by the requesting functions."""
     before, after = operations_of(first), operations_of(second)
     found = [b for a, b in zip(before, after) if a[:-1] != b[:-1]]
     found += max(before, after, key=len)[min(len(before), len(after)) :]
@@ -150,13 +153,13 @@ def differing(first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> Co
 
 
 class Replayed(NamedTuple):
-    """What a graph of a step would need.
+    """The needs of a graph of a step.
 
     Attributes:
-        operations: of the step, with its requests of memory.
-        differing: operations of the next step that are others, or have other addresses.
-        waits: of the host for the device.
-        requests: of memory, by functions of the package.
+        operations: number of operations of the step, including its requests for memory.
+        differing: operations of the next step that are different, or have different addresses.
+        waits: number of the host's waits for the device.
+        requests: for memory, by functions of the package.
         left: requests of the step whose memory it has not freed.
     """
 
@@ -187,10 +190,10 @@ def compared_steps(compiled: ModuleType, step: Any) -> Replayed:
 def count(
     rank: int, world_size: int, *, library: Path, folder: str, stages: list[int], bucket_bytes: int, captures: bool
 ) -> Any:
-    """Counts, by stage, a step of this rank; also returns how many buckets there are.
+    """Counts, by stage, a step of this rank; also returns the number of buckets.
 
     Args:
-        captures: compares two steps, under each value of `nonfinite` that takes every step.
+        captures: compares two steps, for each value of `nonfinite` with which every step is made.
     """
     import standin_device
     from training import adamw_in_two_groups, fused_adamw, gpt2, gpt2_batch
