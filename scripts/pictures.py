@@ -71,7 +71,7 @@ class Picture:
         self._parts.append(f"<text x='{x:.1f}' y='{y:.1f}' {_FONT} {style}>{escape(text)}</text>")
 
     def slot(self, x: float, y: float, width: float, fill: str, name: str) -> None:
-        """Draws a filled rectangle with a name in white if there is enough room."""
+        """Draws a filled rectangle with a name in white, if the rectangle is wide enough."""
         self.box(x, y, width, 44, fill)
         if width > 7 * len(name):
             self.words(x + width / 2, y + 26, name, 11, anchor="middle", colour="white")
@@ -311,10 +311,10 @@ def imports_of(path: Path) -> Iterator[str]:
 _CELL, _NAMES = 26, 160
 
 
-def imports_of_rooms() -> dict[str, set[str]]:
-    """Returns room → rooms imported by its files. If possible, each room is listed before all rooms that import it.
+def imports_of_folders() -> dict[str, set[str]]:
+    """Maps each folder to the folders that its files import. A folder is listed above all that import it, if that is possible.
 
-    A room is a folder of the package, or a file next to the folders.
+    A file of the package outside its folders counts as a folder.
     """
     imports: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -344,23 +344,23 @@ def _reached_from(name: str, imports: dict[str, set[str]]) -> set[str]:
     return reached
 
 
-def draw_rooms() -> str:
-    """Draws a table of rooms against rooms, with a dot if the row imports the column: orange if each imports the other."""
-    rooms = imports_of_rooms()
-    # Leave room for the longest name, which is drawn upwards.
-    top = 90 + 6 * max(map(len, rooms))
-    end = _NAMES + _CELL * len(rooms), top + _CELL * len(rooms)
-    picture = Picture(max(end[0] + 40, 640), end[1] + 20, f"Rooms of {PACKAGE.name} and their imports")
+def draw_folders() -> str:
+    """Draws a table of folders against folders, with a dot if the row imports the column: orange if each imports the other."""
+    folders = imports_of_folders()
+    # Space for the longest name, which runs upwards.
+    top = 90 + 6 * max(map(len, folders))
+    end = _NAMES + _CELL * len(folders), top + _CELL * len(folders)
+    picture = Picture(max(end[0] + 40, 640), end[1] + 20, f"Folders of {PACKAGE.name} and their imports")
     picture.words(20, 28, f"{PACKAGE.name}/: who imports whom", 15, bold=True)
-    picture.words(20, 48, "A dot: the room in the row imports the room in the column.", colour=GREY)
+    picture.words(20, 48, "A dot: the folder in the row imports the folder in the column.", colour=GREY)
     picture.words(20, 66, "Blue: up the list. Orange: folders of one layer that import each other.", colour=GREY)
-    for place, (name, imports) in enumerate(rooms.items()):
+    for place, (name, imports) in enumerate(folders.items()):
         x, y, is_folder = _NAMES + _CELL * place, top + _CELL * place, (PACKAGE / name).is_dir()
         picture.words(20, y + 18, f"{name}/" if is_folder else f"{name}.py", bold=is_folder)
         picture.turned(x + 17, top - 8, name)
-        for other in range(len(rooms)):
+        for other in range(len(folders)):
             picture.box(_NAMES + _CELL * other, y, _CELL, _CELL, GREY if other == place else PALE)
-        for other, imported in enumerate(rooms):
+        for other, imported in enumerate(folders):
             if imported in imports:
                 picture.dot(_NAMES + _CELL * (other + 0.5), y + _CELL / 2, BLUE if other < place else ORANGE)
     picture.line([(_NAMES, top), end], colour=DARK)

@@ -192,7 +192,7 @@ MADE = {
     "docs/pictures/memory.svg": pictures.draw_memory,
     "docs/pictures/flat_buffer.svg": pictures.draw_flat_buffer,
     "docs/pictures/timeline.svg": pictures.draw_timeline,
-    "docs/pictures/rooms_of_hf_zero.svg": pictures.draw_rooms,
+    "docs/pictures/folders_of_hf_zero.svg": pictures.draw_folders,
 }
 """Generated file → the function that makes its text."""
 

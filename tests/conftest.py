@@ -47,7 +47,7 @@ from hf_zero.extras import EXTRAS, is_installed  # noqa: E402
 os.environ.pop("COLUMNS", None)
 
 # An extra is tested in the folder of its name, or where a test is marked with it.
-collect_ignore = [room for room in EXTRAS if not is_installed(room)]
+collect_ignore = [folder for folder in EXTRAS if not is_installed(folder)]
 
 # Imported once, by the process that the tests' ranks are forked from.
 ranks.PRELOADED_MODULES += [

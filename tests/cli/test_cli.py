@@ -782,8 +782,8 @@ def test_documents_of_the_other_commands_have_the_keys_of_the_page(plain, tmp_pa
     pushed = SimpleNamespace(commit_url="https://host.invalid/commit", oid="0")
     done = {"parity_of_script": report, "convert": "a DeepSpeed checkpoint", "push_model": pushed}
 
-    def at_once(room: str, name: str) -> Callable:
-        return (lambda *_, **__: done[name]) if name in done else extra(room, name)
+    def at_once(folder: str, name: str) -> Callable:
+        return (lambda *_, **__: done[name]) if name in done else extra(folder, name)
 
     for name in ("parity", "convert", "push"):
         monkeypatch.setattr(f"hf_zero.cli.{name}.extra", at_once)

@@ -17,10 +17,10 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "results")
 ASKS = """
 import hf_zero
 from hf_zero.extras import EXTRAS, MissingExtraError, extra
-for room, found in EXTRAS.items():
+for folder, found in EXTRAS.items():
     for factory in found.factories:
         try:
-            extra(room, factory.partition(":")[2])
+            extra(folder, factory.partition(":")[2])
         except MissingExtraError as error:
             print(error)
 """
@@ -33,8 +33,8 @@ def core(tmp_path_factory) -> Path:
     for name in ("hf_zero", "tests", "scripts", "configs", "docs"):
         shutil.copytree(ROOT / name, root / name, ignore=LEFT_OUT)
     shutil.copy2(ROOT / "pyproject.toml", root)
-    for room in EXTRAS:
-        shutil.rmtree(root / "hf_zero" / room)
+    for folder in EXTRAS:
+        shutil.rmtree(root / "hf_zero" / folder)
     return root
 
 
@@ -52,10 +52,10 @@ def run(core: Path, *words: str) -> subprocess.CompletedProcess:
 
 
 def test_every_extra_gives_what_the_core_asks_of_it():
-    for room, found in EXTRAS.items():
+    for folder, found in EXTRAS.items():
         assert found.what.endswith(".") and found.factories
         for factory in found.factories:
-            assert callable(extra(room, factory.partition(":")[2]))
+            assert callable(extra(folder, factory.partition(":")[2]))
 
 
 def test_an_extra_whose_folder_is_missing_is_one_short_error(core):

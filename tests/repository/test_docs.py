@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from floors import FLOOR
 from hub_server import HubServer
 from launching import ROOT
+from layers import LAYER
 from pictures import bytes_of_stage
 from readme_walk import (
     EXAMPLES,
@@ -191,8 +191,8 @@ def test_names_on_the_two_walks_are_those_of_the_code():
     defined = set(re.findall(r"^ *(?:class|def) (\w+)", code, flags=re.MULTILINE))
     named = re.findall(r"`([A-Za-z]\w*)\.(\w+)`|`([A-Z]\w+|[a-z]+_[a-z_]+|begin|seal|commit|together)`", text)
     names = {name for pair in named for name in pair if name} - {"p", "grad", "_parameters"}
-    rooms = {path.name for path in (ROOT / "hf_zero").iterdir()}
-    assert len(names) > 30 and names - defined - rooms == set()
+    folders = {path.name for path in (ROOT / "hf_zero").iterdir()}
+    assert len(names) > 30 and names - defined - folders == set()
 
 
 def test_every_public_name_is_explained():
@@ -301,14 +301,14 @@ def test_the_log_table_lists_every_figure_of_the_log():
         for row in table_under(PAGES["docs/gradients-and-reports.md"], "in Trainer's log")
         for name in re.findall(r"zero/\w+", row[0])
     }
-    rooms = ROOT / "hf_zero" / "integrations"
-    logged = (re.findall(r'"(zero/\w+)"\] =', path.read_text(encoding="utf-8")) for path in rooms.rglob("*.py"))
+    folder = ROOT / "hf_zero" / "integrations"
+    logged = (re.findall(r'"(zero/\w+)"\] =', path.read_text(encoding="utf-8")) for path in folder.rglob("*.py"))
     assert said == {name for names in logged for name in names} | {"zero/peak_mib"}
 
 
 def test_the_rooms_are_those_whose_imports_are_checked():
     rows = table_under(read("CONTRIBUTING.md"), "layer")
-    assert {row[1]: int(row[0]) for row in rows} == FLOOR
+    assert {row[1]: int(row[0]) for row in rows} == LAYER
 
 
 def test_the_files_that_compare_tiers_are_those_that_the_guide_names():

@@ -1,4 +1,4 @@
-"""Who may import whom: floors point down, rooms go in no circles. And the house does not grow back."""
+"""Imports point to lower layers and have no cycles, and the figures of readability do not get worse."""
 
 import ast
 import functools
@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import count_house
 import torch.distributed as dist
-from floors import FLOOR
+from layers import LAYER
 from pictures import PACKAGE, imports_of, module_name
 
 from hf_zero.extras import EXTRAS
@@ -20,7 +20,7 @@ STRANGERS = {
     ("checkpoint", "presence"),
 }
 STRANGERS |= {
-    (ground, other) for ground in FLOOR for other in FLOOR if ground != other and FLOOR[ground] == FLOOR[other] == 0
+    (ground, other) for ground in LAYER for other in LAYER if ground != other and LAYER[ground] == LAYER[other] == 0
 }
 STRANGERS |= {
     ("comm", "checkpoint"),
@@ -55,7 +55,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def edges() -> list[tuple[str, str]]:
-    """Of files to files. A package's own __init__ only names its rooms, lazily."""
+    """Imports of files by files. A package's own __init__ only names its folders, lazily."""
     return [
         (module, name)
         for module, names in imports().items()
@@ -68,12 +68,6 @@ def folder(module: str) -> str | None:
     """`stage3` of hf_zero.stage3.unsharding."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[0] == "hf_zero" else None
-
-
-def room(module: str) -> str:
-    """`stage3.unsharding` of hf_zero.stage3.unsharding. A file that lies beside rooms is a room of its own."""
-    parts = module.split(".")
-    return ".".join(parts[1:3] if len(parts) > 3 or FILES[module].name == "__init__.py" else parts[1:])
 
 
 def circle_of(arrows: dict[str, set[str]]) -> list[str]:
@@ -95,11 +89,11 @@ def circle_of(arrows: dict[str, set[str]]) -> list[str]:
 
 
 def test_imports_point_down():
-    wrong = [f"{module} is on no floor" for module in FILES if module != "hf_zero" and folder(module) not in FLOOR]
+    wrong = [f"{module} belongs to no layer" for module in FILES if module != "hf_zero" and folder(module) not in LAYER]
     for module, imported in edges():
         ours, theirs = folder(module), folder(imported)
         is_strange = (ours, theirs) in STRANGERS and (ours, imported) not in SHARED
-        if FLOOR[theirs] > FLOOR[ours] or is_strange:
+        if LAYER[theirs] > LAYER[ours] or is_strange:
             wrong.append(f"{module} imports {imported}")
     for module, names in imports().items():
         libraries = {name.split(".")[0] for name in names}
@@ -122,13 +116,10 @@ def test_the_core_imports_no_extra():
 
 
 def test_nothing_goes_in_circles():
-    between_files, between_rooms = defaultdict(set), defaultdict(set)
+    arrows = defaultdict(set)
     for module, imported in edges():
-        between_files[module].add(imported)
-        if room(module) != room(imported):
-            between_rooms[room(module)].add(room(imported))
-    for arrows in (between_files, between_rooms):
-        assert not circle_of(arrows), " -> ".join(circle_of(arrows))
+        arrows[module].add(imported)
+    assert not circle_of(arrows), " -> ".join(circle_of(arrows))
 
 
 # ---- calls of torch's store: a store that is silent holds them up without end ----

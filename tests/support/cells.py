@@ -53,4 +53,4 @@ EXTRA_OF = {"int8": "wire", "in blocks": "wire", "outer": "wire", "early": "earl
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     """The extras that a cell of this name needs."""
-    return [pytest.mark.extra(room) for word, room in EXTRA_OF.items() if word in name]
+    return [pytest.mark.extra(folder) for word, folder in EXTRA_OF.items() if word in name]

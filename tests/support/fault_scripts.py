@@ -78,7 +78,10 @@ STARTS = {
     "windows_import": Start(refusal="Linux"),
     "xpu_launch": Start(),
 }
-MOVED = {"hf_zero.hub.push import render": "hf_zero.hub.card import render"}
+MOVED = {
+    "hf_zero.hub.push import render": "hf_zero.hub.card import render",
+    "hf_zero.comm.arrivals": "hf_zero.presence.arrivals",
+}
 """Imports in the scripts of code that has moved since they were written, and its module today."""
 LAUNCH = ("-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc_per_node")
 

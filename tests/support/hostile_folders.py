@@ -125,7 +125,7 @@ def every_command(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
         "plan": ("plan", config, "--seq", "16"),
         "doctor": ("doctor", "--quick", "--folder", folder / "no\x1b[2J"),
     }
-    room = {"report": "report", "convert": "foreign", "migrate": "foreign", "plan": "planner", "doctor": "diagnose"}
-    found = {name: words for name, words in found.items() if name not in room or is_installed(room[name])}
+    extra = {"report": "report", "convert": "foreign", "migrate": "foreign", "plan": "planner", "doctor": "diagnose"}
+    found = {name: words for name, words in found.items() if name not in extra or is_installed(extra[name])}
     of_names = found.keys() & {"verify", "inspect", "report", "migrate", "doctor"}
     return found | {f"{name} --json": (*found[name], "--json") for name in of_names}

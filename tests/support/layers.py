@@ -1,6 +1,6 @@
-"""The floor that each room of hf_zero is on: a file imports its own floor or those below it."""
+"""The layer of each folder of hf_zero: a file imports only from its own layer and from lower layers."""
 
-FLOOR = {
+LAYER = {
     "versions": 0,
     "config": 0,
     "extras": 0,
