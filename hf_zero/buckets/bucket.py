@@ -261,7 +261,7 @@ class Bucket:
 
     Attributes:
         key: the properties shared by all its parameters.
-        group: the ranks which share its state and step together.
+        group: the ranks that share its state and step together.
         memory: storage of the parameters: whole at stages 0 to 2; at stage 3 a shard and the gathered parameters.
         flat: the parameters, (numel,) of the param dtype; each whole parameter is a view of `flat`.
         own: this rank's shard of `flat`, (shard_numel,); without memory if offloaded to a file.
@@ -358,7 +358,7 @@ class Bucket:
 
     @property
     def has_second_copy(self) -> bool:
-        """Whether master and parameters are two copies, each of which must follow changes of the other."""
+        """Whether master and parameters are two copies. Each copy must then follow changes of the other."""
         return self.precision.has_master and not self.memory.is_master
 
     @property
@@ -368,7 +368,7 @@ class Bucket:
 
     @property
     def copy_to_write(self) -> torch.Tensor | None:
-        """Returns the parameters' shard, (shard_numel,), if a step may write it in addition to the master; None otherwise."""
+        """Returns the parameters' shard, (shard_numel,), if a step may write parameters and master; None otherwise."""
         return self.memory.writable_own if self.keeps_master else None
 
     @cached_property
@@ -382,7 +382,7 @@ class Bucket:
         return ".".join(at[0] for at in shared) or f"{names[0]} to {names[-1]}"
 
     def label(self, kind: str) -> Label:
-        """Returns the label of a collective which moves this bucket."""
+        """Returns the label for a collective on this bucket."""
         if kind not in self._labels:
             self._labels[kind] = Label(kind=kind, subject=self.name, channel=self.layout.index, holds=self.contents)
         return self._labels[kind]
@@ -551,7 +551,7 @@ class Bucket:
 
     @property
     def row_writes(self) -> int:
-        """Returns autograd's version counter of the rows, which they share."""
+        """Returns autograd's version counter shared by the rows."""
         return self.rows[0].tensor._version if self.rows else 0
 
     @property
@@ -617,7 +617,7 @@ class Bucket:
         arrival.wait()
 
     def end_step(self) -> list[ParameterSlot]:
-        """Frees the reduced gradients; `p.grad` stays until the script zeroes it. Returns the stepped slots.
+        """Frees the reduced gradients; `p.grad` stays until zeroed by the script. Returns the stepped slots.
 
         Increments autograd's version counters of these parameters: a backward through a graph from before the step then
         raises, as under DDP, instead of silently computing with the new values.
@@ -642,7 +642,7 @@ class Bucket:
         return stepped
 
     def drop_gradients(self) -> None:
-        # Wait, because a copy still running would write to memory which the allocator may have reused.
+        # Wait, because a copy still running would write to memory possibly reused by the allocator.
         self.await_gradient()
         self.forget_laid()
         with look_only():
@@ -650,8 +650,8 @@ class Bucket:
             set_all(self.parameters, "grad", repeat(None))
 
     def _follow(self, edited: Sequence[Row], values: torch.Tensor) -> None:
-        # A value which still equals its rounded master was not edited and keeps the master's hidden digits. Otherwise a script
-        # which clamps weights at each step would undo every update smaller than the rounding step of bfloat16 or of a block.
+        # A value that still equals its rounded master was not edited and keeps the master's hidden digits. Otherwise a script
+        # that clamps weights at each step would undo every update smaller than the rounding step of bfloat16 or of a block.
         shown = self.master
         if self.precision.weights is not None:
             # Always a copy, because `weights` rounds in place and must not round the master itself.
@@ -663,7 +663,7 @@ class Bucket:
             master.copy_(torch.where(is_as_shown, master.to(own.device), own.to(master.dtype)))
 
     def follow_values(self) -> None:
-        """Copies edited parameters into the master. Compares values: all which differ from the rounded master were edited."""
+        """Copies edited parameters into the master. Compares values: any difference from the rounded master is an edit."""
         # An offloaded master follows by `follow_edits` once back in memory.
         if self.is_away:
             return
@@ -684,7 +684,7 @@ class Bucket:
             self.memory.write_own(self.master, self.tier.h2d)
 
     def rest(self, master: Region | None) -> None:
-        """Moves the shard to its tier. `master`: the master's region in a file, if it has the parameters' digits."""
+        """Moves the shard to its tier. `master`: the master's region in a file, if its dtype is the parameters' own."""
         self.memory.rest(master)
         if not self.precision.has_master:
             self.master = self.own
@@ -730,7 +730,7 @@ class Bucket:
             row.of(self.master).view(-1).copy_(values.reshape(-1))
 
     def _make_rows(self) -> list[Row]:
-        # `data` has its own version counter, so gathers into the parameters next to the rows do not increment it.
+        # `data` has its own version counter, which gathers into the parameters next to the rows do not increment.
         master = self.master.data
         rows = []
         for slot, layout in self.own_parts.items():
@@ -766,7 +766,7 @@ def refuse_norms_of(buckets: Iterable[Bucket]) -> None:
 
 
 def allow_norms_of(buckets: Iterable[Bucket]) -> None:
-    """Allows the norms again, for a caller which accounts for the rows being parts."""
+    """Allows the norms again, for a caller aware of partial rows."""
     allow_norms(list(map(GRADIENT_OF, _all(_with_parts(buckets), _ROW_TENSORS))))
 
 
@@ -796,7 +796,7 @@ def begin_step_of(buckets: Sequence[Bucket]) -> None:
 def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
     """Calls `end_step` of the buckets whose rows are parts of parameters; returns the stepped slots.
 
-    Rows which are whole parameters keep `grad` until the script zeroes it, as under DDP; no other reference to its memory
+    Rows that are whole parameters keep `grad` until the script zeroes it, as under DDP; no other reference to its memory
     remains.
     """
     set_all(buckets, "_laid", repeat(None))
@@ -820,7 +820,7 @@ def end_step_of(buckets: Iterable[Bucket]) -> dict[Bucket, list[ParameterSlot]]:
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """Rows of one bucket which are contiguous, with contiguous gradients.
+    """Contiguous rows of one bucket, with contiguous gradients.
 
     Padding ends a run, because its memory has no gradient and is uninitialized on an accelerator.
 
@@ -840,7 +840,7 @@ _INDEX = attrgetter("layout.index")
 
 
 def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None) -> list[Run]:
-    """Joins rows, all of which have gradients, into the fewest runs, in the order of buckets and rows.
+    """Joins rows with gradients into the fewest runs, in the order of buckets and rows.
 
     Args:
         rows: the rows.

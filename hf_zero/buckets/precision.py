@@ -54,7 +54,7 @@ def forget_loaded(parameter: nn.Parameter) -> None:
 
 
 def take_from_file(parameter: nn.Parameter, device: torch.device) -> None:
-    """Copies a parameter which is still in a file to the device, in the model's dtype."""
+    """Copies a parameter that is still in a file to the device, in the model's dtype."""
     if not is_loaded(parameter):
         return
     ask_for(parameter.data)
@@ -331,7 +331,7 @@ class GatheredDtypes:
 # buckets after the start of backward. If the links are the bottleneck, all buckets cost (n / b) x latency + n / bandwidth. Two
 # more parts cannot be hidden: backward computes the first b bytes before any reduction starts, and the reduction of the last b
 # bytes starts after backward has ended. With b / bandwidth for the last reduction, the sum is smallest at b = sqrt(n x latency
-# x bandwidth). The minimum is flat: half or twice the size adds a quarter to the parts which depend on b, so the constants
+# x bandwidth). The minimum is flat: half or twice the size adds a quarter to the parts that depend on b, so the constants
 # need not match the machine.
 #
 # The constants are from NCCL's own choice of algorithms (NVIDIA/nccl, src/graph/tuning.cc, tables baseLat and hwLat, ring
@@ -453,7 +453,7 @@ def bytes_on_host(total_bytes: int) -> int:
 
 
 def bytes_on_accelerators(total_bytes: int, groups: Groups) -> int:
-    """Returns the cheapest size for the group which reduces whole buckets, up to 256 MiB and an eighth of all gradients.
+    """Returns the cheapest size for the group that reduces whole buckets, up to 256 MiB and an eighth of all gradients.
 
     With larger buckets, the `GRAD_BUFFERS` would hold most of the gradients, which stage 2 is meant to free. A single rank
     sends nothing and gets the largest size, because each bucket costs the host some 150 us per step.

@@ -38,7 +38,7 @@ def leaves(value: Any) -> Iterator[Any]:
 # ---- Stand-ins in `.grad`: sharded gradients, this rank's shards, and clipped shards ----
 #
 # `ShardedGradient` replaces `p.grad` once the gradient has been reduced into shards, when no rank has the whole gradient any
-# more. If `p.grad` were None, `torch.nn.utils.clip_grad_norm_` and scripts which read `p.grad` would silently skip the
+# more. If `p.grad` were None, `torch.nn.utils.clip_grad_norm_` and scripts that read `p.grad` would silently skip the
 # parameter. The stand-in has the parameter's shape and dtype, allocates no memory, and raises when read.
 #
 # The script decides how two backwards combine. `grad = None`: autograd starts again. Zeroed: the stand-in notes the zeroing,
@@ -47,13 +47,13 @@ def leaves(value: Any) -> Iterator[Any]:
 # gets such gradients from the generator's loss. A second step without zeroing raises: the sum would lack the freed gradient.
 #
 # The shards in the optimizer's groups also have gradients between backward and step. The norm of one shard is not the norm of
-# the gradient, so computing it raises. The optimizer kernel multiplies gradients by the clip coefficient while reading them,
-# which saves a pass over all gradients (8 bytes per element). Any other reader of a `ClippedGradient` triggers the
+# the gradient, so computing it raises. The optimizer kernel multiplies gradients by the clip coefficient while reading the
+# gradients, which saves a pass over all gradients (8 bytes per element). Any other reader of a `ClippedGradient` triggers the
 # multiplication first, with bitwise the same result.
 
 
 class ShardedGradientError(RuntimeError):
-    """A script read a gradient that is sharded over the ranks."""
+    """A script read a gradient sharded over the ranks."""
 
 
 _FRAMES_TO_STEP = 24
@@ -92,7 +92,7 @@ class GradientState(Enum):
 
 
 class ShardedGradient(torch.Tensor):
-    """Replaces a gradient which is sharded over the ranks.
+    """Replaces a gradient sharded over the ranks.
 
     Attributes:
         pending: autograd's sum since the reduction, not yet reduced; the parameter's shape and dtype.
@@ -127,7 +127,7 @@ class ShardedGradient(torch.Tensor):
 
     @property
     def is_spent(self) -> bool:
-        """Whether a step has freed the gradient and the script has not zeroed it since."""
+        """Whether a step has freed the gradient, with no zeroing by the script since."""
         return self.state is GradientState.SPENT
 
     def become(self, state: GradientState) -> None:
@@ -191,7 +191,7 @@ class ShardedGradient(torch.Tensor):
         if func is torch.ops.aten._to_copy.default and args[0].state is GradientState.SPENT:
             # `model.to(...)` also moves gradients. This one has been freed, so only the stand-in moves.
             return args[0]._moved(**kwargs)
-        # Any other operation needs values which no rank has. With zeros or None here, a clip would silently be wrong.
+        # Any other operation needs values of all ranks. With zeros or None here, a clip would silently be wrong.
         raise next(a for a in leaves((args, kwargs)) if isinstance(a, cls))._unreadable(func)
 
 
@@ -224,8 +224,8 @@ class RowGradient(Guarded):
         return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickled as a plain tensor: the guard's class is generated with another class's name, and pickle refuses a class which
-        # it cannot find by its name.
+        # Pickled as a plain tensor: the guard's class is generated with another class's name, and pickle must find a class by
+        # its name.
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
@@ -235,7 +235,7 @@ refuse_norms = _NORM_REFUSED.guard
 """Guards gradients against norms."""
 
 allow_norms = _NORM_REFUSED.unguard
-"""Removes the guard, for callers which know they handle shards."""
+"""Removes the guard, for callers that know they handle shards."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +249,7 @@ class ClippedGradient(torch.Tensor):
     """A shard's reduced gradient, in its own memory, whose clip coefficient is not yet multiplied in.
 
     Every operation on this tensor, in torch or through an attribute, first multiplies in place. Zeroing `.grad` or assigning
-    another tensor drops gradient and coefficient. Only shard tensors which are not parameters get one: autograd adds to a
+    another tensor drops gradient and coefficient. Only shard tensors that are not parameters get one: autograd adds to a
     parameter's gradient without calling `__torch_function__`.
 
     Attributes:
@@ -316,7 +316,7 @@ def take_coefficient(row: nn.Parameter) -> Coefficient | None:
 
 
 def take_coefficients(gradients: Sequence[ClippedGradient]) -> list[Coefficient | None]:
-    """Takes the pending coefficients of shards' gradients, all of which are clipped. Loops in C."""
+    """Takes the pending coefficients of shards' gradients, if all are clipped gradients. Loops in C."""
     found = list(map(_COEFFICIENT, gradients))
     set_all(gradients, "coefficient", repeat(None))
     return found
@@ -376,8 +376,8 @@ def widen(*rows: nn.Parameter) -> None:
 
 # ---- Parameters while their values are sharded: shape, dtype and gradient are readable, values are not ----
 #
-# A plain parameter would return the NaN which stands in for the values on other ranks. So a sharded parameter's class is
-# replaced by a subclass of its class, whose `__torch_function__` decides about each operation. Operations which only look at
+# A plain parameter would return the NaN that stands in for the values on other ranks. So a sharded parameter's class is
+# replaced by a subclass of its class, whose `__torch_function__` decides about each operation. Operations that only look at
 # shape or dtype pass. Reads gather the parameter inside a forward or backward, which all ranks run, and raise anywhere else.
 # An elementwise edit, such as `clamp_(0, 1)`, needs no values of other ranks: each rank edits its own shard.
 
@@ -397,7 +397,7 @@ _SPELLED = {
 
 
 class ShardedParametersError(RuntimeError):
-    """An operation needs whole parameters, and they are sharded."""
+    """An operation needs whole parameters, but got sharded ones."""
 
 
 class ShardedValues(Guarded):
@@ -417,7 +417,7 @@ class ShardedValues(Guarded):
             return args[0]
         # Compared by `==`: Python makes a new `__set__` at each access, so `is` would always be False.
         if func == _DATA.__set__ and isinstance(args[1], ShardedAlias) and args[1]._parameter is args[0]:
-            # `p.data *= 2` edits the alias and then assigns it back.
+            # `p.data *= 2` edits the alias and then assigns the alias.
             return None
         if func in _DIFFERENTIATING:
             # torch passes `inputs` as a tuple, by name to `backward` and by position to `grad`.
@@ -511,7 +511,7 @@ def _differentiate(func: Callable, outputs: Any, inputs: Sequence[Any], kwargs: 
     named = {**kwargs, "inputs": [_edge_of(each) if are_hidden(each) else each for each in inputs]}
     if not kwargs.get("materialize_grads"):
         return func(outputs, **named)
-    # Given a node, torch does not know the shape of the zeros, so they are made below.
+    # Given a node, torch does not know the shape of the zeros, so make zeros below.
     found = func(outputs, **{**named, "materialize_grads": False, "allow_unused": True})
     zeros = partial(torch.zeros_like, requires_grad=kwargs["create_graph"])
     return tuple(zeros(each) if gradient is None else gradient for each, gradient in zip(inputs, found))

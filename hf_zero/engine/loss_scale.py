@@ -112,7 +112,7 @@ class _OverShards(_ScalerBase):
         return self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
     def _share_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives a wrapper, such as accelerate's, the state of its inner optimizer, so that gradients are unscaled only once."""
+        """Gives a wrapper, such as accelerate's, the state of its inner optimizer, so gradients are unscaled only once."""
         sharded = sharded_of(optimizer) if self.is_enabled() else None
         if sharded is not None:
             self._per_optimizer_states[id(optimizer)] = self._per_optimizer_states[id(sharded.optimizer)]

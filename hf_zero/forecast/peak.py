@@ -73,7 +73,7 @@ class Activations:
 
     @property
     def peak_bytes(self) -> int:
-        """Maximum of live bytes, if each gradient is freed as soon as it is computed."""
+        """Maximum of live bytes, if each gradient is freed immediately."""
         return self.peak_beside(0).live
 
     @property

@@ -1,4 +1,4 @@
-"""Bytes of state that a rank will hold, computed from the layout of its buckets."""
+"""Computes the bytes of state on a rank from the layout of its buckets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class BucketCost:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters that a rank keeps all the time."""
+        """Bytes of parameters kept by a rank all the time."""
         return (self.layout.shard_numel if self.sharded else self.layout.numel) * self.param_bytes
 
     @property

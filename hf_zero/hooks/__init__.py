@@ -1,1 +1,1 @@
-"""Hooks and references which do not keep a model alive, guards of parameters, and replaced names of other packages."""
+"""Hooks and references that do not keep a model alive, guards of parameters, and replaced names of other packages."""

@@ -57,7 +57,7 @@ _MOST_NODES = 16
 
 
 def reaches_no_parameter(loss: torch.Tensor) -> bool:
-    """Whether the small graph of a loss ends in no parameter, so that only hooks can bring gradients.
+    """Whether the small graph of a loss ends in no parameter, so only hooks can compute gradients.
 
     Losses that cache gradients (GradCache) are of this kind: a hook replays the forward and the backward of each mini-batch.
     """

@@ -153,7 +153,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             # accelerate gives the CPU device an index, the rank, so `.to()` would copy the model.
             device_placement = False
         elif device_placement is not False:
-            # Read parameters which still lie in their checkpoint files before they are moved.
+            # Read parameters that still lie in their checkpoint files before they are moved.
             for parameter in filter(is_loaded, model.parameters()):
                 ask_for(parameter.data)
         refuse_other_engines(model)
@@ -297,7 +297,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         refuse_earlier_accelerator(self)
         parameters = {p for model in models for p in model.parameters()}
         for engine in [each for each in self.zero_engines if each.evaluates and each.model not in models]:
-            # An engine which only evaluates a submodule of these models, or a model containing them.
+            # An engine that only evaluates a submodule of these models, or a model containing them.
             if not parameters.isdisjoint(engine.model.parameters()):
                 engine.close()
                 self.zero_engines.remove(engine)

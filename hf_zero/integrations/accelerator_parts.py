@@ -142,7 +142,7 @@ _SHARED_ARGUMENTS = """
     activation_checkpointing gradient_checkpointing save_strategy save_steps eval_strategy eval_steps eval_delay
     load_best_model_at_end metric_for_best_model greater_is_better
 """
-"""TrainingArguments which must be equal on all ranks. Paths, logging, data loader workers and Hub settings may differ."""
+"""TrainingArguments that must be equal on all ranks. Paths, logging, data loader workers and Hub settings may differ."""
 
 
 def refuse_other_arguments(trainer: Any) -> None:
@@ -258,11 +258,11 @@ def refuse_training_alone(model: nn.Module, called: nn.Module, _args: tuple) -> 
 
 
 def mesh_of_batches(device_type: str, size: int, name: str = "tp_size") -> DeviceMesh:
-    """Makes a device mesh for accelerate's data loaders: ranks which compute a batch together get the same batches.
+    """Makes a device mesh for accelerate's data loaders: ranks that compute a batch together get the same batches.
 
     Args:
         device_type: of the mesh.
-        size: number of ranks which compute a batch together.
+        size: number of ranks that compute a batch together.
         name: the setting's name, for the error.
 
     Raises:

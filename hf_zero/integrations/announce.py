@@ -80,7 +80,7 @@ _PATIENCE_S = 30.0
 
 
 def end_cleanly(accelerator: Accelerator) -> None:
-    """Registers this Accelerator's work at the exit of the process, and the hook which reports its last error."""
+    """Registers this Accelerator's work at the exit of the process, and the hook for reporting its last error."""
     if dist.is_initialized():
         register_process()
         # A weak reference, because atexit keeps its arguments until the end of Python, and the Accelerator refers to the
@@ -100,7 +100,7 @@ def _leave(reference: weakref.ref) -> None:
 
 
 def leave(engines: Sequence[ZeroEngine], *, waits: bool = False) -> None:
-    """Finishes running work before the process group is destroyed, and waits for ranks which are still reading.
+    """Finishes running work before the process group is destroyed, and waits for ranks that are still reading.
 
     Args:
         engines: the engines of this process.
@@ -172,7 +172,7 @@ def announce(
         rows_of_a_step: samples per step on all ranks, in words; None if unknown.
         at_start: activations and the peak; None omits them.
         accumulates: whether a step has several micro-batches.
-        sp_size: number of ranks which compute a sequence together.
+        sp_size: number of ranks that compute a sequence together.
     """
     if engine.world_groups.rank != 0:
         return
@@ -192,7 +192,7 @@ def announce(
         *_offload_rows(engine),
         *_kernel_rows(engine),
         *_optimizer_rows(engine),
-        # Details which are rarely a reason to change a setting.
+        # Details that are rarely a reason to change a setting.
         ("transport", f"{engine.groups.backend}, {engine.transport.name}{_hindrances(engine)}"),
         ("dtypes", _dtypes(engine)),
         ("who casts", _casts(engine, cast_owner)),
@@ -340,7 +340,7 @@ _CUTS = {
     UpdateScope.PARAMETER: _WHOLE,
     UpdateScope.MODEL: "all parameters together",
 }
-"""The plan's words for each scope. An optimizer which reads all parameters is refused, except at stage 0."""
+"""The plan's words for each scope. An optimizer that reads all parameters is refused, except at stage 0."""
 
 
 def _optimizer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
@@ -469,7 +469,7 @@ def _costs(engine: ZeroEngine, buckets: Sequence[Bucket]) -> list[BucketCost]:
 
 
 def _tried_with(bucket: Bucket) -> tuple[int, int, torch.dtype]:
-    """Returns the settings which determine an optimizer's bytes per element."""
+    """Returns the settings that determine an optimizer's bytes per element."""
     return bucket.key.optimizer, bucket.key.group, bucket.precision.master
 
 
@@ -513,7 +513,7 @@ else:
 
 
 class RecordedAccelerator(_AcceleratorBase):
-    """The part of an Accelerator which keeps the log of a run.
+    """The part of an Accelerator that keeps the log of a run.
 
     Attributes:
         zero_recorder: the `RunRecorder` of the current run, only on rank 0 with `report`; None otherwise.
@@ -557,7 +557,7 @@ class RecordedAccelerator(_AcceleratorBase):
             recorder.end(how)
 
     def record_save(self, began_s: float, folder: Path) -> None:
-        """Notes that a save, begun at `began_s` of `time.perf_counter`, has blocked training."""
+        """Notes the time for which a save, begun at `began_s` of `time.perf_counter`, has blocked training."""
         if self.zero_recorder is not None:
             self.zero_recorder.stall(time.perf_counter() - began_s, "save", folder)
 

@@ -32,7 +32,7 @@ class ZeroArguments(_ArgumentsBase):
     """The flag `--zero`, for a dataclass of training arguments: `class Arguments(ZeroArguments, TrainingArguments)`.
 
     Args:
-        zero: installs the engine in the Trainer which gets the arguments; nothing else is needed. None means stock DDP,
+        zero: installs the engine in the Trainer that gets the arguments; nothing else is needed. None means stock DDP,
             regardless of HF_ZERO_CONFIG.
     """
 
@@ -152,7 +152,7 @@ class ZeroCallback(TrainerCallback):
         self._trainer: Trainer | None = None
 
     def set_trainer(self, trainer: Trainer) -> None:
-        """Sets the Trainer, for callers which call on_init_end themselves."""
+        """Sets the Trainer, for callers that call on_init_end themselves."""
         self._trainer = trainer
 
     def on_init_end(self, args, state, control, **kwargs):

@@ -1,6 +1,6 @@
 """Builds the model of a folder's config.json for names, shapes and ties, without trusting the file.
 
-A config may request a million layers, a class which is not a model, or foreign code and weights. So the model is built in a
+A config may request a million layers, a class that is not a model, or foreign code and weights. So the model is built in a
 separate process, on the meta device, offline, and with limits on tensors, memory and time. Only transformers' own model
 classes are called.
 """
@@ -77,7 +77,7 @@ def expected_tensors(folder: Path, saved: int, *, as_in_files: bool = True) -> d
 def is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
     """Whether `from_pretrained` finds each tensor of the config's model among the saved ones.
 
-    transformers itself handles old names, names without the model's prefix, and tensors which many models omit.
+    transformers itself handles old names, names without the model's prefix, and tensors that many models omit.
 
     Args:
         folder: the folder with the config.

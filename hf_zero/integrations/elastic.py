@@ -167,7 +167,7 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
     rank, world_size = accelerator.process_index, accelerator.num_processes
     passed: list[str] = []
     for path in (parent / name for name in newest_first):
-        # A state must be good on every rank: ranks which decided separately would load different states.
+        # A state must be good on every rank: ranks that decided separately would load different states.
         faults = agreed(exchange_between_ranks, _findings(path, rank=rank, world_size=world_size)).faults
         if not faults:
             if passed:

@@ -40,7 +40,7 @@ def find_in_callers(wanted: Callable[[Any], bool], *, depth: int = 12) -> Any | 
 def trainer_in_callers() -> Any | None:
     """Returns the Trainer whose method is running further up the stack, or None."""
     if "transformers.trainer" not in sys.modules:
-        # Do not import transformers only for this check: a plain loop may not use it, and the import takes seconds.
+        # Do not import transformers only for this check: a plain loop may not use transformers, and the import takes seconds.
         return None
     from transformers import Trainer
 
@@ -50,15 +50,15 @@ def trainer_in_callers() -> Any | None:
 
 # ---- Detects optimizer steps without the requested engine, at the first step, when set-up is complete ----
 #
-# torch calls a global hook before the step of any optimizer. There is no other sign that accelerate has ignored a plugin, or
-# that a script does not read HF_ZERO_CONFIG.
+# torch calls a global hook before the step of any optimizer. There is no other sign of a plugin ignored by accelerate, or of
+# HF_ZERO_CONFIG ignored by a script.
 
 
 class StepWatch:
     """Calls `judge` before each optimizer step, until `judge` returns True or the watch is closed.
 
     Args:
-        judge: called with the optimizer and the engine which steps it, or None; returns True to end the watch.
+        judge: called with the optimizer and the engine that steps it, or None; returns True to end the watch.
     """
 
     def __init__(self, judge: Callable[[torch.optim.Optimizer, object | None], bool]):
@@ -137,7 +137,7 @@ _SWITCHES = {
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "--use_megatron_lm", "a megatron_lm_plugin"),
 }
 _SPLITS = ("DP_SHARD", "CP")
-"""Axes which hf_zero does not support. Tensor and sequence parallelism are supported, as settings of the plugin."""
+"""Axes that hf_zero does not support. Tensor and sequence parallelism are supported, as settings of the plugin."""
 _PREFIX = "PARALLELISM_CONFIG"
 _YES = ("1", "true", "t", "yes", "y", "on")
 
@@ -224,7 +224,7 @@ def _refuse_comm_hooks(accelerator: Accelerator) -> None:
 
 def check_environment(accelerator: Accelerator) -> None:
     """Raises `ConfigError` if the launch contradicts the engine: another engine, fewer ranks than requested, DDP hooks."""
-    # Check the launch first: two engines which both wrap the model later fail with errors which name neither.
+    # Check the launch first: two engines wrapping one model later fail with errors about neither.
     refuse_engines_of_the_launch()
     _refuse_comm_hooks(accelerator)
     if accelerator.parallelism_config is not None:

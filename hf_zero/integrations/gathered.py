@@ -51,7 +51,7 @@ def _none_on(what: str, owner: object) -> str:
 def gathered(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], writeback: bool = False) -> Iterator[None]:
     """Gathers whole parameters to read or edit, at any stage: `with hf_zero.gathered(model.head): print(model.head.weight)`.
 
-    Collective: every rank must enter the context. Does nothing for a model which is not prepared.
+    Collective: every rank must enter the context. Does nothing for a model that is not prepared.
 
     Args:
         target: a module, a parameter, or several parameters of one model.

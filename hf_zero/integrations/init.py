@@ -52,7 +52,7 @@ def init(plugin: Any = None) -> Iterator[None]:
     an ordinary seeded run.
 
     Args:
-        plugin: the ZeroPlugin which will train the model, or anything a plugin accepts as config. Below stage 3, where every
+        plugin: the ZeroPlugin that will train the model, or anything a plugin accepts as config. Below stage 3, where every
             rank has the whole model, nothing is changed.
     """
     ErrorHook.installed()
@@ -103,7 +103,7 @@ def _leave_in_files(
     return result
 
 
-# ---- Loads a checkpoint into a model which is split over ranks or whose weights are saved as shards ----
+# ---- Loads a checkpoint into a model that is split over ranks or whose weights are saved as shards ----
 
 _COMPUTED = "Save the model with `save_pretrained` from a run with tp_size, or resume with tp_size 1."
 
@@ -195,7 +195,7 @@ def _weights_in_blocks(
 
     Args:
         held: the files' tensors, by name.
-        blocks: the block of the model which each file tensor stores.
+        blocks: the block of the model that each file tensor stores.
         shapes: shapes of the model's whole tensors.
     """
     found: dict[str, list[SavedBlock]] = {}

@@ -127,7 +127,7 @@ def of_accelerate(zero: str | None) -> dict[str, Any]:
     }
 
 
-# ---- The `accelerate launch` command which starts the ranks of an unmodified script on this machine ----
+# ---- The `accelerate launch` command that starts the ranks of an unmodified script on this machine ----
 #
 # torch's store listens on all addresses of the machine without a password, and gloo listens on the address of the machine's
 # name. Ranks on one machine need only the loopback address.
@@ -152,7 +152,7 @@ class Launch:
 
 
 def _on_loopback() -> dict[str, str]:
-    """Returns variables which make ranks and their launcher listen on the loopback address only."""
+    """Returns variables that make ranks and their launcher listen on the loopback address only."""
     # torchrun reads a missing option from PET_...; this one is the address of its own store, created if the port is in use.
     found = {"PET_LOCAL_ADDR": LOOPBACK}
     name = next((name for name, addresses in interfaces().items() if LOOPBACK in addresses), None)
@@ -213,7 +213,7 @@ def launch_of(
     module: str = "hf_zero.run",
     options: Sequence[str] = (),
 ) -> Launch:
-    """Returns the command which starts a script with the engine, on this machine's accelerators or on its CPU.
+    """Returns the command that starts a script with the engine, on this machine's accelerators or on its CPU.
 
     Args:
         words: the words after `-m hf_zero.run`: `--zero 2 script.py --its-own arguments`.
@@ -221,7 +221,7 @@ def launch_of(
         cpu: train on the CPU, even if the machine has accelerators.
         mixed_precision: `no`, `fp16` or `bf16`; by default the value in accelerate's own config file.
         port: the port of the rendezvous; by default accelerate's.
-        sp: number of ranks which compute a sequence together; by default from the environment, or 1.
+        sp: number of ranks that compute a sequence together; by default from the environment, or 1.
         module: the module run by each rank.
         options: the module's own options, before the words.
 

@@ -90,8 +90,8 @@ class ZeroPlugin(ParallelismConfig):
     Args:
         config: stage number, YAML path, flag text, mapping or ZeroConfig. Without `config` and `settings`, the value of the
             environment variable HF_ZERO_CONFIG (a YAML path, a stage or flag text) is used, or else all defaults.
-        tp_size: number of ranks which together hold one copy of a split model; Trainer reads this number from the model.
-        sp_size: number of ranks which compute a sequence together, each a part of its tokens; by default the launch's.
+        tp_size: number of ranks that together hold one copy of a split model; Trainer reads this number from the model.
+        sp_size: number of ranks that compute a sequence together, each a part of its tokens; by default the launch's.
         settings: fields of ZeroConfig by name, instead of `config`.
     """
 
@@ -247,7 +247,7 @@ class ZeroPlugin(ParallelismConfig):
             # accelerate deals batches by these two attributes, and Trainer and TRL read sizes from them.
             accelerator.state.parallelism_config = self
             accelerator.state.device_mesh = self.get_device_mesh(accelerator.device.type)
-        # After the checks above: a refused plugin continues to watch, and stops a script which trains anyway.
+        # After the checks above: a refused plugin continues to watch, and stops a script that trains anyway.
         self.stand_aside()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             mix_in(accelerator, ZeroAcceleratorMixin)

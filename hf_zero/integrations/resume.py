@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, and checks whether it is complete."""
+"""Finds the checkpoint to resume from, and checks its completeness."""
 
 import dataclasses
 import fnmatch
@@ -82,14 +82,14 @@ def resume_faults(checkpoint: Path) -> list[str]:
 
 
 def _load_fault(path: Path, wanted: tuple[str, ...]) -> str | None:
-    """Describes why the content of a `torch.load` file is not a Trainer's; None if it is."""
+    """Describes why a Trainer cannot have written a `torch.load` file; None if the file is good."""
     try:
         # `weights_only`, because a checkpoint may be from the Hub, and a pickle could run code here. The numpy random state in
         # `rng_state*.pth` is an array, which `weights_only` refuses without these safe globals.
         with safe_globals():
             content = load_tensors(path)
     except Exception as error:
-        # Catch all, because each reader raises its own errors for a file which is not a pickle.
+        # Catch all, because each reader raises its own errors for a file that is not a pickle.
         return read_fault(error)
     is_written = isinstance(content, dict) and all(name in content for name in wanted)
     return None if is_written else "holds what no Trainer writes there"
@@ -235,7 +235,7 @@ def parts_elsewhere(folder: Path, rank: int, world_size: int) -> list[str]:
 
 
 def _warn_of_beginning_again(output_dir: Path, rank: int) -> None:
-    """Warns if a launcher restarts a run which does not resume."""
+    """Warns if a launcher restarts a run without resuming."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     if restarts and rank == 0 and any(newest_first(output_dir)):
         logger.warning(
@@ -288,7 +288,7 @@ def refuse_disks_apart(trainer: Trainer, disk: Disk) -> None:
 
 
 def disks_apart(trainer: Trainer, disk: Disk) -> str:
-    """Returns the error message for ranks with separate disks which would write into one file."""
+    """Returns the error message for ranks with separate disks writing into one file."""
     settings = trainer.accelerator.zero_config.checkpoint
     return (
         f"hf_zero: only ranks {list(disk.ranks)} of {disk.world_size} see the same output_dir {trainer.args.output_dir!r} as "
@@ -332,7 +332,7 @@ def alone_in_output_dir(trainer: Trainer, resume: object, *, goes_on: bool = Fal
 
 
 def checkpoints_inside(folder: Path) -> list[str]:
-    """Returns the fault of a folder which only contains checkpoints, naming the newest."""
+    """Returns the fault of a folder of checkpoints, naming the newest."""
     if (folder / ZERO_FOLDER).is_dir() or (folder / STATE_NAME).is_file() or not folder.is_dir():
         return []
     inside = next(newest_first(folder), None)

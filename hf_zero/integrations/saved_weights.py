@@ -78,7 +78,7 @@ def blocks_in_files(
     Args:
         model: the model.
         shapes: shapes of the model's whole tensors, by name.
-        then: advice which ends the error message.
+        then: advice that ends the error message.
 
     Raises:
         CheckpointError: transformers computes a file's tensors from the model's in a way other than slicing.
@@ -299,7 +299,7 @@ def weight_files(folder: Path, number: int = 0) -> list[str]:
         number: index of the model among those of `accelerator.save_state`, which numbers files from the second model on.
 
     Raises:
-        CheckpointError: there is no such file, or the index names files which are missing or outside of the folder.
+        CheckpointError: there is no such file, or the index names files that are missing or outside of the folder.
     """
     if not folder.is_dir():
         raise CheckpointError(f"hf_zero: {no_folder(folder)}.")

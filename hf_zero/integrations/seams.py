@@ -14,10 +14,10 @@ class Seam:
 
     Attributes:
         owner: the object with these names, as `package.module:name`.
-        names: the names which are read, called, overridden or replaced.
-        where: folders or files of hf_zero which use them, without `.py`.
+        names: the names that are read, called, overridden or replaced.
+        where: folders or files of hf_zero that use them, without `.py`.
         why: why there is no public way.
-        test: the test which fails if the behavior changes.
+        test: the test that fails if the behavior changes.
         since: first release with these names, if an older supported one lacks them.
     """
 

@@ -171,7 +171,7 @@ def _say(what: str) -> None:
 
 
 class FollowedLoader(_LoaderBase):
-    """A prepared data loader which notifies the Accelerator when the script asks for the next batch."""
+    """A prepared data loader that notifies the Accelerator when the script asks for the next batch."""
 
     _zero_batch: WeakHook
 
@@ -551,7 +551,7 @@ def begin_in_trainer(trainer: Any, trial: Any = None) -> TrainerStop | None:
 def _is_asked_of(manager: Any) -> bool:
     """Whether transformers' handler has received a SIGTERM; a timer reports the signal to the callback seconds later."""
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-    # Look at the timers before the attribute: a timer which ends in between has set the attribute.
+    # Look at the timers before the attribute: a timer that ends in between has set the attribute.
     return (
         any(getattr(timer.function, "__self__", None) is manager for timer in timers) or manager.is_checkpoint_requested
     )

@@ -280,17 +280,17 @@ def same_groups(saved: Sequence[dict[str, Any]], names: Sequence[Sequence[str]])
 
 @dataclass(frozen=True, kw_only=True)
 class SavedOptimizers:
-    """Master weights and optimizer state of an open checkpoint which fits the run.
+    """Master weights and optimizer state of an open checkpoint that fits the run.
 
     Attributes:
         settings: the groups of the run's optimizers, each with its saved settings.
         read: returns an interval of one kind of a parameter's state, as a 1-D host tensor with its own memory.
         read_part: the same for a part of the parameter; None to read the part interval by interval with `read`.
         kinds_of: returns the kinds of a parameter's state with one value per element.
-        scalars_of: returns the state which belongs to a parameter as a whole (`step`).
+        scalars_of: returns the state that belongs to a parameter as a whole (`step`).
         own_values: for each optimizer, the values its class adds to `state_dict()`.
         origin: the writer, in words; None for hf_zero.
-        identity: identity of the save which wrote this rank's part; None for foreign checkpoints.
+        identity: identity of the save that wrote this rank's part; None for foreign checkpoints.
     """
 
     settings: list[tuple[dict[str, Any], dict[str, Any]]]
@@ -446,7 +446,7 @@ def plan_state(
         rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in saved.rows)],
         shapes=engine.state.shapes(),
         scalars=saved.scalars,
-        # Called inside the collective work, so an optimizer which cannot be saved fails on all ranks.
+        # Called inside the collective work, so an optimizer that cannot be saved fails on all ranks.
         optimizers=lambda: [_described(optimizer, group_names) for optimizer, group_names in saved.groups],
         exchange=engine.world.exchange,
         own_shapes=own_shapes,
@@ -478,7 +478,7 @@ def _described(optimizer: torch.optim.Optimizer, group_names: Sequence[Sequence[
 
 
 def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the values which the optimizer's class adds to `state_dict()`, as JSON values.
+    """Returns the values that the optimizer's class adds to `state_dict()`, as JSON values.
 
     Raises:
         CheckpointError: a value is not a JSON value.

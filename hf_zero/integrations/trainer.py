@@ -102,7 +102,7 @@ _NO_TRIAL = "no trial"
 """Broadcast instead of a trial when a search has ended before its last trial."""
 
 _OF_THIS_PROCESS = ("_checkpoint_saver", "_rescue", "_stop")
-"""Attributes of a Trainer which hold an engine or open files of this process."""
+"""Attributes of a Trainer that hold an engine or open files of this process."""
 
 
 class ZeroTrainerMixin(_TrainerBase):
@@ -286,7 +286,7 @@ class ZeroTrainerMixin(_TrainerBase):
         if self._stop is not None and own is not None:
             self._stop.at_the_end(own)
         for engine in self.accelerator.zero_engines:
-            # Like a save: distributes writes to shards since the last step, and models which only outer steps average, to all
+            # Like a save: distributes writes to shards since the last step, and models that only outer steps average, to all
             # ranks.
             engine.synchronise()
         # The stock method looks for checkpoints next, so an asynchronous save has to be complete.

@@ -93,7 +93,7 @@ _TELLING = (
     *("betas", "momentum", "momentum_decay", "alpha", "rho", "lr_decay", "etas"),
     *("clip_threshold", "beta2_decay", "ns_steps"),
 )
-"""Settings which distinguish kinds of optimizers."""
+"""Settings that distinguish kinds of optimizers."""
 
 
 @contextmanager
@@ -219,7 +219,7 @@ _MIB = 2**20
 
 
 def _refuse_unsaved_state(args: TrainingArguments, engine: ZeroEngine) -> None:
-    """Raises ConfigError if Trainer is set to save optimizer state which no checkpoint can store."""
+    """Raises ConfigError if Trainer is set to save optimizer state that no checkpoint can store."""
     if args.save_strategy == SaveStrategy.NO or args.save_only_model:
         return
     for optimizer, _ in engine.state.groups():
@@ -232,7 +232,7 @@ def _refuse_unsaved_state(args: TrainingArguments, engine: ZeroEngine) -> None:
 
 
 class StepFigures(TrainerCallback):
-    """Measures a Trainer's figures on the logging rank. As a callback, it excludes work before the first step."""
+    """Measures a Trainer's figures on the logging rank. A callback, to exclude work before the first step."""
 
     def __init__(self) -> None:
         self._before: CommReport | None = None
@@ -367,7 +367,7 @@ def _reason(error: Exception) -> str:
 def pass_of(
     trainer: Trainer, stock: Any, model: nn.Module, num_items_in_batch: Any
 ) -> Callable[[Any, float], torch.Tensor]:
-    """Returns a function which runs a training step on some samples of a micro-batch.
+    """Returns a function that runs a training step on some samples of a micro-batch.
 
     Args:
         trainer: the Trainer.
@@ -424,7 +424,7 @@ def _weighted_loss(trainer: Any, weight: float) -> Iterator[None]:
 
 @contextmanager
 def whole_logits(engine: ZeroEngine | None, sp_size: int, *, wanted: bool) -> Iterator[None]:
-    """Gathers the logits of sequences split over ranks only if wanted, because they may not fit on one rank."""
+    """Gathers the logits of sequences split over ranks only if wanted, because whole logits may not fit on one rank."""
     parallel = None if engine is None or sp_size == 1 else extra("sequence", "sequence_parallel_of")(engine.model)
     if parallel is None:
         yield
@@ -439,7 +439,7 @@ def whole_logits(engine: ZeroEngine | None, sp_size: int, *, wanted: bool) -> It
 # ---- Evaluators of sentence-transformers at stage 3 ----
 #
 # sentence-transformers' Trainer runs an evaluator on rank 0, which sends each rank a part of the texts. Parts may have
-# different numbers of batches or no text. At stage 3, ranks would wait for a forward which another rank does not run.
+# different numbers of batches or no text. At stage 3, ranks would wait for a forward that another rank does not run.
 
 
 @contextmanager
@@ -523,7 +523,7 @@ class RowsOfAStep:
         # Rounded, because Trainer's epoch is a floating-point quotient and may be slightly below a whole batch.
         batches = round(done * self.steps_in_epoch)
         epoch, batches = divmod(batches, max(1, self.steps_in_epoch))
-        # Keep the original number of samples: a restart on ranks which cannot share them evenly must not pass on its own
+        # Keep the original number of samples: a restart on ranks that cannot share them evenly must not pass on its own
         # number.
         wanted = self._batch.global_rows if self._former is None else self._former.global_rows
         return DataPosition(global_rows=wanted, epoch=epoch, rows=batches * self._batch.rows_of_a_round)

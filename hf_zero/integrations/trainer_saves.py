@@ -60,7 +60,7 @@ from .trainer_parts import FrozenBase, StepFigures
 # ---- Model files written by all ranks at once, laid out by transformers ----
 #
 # transformers decides about names, tied weights, files and index: `save_pretrained` runs with empty tensors of the right
-# shapes, and its function to write a file is replaced by one which allocates the file or only notes its contents. Each rank
+# shapes, and its function to write a file is replaced by one that allocates the file or only notes its contents. Each rank
 # then writes the bytes of its own shard. Nothing is gathered, and no rank needs additional memory for parameters.
 
 AFTER_A_FAILED_SAVE = "The former checkpoints are as they were, and training state is unharmed."
@@ -204,7 +204,7 @@ def can_be_placed(trainer: Trainer, stock_save: Any) -> bool:
 
 
 def _savers() -> dict[Any, str]:
-    """Returns the classes with a known `save_pretrained`, each with the function which writes a file."""
+    """Returns the classes with a known `save_pretrained`, each with the function that writes a file."""
     known: dict[Any, str] = {PreTrainedModel: "transformers.modeling_utils.safe_save_file"}
     if is_peft_available():
         from peft import PeftModel
@@ -363,7 +363,7 @@ class CheckpointSaver:
             trial: the trial of a hyperparameter search, or None.
             position: the position of training in its data.
             is_awaited: the caller reads the checkpoint next, so the save must be complete on return.
-            stop: holds the clock which requests saves by time.
+            stop: holds the clock that requests saves by time.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write, or could not finish the previous save. Former
@@ -758,7 +758,7 @@ def save_state_of(trainer: Trainer, engine: ZeroEngine, folder: Path) -> Callabl
     Collective.
 
     Returns:
-        A collective function which writes the manifest. Call it once the folder has its remaining files.
+        A collective function that writes the manifest. Call it once the folder has its remaining files.
     """
     engine.world.barrier("Trainer._save_optimizer_and_scheduler", engine.config.comm.limit_s)
     engine.synchronise()

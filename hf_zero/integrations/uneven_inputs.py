@@ -2,7 +2,7 @@
 
 [Note: ranks that have run out]
 Each rank stores a part of the optimizer's state, and at stage 3 of the parameters, so a rank out of batches cannot leave.
-Inside the context, the ranks announce each forward, backward, clip and step to each other. Ranks which have reached the end of
+Inside the context, the ranks announce each forward, backward, clip and step to each other. Ranks that have reached the end of
 the context repeat them: the forward with their last batch, the backward with zeros, and the step with the other ranks'
 learning rates. Gradients are divided by the number of all ranks, like those of DistributedDataParallel under
 `torch.distributed.algorithms.Join` with accelerate's default arguments.
@@ -30,7 +30,7 @@ _PURPOSE = "batches that may be uneven"
 
 @dataclass(frozen=True)
 class Event:
-    """A rank's next action, equal on all ranks which still have batches.
+    """A rank's next action, equal on all ranks that still have batches.
 
     Attributes:
         kind: forward, backward, clip norm, clip value or step.

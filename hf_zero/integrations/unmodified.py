@@ -1,4 +1,4 @@
-"""Installs the engine in a script which does not import hf_zero, for `hf_zero.run`."""
+"""Installs the engine in a script that does not import hf_zero, for `hf_zero.run`."""
 
 import os
 import runpy
@@ -63,12 +63,12 @@ class Door:
 
         @wraps(build)
         def __init__(accelerator: Any, *args: Any, **kwargs: Any) -> None:
-            # Before accelerate builds anything, because it notes plugins in environment variables, which outlive an error.
+            # Before accelerate notes plugins in environment variables, which outlive an error.
             _refuse_other_engines(kwargs)
             # Made before accelerate initializes NCCL.
             plugin = self._made_plugin()
             if plugin.take_sequences_of(kwargs.get("parallelism_config")):
-                # accelerate supports sequence parallelism only through DeepSpeed, and refuses it on a CPU.
+                # accelerate supports sequence parallelism only through DeepSpeed, and not on a CPU.
                 kwargs["parallelism_config"] = plugin
             build(accelerator, *args, **kwargs)
             plugin.install_for_run(accelerator, self.record)
@@ -98,7 +98,7 @@ class Door:
         entered.callback(StepWatch(judge).close)
 
     def refuse_unmet(self) -> None:
-        """Raises `ConfigError` if the script ended without using the engine; prints a message if it only evaluated models."""
+        """Raises `ConfigError` if the script ended without using the engine; prints a message after evaluations only."""
         if self.record.engines:
             return
         if not self.record.models:
@@ -207,12 +207,12 @@ def _as_called(call: ScriptCall) -> Iterator[None]:
 def _say_and_end(error: BaseException) -> None:
     """Prints an error as Python does, starting at the script's first frame, and exits with status 1."""
     if isinstance(error, ConfigError):
-        # Imported here because it imports torch, and the script decides when to import torch.
+        # Imported here because this imports torch, and the script decides when to import torch.
         from ..presence.error_hook import ErrorHook
 
         ErrorHook.installed()
     trace = _of_the_script(error.__traceback__)
-    # Exit handlers read these to learn that the process failed.
+    # Exit handlers read these to learn of the failure.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     raise SystemExit(1) from None

@@ -67,7 +67,7 @@ _OF_THE_RUN = (
     LOG_NAME,
     PAGE_NAME,
 )
-"""Files which continue or describe a run and do not belong to the model."""
+"""Files that continue or describe a run and do not belong to the model."""
 
 
 def folder_findings(folder: Path, on_progress: Progress = untold) -> Findings:
@@ -226,7 +226,7 @@ def consolidate(
         out: the folder to write to; created if missing, must be empty.
         others: the checkpoint's folders on other hosts' disks.
         masters: write the fp32 master weights instead of 16-bit weights.
-        dtype: dtype of the floating-point weights, except for those which the config's model keeps in float32; None keeps the
+        dtype: dtype of the floating-point weights, except for those that the config's model keeps in float32; None keeps the
             saved dtypes.
         max_shard_bytes: limit of one weights file.
         on_progress: called with bytes written and total bytes.

@@ -90,7 +90,7 @@ class BucketSteps:
         optimizer: the optimizer.
         states: the state of each bucket; None for a bucket whose state is already in memory.
         window: moves state in files; None without files.
-        transport: the collectives of the ranks which step together.
+        transport: the collectives of the ranks that step together.
         step: steps one bucket.
         commit: called before the first bucket; returns the buckets already stepped early.
         stepped: called with each bucket after its step, or if it has no step to make.
@@ -293,7 +293,7 @@ class StepTiming:
 
 @dataclass(frozen=True)
 class Assigned:
-    """Buckets which are stepped by a function other than their optimizer.
+    """Buckets that are stepped by a function other than their optimizer.
 
     Attributes:
         step: the function.
@@ -344,7 +344,7 @@ class StateHolder:
     """Stores master weights and optimizer state between steps. `optimizer.state` lists a row's kinds of state.
 
     [Note: where, when and how]
-    Three choices are independent: the storage of a bucket's state (`BucketState`: memory, 8-bit blocks, a file, a master which
+    Three choices are independent: the storage of a bucket's state (`BucketState`: memory, 8-bit blocks, a file, a master that
     is rounded away), the time of the step (`StepTiming`: in the script's step, or earlier), and the arithmetic (`StepChoice`:
     the optimizer's own, or kernels). The optimizer's own step over all its parameters steps all remaining buckets.
 
@@ -352,7 +352,7 @@ class StateHolder:
         place: chooses the storage of a new bucket's state.
         timing, choice: see the note.
         files: files of state; None without files.
-        transport: the collectives of the ranks which step together.
+        transport: the collectives of the ranks that step together.
 
     Attributes:
         timing, choice: see the note.
@@ -406,7 +406,7 @@ class StateHolder:
         Args:
             optimizer: the optimizer.
             buckets: its buckets.
-            stepped: called after the step of each bucket which is stepped separately.
+            stepped: called after the step of each bucket that is stepped separately.
             sends_early: whether buckets are sent at this point. If so, buckets in host memory are also stepped separately.
         """
         # Without files, no disk can fail on one rank only, so the ranks need no agreement.
@@ -516,7 +516,7 @@ class StateHolder:
         self._steps.append(steps)
 
     def _put_earlier(self, optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
-        """Stores state which the optimizer had before the engine was built."""
+        """Stores state that the optimizer had before the engine was built."""
         for row in bucket.rows:
             if row.tensor in optimizer.state:
                 optimizer.state[row.tensor] = self.put(row, optimizer.state[row.tensor])
@@ -539,7 +539,7 @@ class StateHolder:
 
 
 def without_due(state: dict[str, Any]) -> dict[str, Any]:
-    """Drops keys in old checkpoints which belong to a step delayed by one."""
+    """Drops keys in old checkpoints that belong to a step delayed by one."""
     kept = {name: value for name, value in state.items() if not name.startswith(DUE)}
     if f"{DUE}gradient" in state:
         warnings.warn(

@@ -17,7 +17,7 @@ from .trial import Finding, UpdateScope
 _ELEMENT, _PARAMETER, _MODEL = UpdateScope.ELEMENT, UpdateScope.PARAMETER, UpdateScope.MODEL
 
 _Widening = Mapping[str, tuple[tuple[Any, ...], UpdateScope]]
-"""Setting → values which do not change the scope, and the scope with any other value."""
+"""Setting → values that do not change the scope, and the scope with any other value."""
 
 
 @dataclass(frozen=True)

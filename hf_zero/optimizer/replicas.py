@@ -1,4 +1,4 @@
-"""Checks that ranks with copies of the same parameters and optimizer state hold the same values.
+"""Checks whether the ranks' copies of the same parameters and optimizer state have the same values.
 
 Copies are: whole parameters below stage 3, including frozen ones; and the shards and optimizer state of the ranks of a
 replicate group, which at stage 0 contains all ranks. Copies diverge if a bit flips in memory, if only one rank edits its copy,
@@ -12,11 +12,11 @@ whole parameters without a trace (`p.data`), so the owner's checksum is compared
 parameters have arrived, before the script can access them.
 
 [Note: writes that only one rank has made]
-A script runs on every rank, so an edit of a parameter's optimizer state is counted on every rank which owns a part of the
+A script runs on every rank, so an edit of a parameter's optimizer state is counted on every rank that owns a part of the
 parameter. If one owner has counted a write and another has not, the state was edited only in part, and the ranks report this.
 A parameter with a single owner has no second rank to compare with. There, only the change of a single bit is reported, and
 only if no rank has written to any other state since the update, because an edit by a script changes more. Master weights and
-parameters are excluded, because the engine writes to them after edits which change only some ranks' parts.
+parameters are excluded, because the engine writes to them after edits that change only some ranks' parts.
 
 [Note: differences hidden by an update]
 An update overwrites copies: below stage 3 the owner sends new values, and in optimizer state a small difference is rounded
@@ -61,7 +61,7 @@ class _Copy(NamedTuple):
     """A kind of copy held by several ranks.
 
     Attributes:
-        part: the ranks which hold the same part of the model.
+        part: the ranks that hold the same part of the model.
         shard: number of the copied shard; -1 for a whole parameter.
         name: the parameter's name.
         kind: the optimizer's name for its state; "" for the parameter itself, "master" for its master weights.
@@ -90,7 +90,7 @@ class _Effect(Enum):
 
 
 _Effects = dict[tuple[int, str, str], _Effect]
-"""Keys: the first rank which holds this part of the model, the parameter's name, and the kind of state."""
+"""Keys: the first rank that holds this part of the model, the parameter's name, and the kind of state."""
 
 
 _Sum = TypeVar("_Sum", torch.Tensor, int)
@@ -164,7 +164,7 @@ _Noted = dict[_Copy, _Mark]
 
 
 class _Change(NamedTuple):
-    """The first own value of a rank which has changed between two updates."""
+    """A rank's first own value changed between two updates."""
 
     rank: int
     copy: _Copy
@@ -174,7 +174,7 @@ class _Change(NamedTuple):
 
 @dataclass
 class _Findings:
-    """A copy which differs between ranks: the note, each rank's checksum, and the ranks whose copy differs from its owner's."""
+    """A differing copy: the note, each rank's checksum, and the ranks whose copy differs from its owner's."""
 
     copy: _Copy
     note: _Note[int]
@@ -190,7 +190,7 @@ class ReplicaCheck:
         buckets: all buckets of the model.
         frozen: the parameters outside of all buckets, by name.
         holder: stores the optimizer state.
-        transport: the collectives of the ranks which step together.
+        transport: the collectives of the ranks that step together.
         rank: this rank.
         place_of: returns the ranks with the same part of a parameter, and the number of this rank's shard of this part.
         has_copies: whether other ranks also hold this rank's shards and optimizer state.
@@ -265,7 +265,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Notes this rank's own values before they are sent. The first call notes the initial values."""
+        """Notes this rank's own values before the ranks send theirs. The first call notes the initial values."""
         self._left[optimizer] = own = _noted(self._own_values(optimizer, buckets))
         whole = [bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)]
         parts = {bucket: _noted(self._parts_sent(bucket)) for bucket in whole}
@@ -286,7 +286,7 @@ class ReplicaCheck:
             self._arrived[bucket] = _unwritten(sent, _noted(self._parts_sent(bucket)))
 
     def is_due(self, step: int) -> bool:
-        """Whether copies are compared before the update that makes this step."""
+        """Whether copies are compared before the update of this step."""
         return step % self._every == 0
 
     def watch(self, step: int) -> None:
@@ -296,7 +296,7 @@ class ReplicaCheck:
 
     @property
     def watches(self) -> bool:
-        """Whether copies are compared before the next update. Values which exist for less than a step are noted only then."""
+        """Whether copies are compared before the next update. Values that exist for less than a step are noted only then."""
         return self._transport.wire is not None
 
     @torch.no_grad()
@@ -326,7 +326,7 @@ class ReplicaCheck:
 
         Args:
             step: the step about to be made.
-            gathered: the parameters which were whole in a pass, and whether each has changed during the pass, (n,) bool.
+            gathered: the parameters that were whole in a pass, and whether each has changed during the pass, (n,) bool.
 
         Raises:
             ReplicasDivergedError: copies differ, or own values have changed without a write.
@@ -409,7 +409,7 @@ class ReplicaCheck:
         return _sums(each for bucket in whole for each in self._whole(bucket)) | self._shared(own)
 
     def _shared(self, own: _Noted) -> _Sums:
-        """Returns the checksums of this rank's own values which other ranks hold too."""
+        """Returns the checksums of this rank's own values that other ranks hold too."""
         return {copy: mark.sum for copy, mark in own.items()} if self._has_copies else {}
 
     def _own_values(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> Iterator[_Own]:
@@ -452,7 +452,7 @@ class ReplicaCheck:
 
     def _state(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> Iterator[_Own]:
         """Yields master weights and optimizer state in memory."""
-        # State in files is skipped, because each step would read it from disk.
+        # Skip state in files, because each step would read the files.
         if self._holder.is_in_files:
             return
         for row in (row for bucket in buckets for row in bucket.rows):
@@ -623,7 +623,7 @@ def _at_fault(copy: _Copy, values: Mapping[int, int], here: Mapping[int, _Note[i
     if copy.shard >= 0:
         expected = {rank: theirs.get(copy.shard) for rank, theirs in owned.items() if rank in values}
     else:
-        # Each shard's owners. If replicas already disagreed after the update, they had diverged before.
+        # Each shard's owners. Replicas already different after the update have diverged before.
         by_shard: dict[int, set[int]] = {}
         for theirs in owned.values():
             for shard, value in theirs.items():

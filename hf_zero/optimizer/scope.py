@@ -57,7 +57,7 @@ def kept_by_parameter(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] |
 def find_scope(optimizer: torch.optim.Optimizer) -> Finding:
     """Finds the optimizer's widest scope over all of its groups, from the table of known classes or by trials of copies.
 
-    Trials do not cover settings which a step looks up by a Parameter's identity.
+    Trials do not cover settings that a step looks up by a Parameter's identity.
     """
     known = known_scope(optimizer)
     if known is not None and not known.wants_trial:

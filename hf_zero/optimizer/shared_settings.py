@@ -1,4 +1,4 @@
-"""Step settings which must be equal on all ranks: compared at the start, and by a digest in each backward."""
+"""Step settings that must be equal on all ranks: compared at the start, and by a digest in each backward."""
 
 import inspect
 import marshal
@@ -67,7 +67,7 @@ class SharedSettings:
 
 
 def _reader_of(optimizer: torch.optim.Optimizer) -> tuple[list[str], Callable[[dict[str, Any]], Sequence[Any]]]:
-    """Returns the names of the compared settings, and a function which reads their values from a group."""
+    """Returns the names of the compared settings, and a function that reads their values from a group."""
     arguments = {name for kind in type(optimizer).__mro__ for name in _arguments_of(kind)}
     names = [
         name

@@ -1,4 +1,4 @@
-"""`optimizer.state` for scripts which look up the state of a whole Parameter, although each rank steps only a shard."""
+"""`optimizer.state` for scripts that look up the state of a whole Parameter, although each rank steps only a shard."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

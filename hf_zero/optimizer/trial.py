@@ -283,7 +283,7 @@ class _EqualDraws(TorchDispatchMode):
 
 @contextmanager
 def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Leaves the script's random numbers as they were, and its gradients to itself."""
+    """Restores the script's random numbers, and hides its gradients from the trial."""
     # An optimizer made of others steps the script's own parameters, which it must find without gradients.
     held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for parameter, _ in held:
@@ -311,7 +311,7 @@ class _Gradients:
         self._generator = torch.Generator().manual_seed(100 + number)
         numel = start.numel()
         self._scale = (1.0, 0.05, 20.0, 1e-3)[number % 4]
-        # Parts of one parameter differ in norm, mean and sign, so that pieces cannot agree by chance.
+        # Parts of one parameter differ in norm, mean and sign, so pieces cannot agree by chance.
         self._ramp = torch.logspace(-1, 1, numel, dtype=torch.float64).view(start.shape)
         self._drift = torch.linspace(1.0, -2.0, numel, dtype=torch.float64).view(start.shape) * self._ramp
 
@@ -338,7 +338,7 @@ class _Gradients:
 
 def _cut(whole: torch.Tensor) -> list[torch.Tensor]:
     flat = whole.reshape(-1)
-    # At no multiple of a block, and so that one piece of a large parameter is small.
+    # Not at a multiple of a block, and with one small piece of a large parameter.
     at = [flat.numel() * 2 // 5] if flat.numel() <= _SMALL_NUMEL else [247, 247 + (flat.numel() - 247) * 2 // 3]
     return list(flat.tensor_split(at))
 

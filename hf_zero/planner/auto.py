@@ -64,7 +64,7 @@ class MicroBatch:
         length: tokens per sample.
         source: where both numbers are from, in words.
         micro_batches: micro-batches per step.
-        sp_size: number of ranks which compute a sequence together.
+        sp_size: number of ranks that compute a sequence together.
     """
 
     rows: int
@@ -82,7 +82,7 @@ class Chosen:
         config: the complete config.
         settings: the chosen settings, nested, without settings set by the user.
         lines: the choice and its reasons, to print.
-        rejected: the settings of the fastest set-up which is too large; None if there is none.
+        rejected: the settings of the fastest set-up that is too large; None if there is none.
     """
 
     config: ZeroConfig
@@ -307,7 +307,7 @@ def _machine(device: torch.device, ranks: int, is_16_bit: bool) -> Machine:
 
 
 def _still_to_come_bytes(device: torch.device, ranks: int) -> int | None:
-    """Returns the bytes on a device which libraries allocate after the plan; None on the host.
+    """Returns the bytes on a device that libraries allocate after the plan; None on the host.
 
     Excludes the device's context, which already exists when free memory is read.
     """

@@ -15,7 +15,7 @@ _WAYS: tuple[Mapping[str, Any], ...] = (
     {"comm": {"gradients": "int8"}},
     {"comm": {"gradients": "int8", "weights": "int8"}},
 )
-"""Settings which send fewer bytes, the most exact first."""
+"""Settings that send fewer bytes, the most exact first."""
 
 _LEAST_BYTES_A_SECOND = 10e6
 """Rate of a slow home network. If fewer bits do not pay off at this rate, no limit is named."""

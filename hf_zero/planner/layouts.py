@@ -29,7 +29,7 @@ class PlannedBucket:
     """A bucket in the engine's layout.
 
     Attributes:
-        unit: the modules of the stage 3 unit which gathers the bucket; "" for the root's, and for buckets in no unit.
+        unit: the modules of the stage 3 unit that gathers the bucket; "" for the root's, and for buckets in no unit.
         cost: the bucket's bytes per element and its layout.
         passing_bytes: bytes of a gather in addition to the shard; 0 if the bucket is whole all the time.
         gathered_bytes: bytes of the whole bucket in the dtype of the gather.
@@ -110,7 +110,7 @@ def lay_out(
     experts: Collection[nn.Parameter] = (),
     expert_ranks: int = 1,
 ) -> Layout:
-    """Returns the buckets which the engine would make of a model.
+    """Returns the buckets that the engine would make of a model.
 
     Args:
         model: the model, on any device.

@@ -1,4 +1,4 @@
-"""Settings of other packages which save memory in addition to sharding, and the first ones with which a set-up fits."""
+"""Settings of other packages that save memory in addition to sharding, and the first ones with which a set-up fits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -209,7 +209,7 @@ def make_plan(
 
 
 def _advice_on_links(job: Job, choice: Choice, request: PlanRequest) -> list[str]:
-    """Returns a line that says whether fewer bits pay off for the recommended set-up; [] if its step time is unknown."""
+    """Returns a line on whether fewer bits pay off for the recommended set-up; [] if its step time is unknown."""
     chosen, activations = choice.candidate, job.activations
     if chosen is None or chosen.step is None or activations is None or request.data_ranks == 1:
         return []

@@ -57,7 +57,7 @@ class Machine:
         link_bytes_a_second: bandwidth of the links between nodes per rank; a ring uses the links of all ranks of a node.
         memory_bytes_a_second: bandwidth of the accelerator's memory, which limits an optimizer step.
         host_bytes_a_second: bandwidth between an accelerator and host memory.
-        host_step_bytes_a_second: bytes of state which a rank's share of a host steps per second.
+        host_step_bytes_a_second: bytes of state that a rank's share of a host steps per second.
         disk_bytes_a_second: bandwidth of a node's disk.
     """
 
@@ -357,7 +357,7 @@ class Choice:
 
     Attributes:
         candidate: the recommended set-up; None if all are too large.
-        rejected: the fastest set-up which is too large; if all are, the one with the least memory; None if none is.
+        rejected: the fastest set-up that is too large; if all are, the one with the least memory; None if none is.
         close: the fastest set-up close to the memory limit and not recommended; None if there is none.
         claim: why the candidate is recommended, as a predicate such as "fits and is fastest".
         why: the reasons, as lines to print.
@@ -371,7 +371,7 @@ class Choice:
 
 
 SIMPLER = 0.03
-"""A step which is faster by this fraction does not justify a higher stage, a different tier or fewer bits."""
+"""A step that is faster by this fraction does not justify a higher stage, a different tier or fewer bits."""
 
 
 def choose(candidates: Sequence[Candidate], room: Room) -> Choice:

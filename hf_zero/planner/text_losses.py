@@ -16,7 +16,7 @@ from ..hooks.tensors import differentiable_tensors
 _TRAINERS = "sentence_transformers.base.trainer"
 _GATHERS = "sentence_transformers.util.distributed"
 _BESIDE_COLUMNS = ("dataset_name", "prompt", "task")
-"""Keys of a batch which a Trainer removes before collecting the columns of texts."""
+"""Keys of a batch that a Trainer removes before collecting the columns of texts."""
 
 
 class TextLoss(nn.Module):

@@ -82,14 +82,14 @@ def trace(
 
     Args:
         model: the model.
-        batch: keyword arguments of the model's forward, on any device including meta; or a function which makes them.
+        batch: keyword arguments of the model's forward, on any device including meta; or a function that makes them.
         shape: the micro-batch's shape, in words.
         tokens: the micro-batch's elements on a rank.
         autocast: the dtype of mixed precision; None without.
         param_dtype: the config's dtype of floating-point parameters; `auto` does not change them.
         recomputes: whether activation checkpointing is on, regardless of the model's own state.
         on_host: whether training runs on the host.
-        sp_size: number of ranks which compute each sequence together; counts one rank's part.
+        sp_size: number of ranks that compute each sequence together; counts one rank's part.
 
     Raises:
         PlanError: the model cannot be copied, or its forward needs values.
@@ -130,7 +130,7 @@ def trace(
                 # An operation may lack a fake implementation on a GPU but have one on the host.
                 _log.info("hf_zero: activations are counted as on the host (%s: %s).", type(error).__name__, error)
                 continue
-            # The model's code may read values which fake tensors do not have.
+            # The model's code may read values, which fake tensors lack.
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise PlanError(
                 f"hf_zero: activations of {type(model).__name__} cannot be traced without values ({type(error).__name__}: "
@@ -151,7 +151,7 @@ def _traced(
     recomputes: bool,
     on_host: bool,
 ) -> Activations:
-    """Traces with fake tensors which claim to be on `device`."""
+    """Traces with fake tensors claiming to be on `device`."""
     mode, like = FakeTensorMode(allow_non_fake_inputs=True), partial(_like, device=device)
     living = _LivingBytes(_vocabulary_of(model), tiles=_TILES_ON_HOST if on_host else 1)
     fake = _without_memory(model, mode, living, None if param_dtype == AUTO else getattr(torch, param_dtype), like)
@@ -228,7 +228,7 @@ def _vocabulary_of(model: nn.Module) -> int | None:
 
 # ---- Chunked losses, which never have all logits ----
 #
-# TRL's trainers replace a model's forward by one which computes the loss from `lm_head.weight` tile by tile, if the batch asks
+# TRL's trainers replace a model's forward by one that computes the loss from `lm_head.weight` tile by tile, if the batch asks
 # for it. On the host a trace asks for it, too. Liger's kernels, and TRL's on an accelerator, need values. For them, the trace
 # restores the class's forward in its copy of the model, and excludes this forward's logits from the figures.
 
@@ -270,7 +270,7 @@ def _loss_of(outputs: Any) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None, *, device: torch.device) -> torch.Tensor:
-    """Returns an empty tensor of this shape on the device, with `dtype` if it is floating-point."""
+    """Returns an empty tensor of this shape on the device, with `dtype` if floating-point."""
     is_cast = dtype is not None and tensor.is_floating_point()
     return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=device)
 
@@ -302,7 +302,7 @@ def _beside(held: Any, living: "_LivingBytes", copies: dict[int, Any], like: Lik
 def _without_memory(
     model: nn.Module, mode: FakeTensorMode, living: "_LivingBytes", dtype: torch.dtype | None, like: Like
 ) -> nn.Module:
-    """Returns a copy of the model with fake parameters and buffers, which drops each gradient as it arrives.
+    """Returns a copy of the model with fake parameters and buffers, which drops each arriving gradient.
 
     The copy has no module hooks, because a script's own hooks would count, log or store this pass as a training step.
     """
@@ -337,7 +337,7 @@ def _without_memory(
 
 
 class _LivingBytes(TorchDispatchMode):
-    """Counts the bytes of storages while they live, and floating-point operations.
+    """Counts the bytes of live storages, and floating-point operations.
 
     Args:
         vocabulary: vocabulary size of the model's head, by which logits are recognized.
@@ -359,7 +359,7 @@ class _LivingBytes(TorchDispatchMode):
         self._left_out: list[torch.UntypedStorage] = []
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """Excludes a tensor which exists all the time, such as a parameter."""
+        """Excludes a permanent tensor, such as a parameter."""
         storage = tensor.untyped_storage()
         # Keep the storage alive: a forward may drop it (`p.data = ...`), and a new storage could get the same id.
         self._left_out.append(storage)
@@ -456,7 +456,7 @@ _LIMITED = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 
 
 def free_for_training(device: torch.device) -> int:
-    """Returns the bytes which this rank can still allocate on its training device; on the host, its share of the free memory.
+    """Returns the bytes that this rank can still allocate on its training device; on the host, its share of the free memory.
 
     On the host this is the minimum over the system's free memory, the control group's limit, and the process's own limits.
     """
