@@ -328,7 +328,7 @@ class GatheredDtypes:
 # ---- The cost of an accelerator's collective, and the bucket size derived from it ----
 #
 # [Note: the size of buckets] A collective of b bytes costs latency + b / bandwidth. Gradients of n bytes are reduced in n / b
-# buckets after the start of backward. If the links are the bottleneck, all buckets cost (n / b) x latency + n / bandwidth. Two
+# buckets during backward. If the links are the bottleneck, all buckets cost (n / b) x latency + n / bandwidth. Two
 # more parts cannot be hidden: backward computes the first b bytes before any reduction starts, and the reduction of the last b
 # bytes starts after backward has ended. With b / bandwidth for the last reduction, the sum is smallest at b = sqrt(n x latency
 # x bandwidth). The minimum is flat: half or twice the size adds a quarter to the parts that depend on b, so the constants

@@ -94,8 +94,8 @@ class Transport(ABC):
     Attributes:
         adds_in_wider: whether a reduce-scatter into a wider dtype adds in the wider dtype, and so rounds less. Otherwise the sum
             is first rounded to the dtype of the summands.
-            watch: knows which collective this rank is waiting in.
-            wire: notes checksums of the sent and received messages; None to note nothing.
+        watch: knows which collective this rank is waiting in.
+        wire: notes checksums of the sent and received messages; None to note nothing.
     """
 
     adds_in_wider: bool = False
@@ -193,9 +193,8 @@ class DataParallelGroup:
 
     Attributes:
         groups, transport: of these ranks.
-            all_groups, all_transport: of all ranks with this part. With `comm.sync_every` there are more of them than in
-            `groups`, and
-                only outer steps make the values of all of them equal.
+        all_groups, all_transport: of all ranks with this part. With `comm.sync_every` there are more of them than in
+            `groups`, and only outer steps make the values of all of them equal.
     """
 
     groups: Groups

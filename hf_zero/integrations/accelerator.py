@@ -684,9 +684,10 @@ _CALLED = "_hf_zero_called"
 
 
 def _mark_prepared(model: Any, is_prepared: bool) -> None:
-    """Sets accelerate's mark. accelerate skips a marked model, even under different settings and without DDP.
+    """Sets accelerate's mark. accelerate skips a marked model even if its settings are new.
 
-    Under DDP the wrapper has the mark; here it would be on the script's own model.
+    Under DDP the wrapper has the mark. Here it would be on the script's own model, and a plain Accelerator would later train this
+    model without DDP.
     """
     model._is_accelerate_prepared = is_prepared
 
@@ -713,9 +714,9 @@ def _sets_of(
     """Divides models and their waiting optimizers into sets without common parameters.
 
     Args:
-            models: the prepared models, in order.
-            waiting: the optimizers that are not yet in an engine.
-            engines: the models of one of these engines stay in one set.
+        models: the prepared models, in order.
+        waiting: the optimizers that are not yet in an engine.
+        engines: the models of one of these engines stay in one set.
     """
     # A model prepared for evaluation, like any other, may be a submodule of a trained model.
     by_use = sorted(models, key=lambda model: bool(model.__dict__.get(_EVALUATED)))

@@ -554,8 +554,7 @@ class ZeroTrainerMixin(_TrainerBase):
             return True
         engine = _only_engine(self)
         if has_row_weights(folder) or not is_whole:
-            # Each rank reads its own part once it has an engine: now after training, otherwise together with the optimizer's
-            # state.
+            # Each rank reads its own part: here after training, otherwise together with the optimizer's state.
             if engine is not None:
                 load_weights_into(engine, folder)
             self._issue_warnings_after_load(_nothing_missing())
