@@ -122,7 +122,7 @@ def leave(engines: Sequence[ZeroEngine], *, waits: bool = False) -> None:
     if at_work:
         logger.warning(
             f"hf_zero: rank {dist.get_rank()} has come to the end of its script and ends now, while ranks {at_work} are still at "
-            "work. What they have yet to do together with it fails."
+            "work. Their later collectives with this rank will fail."
         )
 
 

@@ -191,8 +191,8 @@ def warn_of_scaled_schedule(accelerator: Accelerator, folder: Path) -> None:
     if saved not in (None, now) and scaled:
         logger.warning(
             f"hf_zero: accelerate has stepped the learning rate's schedule {saved} times a step, once for each process, and now "
-            f"does {now} times: it goes on at another place of the schedule than it had come to. Make the Accelerator with "
-            "step_scheduler_with_optimizer=False, and call scheduler.step() where accelerator.sync_gradients.",
+            f"steps it {now} times a step, so the resumed schedule jumps. Make the Accelerator with "
+            "step_scheduler_with_optimizer=False, and call scheduler.step() if accelerator.sync_gradients is true.",
             main_process_only=True,
         )
 

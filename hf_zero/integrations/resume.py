@@ -229,8 +229,8 @@ def parts_elsewhere(folder: Path, rank: int, world_size: int) -> list[str]:
     if not manifest.elsewhere or (manifest.world_size == world_size and own not in manifest.elsewhere):
         return []
     return [
-        f"each host has a part of it, of {manifest.world_size} ranks, and rank {rank} of {world_size} has not its own here "
-        "(an output_dir that all hosts share has no such parts)"
+        f"each host has a part of it, of {manifest.world_size} ranks, and the part of rank {rank} of {world_size} is not here "
+        "(an output_dir shared by all hosts has no such parts)"
     ]
 
 

@@ -382,7 +382,7 @@ class ReplicaCheck:
         changed = [words for words in kinds if sum(theirs.get(words, 0) for theirs in of_ranks) % WRAPS]
         raise ReplicasDivergedError(
             f"hf_zero: ranks have not received what others sent, by step {step}: {', '.join(changed[:_LISTED])}. The network or "
-            "the memory of a rank is broken. Resume from a checkpoint from before; see docs/troubleshooting.md."
+            "the memory of a rank is broken. Resume from an earlier checkpoint; see docs/troubleshooting.md."
         )
 
     # ---- the values of this rank ----
@@ -487,8 +487,8 @@ class ReplicaCheck:
         culprits = f" The copy of {in_words(found.at_fault, _LISTED)} has changed by itself." if found.at_fault else ""
         raise ReplicasDivergedError(
             f"hf_zero: the ranks' copies of the parameters have diverged by step {step}: the first that differs is "
-            f"{found.copy}, {when}.{culprits} Ranks with the same values: {listed}. Resume from a checkpoint from "
-            "before; see docs/troubleshooting.md."
+            f"{found.copy}, {when}.{culprits} Ranks with the same values: {listed}. Resume from an earlier checkpoint; "
+            "see docs/troubleshooting.md."
         )
 
 
@@ -538,7 +538,7 @@ def _first_change(rank: int, notes: Sequence[_Note[int]]) -> _Change | None:
 def _refuse_change(change: _Change) -> None:
     raise ReplicasDivergedError(
         f"hf_zero: {change.copy} has changed by itself on rank {change.rank}, between the updates of steps {change.since} and "
-        f"{change.step + 1}: its memory is broken, or a script wrote through `.data`. Resume from a checkpoint from before; "
+        f"{change.step + 1}: its memory is broken, or a script wrote through `.data`. Resume from an earlier checkpoint; "
         "see docs/troubleshooting.md."
     )
 
@@ -570,7 +570,7 @@ def _refuse_lone_writes(of_ranks: Mapping[int, Sequence[_Effects]], notes: Seque
             if effect is _Effect.ONE_BIT and len(writes) == 1:
                 raise ReplicasDivergedError(
                     f"hf_zero: one bit of {kind} of {name!r} has changed on rank {ranks[0]}, {when}, and no other "
-                    "optimizer state of any rank. Resume from a checkpoint from before; see docs/troubleshooting.md."
+                    "optimizer state of any rank. Resume from an earlier checkpoint; see docs/troubleshooting.md."
                 )
 
 

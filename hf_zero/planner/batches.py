@@ -46,7 +46,7 @@ def batch_of(model: nn.Module, rows: int, length: int) -> dict[str, Any]:
         inputs[main] = torch.zeros((rows, bins, frames), dtype=_dtype_of(model))
     else:
         raise PlanError(
-            f"hf_zero: {type(inner).__name__} reads {main!r}, of which no batch is known here. Give make_plan a model and its "
+            f"hf_zero: {type(inner).__name__} reads {main!r}, and its batches are not known here. Give make_plan a model and its "
             "`batch`."
         )
     inputs |= _labels(inner, rows, length)

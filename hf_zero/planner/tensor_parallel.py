@@ -98,7 +98,7 @@ def _cut(dims: int, name: str, style: str | None) -> tuple[int | None, int]:
     }
     if style not in cuts:
         raise PlanError(
-            f"hf_zero: the model's tp_plan has the style {style!r}, of which the planner does not know how it cuts; known are "
+            f"hf_zero: the model's tp_plan has the style {style!r}, which the planner does not know; known styles: "
             f"{', '.join(sorted(str(each) for each in cuts if each))}."
         )
     return cuts[style]
