@@ -2,6 +2,7 @@
 
     python scripts/bench/offload.py --nvme-path /a/folder/on/the/disk      # 1.2 B parameters on a GPU, 30 M on a CPU
     python scripts/bench/offload.py --model tiny --steps 2                 # does the harness run?
+    python scripts/bench/offload.py --timeline --picture timeline.png      # a step on a simulated device; see timeline.py
 
 Each way runs in its own process, in turns, several times; figures are medians over all steps. The model is on the GPU if there is
 one. A peer that is not installed or does not run here is reported once and left out. The page cache is bypassed if the file
@@ -23,6 +24,7 @@ from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
+import timeline
 import torch
 from engines import (
     DEFAULT_LEARNING_RATE,
@@ -307,7 +309,22 @@ def main() -> int:
         threads=(int, "of torch on the CPU; torch's own number by default"),
         nvme_path=(str, "a folder on the disk to measure; a temporary one by default"),
         minutes=(9.0, "after which no more is begun"),
+        timeline=(False, "a step on a simulated device, span by span; the options below belong to it"),
+        models=(list, "default: bert-base and gpt2", list(timeline.PLAIN_MS)),
+        links=([25.0, 54.0], "GB/s in each direction"),
+        host_gbs=(timeline.HOST_GBS, "GB/s of the host in a fused AdamW step"),
+        script_threads=(0, "threads of the script, outside of the engine's steps; 0: all cores of the rank"),
+        optimizer=("adamw", None, list(timeline.OPTIMIZERS)),
+        moments=("fp32", None, ["fp32", "8bit"]),
+        accumulation=(1, "micro-batches a step"),
+        clip=(True, "by a norm of 1"),
+        picture=(str, "a file to draw the steps in"),
     )
+    if options.timeline:
+        figures = timeline.compare(options)
+        if options.json:
+            keep("timeline", describe_run(options), {"kind": "timeline", "figures": figures}, options.json)
+        return 0 if all(each["equal"] for each in figures.values()) else 1
     options.model = options.model or ("30m" if here().type == "cpu" else "1.2b")
     figures, is_well = compare(options, time.monotonic() + 60 * options.minutes)
     run = describe_run(options)

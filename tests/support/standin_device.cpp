@@ -10,6 +10,7 @@
 //   the host's.
 // - Where the host waits for a device, and how much host memory is locked for copies, is noted.
 // - Who uses which memory, in which order, can be traced (standin_trace.cpp).
+// - When a device with slower or faster links would have done its work can be computed (standin_clock.cpp).
 // - What would make a context on a device (500 MB on a GPU) is noted, and refused on devices that a process is to keep off.
 #include "standin_device.h"
 
@@ -106,6 +107,7 @@ std::map<char*, Block>::iterator block_of(const void* address) {
 
 void release(void* address) {
   if (!address) return;
+  Excluded excluded;
   trace("free", "", "", {{uint64_t(address), uint64_t(address) + 1, true}});
   Locked guard;
   auto block = blocks.find((char*)address);
@@ -116,6 +118,7 @@ void release(void* address) {
 }
 
 void* map(size_t nbytes) {
+  Excluded excluded;
   Locked guard;
   const size_t page = sysconf(_SC_PAGESIZE), mapped = (nbytes + page - 1) / page * page;
   TORCH_CHECK_WITH(OutOfMemoryError, held + mapped <= kCapacity, "out of memory on the stand-in device");
@@ -123,7 +126,7 @@ void* map(size_t nbytes) {
   TORCH_CHECK(address != MAP_FAILED, "mmap failed");
   memset(address, 0xff, mapped);
   // While a trace is kept, the trace tells who uses the memory: to close it costs a fifth of the time.
-  const bool is_guarded = !tracing;
+  const bool is_guarded = !tracing && !timing;
   if (is_guarded) mprotect(address, mapped, PROT_NONE);
   blocks[(char*)address] = {current_device, mapped, is_guarded};
   held += mapped;
@@ -213,6 +216,8 @@ struct Event {
   StreamKey stream;
   int64_t reached_after;
   Holds holds;
+  double time;       // at which it is reached
+  std::string label; // of the last copy before it
 };
 
 std::map<StreamKey, Stream> streams;
@@ -314,6 +319,7 @@ bool defer(const at::Tensor& source, const at::Tensor& target, StreamKey key) {
   const bool to_host = target.device().is_cpu(), at_once = key.second == 0;
   if (tracing || target.numel() == 0 || (to_host ? blocks_the_host(target) : at_once)) return false;
   if (at_once) settle(key);
+  Excluded excluded;
   Locked guard;
   Opened opened;
   opened.add(source);
@@ -367,18 +373,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Locked guard;
     timed_events += flag == c10::EventFlag::BACKEND_DEFAULT;
     if (!*event) *event = new Event();
-    *(Event*)*event = {id, key_of(at), queued_on(key_of(at)), streams[key_of(at)].holds};
+    *(Event*)*event = {id, key_of(at), queued_on(key_of(at)), streams[key_of(at)].holds, end_of(key_of(at)), label_of(key_of(at))};
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete (Event*)event; }
   void block(void* event, const c10::Stream& by) const override {
     if (!event) return;
-    auto& [id, stream, reached_after, holds] = *(Event*)event;
+    auto& [id, stream, reached_after, holds, time, label] = *(Event*)event;
     trace("take", name_of(key_of(by)), id);
+    time_block(key_of(by), time, label);
     if (stream.second != 0) advance(stream, reached_after);
     else if (stream != key_of(by))
       for (auto& hold : holds) push(key_of(by), {std::nullopt, hold});
   }
   bool queryEvent(void* event) const override {
+    if (timing && event) {
+      if (!is_reached(((Event*)event)->time)) return false;
+      advance(((Event*)event)->stream, ((Event*)event)->reached_after);
+    }
     Locked guard;
     return !event || streams[((Event*)event)->stream].done >= ((Event*)event)->reached_after;
   }
@@ -388,6 +399,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     trace("take", "", ((Event*)event)->id);
     note_wait(stream.second == 0 ? "an event of a device's own stream" : "an event of a side stream");
     advance(stream, ((Event*)event)->reached_after);
+    wait_until(((Event*)event)->time, ((Event*)event)->label);
   }
   bool queryStream(const c10::Stream& of) const override {
     Locked guard;
@@ -397,6 +409,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     note_wait("a stream");
     trace("join", "", name_of(key_of(of)));
     advance(key_of(of));
+    wait_until(end_of(key_of(of)), label_of(key_of(of)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     note_wait("a device");
@@ -413,6 +426,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     for (auto& hold : holds)
       if (auto running = hold.lock()) running->settle();
     for (auto key : keys) advance(key);
+    wait_for_device(device);
   }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
 };

@@ -1,6 +1,7 @@
 // What the stand-in device's parts know of each other.
 #pragma once
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
 #include <pybind11/pybind11.h>
 
@@ -62,11 +63,6 @@ extern std::vector<std::pair<int, std::string>> waits;
 
 void note_wait(const std::string& what);
 
-// An operator, whose own copies are no waits.
-struct Computing {
-  Computing();
-  ~Computing();
-};
 
 extern thread_local int computing; // such operators that this thread is in
 extern int64_t timed_events;       // events that note the time when they are reached, so far
@@ -180,6 +176,45 @@ void trace(const char* kind, std::string actor = "", std::string id = "", std::v
 
 std::string name_of(StreamKey stream);
 
+// Whether an operator reads or writes memory itself, and leaves it to no other operator.
+bool is_a_leaf(const c10::OperatorHandle& op);
+
 void define_trace(pybind11::module& module);
+
+// ---- a clock ----
+
+extern std::atomic<bool> timing;
+
+// What this thread does meanwhile is the stand-in's work, and not the host's.
+class Excluded {
+ public:
+  Excluded();
+  ~Excluded();
+  Excluded(const Excluded&) = delete;
+};
+
+// An operator, whose own copies are no waits.
+struct Computing {
+  Computing();
+  ~Computing();
+  Excluded excluded;
+};
+
+// The time at which a stream has done all that it has been asked for, and the label of its last copy.
+double end_of(StreamKey stream);
+std::string label_of(StreamKey stream);
+
+void time_launch();
+void time_copy(StreamKey stream, bool down, size_t nbytes, bool waits);
+
+// A stream waits for a time, the end of something.
+void time_block(StreamKey by, double end, const std::string& what);
+
+// The host waits.
+void wait_until(double end, const std::string& what);
+void wait_for_device(c10::DeviceIndex device);
+bool is_reached(double end);
+
+void define_clock(pybind11::module& module);
 
 } // namespace standin

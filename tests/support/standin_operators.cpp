@@ -104,6 +104,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const bool down = target.device().is_cpu(), crosses = down || source.device().is_cpu();
   const bool waits = target.numel() && crosses && (!non_blocking || (down && !is_pinned(target.data_ptr())));
   if (waits) note_wait(down ? "a copy to the host" : "a copy from the host");
+  if (crosses && !computing) time_copy(stream, down, target.nbytes(), waits);
   if (tracing && !computing) {
     std::vector<Access> accesses;
     note_access(accesses, source, false);
@@ -137,6 +138,7 @@ at::Scalar item(const at::Tensor& tensor) {
   touch(tensor.device().index());
   settle(current_stream(tensor.device().index()));
   advance(current_stream(tensor.device().index()));
+  wait_until(end_of(current_stream(tensor.device().index())), "a value");
   Opened opened;
   opened.add(tensor);
   return on_host(tensor).item();
@@ -186,6 +188,8 @@ at::Tensor reshape_alias(const at::Tensor& tensor, c10::SymIntArrayRef size, c10
 bool has_compatible_shallow_copy_type(const at::Tensor&, const at::Tensor&) { return true; }
 
 void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  time_launch();
+  Excluded excluded;
   bool here = false;
   std::set<c10::DeviceIndex> there;
   auto look = [&](const at::Tensor& tensor) {
@@ -303,4 +307,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("host_unregister", &host_unregister);
   define_communicator(module);
   define_trace(module);
+  define_clock(module);
 }

@@ -46,16 +46,6 @@ std::string where_now() {
   return found;
 }
 
-// What reads or writes memory itself, and leaves it to no other operator, which would be seen too.
-bool is_a_leaf(const c10::OperatorHandle& op) {
-  const auto& schema = op.schema();
-  if (schema.name() == "aten::copy_") return true;
-  if (schema.name() == "aten::set_" || schema.name() == "aten::resize_") return false;
-  const bool is_view = !schema.is_mutable() && std::any_of(schema.returns().begin(), schema.returns().end(),
-                                                           [](auto& each) { return each.alias_info() != nullptr; });
-  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !is_view;
-}
-
 // Operators of the host, some of whose memory is pinned. What the stand-in's own operators do there, no host would.
 std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& function) {
   const auto name = function.operator_name();
@@ -73,6 +63,16 @@ std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& funct
 }
 
 } // namespace
+
+// What reads or writes memory itself, and leaves it to no other operator, which would be seen too.
+bool is_a_leaf(const c10::OperatorHandle& op) {
+  const auto& schema = op.schema();
+  if (schema.name() == "aten::copy_") return true;
+  if (schema.name() == "aten::set_" || schema.name() == "aten::resize_") return false;
+  const bool is_view = !schema.is_mutable() && std::any_of(schema.returns().begin(), schema.returns().end(),
+                                                           [](auto& each) { return each.alias_info() != nullptr; });
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !is_view;
+}
 
 void note_access(std::vector<Access>& accesses, const at::Tensor& tensor, bool writes) {
   if (!tensor.has_storage() || !tensor.storage().data() || !tensor.numel()) return;

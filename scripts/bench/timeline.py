@@ -1,0 +1,513 @@
+"""A timeline of training steps with offloaded state, on a simulated device: what each bucket waits for, and what is exposed.
+
+`python scripts/bench/offload.py --timeline` runs this. It needs a C++ compiler and ninja, and no accelerator.
+
+The engine's own code runs on the tests' stand-in device. The stand-in's clock (tests/support/standin_clock.cpp) computes when a
+device would have done its work, and nothing sleeps:
+
+- The model has all layers, and half the width and vocabulary: a quarter of the parameters. Rates are divided by the same number,
+  so the times are those of the whole model.
+- A copy occupies the link in its direction for its bytes by `--links`, so both directions may be busy at the same time.
+- The model's kernels last as long as a plain step lasted on an H100 (`PLAIN_MS`). A third is forward, two thirds are backward,
+  distributed over the layers by what they compute. The model itself runs on one short sample.
+- A pass of the host over state lasts for the bytes that it reads and writes, by `--host-gbs`: a pass of AdamW, a norm and a
+  multiplication need less arithmetic than memory. Python counts as it runs here. A kernel's launch costs the host `LAUNCH_S`.
+- Each step is clipped to a norm that is below its own, as most steps of fine-tuning are.
+
+- `--script-threads 1` is a rank that torchrun starts: its script has one thread, whose passes have `THREAD_GBS`, and the engine's
+  steps have the rank's share of the cores. By default, the script has these cores, too.
+
+Threads that compute at the same time do not slow each other down.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from engines import adamw_arguments
+from gpus import MODELS
+from harness import ROOT, print_table
+from ranks import run_alone
+from torch import nn
+
+from hf_zero.offload.host_memory import HostCores
+
+if str(ROOT / "tests" / "support") not in sys.path:
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+PLAIN_MS = {"bert-base": 58.9, "gpt2": 90.3}
+"""A plain loop's step in fp32 on an H100: results/gpu-float32.json."""
+HOST_GBS = 50.0
+"""The rate of the host's memory at which BERT-base takes about as long as on an H100 (153 ms in results/gpu-float32.json)."""
+THREAD_GBS = 12.0
+"""The rate of memory that one thread of a host gets."""
+LAUNCH_S = 5e-6
+"""Seconds that the host needs to start a kernel."""
+FORWARD = 1 / 3
+BUCKET_BYTES = 25 << 20
+MAX_NORM = 1e-3
+SMALLER = {
+    "bert-base": replace(MODELS["bert-base"], n_embd=384, vocab_size=15261, n_head=6, batch_size=1, sequence_length=4),
+    "gpt2": replace(MODELS["gpt2"], n_embd=384, vocab_size=25128, n_head=6, batch_size=1, sequence_length=4),
+}
+"""Models that run, for those of `PLAIN_MS`, and `NUMEL`, the parameters of the latter."""
+NUMEL = {"bert-base": 109_483_778, "gpt2": 124_439_808}
+HEAD = {"bert-base": 0.0, "gpt2": 5.4}
+"""What the head computes, in layers: GPT-2's multiplies by 38.6 million numbers, a layer by 7.1 million."""
+WARMUP_STEPS = 3
+LANES = ("kernel", "down", "up", "host", "host thread", "host waits", "device waits")
+COMPUTED = ("norm", "clip", "step", "early step", "sum")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that lasts: its lane, one of `LANES`; a label; begin and end in ms; of these, the ms that the host computed."""
+
+    lane: str
+    label: str
+    begin_ms: float
+    end_ms: float
+    busy_ms: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        return self.end_ms - self.begin_ms
+
+
+class Cores(HostCores):
+    """The cores of a rank on a simulated host: their number is the rate of a thread's passes."""
+
+    def __init__(self, compiled: ModuleType, script_rate: float, step_rate: float):
+        super().__init__(1)
+        self._compiled = compiled
+        self._script_rate = script_rate
+        self._step_rate = step_rate
+
+    def enter(self) -> None:
+        self._compiled.set_rate(self._step_rate)
+
+    take = enter
+
+    def release(self) -> None:
+        self._compiled.set_rate(self._script_rate)
+
+
+def units_of(model: nn.Module, name: str) -> list[tuple[str, nn.Module, float]]:
+    """The model's parts in forward's order: label, module, and its share of a step's kernels."""
+    if name.startswith("bert"):
+        parts = [
+            ("embeddings", model.bert.embeddings),
+            *_numbered(model.bert.encoder.layer),
+            ("head", model.classifier),
+        ]
+    else:
+        parts = [*_numbered(model.transformer.h), ("head", model.lm_head)]
+    weights = {"embeddings": 0.0, "head": HEAD[name]}
+    total = sum(weights.get(label, 1.0) for label, _ in parts)
+    return [(label, module, weights.get(label, 1.0) / total) for label, module in parts]
+
+
+def _numbered(layers: nn.ModuleList) -> list[tuple[str, nn.Module]]:
+    return [(f"layer {number}", layer) for number, layer in enumerate(layers)]
+
+
+def add_kernels(compiled: ModuleType, model: nn.Module, name: str) -> None:
+    """Makes the parts of the model last: behind what they read in forward, and before their gradients in backward."""
+    plain_s = 1e-3 * PLAIN_MS[name]
+
+    def after(label: str, share: float) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
+            compiled.delay(0, FORWARD * share * plain_s, f"forward {label}")
+            first = output[0] if isinstance(output, tuple) else output
+            first.register_hook(lambda _: compiled.delay(0, (1 - FORWARD) * share * plain_s, f"backward {label}"))
+
+        return hook
+
+    for label, module, share in units_of(model, name):
+        module.register_forward_hook(after(label, share))
+
+
+class Host:
+    """Notes what the engine computes on the host, and makes clocks of threads follow each other.
+
+    Attributes:
+        spans: lane, label, begin, end and the seconds that were computed.
+    """
+
+    def __init__(self, compiled: ModuleType):
+        self._compiled = compiled
+        self._main = threading.get_ident()
+        self._autograd: set[int] = set()
+        self.spans: list[tuple[str, str, float, float, float]] = []
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Runs a backward, which torch does in a thread of its own."""
+        began, thread = self._compiled.now(), 0
+
+        def enter(_gradient: torch.Tensor) -> None:
+            nonlocal thread
+            thread = self._compiled.thread()
+            self._autograd.add(threading.get_ident())
+            self._compiled.catch_up(began)
+
+        loss.register_hook(enter)
+        loss.backward()
+        self._compiled.catch_up(self._compiled.clock_of(thread))
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Replaces functions of the engine by ones that note when they run, until the block ends."""
+        from hf_zero.buckets.bucket import Bucket
+        from hf_zero.offload import copies
+        from hf_zero.optimizer.holder import BucketStep, StepChoice
+        from hf_zero.step.gradient_store import ShardedGradients
+        from hf_zero.step.norm import GradientNorm
+
+        def of_bucket(arguments: tuple) -> str:
+            return f" {arguments[1].layout.index}"
+
+        with ExitStack() as stack:
+            for owner, name, label, describe in (
+                (GradientNorm, "_measure", "norm", None),
+                (StepChoice, "scale_gradients", "clip", None),
+                (BucketStep, "step", "step", of_bucket),
+                (copies, "_add_landed", "sum", None),
+                *self._early(),
+            ):
+                timed = self._timed(getattr(owner, name), label, describe or (lambda _: ""))
+                stack.enter_context(mock.patch.object(owner, name, timed))
+            for owner, name, label in (
+                (ShardedGradients, "_deliver", "gradient"),
+                (Bucket, "write_back", "parameters"),
+            ):
+                place = 1 if owner is ShardedGradients else 0
+                stack.enter_context(mock.patch.object(owner, name, self._labeled(getattr(owner, name), label, place)))
+            stack.enter_context(mock.patch.object(futures.ThreadPoolExecutor, "submit", self._submit))
+            stack.enter_context(mock.patch.object(futures.Future, "result", self._result))
+            yield
+
+    @staticmethod
+    def _early() -> list[tuple]:
+        from hf_zero.early.double import Double
+
+        return [(Double, "step", "early step", None)]
+
+    def _timed(self, call: Callable, label: str, describe: Callable[[tuple], str]) -> Callable:
+        compiled = self._compiled
+
+        def timed(*arguments, **named):
+            begin, busy = compiled.now(), compiled.busy()
+            try:
+                return call(*arguments, **named)
+            finally:
+                lane = "host" if threading.get_ident() in {self._main, *self._autograd} else "host thread"
+                self.spans.append((lane, label + describe(arguments), begin, compiled.now(), compiled.busy() - busy))
+
+        return timed
+
+    def _labeled(self, call: Callable, label: str, place: int) -> Callable:
+        compiled = self._compiled
+
+        def labeled(*arguments, **named):
+            before = compiled.set_label(f"{label} {arguments[place].layout.index}")
+            try:
+                return call(*arguments, **named)
+            finally:
+                compiled.set_label(before)
+
+        return labeled
+
+    @property
+    def _submit(self) -> Callable:
+        compiled, stock = self._compiled, futures.ThreadPoolExecutor.submit
+
+        def submit(pool: futures.ThreadPoolExecutor, call: Callable, *arguments, **named):
+            asked, ended = compiled.now(), []
+
+            def run():
+                compiled.catch_up(asked)
+                try:
+                    return call(*arguments, **named)
+                finally:
+                    ended.append(compiled.now())
+
+            future = stock(pool, run)
+            future.__dict__["ended"] = ended
+            return future
+
+        return submit
+
+    @property
+    def _result(self) -> Callable:
+        compiled, stock = self._compiled, futures.Future.result
+
+        def result(future: futures.Future, timeout: float | None = None):
+            try:
+                return stock(future, timeout)
+            finally:
+                for ended in future.__dict__.get("ended", ()):
+                    compiled.catch_up(ended)
+
+        return result
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, **adamw_arguments(fused=True)),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True),
+}
+
+
+def measure(
+    *,
+    model_name: str,
+    settings: dict[str, Any],
+    optimizer_name: str,
+    link_gbs: float,
+    host_gbs: float,
+    accumulation: int,
+    clips: bool,
+    steps: int,
+    script_threads: int = 0,
+) -> dict[str, Any]:
+    """Takes steps in this process. Returns figures of each step after the warm-up, and the spans of the last one."""
+    import standin_device
+
+    compiled = standin_device.register(standin_device.build())
+    from hf_zero.engine.engine import ZeroEngine
+    from hf_zero.offload import choice
+
+    torch.set_num_threads(1)
+    workload = SMALLER[model_name]
+    model = workload.make_model().to(standin_device.NAME)
+    smaller = NUMEL[model_name] / sum(parameter.numel() for parameter in model.parameters())
+    settings = {"bucket_bytes": round(BUCKET_BYTES / smaller), **settings}
+    optimizer = OPTIMIZERS[optimizer_name](list(model.parameters()))
+    link, memory = 1e9 * link_gbs / smaller, 1e9 * host_gbs / smaller
+    script = min(memory, 1e9 * THREAD_GBS * script_threads / smaller) if script_threads else memory
+    cores = Cores(compiled, script, memory)
+    cores.release()
+    with mock.patch.object(choice, "choose_host_cores", lambda device: cores):
+        engine = ZeroEngine(model, [optimizer], settings)
+    add_kernels(compiled, model, model_name)
+    host = Host(compiled)
+    batches = [
+        {name: values.to(standin_device.NAME) for name, values in workload.make_batch(0, number).items()}
+        for number in range(accumulation)
+    ]
+    marks, losses = [], []
+    with host.noting():
+        compiled.start_clock(link, link, memory, LAUNCH_S)
+        # One more, which shows when the last one ends.
+        for _ in range(WARMUP_STEPS + steps + 1):
+            marks.append((compiled.now(), time.process_time()))
+            for number, batch in enumerate(batches):
+                with ExitStack() as stack:
+                    if number + 1 < len(batches):
+                        stack.enter_context(engine.no_sync())
+                    loss = model(**batch).loss / len(batches)
+                    host.backward(loss)
+                losses.append(loss.detach())
+            if clips:
+                engine.clip_grad_norm_(MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        spans = compiled.end_clock()
+    found = [Span(kind, label, 1e3 * begin, 1e3 * end) for kind, label, _, begin, end in spans]
+    found += [Span(lane, label, 1e3 * begin, 1e3 * end, 1e3 * busy) for lane, label, begin, end, busy in host.spans]
+    first = units_of(model, model_name)[0][0]
+    begins = [span.begin_ms for span in found if span.lane == "kernel" and span.label == f"forward {first}"]
+    steps_ms = list(zip(begins[::accumulation], begins[accumulation::accumulation]))[WARMUP_STEPS:]
+    early = engine.memory_report().early
+    engine.close()
+    return {
+        "early": early and vars(early),
+        "steps": [_figures(found, begin, end, accumulation * PLAIN_MS[model_name]) for begin, end in steps_ms],
+        "spans": [
+            replace(span, begin_ms=span.begin_ms - steps_ms[-1][0], end_ms=span.end_ms - steps_ms[-1][0]).__dict__
+            for span in found
+            if span.end_ms > steps_ms[-1][0] and span.begin_ms < steps_ms[-1][1] + FORWARD * PLAIN_MS[model_name]
+        ],
+        "smaller": smaller,
+        "losses": [loss.item() for loss in losses],
+        "device_peak_bytes": compiled.peak(),
+        "pinned_bytes": compiled.most_pinned(),
+    }
+
+
+def _figures(spans: list[Span], begin_ms: float, end_ms: float, kernels_ms: float) -> dict[str, float]:
+    """Figures of the step from one forward's begin to the next one's."""
+    mine = [span for span in spans if begin_ms <= span.begin_ms < end_ms]
+    totals: dict[str, float] = defaultdict(float)
+    for span in mine:
+        if span.lane in ("host", "host thread"):
+            totals[span.label.rstrip("0123456789 ")] += span.busy_ms
+        else:
+            totals[span.lane] += span.ms
+    return {
+        "whole_ms": end_ms - begin_ms,
+        "exposed_ms": end_ms - begin_ms - kernels_ms,
+        **{
+            f"{name.replace(' ', '_')}_ms": totals[name]
+            for name in (*COMPUTED, "down", "up", "host waits", "device waits")
+        },
+    }
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians over all steps of all runs."""
+    steps = [step for run in runs for step in run["steps"]]
+    found = {name: median(step[name] for step in steps) for name in steps[0]}
+    host = sum(found[f"{name.replace(' ', '_')}_ms"] for name in COMPUTED)
+    moved = found["down_ms"] + found["up_ms"] + host
+    return found | {
+        "host_ms": host,
+        "moved_ms": moved,
+        "exposed_share": found["exposed_ms"] / moved if moved else None,
+        "slowest_ms": max(step["whole_ms"] for step in steps),
+        "fastest_ms": min(step["whole_ms"] for step in steps),
+        "device_peak_bytes": max(run["device_peak_bytes"] for run in runs),
+        "pinned_bytes": max(run["pinned_bytes"] for run in runs),
+    }
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    columns = [
+        ("way", "way"),
+        ("step ms", "whole_ms", ".1f"),
+        ("fastest", "fastest_ms", ".0f"),
+        ("slowest", "slowest_ms", ".0f"),
+        ("of plain", "ratio", ".2f"),
+        ("exposed", "exposed_ms", ".1f"),
+        ("% of copies and host", lambda row: 100 * row["exposed_share"] if row["exposed_share"] else None, ".0f"),
+        ("down", "down_ms", ".1f"),
+        ("up", "up_ms", ".1f"),
+        *((name, f"{name.replace(' ', '_')}_ms", ".1f") for name in COMPUTED),
+        ("device MiB", "device_peak_bytes", ",.0f", 2**20),
+        ("pinned MiB", "pinned_bytes", ",.0f", 2**20),
+    ]
+    print_table(title, columns, rows, width=200)
+
+
+def show_buckets(title: str, spans: list[Span]) -> None:
+    """Prints when each bucket's gradient is copied, when it is stepped and when its parameters are copied, and all waits."""
+    rows: dict[int, dict[str, Any]] = defaultdict(dict)
+    for span in spans:
+        kind, _, number = span.label.rpartition(" ")
+        if span.lane in ("down", "up", "host") and kind in ("gradient", "step", "parameters") and span.begin_ms >= 0:
+            first = rows[int(number)].setdefault(kind, span)
+            rows[int(number)][kind] = replace(first, end_ms=max(first.end_ms, span.end_ms))
+    columns = [("bucket", "bucket")]
+    for kind, heading in (("gradient", "gradient down"), ("step", "host step"), ("parameters", "parameters up")):
+        columns += [(heading, kind)]
+    found = [
+        {"bucket": str(number)}
+        | {
+            kind: f"{row[kind].begin_ms:.1f} - {row[kind].end_ms:.1f}" if kind in row else None
+            for kind in ("gradient", "step", "parameters")
+        }
+        for number, row in sorted(rows.items())
+    ]
+    print_table(f"{title}: ms from the step's first kernel", columns, found)
+    waits = [span for span in spans if span.lane in ("host waits", "device waits") and span.ms > 0.05]
+    for span in sorted(waits, key=lambda span: span.begin_ms):
+        who = span.lane.removesuffix(" waits")
+        print(f"{span.begin_ms:8.1f} ms: the {who} waits {span.ms:.1f} ms for {span.label or 'its kernels'}")
+
+
+COLORS = {
+    "forward": "tab:blue",
+    "backward": "tab:cyan",
+    "gradient": "tab:orange",
+    "parameters": "tab:green",
+    "norm": "tab:red",
+    "clip": "tab:pink",
+    "step": "tab:purple",
+    "early": "tab:olive",
+    "sum": "tab:brown",
+}
+
+
+def draw(path: Path, runs: list[tuple[str, list[Span]]]) -> None:
+    """Draws one step of each run, one below the other: a bar for each span, by lane."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    figure, axes = pyplot.subplots(len(runs), 1, sharex=True, squeeze=False, figsize=(14, 0.8 + 2.4 * len(runs)))
+    for axis, (title, spans) in zip(axes[:, 0], runs):
+        lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]
+        for span in spans:
+            kind = span.label.split(" ")[0]
+            place = lanes.index(span.lane)
+            color = COLORS.get(kind, "lightgray") if "waits" not in span.lane else "lightgray"
+            axis.barh(place, span.ms, left=span.begin_ms, height=0.8, color=color, edgecolor="white", linewidth=0.4)
+            number = span.label.rpartition(" ")[2]
+            if number.isdigit() and span.lane in ("down", "up", "host") and span.ms > 1.2:
+                middle = span.begin_ms + span.ms / 2
+                axis.text(middle, place, number, ha="center", va="center", fontsize=6, color="white")
+        axis.set_yticks(range(len(lanes)), lanes)
+        axis.invert_yaxis()
+        axis.set_title(title, loc="left", fontsize=10)
+    axes[-1, 0].set_xlabel("ms from the step's first kernel")
+    used = {span.label.split(" ")[0] for _, spans in runs for span in spans if "waits" not in span.lane}
+    handles = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in used]
+    figure.legend(handles=handles, loc="upper right", ncol=len(handles), fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    print(f"drawn in {path}")
+
+
+def ways_of(options: Any) -> dict[str, dict[str, Any]]:
+    """Settings by name. The first is a step without offload."""
+    moments = {"moments": options.moments} if options.moments != "fp32" else {}
+    return {
+        "device": {"stage": 2, **moments},
+        "host, no early steps": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": 0}, **moments},
+        "host": {"stage": 2, "offload": {"optimizer": "cpu"}, **moments},
+    }
+
+
+def compare(options: Any) -> dict[str, Any]:
+    """Runs each way at each link speed, in turn, and shows rows, buckets and the picture. Returns the figures."""
+    figures: dict[str, Any] = {}
+    drawn: list[tuple[str, list[Span]]] = []
+    for name in options.models or list(PLAIN_MS):
+        for link in options.links:
+            ways = ways_of(options)
+            runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+            for way in list(ways) * options.rounds:
+                arguments = {"model_name": name, "settings": ways[way], "optimizer_name": options.optimizer}
+                arguments |= {"link_gbs": link, "host_gbs": options.host_gbs, "clips": options.clip}
+                arguments |= {"accumulation": options.accumulation, "steps": options.steps}
+                arguments |= {"script_threads": options.script_threads}
+                runs[way].append(run_alone(measure, time_limit_s=600, keyword_arguments=arguments))
+            rows = [{"way": way, **summarise(found)} for way, found in runs.items()]
+            for row in rows:
+                row["ratio"] = row["whole_ms"] / rows[0]["whole_ms"]
+            differ = [way for way, found in runs.items() if found[0]["losses"] != runs["device"][0]["losses"]]
+            title = f"{name}, {options.optimizer}, {link:g} GB/s"
+            show(f"{title}; the host's memory: {options.host_gbs:g} GB/s", rows)
+            print("losses equal the device tier's" if not differ else f"LOSSES DIFFER: {differ}")
+            spans = [Span(**span) for span in runs["host"][-1]["spans"]]
+            show_buckets(title, spans)
+            drawn.append((title, spans))
+            figures[title] = {"rows": rows, "equal": not differ}
+    if options.picture:
+        draw(Path(options.picture), drawn)
+    return figures

@@ -1,0 +1,79 @@
+"""The stand-in's clock, and the timeline of offloaded steps that is computed with it."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import standin_device
+import torch
+from shared_ranks import on_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
+
+import timeline
+
+pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
+
+
+@on_ranks(1)
+def test_the_clock_counts_kernels_copies_and_waits(rank, world_size, library):
+    compiled = standin_device.register(library)
+    there = torch.zeros(250_000, device=standin_device.NAME)
+    down, up = torch.empty(250_000, pin_memory=True), torch.zeros(250_000, pin_memory=True)
+    module = torch.get_device_module(standin_device.NAME)
+    own, side = module.current_stream(), module.Stream()
+    compiled.start_clock(1e6, 2e6, 1e6, 0)
+    compiled.delay(0, 3.0, "a kernel")
+    with module.stream(side):
+        # This copy waits for no kernel.
+        there.copy_(up, non_blocking=True)
+        side.wait_stream(own)
+        down.copy_(there, non_blocking=True)
+        event = torch.Event(device=standin_device.NAME)
+        event.record(side)
+    assert not event.query()
+    asked, busy = compiled.now(), compiled.busy()
+    event.synchronize()
+    waited_until = compiled.now()
+    # 1 MB is read and written, at 1 MB/s.
+    down.mul_(2)
+    passed = compiled.busy() - busy
+    spans = {kind: (begin, end) for kind, _, _, begin, end in compiled.end_clock()}
+    assert asked < 1 and waited_until == pytest.approx(4, abs=0.5)
+    assert spans["kernel"][1] == spans["down"][0]
+    lasts = {kind: end - begin for kind, (begin, end) in spans.items()}
+    assert lasts.pop("host waits") == pytest.approx(4 - asked, abs=0.5)
+    assert lasts == pytest.approx({"kernel": 3.0, "up": 0.5, "down": 1.0})
+    assert passed == pytest.approx(2, abs=0.5)
+    assert event.query() and (down == 0).all()
+
+
+@on_ranks(1)
+def test_a_timeline_has_all_copies_and_the_losses_of_the_device(rank, world_size, library):
+    tiny = replace(timeline.SMALLER["bert-base"], n_embd=64, n_layer=2, n_head=2, vocab_size=512, n_positions=16)
+    numel = sum(parameter.numel() for parameter in tiny.make_model().parameters())
+    with mock.patch.dict(timeline.SMALLER, {"bert-base": tiny}), mock.patch.dict(timeline.NUMEL, {"bert-base": numel}):
+        runs = [
+            timeline.measure(
+                model_name="bert-base",
+                settings={"stage": 2, "offload": offload},
+                optimizer_name="adamw",
+                link_gbs=0.001,
+                host_gbs=0.001,
+                accumulation=1,
+                clips=True,
+                steps=1,
+            )
+            for offload in ({}, {"optimizer": "cpu"})
+        ]
+    plain, offloaded = map(timeline.summarise, ([run] for run in runs))
+    assert runs[0]["losses"] == runs[1]["losses"]
+    bytes_ms = 1e3 * 4 * numel / 1e6
+    assert plain["up_ms"] == 0 and plain["step_ms"] == 0
+    assert offloaded["down_ms"] == pytest.approx(bytes_ms, rel=0.01)
+    assert offloaded["up_ms"] == pytest.approx(bytes_ms, rel=0.01)
+    # Parameter, gradient and two moments are read, and three of them are written.
+    assert offloaded["step_ms"] > 6 * bytes_ms
+    assert offloaded["whole_ms"] > plain["whole_ms"] + offloaded["step_ms"]
