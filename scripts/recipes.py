@@ -428,8 +428,7 @@ def load_or_train(
     """Load the tokenizer named by the arguments, or train one on `texts` and store it in `output_dir` for a resumed run.
 
     The first rank trains and sends the result to the others. So no rank reads a file during its write, and all ranks have the
-    same
-    tokenizer even on machines without a shared folder. Call it on every rank.
+    same tokenizer even on machines without a shared folder. Call it on every rank.
     """
     named = model.tokenizer_name or model.model_name_or_path
     if named:

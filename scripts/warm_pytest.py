@@ -4,8 +4,7 @@
         done = warm.run(tree, ["-x", "tests/layout"], time_limit_s=60)
 
 One interpreter imports the libraries of the package and its tests, but nothing of the tree. Each run is a process forked from
-this
-interpreter, and imports the package and the tests of its tree.
+this interpreter, and imports the package and the tests of its tree.
 """
 
 from __future__ import annotations

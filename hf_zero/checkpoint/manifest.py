@@ -111,8 +111,7 @@ def joined_rows(rows: Iterable[SavedRow]) -> tuple[SavedRows, ...]:
 def _ranks_of(rows: Iterable[SavedRows]) -> list[range]:
     """Returns the ranks whose files contain these rows. Ranges with different steps may share ranks."""
     # The rows of different parameters have overlapping ranges of ranks. Joined, the ranges list each rank about once, not once
-    # per
-    # row.
+    # per row.
     found: dict[tuple[int, int], list[Interval]] = {}
     for each in rows:
         index, offset = divmod(each.ranks.start, each.ranks.step)

@@ -625,8 +625,7 @@ def plan_rows(
             for kind, name, _, tensor in rows
         )
         # Group by interval to keep the reports small, as every rank gets all of them. A parameter's kinds of state mostly have
-        # the
-        # same cuts.
+        # the same cuts.
         parts: dict[tuple[str, Interval], list[tuple[str, str]]] = {}
         for kind, name, interval, tensor in rows:
             parts.setdefault((name, interval), []).append((kind, dtype_name(name, tensor.dtype)))

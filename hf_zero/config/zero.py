@@ -136,8 +136,7 @@ class CommConfig:
 
     shard_group_size: int | Literal["auto"] = AUTO
     """Number of neighboring ranks that share one copy of the state. `auto`: all ranks; with `sync_every`, the ranks of a node, or
-    1
-    on a single node."""
+    1 on a single node."""
     node_size: int | Literal["auto"] = AUTO
     """Number of neighboring ranks on one node; `auto` asks the launcher."""
     secondary_shard: str = "none"
@@ -215,20 +214,17 @@ class CheckpointConfig:
 
     layout: str = "hf"
     """`hf`: all ranks write the files that `from_pretrained` reads. `sharded`: each rank writes its part, to its host's own disk
-    if
-    the disk is not shared; `hf-zero consolidate` makes a model folder."""
+    if the disk is not shared; `hf-zero consolidate` makes a model folder."""
     full_every: int = 0
     """Interval in steps at which a checkpoint of layout `hf` is written, and kept regardless of `save_total_limit`; all others
-    are
-    `sharded`."""
+    are `sharded`."""
     on_failure: str = "stop"
     """After a failed save (a full disk), `stop` ends training; `continue` warns."""
     async_save: bool = True
     """Writes Trainer's checkpoints during training, from copies in up to half of the free host memory."""
     resume: str = "asked"
     """`asked`: Trainer resumes if `resume_from_checkpoint` is set. `auto`: from the newest good checkpoint of `output_dir`, if
-    there
-    is one, with its number of samples per step."""
+    there is one, with its number of samples per step."""
     on_signal: str = "none"
     """On SIGTERM or SIGUSR1 to any rank, all ranks finish the step, save and exit. `auto` saves in Trainer's `output_dir`, or in
     `checkpoints` of the Accelerator's `project_dir`. In a plain loop, set a path with `{step}`."""

@@ -6,11 +6,9 @@
 A case is a model and the memory of each rank: a control group limits the ranks to this amount above their memory before the
 model.
 The ranks ask the planner and train three steps with the chosen settings. Then fresh ranks in the same group train three steps
-with
-the fastest set-up among the ones that the planner calls too large: the kernel should kill them. If all are too large, nothing is
-chosen, and the set-up with the lowest need should be killed. Needs root and memory control groups of version 1 or 2; without
-them,
-the script prints this and ends with status 0.
+with the fastest set-up among the ones that the planner calls too large: the kernel should kill them. If all are too large,
+nothing is chosen, and the set-up with the lowest need should be killed. Needs root and memory control groups of version 1 or 2;
+without them, the script prints this and ends with status 0.
 
 Exits with status 1 if more than one case has a different outcome.
 """

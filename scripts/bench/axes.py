@@ -5,9 +5,8 @@
     python scripts/bench/axes.py --quick    # a tiny one, once: does the harness run?
 
 Four gloo ranks on this machine: by default two copies of a model, each split over two ranks. For each way, in fresh ranks: CPU
-time
-per step (mean of the ranks), bytes sent by a rank per step, as counted by sockets, and the peak of memory above the memory before
-the model. All figures include the traffic of the split itself.
+time per step (mean of the ranks), bytes sent by a rank per step, as counted by sockets, and the peak of memory above the memory
+before the model. All figures include the traffic of the split itself.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@
     python scripts/bench/bf16_ways.py PATH/TO/sst2 --steps 20   # does the harness run?
 
 The folder contains `train.tsv` and `dev.tsv` of the Stanford Sentiment Treebank: each line is a sentence, a tab, and 0 or 1. A
-small
-BERT learns them from scratch with accelerate and `mixed_precision="bf16"`, on two ranks, with three seeds: under DDP, at stage 3,
-and at stage 3 with `param_dtype: float32`, which leaves the casts to autocast. Ways are compared by their curves of the loss on
-the
-dev set, seed by seed. The difference between two seeds is the noise level.
+small BERT learns them from scratch with accelerate and `mixed_precision="bf16"`, on two ranks, with three seeds: under DDP, at
+stage 3, and at stage 3 with `param_dtype: float32`, which leaves the casts to autocast. Ways are compared by their curves of the
+loss on the dev set, seed by seed. The difference between two seeds is the noise level.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     python scripts/bench/checkpoints.py --manifests     # manifests of large models on many ranks: nothing is trained or saved
 
 Resumes are cold: the checkpoint's pages are dropped from the system's cache before each. Seconds are measured on ranks that share
-a
-disk. Bytes are counted with a separate copy for each rank, as on separate hosts, so no rank profits from another rank's reads.
+a disk. Bytes are counted with a separate copy for each rank, as on separate hosts, so no rank profits from another rank's reads.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ Gloo ranks on this machine, random models of one layer, three steps of AdamW wit
 and with each stage in fresh ranks, saves the model, and loads it by its own class. "by hand" instead of DDP averages all
 gradients
 before each step: DDP does not average the gradients of a loss's own parameters, and averages none if a loss calls the model
-inside
-of DDP's wrapper. An existing file keeps its other rows.
+inside of DDP's wrapper. An existing file keeps its other rows.
 
 Exits with status 1 if a cell has failed: a loss further away than 1e-6 on two ranks, other weights, or an error.
 """
@@ -438,8 +437,7 @@ def _arguments(kind: str, folder: str, **more: Any) -> Any:
     }
     if kind == "cross":
         # A tokenizer's own dict class hides a cross-encoder's outputs from DDP. DDP would then treat all parameters as unused,
-        # and
-        # raise "marked ready twice".
+        # and raise "marked ready twice".
         settings["ddp_find_unused_parameters"] = False
     return known[kind](**settings | more)
 

@@ -352,8 +352,7 @@ def make_deepspeed(make_model: MakeModel, optimizer_arguments: OptimizerArgument
     import deepspeed
 
     # DeepSpeed compiles this operation at its first use, and its messages would bypass the socket. Only this module has the
-    # function;
-    # `torch` inside of the package is the real torch.
+    # function; `torch` inside of the package is the real torch.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     zero: dict[str, object] = {"stage": stage}
     if stage:

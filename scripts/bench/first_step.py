@@ -5,10 +5,9 @@
 
 The measured time begins after the script's own imports of torch and transformers: the import of hf_zero, the Trainer, the engine
 with its table of planned memory, and one step of 16 tokens. Figures are the wall-clock seconds until the slowest rank is done,
-and
-the CPU time of the rank with the highest. Parts are the CPU time of rank 0 in the imports, the forecast of the peak, the trials
-of
-optimizers, the engine (with the trials), the exchanges of values between ranks, and Python's garbage collections anywhere.
+and the CPU time of the rank with the highest. Parts are the CPU time of rank 0 in the imports, the forecast of the peak, the
+trials of optimizers, the engine (with the trials), the exchanges of values between ranks, and Python's garbage collections
+anywhere.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@
     python scripts/bench/gpus.py --device cpu --models bert-tiny        # does the harness run?
 
 Models are built in host memory, as scripts load them, and prepared by accelerate. Each way trains separately, on the same
-batches;
-its losses are compared with the first way's: a plain loop, or DDP on several ranks. If a way fails, its error is shown and the
-others continue. The script ends with status 1 after a failure, or if losses differ too much.
+batches; its losses are compared with the first way's: a plain loop, or DDP on several ranks. If a way fails, its error is shown
+and the others continue. The script ends with status 1 after a failure, or if losses differ too much.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@
 
 On an accelerator such a step is launch-bound: the device waits for Python. Here there is almost no arithmetic, so the remaining
 cost is Python and the dispatch of operations, for the model and for the engine around it. The figure is the CPU time of all
-threads
-of the process. Next to it is the CPU time of the Python thread: on the CPU, gloo's threads send and receive with the host's own
-time, unlike on an accelerator. All engines exist at the same time in the same ranks, and are visited in turns.
+threads of the process. Next to it is the CPU time of the Python thread: on the CPU, gloo's threads send and receive with the
+host's own time, unlike on an accelerator. All engines exist at the same time in the same ranks, and are visited in turns.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
 
 Each way runs in its own process, in turns, several times; figures are medians over all steps. The model is on the GPU if there is
 one. A peer that is not installed or does not run here is reported once and left out. The page cache is bypassed if the file
-system
-supports direct I/O, as shown in the table. `--minutes` limits the total time.
+system supports direct I/O, as shown in the table. `--minutes` limits the total time.
 """
 
 from __future__ import annotations

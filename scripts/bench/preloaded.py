@@ -1,8 +1,7 @@
 """Imported by the process that forks the ranks: makes the ranks' imports, and excludes them from garbage collections.
 
 Imported objects stay, and repeated collections over them take a seventh of the import time. A collection also writes to each
-object
-it visits, and a forked process would then copy the shared memory.
+object it visits, and a forked process would then copy the shared memory.
 """
 
 import atexit

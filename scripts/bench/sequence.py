@@ -8,8 +8,7 @@ Peaks are resident bytes of a step above the bytes before, with parameters and g
 exchange buffers. The planner's forecast of activations and logits is shown next to them. Bytes of a forward and a backward
 without
 a step are shown as counted by sockets and by the ledger, next to their formula: each layer has four exchanges in forward and
-again
-in backward, of a rank's part of each tensor.
+again in backward, of a rank's part of each tensor.
 """
 
 from __future__ import annotations

@@ -5,14 +5,11 @@
     python scripts/bench/standin_calls.py --capture           # what a CUDA graph of a step would need, and what prevents one
 
 No accelerator is needed: the device is the tests' stand-in, an accelerator to torch, which traces all requests. A C++ compiler
-and
-ninja are needed. A small GPT-2 is clipped and stepped by torch's own optimizer, since Triton does not support the device. The
-trace
-shows one launch per operator, regardless of the kernels a GPU would run for it.
+and ninja are needed. A small GPT-2 is clipped and stepped by torch's own optimizer, since Triton does not support the device. The
+trace shows one launch per operator, regardless of the kernels a GPU would run for it.
 
 Each entry is named by the innermost functions of the package that requested it. Requests outside of the package's functions
-belong
-to the model, the optimizer or autograd, and are summed up in one line for comparison. Counts are exact on a busy machine.
+belong to the model, the optimizer or autograd, and are summed up in one line for comparison. Counts are exact on a busy machine.
 
 With `--capture`, two successive steps of a `capturable` AdamW are compared, operation by operation and address by address. A
 graph gives memory that is requested during the step the same addresses in each replay, so such an address counts by the order

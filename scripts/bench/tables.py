@@ -5,8 +5,7 @@
     python scripts/bench/tables.py --docs                                     # the kept figures in README.md, docs/, RESULTS.md
 
 In a document, a table is between `<!-- figures: FILE NAME -->`, with the name of a file of scripts/bench/results and of one of
-its
-tables, and `<!-- end of figures -->`. Pictures of kept files are in docs/figures.
+its tables, and `<!-- end of figures -->`. Pictures of kept files are in docs/figures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plain accelerate loop through one of the doors, for tests that start ranks themselves and as a script."""
+"""A plain accelerate loop with DDP or the engine, for tests that start ranks themselves, and as a script."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Texts(Dataset):
 
 
 class TextsModel(nn.Module):
-    """As small as a model of texts can be: of blocks of parameters, biases and a loss."""
+    """A minimal model of texts: blocks of parameters, biases and a loss."""
 
     def __init__(self, layers: int):
         super().__init__()
@@ -49,7 +49,7 @@ MODELS = {"gpt2": gpt2, "texts": TextsModel, "bert": lambda layers: bert()}
 
 
 def make_accelerator(door: str, **arguments) -> Accelerator:
-    """ "ddp", or a way in and a stage: "plugin 2" (or settings), "attach 1", "variable 2", "yaml 3"."""
+    """Makes an Accelerator: "ddp", or a way in and a stage: "plugin 2" (or settings), "attach 1", "variable 2", "yaml 3"."""
     kind, _, stage = door.partition(" ")
     if kind == "ddp":
         return Accelerator(**arguments)
@@ -82,9 +82,9 @@ def run(
     cpu: bool = True,
     **passed: object,
 ) -> dict:
-    """Trains for `steps` optimizer steps; returns losses, norms, and the state dict that the accelerator gives.
+    """Trains for `steps` optimizer steps; returns losses, norms, and the accelerator's state dict.
 
-    What is not named here goes to the Accelerator.
+    Other arguments are passed to the Accelerator.
     """
     arguments = passed | ({"dynamo_backend": "eager"} if compile_model else {})
     accelerator = make_accelerator(door, gradient_accumulation_steps=accumulation, cpu=cpu, **arguments)

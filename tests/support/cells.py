@@ -1,4 +1,4 @@
-"""Which cells of a matrix are in the short suite: the others are marked `slow`, and lose nothing but their hurry."""
+"""Selects the cells of a matrix for the short suite: all other cells are marked `slow`."""
 
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -11,20 +11,20 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def short_of(every: Iterable[Any], short: Collection[Any]) -> list[Any]:
-    """Values of one argument, of which those that are not in `short` are slow."""
+    """Values of one argument. Values missing in `short` are marked slow."""
     return [value if value in short else slow(value) for value in every]
 
 
 def short_rows(every: Iterable[tuple], short: Collection[tuple]) -> list[Any]:
-    """Values of several arguments at once, of which those that are not in `short` are slow."""
+    """Values of several arguments at once. Values missing in `short` are marked slow."""
     return [row if row in short else slow(*row) for row in every]
 
 
 def mark_slow(items: list[pytest.Item], *, are_all: bool) -> None:
-    """Marks what `@pytest.mark.short_cells(id, …)` does not name: ids are those in the brackets of a test's name.
+    """Marks cells slow unless `@pytest.mark.short_cells(id, …)` names them. Ids are the ones in the brackets of a test's name.
 
     Raises:
-        pytest.UsageError: all tests were asked for, and one of the ids is of none.
+        pytest.UsageError: all tests were requested, and an id belongs to none of them.
     """
     unmet = set()
     met = set()
@@ -43,14 +43,14 @@ def mark_slow(items: list[pytest.Item], *, are_all: bool) -> None:
 
 
 def examples(count: int) -> settings:
-    """Of a property whose examples take long: `count` in the long run, and a fifth of them in the short one, five at least."""
+    """Settings of a property with slow examples: `count` in the long suite, and a fifth in the short suite, at least five."""
     return settings(max_examples=max(5, count * settings().max_examples // 100), deadline=None)
 
 
 EXTRA_OF = {"int8": "wire", "in blocks": "wire", "outer": "wire", "early": "early", "kernels": "kernels"}
-"""Words of a cell's name, and the extra that such a cell needs."""
+"""Words in a cell's name → the extra needed by such a cell."""
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    """The extras that a cell of this name needs."""
+    """Marks the extras needed by a cell of this name."""
     return [pytest.mark.extra(folder) for word, folder in EXTRA_OF.items() if word in name]

@@ -1,7 +1,7 @@
-"""`pytest --cpu-times`: CPU seconds that each test costs, with those of every process that it starts.
+"""`pytest --cpu-times`: CPU seconds of each test, including all processes started by the test.
 
-Time by the clock says more of what else the machine does. A test costs what this process used, what its children used that
-have ended, and what the process used that ranks are forked from, with its own children: ranks are no children of pytest's.
+Wall-clock time depends on the machine's other work. The cost of a test is the CPU time of this process, of its ended children,
+and of the forkserver of ranks with its children, since ranks are no children of pytest.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import pytest
 
 PROPERTY = "cpu_s"
 
-# A short test that costs more is named at the end of each run, whoever asks for it.
+# A short test above this cost is always listed at the end of a run.
 BUDGET_S = 15.0
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds() -> float:
-    """Of this process, of its children that have ended, and of the process that forks ranks with all of its children."""
+    """Returns the CPU seconds of this process, of its ended children, and of the forkserver of ranks with all of its children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system + _of_forking_process()
 
@@ -33,13 +33,13 @@ def _of_forking_process() -> float:
     if pid is None:
         return 0.0
     children = Path(f"/proc/{pid}/task/{pid}/children")
-    # Ranks that several tests share go on.
+    # Shared ranks are still running.
     live = children.read_text().split() if children.exists() else []
     return sum(map(_of_process, (pid, *live)))
 
 
 def _of_process(pid: int | str) -> float:
-    """Its own, user and system, and those of its ended children: the twelfth value to the fifteenth after the name."""
+    """Returns a process's own user and system time plus its ended children's: values 12 to 15 after the name in `stat`."""
     try:
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -48,7 +48,7 @@ def _of_process(pid: int | str) -> float:
 
 
 class CpuTimes:
-    """Notes each phase's seconds in its report, which comes from a worker of pytest-xdist's, too."""
+    """Adds each phase's seconds to its report, which pytest-xdist's workers also send."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._all = config.getoption("--cpu-times")

@@ -15,7 +15,7 @@ VERSION = "0.19.8"
 
 @dataclass
 class WholeState:
-    """A model's weights, and for each group the settings and each parameter's optimizer state, whole.
+    """A model's weights, and for each group the settings and each parameter's whole optimizer state.
 
     Attributes:
         weights: every tensor of the model.
@@ -60,7 +60,7 @@ def write_deepspeed(
 
     Args:
         sub_group_numel: stage 3 closes a sub-group when its parameters have this many elements.
-        spaced: pad each parameter of a group to a multiple of four elements, as `parameter_alignment` does.
+        spaced: pads each parameter of a group to a multiple of four elements, as `parameter_alignment` does.
     """
     step_folder = folder / "global_step1"
     step_folder.mkdir(parents=True)
@@ -93,7 +93,7 @@ def write_deepspeed(
 
 
 def _stages_1_and_2(whole: WholeState, stage: int, world_size: int, spaced: bool) -> tuple[list, list[dict]]:
-    """Groups flat, padded to a multiple of 2 x world size, and cut into equal parts; masters without the padding at the end."""
+    """Concatenates each group, pads it to a multiple of 2 x world size, and cuts it equally; masters lack the final padding."""
     states = [
         {
             "base_optimizer_state": {"state": {}, "param_groups": []},
@@ -135,7 +135,7 @@ def _stages_1_and_2(whole: WholeState, stage: int, world_size: int, spaced: bool
 
 
 def _stage_3(whole: WholeState, world_size: int, sub_group_numel: int) -> tuple[list, list[dict]]:
-    """Every parameter cut into ceil(numel / world size) elements a rank; sub-groups are parameters' parts one after another."""
+    """Cuts every parameter into ceil(numel / world size) elements per rank; sub-groups concatenate the parts of parameters."""
     banks: list[list[str]] = []
     indices: list[list[int]] = []
     for _, names in whole.groups:
@@ -176,12 +176,12 @@ def _partition(tensor: torch.Tensor, world_size: int) -> list[torch.Tensor]:
 
 
 def _stage(stage: int) -> Any:
-    """An object that pickles as DeepSpeed's enum does."""
+    """Makes an object which pickles like DeepSpeed's enum."""
     return ZeroStageEnum.gradients if stage == 2 else stage
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
-    """Pickles with DeepSpeed's classes under DeepSpeed's names, though it is not there."""
+    """Pickles with DeepSpeed's class names, without DeepSpeed."""
     parents = ("deepspeed", "deepspeed.utils", "deepspeed.runtime", "deepspeed.runtime.zero", "deepspeed.runtime.fp16")
     homes = {name: types.ModuleType(name) for name in parents}
     for name, kind in _HOMES.items():

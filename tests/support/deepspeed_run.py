@@ -1,9 +1,9 @@
-"""Writes the folders in tests/support/deepspeed_files with DeepSpeed itself; nothing else of this repository needs DeepSpeed.
+"""Writes the folders in tests/support/deepspeed_files with DeepSpeed itself. No other code of this repository needs DeepSpeed.
 
     python tests/support/deepspeed_run.py
 
-Each folder holds a checkpoint after three steps of a small run on gloo, and `expected.safetensors`: the masters and the
-optimizer state as DeepSpeed's own ds_to_universal reads them back, under `kind/name`. The files in the repository are of
+Each folder contains a checkpoint after three steps of a small run on gloo, and `expected.safetensors`: the masters and the
+optimizer state as read by DeepSpeed's own ds_to_universal, under `kind/name`. The files in the repository were written by
 DeepSpeed 0.19.8 and torch 2.13.
 """
 
@@ -31,7 +31,7 @@ RUNS = {
     "stage3-2ranks": (3, 2, False, {"stage3_param_persistence_threshold": 0}),
 }
 UNTIED = "stage2-2ranks-untied"
-"""Its ranks' losses are kept too. With tied weights DeepSpeed 0.19.8 takes steps that differ from torch's."""
+"""The losses of its ranks are stored as well. With tied weights, DeepSpeed 0.19.8 makes steps different from torch's."""
 KINDS = {"fp32": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -98,7 +98,7 @@ def run(rank: int, world_size: int, port: int, name: str) -> None:
 
 
 def write_expected(folder: Path) -> None:
-    """What DeepSpeed's ds_to_universal makes of a checkpoint, in one file."""
+    """Writes the result of DeepSpeed's ds_to_universal for a checkpoint to one file."""
     [step_folder] = folder.glob("global_step*")
     with tempfile.TemporaryDirectory() as universal:
         arguments = ["--input_folder", step_folder, "--output_folder", universal, "--inject_missing_state"]

@@ -1,7 +1,7 @@
-"""A few steps of an engine whose kernels run in Triton's interpreter, on tensors of the CPU.
+"""A few steps of an engine whose kernels run in Triton's interpreter, on CPU tensors.
 
-Run by test_kernel_steps.py in a process of its own: `python engine_interpreted.py` prints one JSON object, by case, of what
-`trained` returns.
+Run by test_kernel_steps.py in its own process: `python engine_interpreted.py` prints one JSON object, which maps each case to the
+result of `trained`.
 """
 
 import json
@@ -29,7 +29,7 @@ CASES = {
 
 
 class Squares(nn.Module):
-    """Three parameters, one of which has padding behind it and one is large enough for 8-bit blocks."""
+    """Three parameters. One has padding after it, and one is large enough for 8-bit blocks."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Squares(nn.Module):
 
 
 def trained(case: str, kernels: str) -> dict[str, list[float]]:
-    """Norms, and the sums of parameters and state, of two steps whose clip does not bite."""
+    """Returns the norms, and the sums of parameters and state, of two steps without effective clipping."""
     make_optimizer, settings = CASES[case]
     model = Squares()
     optimizer = make_optimizer(model.parameters())

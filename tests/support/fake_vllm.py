@@ -1,4 +1,4 @@
-"""In place of vLLM in TRL: engines that take pushed weights into a model of their own, generate with it, and note what came."""
+"""Replaces vLLM in TRL: engines load pushed weights into their own model, generate with it, and record the pushes."""
 
 import hashlib
 import time
@@ -11,15 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 PACKED = 5
-"""Tensors that a client keeps until it sends them together."""
+"""Number of tensors that a client collects before it sends them together."""
 
 
 class Engine:
-    """What a server and a colocated engine have in common.
+    """The common part of a server and a colocated engine.
 
     Attributes:
-        pushes: digests of names and bytes, one a push.
-        slow_s: seconds that each of the first tensors of a push takes.
+        pushes: digests of names and bytes, one per push.
+        slow_s: delay of each of the first tensors of a push, in seconds.
     """
 
     slow_s = 0.0
@@ -45,7 +45,7 @@ class Engine:
         self._came, self._count = hashlib.sha256(), 0
 
     def complete(self, prompt: list[int], first: int, count: int, most: int) -> list[list[int]]:
-        """Completions that depend on the weights, and on which of all they are, alone."""
+        """Makes completions which depend only on the weights and on the completions' numbers."""
         ids = torch.tensor([prompt] * count)
         for _ in range(most):
             with torch.no_grad():
@@ -56,7 +56,7 @@ class Engine:
 
 
 class Client(Engine):
-    """As `VLLMClient`, on rank 0 alone."""
+    """Replaces `VLLMClient`, on rank 0 only."""
 
     def __init__(self, folder: str, base_url: str, group_port: int, connection_timeout: float):
         super().__init__(folder)
@@ -91,7 +91,7 @@ class Client(Engine):
 
 
 class Colocated(Engine):
-    """As `LLM`, on every rank."""
+    """Replaces `LLM`, on every rank."""
 
     def __init__(self, folder: str, tokenize: Callable[[str], list[int]] | None = None, **_: Any):
         super().__init__(folder)
@@ -122,7 +122,7 @@ class Colocated(Engine):
 
 
 def stand_in(folder: str, tokenize: Callable[[str], list[int]] | None = None) -> list[Engine]:
-    """Gives TRL these engines; returns those that it makes from now on."""
+    """Makes TRL use these engines; returns the list of engines made from now on."""
     made: list[Engine] = []
 
     def making(kind: type[Engine], **fixed: Any) -> Callable[..., Engine]:

@@ -1,10 +1,10 @@
-"""The fault matrix: what goes wrong on one rank, and how all ranks end.
+"""The fault matrix: a fault on one rank, and the end of all ranks.
 
     export PYTHONPATH=tests/support:scripts/bench
     python tests/support/fault_matrix.py                    # ten minutes
     python tests/support/fault_matrix.py --stages 3 --ways engine --faults "hang in evaluate"
 
-Prints a table: when each rank ended, in seconds since the fault (of which the first few are the threshold), and what it said.
+Prints a table: when each rank ended, in seconds since the fault (including the threshold), and its message.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from rich.table import Table
 
 LATE_S = 4.0
 WITHIN_S = 30.0
-"""Behind the threshold, on a machine that has nothing else to do; tests, which run beside others, allow twice that."""
+"""Time after the threshold on an idle machine. Tests allow twice this time, as they run in parallel with others."""
 AT_ONCE = 5
-"""Runs that go on together."""
+"""Number of runs in parallel."""
 FAULTS = (
     "hang in evaluate",
     "stopped",
@@ -35,21 +35,21 @@ FAULTS = (
     "link cut",
 )
 HARMLESS = {("extra forward", 2), ("different seeds", 2), ("different seeds", 3)}
-"""Fault and stage after which training goes on as it should: stage 2 gathers nothing in a forward, and rank 0's parameters are
-those of all ranks from the start."""
+"""Fault and stage after which training has to continue: stage 2 gathers nothing in a forward, and rank 0's parameters are sent to
+all ranks at the start."""
 ONLY_BELOW_3 = {"diverged replica"}
-"""At stage 3 each parameter is held once."""
+"""At stage 3 there is one copy of each parameter."""
 FROM_OUTSIDE = {"stopped", "killed", "different seeds"}
 UNSAID = {"stopped", "killed"}
-"""The rank at fault says nothing."""
+"""Faults whose rank cannot print a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run and how its ranks ended: exit codes, seconds since the fault, what they said first.
+    """One run and the ends of its ranks: exit codes, seconds since the fault, first messages.
 
     Attributes:
-        within_s: how long behind the threshold a rank may take to end.
+        within_s: allowed time for a rank's end after the threshold.
     """
 
     fault: str
@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def fault_found(self) -> str | None:
-        """What is wrong with how it ended; None where it ended well."""
+        """Describes the first fault in the ranks' ends; None if all are right."""
         if (self.fault, self.stage) in HARMLESS:
             return None if set(self.codes) == {0} else f"did not go on: {self.codes}"
         for rank, (code, seconds) in enumerate(zip(self.codes, self.seconds)):
@@ -77,12 +77,12 @@ class Cell:
 
 
 def run_cells(faults: list[str], stages: list[int], ways: list[str], within_s: float = WITHIN_S) -> list[Cell]:
-    """Runs all combinations, a few at once."""
+    """Runs all combinations, a few in parallel."""
     left = [
         {"stage": stage, "fault": fault, "way": way, "limit_s": 1800.0, "late_s": LATE_S, "patience_s": 90.0}
         for fault, stage, way in itertools.product(faults, stages, ways)
         if not (fault in ONLY_BELOW_3 and stage == 3)
-        # The namespaces have no launcher's store, which the other ways need.
+        # In network namespaces there is no launcher's store, which the other ways need.
         if not (fault == "link cut" and (why_no_namespaces() or way != "accelerate"))
     ]
     cells = []
@@ -105,7 +105,7 @@ def run_cells(faults: list[str], stages: list[int], ways: list[str], within_s: f
 
 
 def message_of(said: str) -> str:
-    """The first lines of the error, without the traceback."""
+    """Returns the first lines of the error, without the traceback."""
     lines = [line.removeprefix("[rank0]: ").removeprefix("[rank1]: ") for line in said.splitlines()]
     for index, line in enumerate(lines):
         if "hf_zero: " in line and "waiting" not in line:

@@ -1,8 +1,8 @@
-"""Runs a folder of scripts that each show one fault, and prints a table of results.
+"""Runs a folder of scripts, each with one fault, and prints a table of results.
 
     python tests/support/fault_scripts.py FOLDER [SCRIPT ...]
 
-A script shows its fault by a nonzero exit status or a printed `FAILS`. For some scripts an error of hf_zero is the right end.
+A script shows its fault by a nonzero exit status or a printed `FAILS`. For some scripts an error of hf_zero is the correct end.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Start:
         ranks: number of ranks under torchrun; 0 runs plain `python SCRIPT`.
         zero: value of `--zero`, if the script itself does not turn hf_zero on.
         arguments: one run of the script for each entry.
-        refusal: an error of hf_zero with these words is a right end.
-        right: pattern that each rank prints if the script works instead of being refused.
+            refusal: an error of hf_zero with these words is a correct end.
+            right: pattern printed by each rank if the script works instead of being refused.
     """
 
     ranks: int = 0
@@ -82,7 +82,7 @@ MOVED = {
     "hf_zero.hub.push import render": "hf_zero.hub.card import render",
     "hf_zero.comm.arrivals": "hf_zero.presence.arrivals",
 }
-"""Imports in the scripts of code that has moved since they were written, and its module today."""
+"""Outdated imports in the scripts → the modules of today."""
 LAUNCH = ("-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--nproc_per_node")
 
 
@@ -131,7 +131,7 @@ def run_script(script: Path, arguments: tuple[str, ...], start: Start) -> Outcom
 
 
 def _with_moved_imports(script: Path, folder: Path) -> Path:
-    """The script itself, or a copy of it in `folder` if the script imports code that has moved."""
+    """Returns the script, or a copy of it in `folder` with updated imports."""
     text = moved = script.read_text(encoding="utf-8")
     for then, now in MOVED.items():
         moved = moved.replace(then, now)
@@ -143,7 +143,7 @@ def _with_moved_imports(script: Path, folder: Path) -> Path:
 
 
 def telling_line(text: str) -> str:
-    """The script's own verdict if it prints one, else the last error, else the last line."""
+    """Returns the script's own verdict if there is one, else the last error, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for pattern in (r"(rank \d: )?(FAILS?|HOLDS)\b|RESULT|.*\boff by\b", r"(\[rank\d\]: ?)?[\w.]*Error\b.*:"):
         told = [line for line in lines if re.match(pattern, line) and "ChildFailedError" not in line]

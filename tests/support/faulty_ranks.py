@@ -1,7 +1,7 @@
-"""Runs in which one rank stops, ends, or calls something alone, and how the others end.
+"""Runs in which one rank stops, ends, or makes a call without the others, and the ends of all ranks.
 
-All runs go on at once. Their ranks are forked from one process, which has imported what they need, and end as scripts do: by
-Python's own end, with its hooks.
+All runs are parallel. Their ranks are forked from one process with all imports, and end like scripts: through Python's own exit,
+with its hooks.
 """
 
 import atexit
@@ -37,10 +37,10 @@ import hf_zero.integrations.arguments  # noqa: F401
 from hf_zero import ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
 
 FAULTY = 1
-"""The rank that does it."""
+"""The rank with the fault."""
 AT_STEP = 3
 LONE_SAVES = ("lone save of a callback", "saves of two steps")
-"""Trainer's saves by a callback, which not all ranks make, or at different steps."""
+"""Saves of Trainer by a callback on some ranks only, or at different steps."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -49,11 +49,11 @@ class Run:
     """One run.
 
     Attributes:
-        way: "accelerate" or "engine": an accelerate loop, or the engine alone; "trainer".
+        way: "accelerate" or "engine": a loop with accelerate, or with the engine only; "trainer".
         limit_s, late_s: `comm.timeout_s`, `comm.late_s`.
-        limits_group: `limit_s` is given to the process group, and neither setting to the engine.
+        limits_group: `limit_s` is set for the process group, and neither setting for the engine.
         own_store: rank 0 keeps the store, as without torchrun.
-        patience_s: how long its ranks may take.
+        patience_s: time limit for its ranks.
     """
 
     stage: int
@@ -69,13 +69,13 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one rank ended.
+    """The end of one rank.
 
     Attributes:
-        code: its exit code, negative for a signal; None where it had to be killed.
-        seconds: since the fault.
-        said: its stderr.
-        told: what it has left for the launcher to show.
+        code: exit code, negative for a signal; None if the rank had to be killed.
+        seconds: time since the fault.
+        said: stderr.
+        told: the error file for the launcher.
     """
 
     code: int | None
@@ -86,7 +86,7 @@ class Outcome:
 
 def train(rank: int, run: Run, folder: Path) -> None:
     WAYS[run.way](rank, run, folder)
-    # Nobody comes here but where a fault has been survived.
+    # Only reached if training survived the fault.
     print("trained to the end", file=sys.stderr)
 
 
@@ -112,7 +112,7 @@ def model_of(run: Run) -> nn.Module:
 
 
 def begin_fault(rank: int, run: Run, accelerator: Accelerator | None, model: nn.Module, folder: Path) -> bool:
-    """Commits the fault; returns whether this rank is to leave its loop."""
+    """Commits the fault; returns whether this rank has to leave its loop."""
     if rank == FAULTY:
         (folder / "fault").write_text(str(time.time()))
     return FAULTS[run.fault](rank, accelerator, model, folder) is True
@@ -156,7 +156,7 @@ def with_engine(rank: int, run: Run, folder: Path) -> None:
 
 
 class FaultAtStep(TrainerCallback):
-    """Commits the fault before a step of Trainer's."""
+    """Commits the fault before a step of Trainer."""
 
     def __init__(self, rank: int, run: Run, folder: Path):
         self._rank, self._run, self._folder = rank, run, folder
@@ -173,7 +173,7 @@ class FaultAtStep(TrainerCallback):
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        # Behind the step, under another number.
+        # After the next step, with a different step number.
         if state.global_step == AT_STEP + 1 and self._run.fault == "saves of two steps" and self._rank != FAULTY:
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
@@ -202,7 +202,7 @@ WAYS = {"accelerate": with_accelerate, "engine": with_engine, "trainer": with_tr
 
 
 def hangs_in_evaluate(rank: int, accelerator: Accelerator | None, model: nn.Module, folder: Path) -> None:
-    """As an evaluation that gathers each batch's loss."""
+    """Hangs in an evaluation that gathers each batch's loss."""
     model.eval()
     generator = torch.Generator().manual_seed(rank)
     with torch.no_grad():
@@ -230,14 +230,14 @@ def ends_first(rank: int, *_: object) -> bool:
 
 
 def is_no_fault(*_: object) -> None:
-    """What was to go wrong has gone wrong before."""
+    """Does nothing, because the fault happened earlier."""
 
 
 Act = Callable[[Accelerator, nn.Module, Path], object]
 
 
 def alone(act: Act) -> Callable[..., object]:
-    """A fault of one rank, while the others train on."""
+    """Makes a fault of one rank, while the others continue to train."""
 
     def fault(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> object:
         return act(accelerator, model, folder) if rank == FAULTY else None
@@ -247,7 +247,7 @@ def alone(act: Act) -> Callable[..., object]:
 
 @alone
 def diverges(_accelerator: Accelerator, model: nn.Module, _folder: Path) -> None:
-    """As a bit that has flipped in memory."""
+    """Changes a value like a flipped bit in memory."""
     frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
     frozen.data.view(torch.int32).view(-1)[5] ^= 1 << 20
 
@@ -289,7 +289,7 @@ FAULTS: dict[str, Callable[..., object]] = {
     "lone save_state": alone(lambda accelerator, _, folder: accelerator.save_state(str(folder / "state"))),
     "lone clip": alone(lambda accelerator, model, _: accelerator.clip_grad_norm_(model.parameters(), 1.0)),
     "lone barrier": alone(lambda *_: dist.barrier()),
-    # The size of its messages differs from that of all that the engine agrees on.
+    # The message size differs from all messages in which the engine agrees.
     "lone all_reduce": alone(lambda *_: dist.all_reduce(torch.zeros(1000))),
     "link cut": is_cut_off,
     "hang in evaluate": hangs_in_evaluate,
@@ -300,14 +300,14 @@ FAULTS: dict[str, Callable[..., object]] = {
     **dict.fromkeys(("end_training", "destroyed groups", "end"), ends_first),
     **dict.fromkeys(("different seeds", *LONE_SAVES), is_no_fault),
 }
-"""Of each rank, before the step `AT_STEP`; true where it is to leave its loop."""
+"""Fault → a function called on each rank before the step `AT_STEP`; returns true if the rank has to leave its loop."""
 
 
 _numbers = itertools.count()
 
 
 class Namespaces:
-    """A network namespace a rank, and a link between the two."""
+    """One network namespace per rank, and a link between the two."""
 
     def __init__(self):
         number = f"{os.getpid()}n{next(_numbers)}"
@@ -323,7 +323,7 @@ class Namespaces:
             _ip("-n", name, "link", "set", "lo", "up")
 
     def enter(self, rank: int) -> str:
-        """Moves this process there; returns its link."""
+        """Moves this process to its namespace; returns its link."""
         with open(f"/run/netns/{self.names[rank]}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
@@ -342,7 +342,7 @@ def _ip(*words: str) -> None:
 
 
 class Started:
-    """The ranks of a run that has been started."""
+    """The running ranks of a run."""
 
     def __init__(self, run: Run, folder: Path):
         self.run, self.folder = run, folder
@@ -356,7 +356,7 @@ class Started:
         self.began = time.time()
 
     def keep_store(self) -> None:
-        """As a launcher does: the ranks' store outlives them. Made behind the fork, for it has a thread."""
+        """Keeps the ranks' store, which outlives them as with a launcher. Made after the fork, because the store has a thread."""
         if self.networks is None and not self.run.own_store:
             self.store = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
 
@@ -374,7 +374,7 @@ class Started:
         }
 
     def look(self) -> bool:
-        """Notes what has ended; returns whether anything is left to wait for."""
+        """Notes ended ranks; returns whether any rank is still running."""
         if self.networks is not None and (self.folder / "cut").exists() and not self.is_cut:
             self.networks.cut()
             self.is_cut = True
@@ -415,9 +415,9 @@ class Started:
 
 
 def run_all(folder: Path, runs: list[dict]) -> list[list[dict]]:
-    """How the ranks of each run ended, as `Outcome`s; to be called in a process of its own."""
+    """Returns the ends of each run's ranks, as `Outcome`s. Must be called in its own process."""
     torch.set_num_threads(1)
-    # Its thread is in no fork, and Python's end would wait for it there.
+    # A fork does not copy the timer's thread, and Python's exit would wait for it.
     faulthandler.cancel_dump_traceback_later()
     started = []
     for number, run in enumerate(runs):
@@ -435,12 +435,12 @@ def run_all(folder: Path, runs: list[dict]) -> list[list[dict]]:
 
 
 def become(rank: int, started: Started) -> NoReturn:
-    """The rest of a rank's life: its script, and the end that Python makes of one."""
+    """Runs the script of a forked rank, and ends the process like Python does."""
     said = os.open(started.folder / f"said{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
     os.dup2(said, 2)
     os.environ.update(started.environment(rank))
-    # Python's end would look through all that was imported before the fork, and copy its memory: two seconds for each rank.
+    # At exit, Python would visit all objects imported before the fork, and copy their memory: two seconds per rank.
     atexit.unregister(gc.unfreeze)
     code = 0
     try:
@@ -448,7 +448,7 @@ def become(rank: int, started: Started) -> NoReturn:
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException as error:
-        # As Python does.
+        # Python does the same for an uncaught error.
         sys.last_value = error
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -457,13 +457,13 @@ def become(rank: int, started: Started) -> NoReturn:
 
 
 def outcomes(runs: list[dict], folder: Path) -> list[list[dict]]:
-    """How the ranks of each run ended, the runs side by side."""
+    """Returns the ends of each run's ranks. The runs are parallel."""
     return run_alone(run_all, time_limit_s=280, keyword_arguments={"folder": folder, "runs": runs})
 
 
 @cache
 def why_no_namespaces() -> str | None:
-    """Why no network namespace can be made here."""
+    """Returns why no network namespace can be made here; None if nothing prevents it."""
     if shutil.which("ip") is None:
         return "there is no `ip` (iproute2)"
     made = subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What the tests of foreign checkpoints share."""
+"""Shared code for tests of foreign checkpoints."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def refusal(folder: Path) -> str:
-    """What opening says; a checkpoint that is looked for says the same."""
+    """Returns the error when a folder is opened; a search for good checkpoints must report the same."""
     assert is_foreign(folder)
     with pytest.raises(CheckpointError) as refused:
         open_foreign(folder)

@@ -1,6 +1,6 @@
-"""Inputs of readers, made by mutation, and what a reader may do with any of them: return, or raise an error of ours.
+"""Mutated inputs for readers. For any input, a reader has to return or raise an error of ours.
 
-A reader may not open a file outside of its folder, and its memory may not depend on a number in the input.
+A reader must not open a file outside of its folder, and its memory use must not depend on a number in the input.
 
     python tests/support/fuzzed_readers.py manifest 100000     # guided by coverage if atheris is installed
 """
@@ -29,12 +29,12 @@ import xxhash
 ROOT = Path(__file__).resolve().parents[2]
 MOST_S = 20.0
 MOST_BYTES = 8192
-"""Of an input. An allocation by a number in it shows as far more."""
+"""Size limit of an input, so an allocation by a number in the input is clearly visible."""
 
 SLACK_BYTES = 2 * 2**20
-"""In addition to twice the input: Python's objects for a JSON value are larger than its text."""
+"""Allowed in addition to twice the input: Python's objects for a JSON value are larger than its text."""
 SLACK_MAPPED_BYTES = 256 * 2**20
-"""The same of all memory that the process maps, in which torch's allocations show."""
+"""Allowed growth of all mapped memory of the process, which includes torch's allocations."""
 
 NUMBERS = [0, 1, -1, 7, 127, 128, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**61, 2**62, 2**63 - 1, 2**63, 2**64, 10**30]
 VALUES: list[Any] = [
@@ -81,7 +81,7 @@ def edit_json(content: Any, rng: random.Random) -> None:
 
 
 def edit_bytes(content: bytes, rng: random.Random, other: bytes) -> bytes:
-    """Flips, overwrites, removes, repeats and inserts bytes, some of them of another input."""
+    """Flips, overwrites, removes, repeats and inserts bytes, also from another input."""
     edited = bytearray(content)
     for _ in range(rng.choice([1, 1, 2, 4, 8])):
         at = rng.randrange(len(edited) + 1)
@@ -103,7 +103,7 @@ def edit_bytes(content: bytes, rng: random.Random, other: bytes) -> bytes:
     return bytes(edited[:MOST_BYTES])
 
 
-# ---- What is watched while a reader works ----
+# ---- Supervision of a reader ----
 
 _WITH_PATHS = ("open", "os.", "shutil.", "glob.", "tempfile.", "pathlib.")
 _STARTS = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.putenv", "socket.", "ctypes.dlopen")
@@ -111,7 +111,7 @@ _OF_IMPORTS = (".py", ".pyc", ".so", ".pth")
 
 
 class Watch:
-    """Lists files opened and processes started outside of a folder. Python cannot remove an audit hook again."""
+    """Lists files opened and processes started outside of a folder. Python cannot remove an audit hook."""
 
     def __init__(self, folder: Path):
         self._folder = os.path.realpath(folder)
@@ -150,12 +150,12 @@ class Watch:
         whole = os.path.abspath(text)
         if (whole + os.sep).startswith(self._folder + os.sep):
             return True
-        # Modules that a reader imports when it is first called.
+        # Allow modules imported during a reader's first call.
         return whole.startswith(self._places) and (whole.endswith(_OF_IMPORTS) or not os.path.isfile(whole))
 
 
 def _mapped_bytes() -> int:
-    """The most memory that this process has mapped."""
+    """Returns the peak of this process's mapped memory."""
     if sys.platform != "linux":
         return 0
     with open("/proc/self/status") as status:
@@ -167,13 +167,13 @@ def _mapped_bytes() -> int:
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of files or words, with inputs that it takes.
+    """A reader of files or text, with accepted inputs.
 
     Attributes:
         read: returns, or raises one of `errors`.
-        seeds: inputs to begin with.
-        is_json: mutated value by value, too.
-        sign: makes a mutated input one whose checksum fits.
+        seeds: the first inputs.
+        is_json: inputs are also mutated value by value.
+        sign: corrects the checksum of a mutated input.
     """
 
     read: Callable[[bytes], object]
@@ -197,13 +197,13 @@ class Reader:
 
     @staticmethod
     def _split(content: bytes) -> tuple[bytes, bytes]:
-        """The length in front of a safetensors header, if there is one, and the JSON text."""
+        """Splits off the length before a safetensors header, if there is one, from the JSON text."""
         length = int.from_bytes(content[:8], "little")
         return (content[:8], content[8 : 8 + length]) if length < MOST_BYTES else (b"", content)
 
 
 def signed(content: bytes) -> bytes:
-    """A manifest with the checksum and the spelling of one that was written; anything else as it is."""
+    """Gives a manifest a correct checksum and the spelling of a written one; returns anything else unchanged."""
     try:
         value = json.loads(content)
         value.pop("xxh3", None)
@@ -264,7 +264,7 @@ def manifests(folder: Path) -> Reader:
         (zero / "manifest.json").write_bytes(content)
         manifest = Manifest.read(zero)
         own_chunks(folder, manifest, rank=1, world_size=3)
-        # As every way in: values are read of a checkpoint without faults.
+        # Like all callers, read values only from a checkpoint without faults.
         if not structure_faults(folder, "zero", manifest):
             with CheckpointReader(zero) as reader:
                 for name in manifest.kinds:
@@ -372,7 +372,7 @@ def flags(folder: Path) -> Reader:
 
 
 def _back(config: Any) -> None:
-    """A valid config is one that plain JSON can hold."""
+    """Asserts that plain JSON can store a valid config."""
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict(), allow_nan=False))) == config
 
 
@@ -380,7 +380,7 @@ READERS = {"manifest": manifests, "header": headers, "pickle": pickles, "yaml": 
 
 
 class Fuzz:
-    """Gives inputs to a reader and lists what it may not do with them."""
+    """Gives inputs to a reader and lists its violations."""
 
     def __init__(self, name: str, folder: Path):
         warnings.simplefilter("ignore")
@@ -388,7 +388,7 @@ class Fuzz:
         self._watch = Watch(folder)
         self._names_its_file = name == "flag"
         os.chdir(folder)
-        # What is imported and cached when a reader is first called is not the input's.
+        # Imports and caches of a reader's first call do not count for an input.
         for seed in self.reader.seeds:
             for content in (seed, seed[: len(seed) // 2]):
                 with contextlib.suppress(*self.reader.errors):
@@ -396,7 +396,7 @@ class Fuzz:
         self._mapped_bytes = _mapped_bytes()
 
     def faults(self, content: bytes, *, traced: bool = True) -> list[str]:
-        """What the reader does with an input that it may not do."""
+        """Returns the reader's violations for an input."""
         content = self.reader.sign(content)
         self._watch.seen.clear()
         self._watch.named = os.fsdecode(content) if self._names_its_file else ""
@@ -431,18 +431,18 @@ class Fuzz:
         return faults + self._watch.seen
 
     def inputs(self, count: int, seed: int) -> Iterator[bytes]:
-        """Inputs made by mutation of the seeds and of some inputs that came before."""
+        """Yields mutations of the seeds and of some earlier inputs."""
         rng = random.Random(seed)
         pool = list(self.reader.seeds)
         for _ in range(count):
             content = self.reader.mutated(rng.choice(pool), rng)
             yield content
-            # A mutated input in the pool leads to inputs with more than one fault.
+            # Mutating a mutated input leads to inputs with more than one fault.
             pool[len(self.reader.seeds) :] = [*pool[len(self.reader.seeds) :], content][-8:]
 
 
 def fuzz_readers(rank: int, world_size: int, counts: dict[str, int], traced_every: int = 1, seed: int = 0) -> list[str]:
-    """Returns the faults in words, each with its input. Call it in a separate process."""
+    """Returns the violations in words, each with its input. Call it in a separate process."""
     wrong = []
     for name, count in counts.items():
         with tempfile.TemporaryDirectory() as folder:

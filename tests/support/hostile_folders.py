@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has tampered with, their sums made right again, and every door that people take them through."""
+"""Manipulated checkpoints with corrected checksums, and all commands that read them."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def resign(checkpoint: Path, change: Callable[[dict], object] = lambda content: None, folder: str = "zero") -> None:
-    """Changes a manifest, and makes all sums right for what is there now."""
+    """Changes a manifest, and corrects all checksums for the present files."""
     path = checkpoint / folder / "manifest.json"
     if not path.is_file():
         raise FileNotFoundError(path)
@@ -44,7 +44,7 @@ def resign(checkpoint: Path, change: Callable[[dict], object] = lambda content: 
 
 
 def list_rows(content: dict) -> None:
-    """Makes a manifest one of format 6, which lists each row of each rank, and the boxes of each file."""
+    """Converts a manifest to format 6, which lists each row of each rank, and the boxes of each file."""
     rows, boxes = [], {}
     for kind, name, dtype, box, first, step, start, cut, numel, stop in content["rows"]:
         for index, part in enumerate(pairwise([start, *range(cut, stop, numel or 1), stop])):
@@ -56,7 +56,7 @@ def list_rows(content: dict) -> None:
 
 
 def as_before_ids(checkpoint: Path) -> None:
-    """Makes a checkpoint one of format 4, whose parts have no ID of their save."""
+    """Converts a checkpoint to format 4, whose parts have no ID of their save."""
     for path in (checkpoint / "zero").glob("rank-*.safetensors"):
         with_header(path, lambda header: header.pop("__metadata__"))
 
@@ -69,7 +69,7 @@ def as_before_ids(checkpoint: Path) -> None:
 
 
 def with_header(path: Path, change: Callable[[dict], object]) -> None:
-    """Changes the header of a safetensors file; its values stay where they are."""
+    """Changes the header of a safetensors file, and leaves its values unchanged."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
@@ -84,7 +84,7 @@ def cast(path: Path, dtype) -> None:
 
 
 def by_command(*words: object) -> tuple[int, str]:
-    """Exit status and all output of `hf-zero`; nothing may end it but an exit. What would be pushed stays here."""
+    """Returns exit status and all output of `hf-zero`, which may only end by an exit. Uploads are suppressed."""
 
     def arrived(folder: Path, *_args: object, **_kwargs: object):
         raise HubError(f"hf_zero: {len(os.listdir(folder))} files would be sent.")
@@ -99,14 +99,14 @@ def by_command(*words: object) -> tuple[int, str]:
 
 
 def make_card(folder: Path) -> bool:
-    """Writes a folder's card as a push does; whether it did."""
+    """Writes a folder's card as a push does; returns whether the card was written."""
     from hf_zero.hub.card import write_card
 
     return write_card(folder, card_facts(folder), name=folder.resolve().name)
 
 
 def commands(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
-    """Each command that reads a folder."""
+    """Returns each command that reads a folder."""
     found = {
         "verify": ("verify", folder),
         "inspect": ("inspect", folder),
@@ -116,7 +116,7 @@ def commands(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
 
 
 def every_command(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
-    """All commands that read a folder or a config, and those whose JSON has names out of it with `--json`, too."""
+    """Returns all commands that read a folder or a config, and again with `--json` if the JSON contains names from the folder."""
     config = folder / "config.json"
     found = commands(folder, out) | {
         "report": ("report", folder, "--output", out.with_name("page.html")),

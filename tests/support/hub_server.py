@@ -1,10 +1,10 @@
-"""A Hub of one machine: the HTTP that huggingface_hub speaks, over dictionaries, with faults on demand.
+"""A Hub on one machine: the HTTP interface used by huggingface_hub, over dictionaries, with faults on demand.
 
     with HubServer() as server:
         server.fail(r"POST .*/commit/", status=500, times=2)
         HfApi(endpoint=server.url, token=TOKEN).upload_folder(...)
 
-Large files go the way of Git LFS (basic, or multipart above `part_bytes`); Xet is not spoken, so clients turn it off.
+Large files use Git LFS (basic, or multipart above `part_bytes`). Xet is not supported, so clients turn it off.
 """
 
 import base64
@@ -29,18 +29,18 @@ USER = "tester"
 REGULAR_BELOW_BYTES = 10_000
 
 CLIENT_SETTINGS = ("ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "HUGGINGFACE_CO_URL_TEMPLATE")
-"""Of this process's client, which `talk_to` changes."""
+"""Settings of this process's client, changed by `talk_to`."""
 
 
 def talk_to(url: str) -> None:
-    """Points this process's client, which reads its environment once, to a server of the tests."""
+    """Points this process's client, which reads its environment once, to a test server."""
     constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = url, False, True
     constants.HUGGINGFACE_CO_URL_TEMPLATE = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A file as the Hub holds it."""
+    """A file as stored by the Hub."""
 
     content: bytes
     lfs: bool
@@ -51,7 +51,7 @@ class Stored:
 
     @property
     def oid(self) -> str:
-        """By which clients know the content."""
+        """Returns the content's name for clients."""
         return self.sha256 if self.lfs else self.blob_id
 
     @property
@@ -63,7 +63,7 @@ class Stored:
 
 @dataclass(kw_only=True)
 class Repo:
-    """Branches name commits; a commit is a whole tree, by path."""
+    """Branches name commits. A commit is a whole tree, by path."""
 
     private: bool
     branches: dict[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Repo:
 
 @dataclass(kw_only=True)
 class Fault:
-    """What happens instead, or as well, to the next `times` requests whose "METHOD /path" matches."""
+    """A changed or additional reaction to the next `times` requests whose "METHOD /path" matches."""
 
     pattern: re.Pattern
     times: int
@@ -101,7 +101,7 @@ class Refused(Exception):
 
 
 class HubServer:
-    """Runs while it is entered. `requests` holds "METHOD /path" of each call, `put` the LFS objects received, in order."""
+    """Runs inside its context. `requests` lists "METHOD /path" of each call, `put` the LFS objects received, in order."""
 
     def __init__(self, *, part_bytes: int = 10**9):
         self.part_bytes = part_bytes
@@ -128,14 +128,14 @@ class HubServer:
         self._thread.join()
 
     def fail(self, pattern: str, *, times: int = 1, **what: object) -> Fault:
-        """Sets a fault up; see `Fault`."""
+        """Adds a fault; see `Fault`."""
         fault = Fault(pattern=re.compile(pattern), times=times, **what)
         with self.lock:
             self._faults.append(fault)
         return fault
 
     def corrupt(self, pattern: str, how: Callable[[bytes], bytes | None]) -> None:
-        """Files whose path matches are stored as `how` makes them; None loses them."""
+        """Replaces the content of files whose path matches by the result of `how`; None loses the file."""
         self.corrupted.append((re.compile(pattern), how))
 
     def take_fault(self, line: str) -> Fault | None:
@@ -147,18 +147,18 @@ class HubServer:
         return None
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
-        """What a branch holds now, without the .gitattributes that every repo has."""
+        """Returns a branch's present files, without the .gitattributes of every repo."""
         repo = self.repos[repo_id]
         tree = repo.commits[repo.branches[revision]]
         return {path: stored.content for path, stored in tree.items() if path != ".gitattributes"}
 
     def count(self, pattern: str) -> int:
-        """How many requests so far match."""
+        """Counts the requests so far which match."""
         return sum(re.search(pattern, line) is not None for line in self.requests)
 
 
 class _Calls:
-    """The Hub's calls: each takes the match of its route and the request, and returns JSON."""
+    """The Hub's calls: each is given the match of its route and the request, and returns JSON."""
 
     def __init__(self, server: HubServer):
         self.server = server
@@ -346,7 +346,7 @@ def _entry(path: str, stored: Stored) -> dict:
 
 
 def _lfs(stored: Stored, name: str) -> dict:
-    """What is said of a large file, its hash under this name."""
+    """Describes a large file, with its hash under this name."""
     facts = {name: stored.sha256, "size": len(stored.content), "pointerSize": 134}
     return {"lfs": facts} if stored.lfs else {}
 
@@ -387,7 +387,7 @@ class _Request:
 
     def must_be_allowed(self) -> None:
         if not self.may:
-            # The Hub does not say the token back; a proxy that does must not bring it into our messages either.
+            # The Hub does not repeat the token. If a proxy does, our messages still must not contain it.
             raise Refused(401, f"Invalid credentials: {self.token}")
 
 
@@ -398,7 +398,7 @@ def _handler_of(server: HubServer) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *_: object) -> None:
-            """Says nothing: pytest would show it among a test's own output."""
+            """Suppresses the log, which pytest would show in a test's own output."""
 
         def handle(self) -> None:
             with contextlib.suppress(ConnectionError):
@@ -460,7 +460,7 @@ def _handler_of(server: HubServer) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(content)
 
         def _reset(self) -> None:
-            """Ends the connection with RST, as a dying router does."""
+            """Ends the connection with RST, like a failing router."""
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             self.close_connection = True

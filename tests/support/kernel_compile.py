@@ -1,7 +1,7 @@
-"""Compiles every Triton kernel for GPUs that need not be there, and reads what came out of the assembler.
+"""Compiles every Triton kernel for GPUs, which need not be present, and reads the assembler's results.
 
-Run by test_kernels.py in a process of its own, without TRITON_INTERPRET: prints one JSON object, by kernel and
-architecture or variant, of `Figures`; and whether importing the files with kernels has imported triton.
+Run by test_kernels.py in its own process, without TRITON_INTERPRET: prints one JSON object of `Figures`, by kernel and
+architecture or variant, and whether importing the files with kernels imported triton.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPTIONAL = ("multiplier", "found_inf", "residual", "inverse_scale", "momentum_bu
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """The most that a kernel may use, and exactly how many accesses of which width (bits a thread) to global memory it has."""
+    """Upper limits of a kernel's resources, and the exact number of its global memory accesses by width (bits per thread)."""
 
     registers: int
     shared_bytes: int = 0
@@ -49,12 +49,12 @@ class Promise:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One kernel as it is launched.
+    """One kernel with its launch arguments.
 
     Attributes:
-        types: of the runtime arguments, as Triton writes them; pointers and whole numbers known to be divisible by 16.
-        constants: the other arguments.
-        architectures: those that have the instructions it is made of.
+        types: Triton's types of the runtime arguments; pointers and integers known to be divisible by 16.
+        constants: all other arguments.
+        architectures: the ones with the kernel's instructions.
     """
 
     kernel: Kernel
@@ -73,7 +73,7 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Read from the machine code of one kernel; instruction counts are static."""
+    """Figures from the machine code of one kernel. Instruction counts are static."""
 
     registers: int
     spilled_bytes: int
@@ -111,7 +111,7 @@ def step_case(
 ) -> Case:
     """An optimizer's kernel with multiplier and found_inf, which are its two narrow loads.
 
-    Each tensor of `dtypes` is read but the copy and written but the gradient, four elements a thread at a time.
+    Each tensor of `dtypes` is read, except the copy, and written, except the gradient, four elements per thread at a time.
     """
     scalars = {"multiplier": "*fp32", "found_inf": "*fp32"}
     widths = {name: "128" if dtype == "fp32" else "64" for name, dtype in dtypes.items()}
@@ -168,8 +168,8 @@ CASES |= {
             **({} if "copy" in dtypes else {"copy": None}),
         },
         num_warps=adamw_in_blocks._WARPS_IN_BLOCKS,
-        # Eight elements a thread. A look-up is a narrow load: of both moments' elements, a first code (8 bits), a value and a
-        # threshold; then two scales, multiplier and found_inf.
+        # Eight elements per thread. Each look-up is a narrow load: for both moments' elements a first code (8 bits), a value and
+        # a threshold; then two scales, multiplier and found_inf.
         promise=Promise(
             registers=80,
             loads={"128": wide, "64": 2, "8": 16, "32": 36},
@@ -207,7 +207,7 @@ CASES["sum of int8"] = block_case(
     sum_kernel,
     {"out": "*fp32", **SUM_TYPES},
     SUM_CONSTANTS,
-    # Of four ranks at a time, and of the ranks that are left over.
+    # Four ranks at a time, and then the remaining ranks.
     Promise(registers=40, loads={"32": 24}, stores={"128": 1}),
 )
 CASES["stochastic rounding"] = Case(
@@ -218,7 +218,7 @@ CASES["stochastic rounding"] = Case(
         "REGIONS": stochastic_kernels._REGIONS_A_PROGRAM,
         "QUIET_NAN": stochastic.QUIET_NAN,
     },
-    # Random numbers are made one a thread and handed over to the threads that read four elements.
+    # Each thread makes one random number, and passes it to the thread which reads four elements.
     promise=Promise(registers=64, shared_bytes=2048, loads={"128": 8}, stores={"64": 8}),
 )
 
@@ -243,21 +243,21 @@ def compile_case(case: Case, architecture: int) -> Compiled:
 
 
 def with_one_element(case: Case) -> Case:
-    """Whole numbers of 1, which Triton takes for constants when a kernel is launched."""
+    """Integers of 1, which Triton treats as constants at a launch."""
     whole = [name for name, kind in case.types.items() if kind in ("i32", "i64")]
     types = {name: kind for name, kind in case.types.items() if name not in whole}
     return replace(case, types=types, constants={**case.constants, **dict.fromkeys(whole, 1)})
 
 
 def without_options(case: Case) -> Case:
-    """None for the tensors that a kernel can do without."""
+    """None for the optional tensors."""
     left_out = [name for name in case.types if name in OPTIONAL]
     types = {name: kind for name, kind in case.types.items() if name not in left_out}
     return replace(case, types=types, constants={**case.constants, **dict.fromkeys(left_out)})
 
 
 def as_launched(ranks: int) -> Case:
-    """The sum over so many ranks, with the numbers that its launch gives as constants."""
+    """The sum over so many ranks, with the launch's numbers as constants."""
     usual, format, numel = CASES["sum of int8"], BlockFormat(), 4096
     launched: dict[str, Any] = {}
 
@@ -278,7 +278,7 @@ def as_launched(ranks: int) -> Case:
 
 
 def sums_by_ranks(architecture: int) -> dict[str, dict[str, float]]:
-    """By number of ranks: what the assembler says, and the CPU seconds of compiling."""
+    """Returns, by number of ranks, the assembler's figures and the CPU seconds of compiling."""
     import triton
 
     found = {}
@@ -298,7 +298,7 @@ def tool(name: str) -> Path:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers a thread, and the bytes that it spills."""
+    """Returns registers per thread, and spilled bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -309,7 +309,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def machine_code(cubin: bytes) -> bytes:
-    """The section of an ELF file that holds its one kernel's instructions."""
+    """Returns the section of an ELF file with its only kernel's instructions."""
     (start,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, start + size * index) for index in range(count)]
@@ -319,7 +319,7 @@ def machine_code(cubin: bytes) -> bytes:
 
 
 def disassembled(kernels: Sequence[bytes], architecture: int) -> list[list[str]]:
-    """The names of each kernel's instructions. The disassembler needs half a second to begin, so all go through it together."""
+    """Returns the names of each kernel's instructions. Disassembles all at once, because a start takes half a second."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(kernels))
         file.flush()
@@ -334,7 +334,7 @@ def disassembled(kernels: Sequence[bytes], architecture: int) -> list[list[str]]
 
 
 def figures(compiled: Mapping[str, Compiled], architecture: int) -> dict[str, Figures]:
-    """Of kernels by name."""
+    """Returns the figures of kernels by name."""
     instructions = disassembled([machine_code(kernel.cubin) for kernel in compiled.values()], architecture)
     return {
         name: Figures(
@@ -348,7 +348,7 @@ def figures(compiled: Mapping[str, Compiled], architecture: int) -> dict[str, Fi
 
 
 def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
-    """How many of an opcode's instructions move 8, 16, 32, 64 or 128 bits a thread."""
+    """Counts an opcode's instructions by width: 8, 16, 32, 64 or 128 bits per thread."""
     counts: Counter[str] = Counter()
     for name in instructions:
         if name.split(".")[0] == opcode:
@@ -359,7 +359,7 @@ def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
 
 
 def main() -> None:
-    """Compiles for the architecture named by the first word; for the newest, a launch's other forms too."""
+    """Compiles for the architecture in the first argument; for the newest, also other forms of a launch."""
     architecture = int(sys.argv[1])
     for path in Path(statistics.__file__).parent.glob("*.py"):
         import_module(f"hf_zero.kernels.{path.stem}")

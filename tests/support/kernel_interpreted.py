@@ -1,8 +1,8 @@
-"""Checks of the Triton kernels against their references, in Triton's interpreter on tensors of the CPU, or on a GPU.
+"""Compares the Triton kernels with their references, in Triton's interpreter on CPU tensors, or on a GPU.
 
-Run by test_kernels.py in a process of its own, since one process either interprets or compiles: `python kernel_interpreted.py
-cpu` interprets, and prints one JSON object, by check, of "" or the traceback. The interpreter sees no write beside a buffer, so
-every buffer here lies between canaries.
+Run by test_kernels.py in its own process, since one process either interprets or compiles: `python kernel_interpreted.py cpu`
+interprets, and prints one JSON object: check → "" or the traceback. The interpreter does not notice a write outside of a buffer,
+so every buffer here is between canaries.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hf_zero.layout.blocks import blocks
 from hf_zero.wire import quantise
 from hf_zero.wire.quantise import BlockFormat
 
-# Of the last one, statistics take several parts. Other kernels have ten programs at 5,003 elements, and the interpreter
-# takes a millisecond for each.
+# At the last size, statistics have several parts. Other kernels have ten programs at 5,003 elements, and the interpreter takes a
+# millisecond per program.
 SIZES = (0, 1, 127, 128, 100_003)
 SHORTER = (0, 1, 127, 128, 100_003 if torch.cuda.is_available() else 5_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,7 +51,7 @@ class Guarded:
         self._wholes: list[torch.Tensor] = []
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy of `values` with canaries on both sides."""
+        """Returns a copy of `values` with canaries on both sides."""
         whole = torch.full((values.numel() + 2 * CANARY_NUMEL,), CANARY, dtype=values.dtype)
         self._wholes.append(whole)
         inner = whole[CANARY_NUMEL : CANARY_NUMEL + values.numel()]
@@ -65,12 +65,12 @@ class Guarded:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal bit for bit, except that any NaN equals any other."""
+    """Whether all bits are equal, except that NaNs only have to be NaN in both."""
     return left.dtype == right.dtype and bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
 def normal(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same numbers on every device."""
+    """Returns the same numbers on every device."""
     drawn = torch.randn(numel, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     return drawn.to(torch.get_default_device(), dtype)
 
@@ -127,7 +127,7 @@ def step_guarded(
     multiplier: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Steps the Triton form between canaries and the reference beside it; what the former wrote, the copy at the end."""
+    """Steps the Triton form between canaries, and the reference; returns the former's results, the copy last."""
     guard = Guarded()
     mine, its = [guard.of(tensor) for tensor in tensors], [tensor.clone() for tensor in tensors]
     copies = [None, None] if copy_dtype is None else [guard.of(torch.zeros(len(its[0]), dtype=copy_dtype)), None]
@@ -198,7 +198,7 @@ def decoded(moment: Coded, code: DynamicCode) -> torch.Tensor:
 
 
 def in_blocks(numel: int, gradient: torch.dtype) -> list[torch.Tensor]:
-    """Weights, gradient, codes and scales of both moments; blocks of large and of tiny elements, of zeros and of one sign."""
+    """Makes weights, gradient, codes and scales of both moments; blocks of large, tiny, zero, and same-sign elements."""
     magnitudes = 10.0 ** normal(blocks(numel), 7).mul(3).repeat_interleave(256)[:numel]
     m, v = normal(numel, 2) * magnitudes, normal(numel, 3).square() * magnitudes.square()
     m[256:512], v[256:512] = 0.0, 1e-40
@@ -214,7 +214,7 @@ LATER = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, step=7)
 def step_in_blocks(
     tensors: list[torch.Tensor], copy_dtype: torch.dtype | None, found_inf: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Steps the Triton form between canaries, twice if that is soon done, and the reference; the copy is at the end."""
+    """Steps the Triton form between canaries, twice if it is fast, and the reference; the copy is last."""
     ends, multiplier = [], torch.tensor([0.25])
     forms = [adamw_in_blocks_triton] * (1 if len(tensors[0]) > 5000 else 2)
     for form in (*forms, adamw_in_blocks_reference):
@@ -259,7 +259,7 @@ def adamw_in_blocks_carries_what_is_not_finite():
     tensors = in_blocks(1100, torch.float32)
     tensors[1][[3, 800, 801, 1099]] = torch.tensor([math.nan, math.inf, -math.inf, 3e38])
     after = step_in_blocks(tensors, torch.float16)
-    # Blocks 0 and 3 have a NaN and infinities; the square of the last element overflows.
+    # Blocks 0 and 3 have a NaN and infinities. The square of the last element overflows.
     assert after[3].isnan().tolist() == [True, False, False, True, False]
     assert after[5].isnan().tolist() == [True, False, False, True, True]
     step_in_blocks(after[:6], torch.float16)
@@ -279,17 +279,17 @@ FORMATS = [BlockFormat(block_numel=block_numel) for block_numel in (32, 256, 102
 
 
 def sizes_for(format: BlockFormat) -> tuple[int, ...]:
-    """The interpreter takes the longest with the usual block size alone."""
+    """Sizes for a format. The interpreter runs the longest only with the usual block size."""
     return SHORTER if format.block_numel == 256 or torch.cuda.is_available() else SHORTER[:-1]
 
 
 def in_turn(left: Sequence[Any], right: Sequence[Any], turn: int) -> list[tuple[Any, Any]]:
-    """Pairs in which each element is once; as many turns as there are elements make all pairs."""
+    """Returns pairs with each element once. As many turns as there are elements result in all pairs."""
     return [(one, right[(place + turn) % len(right)]) for place, one in enumerate(left)]
 
 
 def with_strangers(flat: torch.Tensor) -> torch.Tensor:
-    """NaN and infinities in some blocks, zeros in one, where the tensor is long enough to leave others as they were."""
+    """Adds NaN and infinities to some blocks, and zeros to one, if the tensor is long enough to leave other blocks unchanged."""
     if flat.numel() > 5000:
         flat[[3, 2500, 2501]] = torch.tensor([math.nan, math.inf, -math.inf], dtype=flat.dtype)
         flat[3000:4600] = 0
@@ -302,7 +302,7 @@ def quantising_is_the_references_bit_for_bit():
         for place, numel in enumerate(sizes_for(format)):
             kept = normal(numel, 5) * 0.01
             pairs = in_turn(DTYPES, (None, kept, kept.bfloat16()), place)
-            # The interpreter takes a program of 512 elements as long as the reference takes a million.
+            # The interpreter takes as long for a program of 512 elements as the reference for a million.
             for dtype, carried in [(torch.bfloat16, kept.bfloat16())] if numel > 5000 else pairs:
                 guard = Guarded()
                 values = guard.of(with_strangers(normal(numel, 4, dtype)))
@@ -322,7 +322,7 @@ def quantising_is_the_references_bit_for_bit():
 def dequantised_sums_are_the_references_bit_for_bit():
     for format in FORMATS:
         for place, numel in enumerate(sizes_for(format)):
-            # The kernel takes four ranks at a time.
+            # The kernel reads four ranks at a time.
             for dtype, ranks in [(torch.bfloat16, 2)] if numel > 5000 else in_turn(DTYPES, (1, 4, 11), place):
                 guard = Guarded()
                 codes = normal(ranks * format.code_bytes(numel), numel).mul_(60).add_(136).clamp_(17, 254)

@@ -1,4 +1,4 @@
-"""Starts a script as a user would, under `accelerate launch`, or in ranks that are forked with everything imported."""
+"""Starts a script as a user would, with `accelerate launch`, or in ranks forked from a process with all imports."""
 
 import atexit
 import itertools
@@ -27,7 +27,7 @@ SECONDS = 120
 
 
 def own_port() -> int:
-    """A port that no test in another process of pytest's launches on."""
+    """Returns a port that tests in pytest's other processes do not use."""
     return 29510 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
@@ -35,14 +35,14 @@ _barrier = itertools.count()
 
 
 def port_to_meet_on() -> int:
-    """A port that is free, and that no other process comes by before the ranks have met.
+    """Returns a free port that no other process gets by accident before the ranks connect.
 
-    Not one that the system chooses: it gives those to any connection. Each process of pytest's has its own hundreds.
+    The system gives the ports it chooses to any connection, so this port is from a range. Each pytest process has its own range.
     """
     first = 10_000 + 500 * (own_port() - 29_510) % 15_000
     for turn in _barrier:
         with socket.socket() as tried:
-            # As the ranks' store does: what a former one has left behind is not in its way.
+            # Set the same option as the ranks' store: leftovers of a former store do not block it.
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 tried.bind(("127.0.0.1", first + turn % 500))
@@ -53,13 +53,13 @@ def port_to_meet_on() -> int:
 
 
 def launch_command(script: Path, *arguments: object, config: Path, flags: Sequence[object] = ()) -> list[str]:
-    """The words of a command line; `flags` are the launcher's own, `arguments` the script's."""
+    """Returns a command line; `flags` are the launcher's own, `arguments` the script's."""
     launcher = ["accelerate", "launch", "--config_file", config, "--main_process_port", own_port(), *flags]
     return [str(word) for word in (*launcher, script, *arguments)]
 
 
 def own_environment(caches: Path) -> dict[str, str]:
-    """In which the script has its own caches, and nothing is known of the ranks but what the launcher says."""
+    """Returns an environment with own caches for the script, and without variables about ranks other than the launcher's."""
     environment = os.environ | {"HF_HOME": str(caches)}
     environment.pop("ACCELERATE_USE_CPU", None)
     return environment
@@ -68,7 +68,7 @@ def own_environment(caches: Path) -> dict[str, str]:
 def launch(
     script: Path, *arguments: object, caches: Path, config: Path = CPU2, flags: Sequence[object] = ()
 ) -> subprocess.CompletedProcess:
-    """Run it to its end, whichever that is."""
+    """Runs the script until it ends, in any way."""
     command = launch_command(script, *arguments, config=config, flags=flags)
     environment = own_environment(caches)
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
@@ -77,9 +77,9 @@ def launch(
 def launch_forked(
     script: Path, *arguments: object, config: Path = CPU2, flags: Sequence[object] = (), time_limit_s: float = SECONDS
 ) -> subprocess.CompletedProcess:
-    """The same without the launcher: in its environment, and without the time that new interpreters take to import torch.
+    """Works like `launch`, but without the launcher and without the time for importing torch in new interpreters.
 
-    The caches are those of the tests' session.
+    The caches belong to the tests' session.
     """
     words = [str(word) for word in ("--config_file", config, *flags, script, *arguments)]
     launched, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
@@ -101,10 +101,10 @@ def run_forked(
     folder: Path = ROOT,
     time_limit_s: float = SECONDS,
 ) -> subprocess.CompletedProcess:
-    """Runs the ranks of a script, or of a module by its name, in `folder`, in processes forked with everything imported.
+    """Runs the ranks of a script, or of a module by its name, in `folder`, in processes forked with all imports.
 
-    As `torchrun --nproc_per_node` does. The first that fails takes the others down. What all have said is in `stdout` and
-    `stderr`; the status is the first's that is not 0.
+    The environment is like `torchrun --nproc_per_node`'s. If a rank fails, the others are killed. `stdout` and `stderr` contain
+    all ranks' output; the status is the first one that is not 0.
     """
     start_forking()
     context, deadline_s = get_context("forkserver"), time.monotonic() + time_limit_s
@@ -139,7 +139,7 @@ def run_forked(
 
 
 def _places(processes: int) -> list[dict[str, str]]:
-    """What each of several ranks is told of its place."""
+    """Returns each rank's launcher variables."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_to_meet_on())}
     sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
     return [meeting | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
@@ -152,7 +152,7 @@ def _run_script(script: Path | str, words: list[str], environment: dict[str, str
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    # Like a new process's: forked ranks would draw the same random rows, and ranks of a launcher do not.
+    # Seed as in a new process: forked ranks would otherwise draw the same random samples, unlike ranks of a launcher.
     torch.seed()
     sys.argv = [str(script), *words]
     torch.set_num_threads(1)
@@ -166,7 +166,7 @@ def _run_script(script: Path | str, words: list[str], environment: dict[str, str
 
 @contextmanager
 def ending_as_a_script() -> Iterator[None]:
-    """Ends a forked process as Python ends a script: by the hook for errors, a status and the functions at exit."""
+    """Ends a forked process as Python ends a script: with the error hook, a status, and the functions at exit."""
     try:
         yield
     except SystemExit:
@@ -175,7 +175,7 @@ def ending_as_a_script() -> Iterator[None]:
         sys.excepthook(*sys.exc_info())
         raise SystemExit(1) from None
     finally:
-        # A process of multiprocessing's leaves them out.
+        # multiprocessing's processes skip these functions.
         atexit._run_exitfuncs()
 
 

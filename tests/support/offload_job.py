@@ -1,4 +1,4 @@
-"""Runs of their own process for the tests of offload: one that measures its memory, and one that is killed.
+"""Runs in their own process for the tests of offload: one to measure its memory, and one to be killed.
 
 python offload_job.py memory OFFLOAD_JSON [FROZEN_LAYERS]
 python offload_job.py train OFFLOAD_JSON FOLDER STEPS
@@ -41,10 +41,10 @@ def make(
 
 
 def measure(offload: dict, frozen: int = 0) -> dict[str, int]:
-    """Bytes of growth over what the process holds before there is a model, and what it is made of.
+    """Returns the growth in bytes above the memory before the model, and its parts.
 
     Args:
-        frozen: how many of the first layers are not trained.
+        frozen: number of first layers which are not trained.
     """
     settings = {"stage": 3 if "params" in offload else 2, "bucket_bytes": "4MiB", "offload": offload}
     model, optimizer, engine = make(64, 2, settings)
@@ -55,7 +55,7 @@ def measure(offload: dict, frozen: int = 0) -> dict[str, int]:
     before = status_bytes("VmRSS")
     model, optimizer, engine = make(WIDTH, LAYERS, settings, frozen)
     if "params" in offload:
-        # The whole model was in memory to begin with: the high-water mark counts from here.
+        # The whole model was in memory at first, so the high-water mark is reset here.
         Path("/proc/self/clear_refs").write_text("5")
     for _ in range(STEPS):
         step(model, optimizer, torch.randn(1, WIDTH))
@@ -84,7 +84,7 @@ def measure(offload: dict, frozen: int = 0) -> dict[str, int]:
 
 
 def train(offload: dict, folder: Path, steps: int) -> None:
-    """Resumes from `folder` if it has a checkpoint, trains to `steps`, saves after the second, prints each step's loss."""
+    """Resumes from `folder` if it has a checkpoint, trains to `steps`, saves after the second step, and prints all losses."""
     torch.manual_seed(0)
     model = gpt2()
     optimizer = fused_adamw(model)
@@ -111,14 +111,14 @@ def train(offload: dict, folder: Path, steps: int) -> None:
 
 
 def measure_each(offloads: list[dict], frozen: int) -> list[dict[str, int]]:
-    """Figures of runs one after the other, each in a process of its own, forked from this one, which has imported everything."""
+    """Returns the figures of consecutive runs, each in its own process forked from this one, which has made all imports."""
     found = []
     for offload in offloads:
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
             os.write(writing, json.dumps(measure(offload, frozen)).encode())
-            # Nothing of what the parent has set up for its own end.
+            # Skip the exit functions of the parent.
             os._exit(0)
         os.close(writing)
         with os.fdopen(reading) as figures:

@@ -1,4 +1,4 @@
-"""The flat optimizers as the tests step them: settings, references, Triton forms, and the same step in float64."""
+"""The flat optimizers in tests: settings, references, Triton forms, and the same step in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def place_of(names: Sequence[str], weights: torch.Tensor, gradient: torch.Tensor, *states: Any, **rest: Any) -> Place:
-    """What a kernel steps, of tensors in their usual order."""
+    """Makes a kernel's arguments from tensors in their usual order."""
     return Place(weights=weights, gradient=gradient, states=dict(zip(names, states, strict=True)), **rest)
 
 
@@ -46,8 +46,8 @@ class Stepper:
     """One optimizer with one setting.
 
     Attributes:
-        state_names: of its float32 states.
-        exact: from float64 weights, gradient and states to the new weights and states.
+        state_names: names of its float32 states.
+        exact: computes new weights and states from float64 weights, gradient and states.
     """
 
     settings: Any
@@ -102,7 +102,7 @@ STEPPERS = {
 
 
 def make_tensors(stepper: Stepper, numel: int, weights: torch.dtype, gradient: torch.dtype) -> list[torch.Tensor]:
-    """Weights, gradient and states as they look in the middle of training."""
+    """Makes weights, gradient and states like in the middle of training."""
     generator = torch.Generator("cpu").manual_seed(numel)
     drawn = torch.randn(4, numel, generator=generator, device="cpu")
     w, g, m, v = drawn.to(torch.get_default_device()).unbind()
@@ -110,10 +110,11 @@ def make_tensors(stepper: Stepper, numel: int, weights: torch.dtype, gradient: t
 
 
 def worst_error(stepper: Stepper, before: list[torch.Tensor], after: list[torch.Tensor], factor: float) -> float:
-    """The largest error of the step from `before` to `after` against float64, in float32 epsilons of the largest element.
+    """Returns the largest error of the step from `before` to `after`, relative to float64, in float32 epsilons of the largest
+    element.
 
     Args:
-        factor: of the gradient.
+        factor: multiplier of the gradient.
     """
     w, g, *states = [tensor.double() for tensor in before]
     exact = stepper.exact(w, g * factor, states, stepper.settings)

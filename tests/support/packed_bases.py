@@ -1,4 +1,4 @@
-"""Bases that bitsandbytes has quantised, with adapters to train, and layers with frozen parameters of any dtype."""
+"""Bases quantized by bitsandbytes, with adapters to train, and layers with frozen parameters of any dtype."""
 
 import logging
 from pathlib import Path
@@ -44,7 +44,7 @@ MODELS = {
 
 
 def save_bases(folder: Path) -> str:
-    """Saves those that are not quantised. transformers writes none on ranks beside the first."""
+    """Saves the bases without quantization. transformers only writes them on the first rank."""
     for name, (make, size, _, _) in MODELS.items():
         torch.manual_seed(0)
         make(size).save_pretrained(folder / name)
@@ -52,24 +52,24 @@ def save_bases(folder: Path) -> str:
 
 
 def adapted(bases: str, name: str, says: dict, *, seed: int = 1) -> PeftModel:
-    """A quantised base, on a device map of one device, and adapters, as a script has them before `prepare`."""
+    """Makes a quantized base on one device, with adapters, in a script's state before `prepare`."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     base = MODELS[name][2].from_pretrained(
         f"{bases}/{name}", quantization_config=BitsAndBytesConfig(**says), device_map={"": "cpu"}, dtype=torch.float32
     )
     base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     torch.manual_seed(seed)
-    # Adapters that begin with zeros would hide the base's second half from the first losses.
+    # Adapters initialized with zeros would hide the base's second half from the first losses.
     return get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
 def in_its_place(_model: nn.Module, bases: str, name: str, says: dict) -> PeftModel:
-    """For `adapt` of a Trainer's job."""
+    """Returns such a base for `adapt` of a Trainer job."""
     return adapted(bases, name, says)
 
 
 def trained_and_merged(rank: int, world_size: int, output_dir: str, **arguments: Any) -> dict:
-    """A Trainer's job; what it returns, and the merged model, which is saved."""
+    """Runs a Trainer job; returns its result and the merged model, which is saved as well."""
     as_launched(rank, world_size)
     resume = arguments.pop("resume", None)
     trainer = make_trainer(output_dir=output_dir, **arguments)
@@ -86,7 +86,7 @@ PLAIN = [
 
 
 class Coded(nn.Module):
-    """A layer with a frozen parameter of `dtype`, whose odd size no shard ends at."""
+    """A layer with a frozen parameter of `dtype`, whose odd size is no multiple of a shard's end."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()

@@ -1,7 +1,7 @@
-"""The Lion that people use: lion-pytorch's, which the extra `dev` installs; elsewhere the same, written out.
+"""The Lion of the package lion-pytorch, which the extra `dev` installs; if missing, a copy of its formula.
 
-What is written out goes by lion-pytorch's name, by which kernels find it. test_kernel_steps.py holds it to the package,
-bit for bit, where that is installed.
+The copy has lion-pytorch's name, by which kernels find it. If the package is installed, test_kernel_steps.py compares the copy
+with it, bit for bit.
 """
 
 from collections.abc import Iterable

@@ -1,11 +1,11 @@
-"""Runs that a signal ends, and their resumed runs, beside one that nothing ends.
+"""Runs ended by a signal, and their resumed runs, compared with an uninterrupted run.
 
     export PYTHONPATH=tests/support:scripts/bench
     python tests/support/preemption.py --trials 200 --at-once 2
 
-A trial sends SIGTERM or SIGUSR1 to some ranks in one phase of a step, up to some milliseconds after that has begun, and then
-resumes the run. Prints a table: steps that were taken and not saved, runs that had to be killed, checkpoints with faults, resumed
-runs that are not the uninterrupted one bit for bit, and seconds from the signal to the exit of the last rank.
+A trial sends SIGTERM or SIGUSR1 to some ranks in one phase of a step, up to some milliseconds after the phase has begun, and then
+resumes the run. Prints a table: steps made and not saved, runs that had to be killed, checkpoints with faults, resumed runs that
+differ from the uninterrupted one in any bit, and seconds from the signal to the exit of the last rank.
 """
 
 import argparse
@@ -46,7 +46,7 @@ DOORS = ("trainer", "accelerate")
 PATIENCE_S = 150.0
 
 _STARTS = threading.Lock()
-"""A process that starts reads the exit status of all others, which can be read once: not while another thread does so."""
+"""A starting process reads the exit status of all others, which can only be read once, so one thread at a time may do this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +54,14 @@ class Trial:
     """One run and its signal.
 
     Attributes:
-        step: the first one in which `phase` counts, from 0.
-        struck: the ranks that get the signal; none lets the run go on to its end.
+        step: the first step in which `phase` counts, from 0.
+        struck: the ranks that get the signal; without any, the run is not interrupted.
         delay_s: from the phase's beginning to the signal.
-        second: whether the signal comes twice.
-        by_epoch: Trainer evaluates and saves at the end of each epoch, of five steps, and not every so many steps.
-        minutes: `checkpoint.every_minutes`, by a clock that steps and saves move; 0 saves every so many steps.
-        killed_s: when all ranks are killed, by that clock.
-        cost_s: a save takes.
+        second: whether the signal is sent twice.
+        by_epoch: Trainer evaluates and saves at the end of each epoch of five steps, instead of at a step interval.
+        minutes: `checkpoint.every_minutes`, by a clock advanced by steps and saves; 0 saves at a step interval.
+        killed_s: time by this clock at which all ranks are killed.
+        cost_s: duration of a save.
     """
 
     door: str
@@ -86,16 +86,16 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a trial ended.
+    """The end of a trial.
 
     Attributes:
         codes: exit statuses, None for a rank that had to be killed.
-        resumed_codes: those of the run that went on.
+        resumed_codes: exit statuses of the resumed run.
         seconds: from the signal to the last rank's exit.
-        lost: steps that were taken and are in no checkpoint.
+        lost: number of steps made that are in no checkpoint.
         faults: of checkpoints, and folders that are none.
-        is_same: the resumed run came to the uninterrupted run's log and parameters.
-        said: on stderr, by all ranks.
+        is_same: the resumed run has the uninterrupted run's log and parameters.
+        said: stderr of all ranks.
     """
 
     trial: Trial
@@ -109,7 +109,7 @@ class Outcome:
 
     @property
     def fault_found(self) -> str | None:
-        """What is wrong with how it ended; None where it ended well."""
+        """Describes the first fault of the trial; None if it ended as expected."""
         trial = self.trial
         if None in [*self.codes, *self.resumed_codes]:
             return "hang"
@@ -152,13 +152,13 @@ class Strike:
 
 
 class FakeTime:
-    """A clock that each phase of a step and each save move on. When a trial's time has come, the process is gone."""
+    """A clock advanced by each phase of a step and each save. At a trial's time, it kills the process."""
 
     now_s = 0.0
 
     @staticmethod
     def phase_s(step: int, phase: str) -> float:
-        """Up to 40 seconds, the same in each run."""
+        """Returns up to 40 seconds, the same in each run."""
         return 40 * random.Random(f"{step} {phase}").random()
 
     def install(self, trial: Trial) -> None:
@@ -201,11 +201,11 @@ class NoteSteps(TrainerCallback):
 
 
 def with_trainer(trial: Trial, folder: Path) -> dict:
-    """With dropout, a schedule, evaluations and saves; resumed by `checkpoint.resume: auto`."""
+    """Trains with dropout, a schedule, evaluations and saves; resumes by `checkpoint.resume: auto`."""
     when = "epoch" if trial.by_epoch else "steps"
     trainer = make_trainer(
         f"flag stage={trial.stage},checkpoint.resume=auto,checkpoint.every_minutes={trial.minutes},"
-        # The clock that saves move on belongs to one thread.
+        # The clock advanced by saves belongs to one thread.
         f"checkpoint.async_save={str(not trial.minutes).lower()}",
         "gpt2",
         folder / "states",
@@ -226,7 +226,7 @@ def with_trainer(trial: Trial, folder: Path) -> dict:
 
 
 def with_accelerate(trial: Trial, folder: Path) -> dict:
-    """A plain loop with a schedule, evaluations and saves, and one setting for the signals."""
+    """Trains in a plain loop with a schedule, evaluations and saves, and one setting for the signals."""
     from accelerate import Accelerator
 
     from hf_zero import ZeroPlugin, last_good_state
@@ -245,7 +245,7 @@ def with_accelerate(trial: Trial, folder: Path) -> dict:
     model = TextsModel(layers=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    # Five steps a pass, so that some signals come at its end.
+    # Five steps per epoch, so some signals are sent at its end.
     rows = Texts(2 * trial.world_size * trial.accumulation * 5)
     model, optimizer, loader, evaluated = accelerator.prepare(
         model, optimizer, DataLoader(rows, batch_size=2), DataLoader(rows, batch_size=8)
@@ -287,7 +287,7 @@ def with_accelerate(trial: Trial, folder: Path) -> dict:
                 accelerator.save_state(str(states / f"step_{step}"))
             if step == STEPS:
                 break
-    # A run that was killed takes some micro-batches again.
+    # A resumed run repeats some micro-batches of the killed one.
     lines = {tuple(line[:2]): line for line in map(json.loads, log_file.read_text().splitlines())}
     return {"log": list(lines.values()), "state": whole(accelerator.get_state_dict(model))}
 
@@ -300,7 +300,7 @@ JOBS = {"trainer": with_trainer, "accelerate": with_accelerate}
 
 
 def main_of_rank(rank: int, trial: Trial, folder: str, port: int) -> None:
-    """A rank as its launcher starts one."""
+    """Runs a rank as its launcher would."""
     path = Path(folder)
     with (path / f"said {rank}").open("a") as said:
         os.dup2(said.fileno(), 1)
@@ -319,7 +319,7 @@ def main_of_rank(rank: int, trial: Trial, folder: str, port: int) -> None:
 
 
 def start(trial: Trial, folder: Path) -> tuple[list[int | None], float]:
-    """Runs a trial's ranks; returns their exit statuses, and when the last one ended."""
+    """Runs a trial's ranks; returns their exit statuses and the time of the last exit."""
     folder.mkdir(parents=True, exist_ok=True)
     context, port = get_context("forkserver"), port_to_meet_on()
     processes = [
@@ -345,7 +345,7 @@ def start(trial: Trial, folder: Path) -> tuple[list[int | None], float]:
 
 @cache
 def uninterrupted(trial: Trial, folder: Path) -> dict:
-    """The log and the parameters of a run that nothing ends."""
+    """Returns the log and the parameters of an uninterrupted run."""
     own = folder / "-".join(map(str, (trial.door, trial.stage, trial.world_size, trial.accumulation, trial.by_epoch)))
     codes, _ = start(trial, own)
     assert set(codes) == {0}, said_by(own, trial)
@@ -353,7 +353,7 @@ def uninterrupted(trial: Trial, folder: Path) -> dict:
 
 
 def without_signal(trial: Trial) -> Trial:
-    """The same for all trials of one kind of run."""
+    """Returns the trial without a signal, the same for all trials of one kind of run."""
     return Trial(**{name: getattr(trial, name) for name in ("door", "stage", "world_size", "accumulation", "by_epoch")})
 
 
@@ -362,7 +362,7 @@ def said_by(folder: Path, trial: Trial) -> str:
 
 
 def run_trial(trial: Trial, folder: Path) -> Outcome:
-    """Interrupts a run, looks at its checkpoints, and resumes it."""
+    """Interrupts a run, checks its checkpoints, and resumes it."""
     reference = uninterrupted(without_signal(trial), folder.parent)
     codes, ended = start(trial, folder)
     struck = [float(path.read_text()) for path in folder.glob("struck *")]
@@ -389,7 +389,7 @@ def run_trial(trial: Trial, folder: Path) -> Outcome:
 
 
 def killed(number: int, door: str, stage: int | None = None) -> Trial:
-    """The trial of a number whose ranks are all killed, at any time of the run."""
+    """Returns the trial of a number, with all ranks killed at any time of the run."""
     chance = random.Random(f"killed {door} {number}")
     whole_s = sum(FakeTime.phase_s(step, state.name) for step in range(STEPS) for state in TrainingState)
     return Trial(
@@ -403,14 +403,14 @@ def killed(number: int, door: str, stage: int | None = None) -> Trial:
 
 
 def lost_by_a_kill(trial: Trial, folder: Path) -> tuple[float, float]:
-    """Kills a run and resumes it. Returns the lost seconds, and the largest loss that the settings allow.
+    """Kills a run and resumes it. Returns the lost seconds, and the largest loss allowed by the settings.
 
     Raises:
-        AssertionError: the resumed run is not the uninterrupted one bit for bit, or more than one state of the clock's is left.
+        AssertionError: a bit differs from the uninterrupted run, or more than one state of the clock is left.
     """
     codes, _ = start(trial, folder)
     assert set(codes) == {KILLED}, (trial, codes, said_by(folder, trial))
-    # The time at which each step had been taken; the run began at 0.
+    # The times at which each step ended; the run began at 0.
     times = [0.0, *map(float, (folder / "times 0").read_text().split() if (folder / "times 0").exists() else ())]
     found = [path for path in (folder / "states").glob("*[-_][0-9]*") if path.name[0] != "."]
     assert len(found) <= 1 and not any(checkpoint_faults(path, "zero") for path in found), (trial, found)
@@ -421,13 +421,13 @@ def lost_by_a_kill(trial: Trial, folder: Path) -> tuple[float, float]:
     assert json.loads((folder / "outcome 0").read_text()) == reference, trial
     longest_s = max(after - before for before, after in zip(times, [*times[1:], trial.killed_s]))
     evaluations = folder / "evaluations 0"
-    # A loop evaluates before it saves, and the clock cannot know that in advance.
+    # A loop evaluates before it saves. The clock cannot foresee this time.
     evaluation_s = max(map(float, evaluations.read_text().split()), default=0.0) if evaluations.exists() else 0.0
     return trial.killed_s - times[saved], 60 * trial.minutes + longest_s + evaluation_s
 
 
 def drawn(number: int, door: str, worlds: Sequence[int], stages: Sequence[int]) -> Trial:
-    """The trial of a number, the same each time."""
+    """Returns the trial of a number, always the same."""
     chance = random.Random(f"{door} {number}")
     world_size = chance.choice(worlds)
     return Trial(
@@ -486,7 +486,7 @@ def main() -> None:
 
 
 def show(outcomes: list[Outcome]) -> None:
-    """One line a door and phase, and one for all."""
+    """Prints one line per way in and phase, and one for all."""
     columns = ("door", "phase", "signals", "ranks struck", "steps lost", "hangs", "faulty checkpoints", "not bitwise")
     table = Table(*columns, "other faults", "seconds to exit: median", "most")
     rows: dict[tuple[str, str], list[Outcome]] = {}

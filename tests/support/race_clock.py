@@ -1,11 +1,11 @@
-"""Vector clocks over a trace of the stand-in device (standin_trace.cpp): accesses and reuses of memory that nothing orders.
+"""Vector clocks over a trace of the stand-in device (standin_trace.cpp): finds unordered accesses and reuses of memory.
 
-Each stream, communicator and thread is an actor with a clock of its own: how many entries of each actor come before what it
-does next. Two accesses of which one writes are ordered where the clock of the later has the earlier. On a GPU, others may come
-in either order, whatever they did here.
+Each stream, communicator and thread is an actor with its own clock: for each actor, the number of its entries before the
+present action. Two accesses, at least one of them a write, are ordered if the clock of the later includes the earlier. On a GPU,
+unordered accesses may happen in any order, regardless of their order here.
 
-Memory that is freed may be given out again by the next allocation on its stream, as torch's caching allocator does, unless
-`record_stream` has named the streams that still use it. Memory that is unpinned may be given out at once.
+Freed memory may be reallocated by the next allocation on its stream, as with torch's caching allocator, unless `record_stream`
+has named the streams still using it. Unpinned memory may be reallocated at once.
 """
 
 import re
@@ -31,20 +31,20 @@ from hf_zero.offload.files import AlignedFile
 from hf_zero.presence import diagnosis
 
 SCRIPT = "script"
-"""The actor of the main thread and of autograd's, of which one waits for the other."""
+"""The actor of the main thread and of autograd's thread, one of which waits for the other."""
 
-# Waits of the host for the device that order nothing here: those that a script or a model asks for (no call of the package is
-# under way), since others do without; and those of the look for unseen edits, since later steps do.
+# Host waits for the device which order nothing here: waits requested by a script or a model (outside of the package's functions),
+# because not every script has them; and waits of the search for unseen edits, because later steps do not search.
 NOT_RELIED_ON = re.compile(r"stage3/unit\.py:\d+ (begin|refuse|refuse_unseen_edits)\b")
 
-# Pairs of places that may come in any order. A step on copies that has been begun early reads a gradient while clip scales it:
-# the gradient's version has changed, and the copies are forgotten (`Early.take`). A step that ends late copies the master while
-# a script's edit is taken into it: the master's version has changed, and the step is forgotten.
+# Pairs of functions whose order does not matter. A step on copies, begun early, may read a gradient while clip scales it: the
+# gradient's version has changed, so the copies are dropped (`Early.take`). A step that ends late may copy the master during the
+# transfer of a script's edit: the master's version has changed, so the step is dropped.
 HARMLESS = (("step_on", "scale_gradients"), ("begin_aside", "follow_values"))
 
 
 class Clock(dict[str, int]):
-    """By actor."""
+    """Actor → number of entries."""
 
     def join(self, other: dict[str, int]) -> None:
         for actor, time in other.items():
@@ -53,7 +53,7 @@ class Clock(dict[str, int]):
 
 
 class Entry(NamedTuple):
-    """As standin_trace.cpp has them."""
+    """An entry of standin_trace.cpp."""
 
     thread: int
     kind: str
@@ -71,7 +71,7 @@ class Block:
     """Memory of a device, or pinned memory of the host.
 
     Attributes:
-        owner: the stream that it was allocated on; None for pinned memory.
+        owner: the stream of its allocation; None for pinned memory.
         kept_for: streams named by `record_stream`.
         latest: (begin, end, whether it writes, actor) → time and entry of the last such access.
     """
@@ -83,10 +83,10 @@ class Block:
 
 
 class Races:
-    """Takes the entries of a trace in their order.
+    """Processes the entries of a trace in their order.
 
     Attributes:
-        found: what nothing orders, as text, and how often.
+        found: unordered accesses, as text, and their number.
         counts: entries by kind.
     """
 
@@ -105,7 +105,7 @@ class Races:
             actor = entry.actor or thread
             self._tick(thread)
             if actor != thread:
-                # What is asked of a stream comes behind what the host has done before.
+                # Work queued on a stream runs after all earlier actions of the host.
                 self._clocks[actor].join(self._clocks[thread])
                 self._tick(actor)
             getattr(self, f"_{entry.kind}")(entry, actor)
@@ -145,7 +145,7 @@ class Races:
                 if other == actor or first >= end or begin >= last:
                     continue
                 if clock.get(other, 0) >= time:
-                    # Whoever comes behind this write comes behind what it covers.
+                    # Actions after this write are also after the accesses it covers.
                     if writes and begin <= first and last <= end:
                         covered.append(key)
                 elif writes or wrote:
@@ -186,12 +186,12 @@ class Races:
     def _unpin(self, entry: Entry, actor: str) -> None:
         block = self._remove(entry)
         for (*_, other), (time, used) in block.latest.items() if block is not None and not block.is_torchs else ():
-            # Threads hold what they read and write, pinned or not.
+            # Threads hold references to pinned and unpinned memory they use.
             if other.startswith("stream") and self._clocks[actor].get(other, 0) < time:
                 self._report("unpinned", used, entry)
 
     def _drop(self, entry: Entry, actor: str) -> None:
-        """The last view of memory has gone, and so behind whatever threads did with it."""
+        """The last view of memory is dropped, so the drop is after all accesses by threads."""
         block = self._block_of(entry.accesses[0][0])
         for (*_, other), (time, _) in block.latest.items() if block is not None else ():
             if not other.startswith(("stream", "comm")):
@@ -217,20 +217,20 @@ class Races:
 
 
 def _counts(entry: Entry) -> bool:
-    """Whether it may be relied on for order. All may but some of the host's waits for the device."""
+    """Whether an entry may establish an order: all entries, except some host waits for the device."""
     if entry.actor or entry.id.startswith(_HAND_OVER):
         return True
     return entry.where != "" and NOT_RELIED_ON.search(entry.where) is None
 
 
-# ---- what threads hand each other ----
+# ---- hand-overs between threads ----
 
 _HAND_OVER = "hand-over "
 
 
 @contextmanager
 def traced(compiled, package: str) -> Iterator[list[tuple]]:
-    """Fills the list with the trace of what happens inside of the block."""
+    """Fills the list with the trace of the block."""
     found: list[tuple] = []
     with ExitStack() as stack:
         compiled.start_trace(package)
@@ -241,9 +241,9 @@ def traced(compiled, package: str) -> Iterator[list[tuple]]:
 
 
 def _follow_threads(stack: ExitStack, note: Callable) -> None:
-    """What a thread does before it hands something over comes before what others do behind that."""
+    """Notes that a thread's actions before a hand-over are before the receiver's actions after it."""
     numbers = count()
-    # By address of memory of a pool: the hand-over of whoever dropped the last view.
+    # Address of a pool's memory → the hand-over of the thread which dropped the last view.
     dropped: dict[int, str] = {}
 
     def give() -> str:
@@ -307,7 +307,7 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         take(getattr(self, "end", None))
 
     class HandedLock:
-        """Who takes it comes behind who has had it."""
+        """A lock whose next holder is ordered after its last holder."""
 
         def __init__(self) -> None:
             self._lock, self.last = Lock(), None
@@ -334,7 +334,7 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         return found
 
     def secure(self: writer.LivePieces) -> None:
-        # Where all is written already, a flag says so.
+        # If everything is written already, a flag orders the threads.
         stock_secure(self)
         take(self._lock.last)
 
@@ -356,15 +356,15 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
         (writer.LivePieces, "secure", secure),
         (device, "weakref", SimpleNamespace(finalize=finalize)),
         (PinnedPool, "take", take_pinned),
-        # The watchdog holds frames of the main thread for a moment. A frame that ends meanwhile drops its memory in the
-        # watchdog's thread. That is behind all waits of the main thread, and no hand-over tells the trace so.
+        # The watchdog holds frames of the main thread for a moment. If a frame ends during this time, its memory is freed in the
+        # watchdog's thread. This happens after all waits of the main thread, but no hand-over shows the order in the trace.
         (diagnosis, "script_frame", lambda: (None, None)),
     ):
         stack.enter_context(mock.patch.object(owner, name, instead))
 
 
 def _follow_memory(stack: ExitStack, note: Callable) -> None:
-    """What files read into memory and write from it."""
+    """Notes accesses of host memory by file reads and writes."""
 
     def read(self: AlignedFile, buffer, offset: int) -> None:
         note("do", "", buffer.data_ptr(), buffer.nbytes, True)

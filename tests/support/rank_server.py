@@ -1,4 +1,4 @@
-"""The process that ranks are forked from, as a copy of this one: a new interpreter would import for eight seconds first."""
+"""The forkserver of ranks as a copy of this process: a new interpreter would need eight seconds for imports first."""
 
 import atexit
 import faulthandler
@@ -19,14 +19,14 @@ import torch
 
 
 def can_serve() -> bool:
-    """Whether ranks may be copies: a process that has asked for devices may not be copied and use them."""
+    """Whether ranks may be copies: a process which has used devices must not be forked."""
     return sys.platform == "linux" and not torch.cuda.is_available()
 
 
 def fork_server() -> None:
-    """Copies this process, which has to have no other thread at work; what the copy preloads it imports with the first rank.
+    """Copies this process, which must have no other active thread. The copy imports the preloaded modules with the first rank.
 
-    Where a copy cannot serve, a new interpreter is started with the first ranks.
+    If a copy is not possible, a new interpreter is started with the first ranks.
     """
     if not can_serve():
         return
@@ -39,7 +39,7 @@ def fork_server() -> None:
 
 
 def _fork(path: str, words: Sequence[str], passed: Sequence[int]) -> int:
-    """In the place of a new interpreter, whose last word is the code that serves; returns the copy's number."""
+    """Replaces the start of a new interpreter, whose last argument is the server's code; returns the copy's process id."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     number = os.fork()
@@ -61,25 +61,25 @@ def _fork(path: str, words: Sequence[str], passed: Sequence[int]) -> int:
 
 
 def _close_other_end(file: int) -> None:
-    """Of a pipe whose end, when the process that this one is a copy of ends, has to be seen here.
+    """Closes the copy's other end of a pipe, because the end of the original process must be noticed here.
 
-    All else that is open stays so: objects of that process know it by its number.
+    All other open files stay open: objects of the original process refer to their numbers.
     """
     pipe = os.fstat(file)
     for other in map(int, os.listdir("/proc/self/fd")):
         try:
             is_end = os.path.samestat(os.fstat(other), pipe)
         except OSError:
-            # That of the listing itself.
+            # This is the listing's own descriptor.
             continue
         if is_end and other != file:
             os.close(other)
 
 
 def _begin_anew() -> None:
-    """As a new interpreter: what is said goes to files 1 and 2, and no hook or handler of pytest's is left."""
+    """Resets the copy to the state of a new interpreter: output to files 1 and 2, and no hook or handler of pytest."""
     atexit._clear()
-    # What that process's objects leave behind when they go, such as folders, is its own to put away.
+    # Leftovers of the original process's objects, such as folders, are removed by the original.
     for left in list(weakref.finalize._registry):
         left.detach()
     weakref.finalize._registered_with_atexit = False
@@ -90,17 +90,17 @@ def _begin_anew() -> None:
     threading.excepthook = threading.__excepthook__
     logging.root.handlers.clear()
     for handler in filter(None, (reference() for reference in logging._handlerList)):
-        # One that writes to a file of its own, or to nothing yet, is none of the terminal's.
+        # Keep handlers with their own file, or without a stream: they do not write to the terminal.
         is_of_a_file = isinstance(handler, logging.FileHandler) or getattr(handler, "stream", None) is None
         if isinstance(handler, logging.StreamHandler) and not is_of_a_file:
             handler.setStream(sys.stderr)
-            # transformers' own has that of the stream that it began with.
+            # transformers' handler has the `flush` of its first stream.
             vars(handler).pop("flush", None)
     refuse_deprecated_calls()
 
 
 def refuse_deprecated_calls() -> None:
-    """Raises in ranks for the warnings that pytest's own process raises for (`filterwarnings` of pyproject.toml)."""
+    """Raises in ranks for the same warnings as in pytest's own process (`filterwarnings` in pyproject.toml)."""
     for category in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("error", category)
     for library in ("torch", "httpx"):

@@ -1,7 +1,7 @@
-"""A page of the documentation as its reader types it: example after example and line after line, in one folder.
+"""Runs a page of the documentation as its reader types it: example after example, line after line, in one folder.
 
-A Python example is saved under the name in its first line. A line of a bash block is run as it stands, unless its own comment
-says that this machine cannot (`# 8 GPUs`) or that it takes minutes, which only a test marked slow runs, as it does some others.
+A Python example is saved under the name in its first line. A line of a bash block is run unchanged, unless its comment marks it
+as impossible on this machine (`# 8 GPUs`) or as slow. Slow lines, and some others, only run in tests marked slow.
 """
 
 import os
@@ -25,10 +25,10 @@ from typer.testing import CliRunner
 from hf_zero.cli.app import app
 
 SECONDS = 120
-"""For a line that takes no minutes, on a machine that does other work too."""
+"""Time limit of a fast line, on a machine with other work."""
 
 MINUTES = 20
-"""For one that does."""
+"""Time limit of a slow line."""
 
 LONG_RUN_ONLY = (
     "hf-zero plan outputs/shaped --nodes 256 ",
@@ -38,10 +38,10 @@ LONG_RUN_ONLY = (
     "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 4 split.py",
     "hf-zero consolidate outputs/split ",
 )
-"""Starts of lines that the short run leaves out: none of its lines needs them, and other tests do the same in other words."""
+"""Beginnings of lines left out in the short run: no other line depends on them, and other tests cover the same."""
 
 LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
-"""How an example is launched that no bash line names; its fence says so, with the script's arguments."""
+"""The launch of an example without a bash line. The example's fence requests this launch, with the script's arguments."""
 
 RUNS_THE_TESTS = "bash scripts/test.sh"
 INSTALLS = ("git clone ", "pip install ")
@@ -58,13 +58,13 @@ class Block:
 
     @property
     def name(self) -> str:
-        """The file that a Python example is saved as."""
+        """Names the file for a Python example."""
         return self.text.splitlines()[0].removeprefix("# ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A command of a bash block, or the launch of an example that none of them names."""
+    """A command of a bash block, or the launch of an example without such a command."""
 
     command: str
     comment: str = ""
@@ -79,7 +79,7 @@ class Line:
 
     @property
     def hindrance(self) -> str | None:
-        """Why it is not run here, in words; None where it is."""
+        """Returns why the line is not run here; None if it is."""
         if self.command == RUNS_THE_TESTS:
             return "would run this very test"
         if self.command.startswith(INSTALLS):
@@ -100,7 +100,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A line that starts a Python script, on one rank or on several of this machine."""
+    """A line which starts a Python script, on one rank or on several of this machine."""
 
     launcher: str
     settings: dict[str, str]
@@ -110,7 +110,7 @@ class Launch:
 
     @staticmethod
     def of(command: str) -> "Launch | None":
-        """None for a line that does something else."""
+        """Parses a command; None if it starts no script."""
         found = re.fullmatch(
             r"(?P<settings>(?:[A-Z_]+=\S+ )*)"
             r"(?P<launcher>python|hf-zero run|torchrun --standalone --nproc_per_node (?P<ranks>\d)"
@@ -124,7 +124,7 @@ class Launch:
         settings = dict(setting.split("=", 1) for setting in found["settings"].split())
         return Launch(
             launcher=launcher,
-            # As the command itself sets the variable for the ranks of a CPU.
+            # The command itself sets this variable for ranks on the CPU.
             settings=settings | ({"ACCELERATE_USE_CPU": "true"} if launcher == "hf-zero" else {}),
             processes=1 if launcher == "python" else int(found["ranks"] or 2),
             script=found["script"] if found["script"].endswith(".py") else "hf_zero.run",
@@ -144,7 +144,7 @@ def blocks_of(text: str, language: str = r"\w+") -> list[Block]:
 
 
 def steps_of(text: str) -> Iterator[Block | Line]:
-    """What a reader does, in order: an example to save, or a line to type."""
+    """Yields a reader's actions in order: an example to save, or a line to type."""
     blocks = blocks_of(text)
     typed = "".join(block.text for block in blocks if block.language == "bash")
     for block in blocks:
@@ -165,26 +165,26 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
-"""What a user reads. All code in it is run."""
+"""Pages for users. All of their code is run."""
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 EXAMPLES = {name: blocks_of(text, "python") for name, text in PAGES.items()}
 SAVED_FIRST = (*EXAMPLES["README.md"], *EXAMPLES["docs/ways-in.md"])
-"""The examples that lines of other pages launch."""
+"""Examples launched by lines of other pages."""
 
 LINES = {name: [step for step in steps_of(text) if isinstance(step, Line)] for name, text in PAGES.items()}
 
 
 class Folder:
-    """A reader's folder: what a fresh copy of the repository has, as far as lines name it, and the lines typed in it.
+    """A reader's folder: the parts of a fresh copy of the repository that are named by lines, and the files made by typed lines.
 
-    Each of `launchers` really starts the first of its lines. All other scripts run in forked ranks: a launcher and its ranks
-    import torch for a quarter of a minute of CPU time.
+    For each of `launchers`, the first of its lines really uses the launcher. All other scripts run in forked ranks, because a
+    launcher and its ranks need a quarter of a minute of CPU time to import torch.
 
     Args:
-        hub: what `hf-zero push` takes for the Hub.
-        examples: of any page, for the lines of all.
+        hub: replaces the Hub for `hf-zero push`.
+        examples: of any page, for the lines of all pages.
         launchers: "accelerate", "torchrun" or "python".
     """
 
@@ -195,18 +195,18 @@ class Folder:
         self.launchers_left = set(launchers)
         shutil.copy(ROOT / "pyproject.toml", path)
         for name in ("configs", "scripts"):
-            # Another process may be writing compiled modules: a file that is listed can be renamed before it is copied.
+            # Skip compiled modules: another process may be renaming a listed file before it is copied.
             shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
         for block in examples:
             self.save(block)
 
     def save(self, block: Block) -> None:
-        """What a reader does with an example."""
+        """Saves an example."""
         (self.path / block.name).write_text(block.text, encoding="utf-8")
 
 
 class Walk:
-    """One page's lines in order. Each runs once in a folder, after those of its page before it that take no minutes."""
+    """One page's lines in order. Each runs once in a folder, after the page's earlier fast lines."""
 
     def __init__(self, text: str, folder: Folder):
         self.folder = folder
@@ -214,7 +214,7 @@ class Walk:
         self._at = 0
 
     def run(self, line: Line) -> Outcome:
-        """The outcome of a line, in a folder where everything before it has been done."""
+        """Returns the outcome of a line, run in a folder after all earlier lines."""
         last = self.steps.index(line)
         for step in self.steps[self._at : last]:
             self._do(step)
@@ -233,9 +233,9 @@ class Walk:
         launch = Launch.of(line.command)
         if launch is None and line.command.startswith("hf-zero "):
             return self._in_this_process(line)
-        # No caches and no settings of whoever runs the tests.
+        # Leave out caches and settings of the user who runs the tests.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
-        # A benchmark forks ranks of its own, which a forked process may not.
+        # A benchmark forks its own ranks, which a forked process may not do.
         if launch is not None and not line.is_slow:
             if launch.launcher not in self.folder.launchers_left:
                 return launch.forked(self.folder.path, inherited)
@@ -249,7 +249,7 @@ class Walk:
         return Outcome(status=done.returncode, said=done.stdout)
 
     def _in_this_process(self, line: Line) -> Outcome:
-        """The command hf-zero without the seconds that a new interpreter takes to import torch."""
+        """Runs the command hf-zero without a new interpreter, which would take seconds to import torch."""
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.folder.path)
             patch.setenv("HF_TOKEN", TOKEN)
@@ -260,7 +260,7 @@ class Walk:
         return Outcome(status=result.exit_code, said=result.output)
 
     def _environment(self) -> Path:
-        """What `scripts/venv.sh` takes for an environment with everything installed: this one."""
+        """Makes an environment with everything installed for `scripts/venv.sh`: this one."""
         venv = self.folder.path / ".venv"
         if not venv.exists():
             (venv / "bin").mkdir(parents=True)

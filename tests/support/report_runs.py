@@ -23,14 +23,14 @@ def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def trains(rank: int, world_size: int, folder: str, reported: bool = True, **overrides: Any) -> list[float]:
-    """Trainer at stage 2 with an evaluation and a save; returns the losses."""
+    """Runs Trainer at stage 2 with an evaluation and a save; returns the losses."""
     door = "flag stage=2,report=true" if reported else "flag 2"
     saving = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
     return run(rank, world_size, door, "gpt2", folder, **saving | overrides)["losses"]
 
 
 def fails_at(rank: int, world_size: int, folder: str, step: int) -> str:
-    """A Trainer run whose script raises behind a step; what it says."""
+    """Runs a Trainer whose script raises after a step; returns the error's text."""
 
     def lets_go(model: torch.nn.Module) -> torch.nn.Module:
         def count(*_args: object) -> None:
@@ -52,7 +52,7 @@ def fails_at(rank: int, world_size: int, folder: str, step: int) -> str:
 
 
 def loops(rank: int, world_size: int, folder: str, tracked: bool = True, load: bool = False) -> dict[str, Any]:
-    """An accelerate loop of six steps; with `load`, it goes on from the state that one before saved behind its third."""
+    """Runs a loop of accelerate with six steps. With `load`, it resumes from an earlier loop's state after the third step."""
     as_launched(rank, world_size)
     accelerator = make_accelerator("plugin stage=2,report=true", cpu=True, project_dir=folder)
     torch.manual_seed(0)
@@ -73,14 +73,14 @@ def loops(rank: int, world_size: int, folder: str, tracked: bool = True, load: b
         if done == 3 and not load:
             accelerator.save_state(f"{folder}/state")
     is_open = accelerator.zero_recorder is not None and accelerator.zero_recorder.is_open
-    # The group is the test's, which still needs it.
+    # The group belongs to the test, which still needs it.
     accelerator.state.destroy_process_group = lambda *_: None
     accelerator.end_training()
     return {"is_open": is_open, "open_after": accelerator.zero_recorder is not None}
 
 
 def plain_loop(rank: int, world_size: int, folder: str, steps: int = 6) -> list[str]:
-    """A loop around ZeroEngine; what other ranks find in the folder before they end."""
+    """Runs a loop with ZeroEngine; returns the folder's files as seen by other ranks before they end."""
     torch.manual_seed(0)
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are in memory, by the kernel's page map."""
+"""Bytes of tensors in memory, from the kernel's page map."""
 
 import gc
 import mmap
@@ -8,12 +8,12 @@ import torch
 
 
 def resident_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of the tensors that are in memory, in whole pages, by the kernel's page map."""
+    """Returns the bytes of the tensors in memory, in whole pages, from the kernel's page map."""
     return resident_in([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors])
 
 
 def resident_in(spans: list[tuple[int, int]]) -> int:
-    """The same of (first, last + 1) addresses."""
+    """Returns the bytes in memory of (first, last + 1) addresses."""
     resident, page_bytes = 0, mmap.PAGESIZE
     with open("/proc/self/pagemap", "rb") as pagemap:
         for start, stop in spans:
@@ -25,13 +25,13 @@ def resident_in(spans: list[tuple[int, int]]) -> int:
 
 
 def living_tensors() -> list[torch.Tensor]:
-    """All that Python knows of in this process."""
+    """Returns all tensors known to Python in this process."""
     gc.collect()
     return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
 def covered_spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """The addresses that contiguous tensors cover, where several share memory once."""
+    """Returns the addresses of contiguous tensors; memory shared by several counts once."""
     spans: list[tuple[int, int]] = []
     for start, stop in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors):
         if spans and start <= spans[-1][1]:

@@ -13,12 +13,12 @@ from hf_zero.engine.engine import ZeroEngine
 
 SCALE = {"init_scale": 2.0**12, "growth_interval": 3}
 OVERFLOWS = {1: 0, 4: 1, 5: 0, 9: 1}
-"""Step → the rank whose loss is made infinite."""
+"""Step → the rank with an infinite loss."""
 
 
 @dataclass
 class Run:
-    """What a rank saw of a run."""
+    """A rank's observations of a run."""
 
     losses: list[float]
     scales: list[float]
@@ -44,7 +44,7 @@ def train(
     autocast: bool = True,
     overflows: dict[int, int] = OVERFLOWS,
 ) -> Run:
-    """A plain loop with a scaler; `config` of None is DDP with torch's own."""
+    """Runs a plain loop with a scaler. `config` None uses DDP with torch's own scaler."""
     torch.manual_seed(0)
     model = gpt2().to(dtype)
     made = make_optimizer(model)

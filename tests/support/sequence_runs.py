@@ -1,4 +1,4 @@
-"""Training runs of small models whose sequences lie on several ranks, and the same on one rank."""
+"""Training runs of small models with sequences split over several ranks, and the same on one rank."""
 
 import copy
 import tempfile
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[type, Any]] = {
             vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
         ),
     ),
-    # Two heads of keys and values: fewer than four ranks.
+    # Two heads of keys and values, which is fewer than four ranks.
     "llama": (LlamaForCausalLM, LlamaConfig(**_SIZES, num_key_value_heads=2, intermediate_size=56)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**_SIZES, num_key_value_heads=1, intermediate_size=56, head_dim=8)),
     "mistral": (
@@ -74,13 +74,13 @@ class SequenceJob:
     """A training run of a few steps.
 
     Attributes:
-        size: ranks of a sequence; 1 is each rank with whole sequences.
-        tp: ranks that each layer is split over.
-        tokens: of a row.
-        layout: `plain`, `padded` (on the right, rows of several lengths) or `packed` (several sequences in a row).
-        trained: the share of tokens with a label in the first half of a row; in the second half all have one.
+        size: number of ranks per sequence; with 1, each rank has whole sequences.
+        tp: number of ranks each layer is split over.
+        tokens: per sample.
+        layout: `plain`, `padded` (on the right, samples of several lengths) or `packed` (several sequences in a sample).
+        trained: the share of tokens with a label in the first half of a sample; in the second half all have one.
         kernel: of attention.
-        checkpoints: activations are computed again in backward; "reentrant" by torch's older way.
+        checkpoints: activations are recomputed in backward; "reentrant" uses torch's older implementation.
     """
 
     kind: str = "llama"
@@ -102,7 +102,7 @@ class SequenceJob:
 
 @dataclass
 class SequenceOutcome:
-    """Losses a micro-batch, whole gradients of the last step, and whole parameters at the end."""
+    """Losses per micro-batch, whole gradients of the last step, and whole parameters at the end."""
 
     losses: list[float]
     gradients: dict[str, np.ndarray]
@@ -117,12 +117,12 @@ def model_of(job: SequenceJob) -> nn.Module:
     model = make._from_config(copy.deepcopy(config), attn_implementation=job.kernel, dtype=job.dtype).train()
     if job.tp > 1:
         with tempfile.TemporaryDirectory() as folder:
-            # Not `save_pretrained`, by which rank 0 alone writes.
+            # Not `save_pretrained`, which only writes on rank 0.
             model.config.save_pretrained(folder)
             save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
             split = parallel_config(tp_size=job.tp)
             model = make.from_pretrained(folder, attn_implementation=job.kernel, distributed_config=split).train()
-    # transformers looks for several sequences in a row only where there is no cache.
+    # transformers only searches for several sequences in a sample if there is no cache.
     model.config.use_cache = False
     if job.checkpoints:
         checkpoint_activations(model, {"use_reentrant": job.checkpoints == "reentrant"})
@@ -130,7 +130,7 @@ def model_of(job: SequenceJob) -> nn.Module:
 
 
 def batches(job: SequenceJob, place: int, sequences: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Micro-batches of each step for one of `sequences` sets of ranks."""
+    """Yields the micro-batches of each step for one of `sequences` sets of ranks."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(job.steps):
         micros = []
@@ -173,7 +173,7 @@ def train_sequence(rank: int, world_size: int, job: SequenceJob) -> SequenceOutc
             with engine.no_sync() if place + 1 < len(micros) else torch.enable_grad():
                 loss = model(**batch).loss
                 losses.append(_mean(loss.item()))
-                # In place, as Trainer does.
+                # Divide in place, as Trainer does.
                 loss /= len(micros)
                 loss.backward()
         gradients = {
@@ -196,7 +196,7 @@ def train_each_sequence(rank: int, world_size: int, jobs: list[SequenceJob]) -> 
 
 
 def furthest(ours: SequenceOutcome, theirs: SequenceOutcome) -> dict[str, float]:
-    """The largest differences: of losses by their size, of gradients and parameters by the largest in the model."""
+    """Returns the largest differences: of losses relative to their size, of gradients and parameters to the model's largest."""
     losses = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours.losses, theirs.losses, strict=True))
     found = {"losses": losses}
     for what in ("gradients", "parameters"):
@@ -224,11 +224,11 @@ def _mean(loss: float) -> float:
     return sum(everyone) / len(everyone)
 
 
-# ---- The same through accelerate's and Trainer's doors ----
+# ---- The same through accelerate and Trainer ----
 
 
 def rows_of(job: SequenceJob, count: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of a data set, the same on all ranks."""
+    """Returns samples of a data set, the same on all ranks."""
     one, generator = replace(job, rows=1), torch.Generator().manual_seed(11)
     return [{name: values[0] for name, values in _batch(one, generator).items()} for _ in range(count)]
 
@@ -266,7 +266,7 @@ def loop_with_accelerate(rank: int, world_size: int, job: SequenceJob, backend: 
 
 
 def train_with_trainer(rank: int, world_size: int, job: SequenceJob, folder: str, **overrides: Any) -> dict[str, Any]:
-    """What a Trainer logs in training and says of an evaluation."""
+    """Returns Trainer's logs of the training and the results of an evaluation."""
     as_launched(rank, world_size)
     settings = {
         "output_dir": folder,

@@ -1,6 +1,6 @@
-"""Tests whose body every rank runs, in ranks of its own or in ranks that had other jobs before, and how these ranks wait.
+"""Tests whose body runs on every rank, in fresh ranks or in ranks which have run earlier jobs; and messages between ranks.
 
-Most of what a small job costs is its ranks' start and their first step.
+The start of the ranks and their first step are most of the cost of a small job.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 TIME_LIMIT_S = 150.0
 JOBS = 25
-"""After which the ranks are started anew."""
+"""Number of jobs before the ranks are restarted."""
 _LONGEST_WAIT_S = 100.0
 RUN_LIMIT_S = 170.0
-"""Within the time that most tests have, so that the ranks say where they were."""
+"""Below the time limit of most tests, so that the ranks can print their stacks."""
 
 
 class Runner:
-    """What each rank holds."""
+    """The object of each rank."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._place = rank, world_size
@@ -37,7 +37,7 @@ class Runner:
 
 
 class SharedRanks:
-    """For jobs that seed what they draw, and look at their own models alone. A job that fails takes its ranks with it."""
+    """Ranks for jobs which seed their random numbers, and only use their own models. A failed job ends the ranks."""
 
     def __init__(self, world_size: int, *, call_limit_s: float = TIME_LIMIT_S) -> None:
         self._world_size = world_size
@@ -47,7 +47,7 @@ class SharedRanks:
         self._left = 0
 
     def run(self, target: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """As `run_ranks` with as many ranks."""
+        """Works like `run_ranks` with as many ranks."""
         if self._left == 0:
             self.end()
             each = {"start_limit_s": TIME_LIMIT_S, "call_limit_s": self._call_limit_s}
@@ -57,34 +57,34 @@ class SharedRanks:
         try:
             return self._live.call("run", target, arguments)
         except BaseException:
-            # Whether a rank failed or the test's time was up: those left may wait for one another.
+            # After a failure or the test's time limit, the remaining ranks may wait for one another.
             self._live.has_failed = True
             self._left = 0
             raise
 
     def end(self) -> None:
-        """Ranks that fail at their end fail here."""
+        """Ends the ranks; raises if one of them fails at its end."""
         self._left = 0
         self._stack.close()
 
 
 shared_ranks = SharedRanks(2)
-# Twenty steps at each stage take most of a minute by themselves.
+# Twenty steps at each stage take most of a minute.
 four_ranks = SharedRanks(4, call_limit_s=2 * TIME_LIMIT_S)
 
 
 def run_on_ranks(
     target: Callable[..., Any], world_size: int = 2, *, time_limit_s: float = RUN_LIMIT_S, **arguments: Any
 ) -> list[Any]:
-    """Runs `target(rank, world_size, …)` in fresh ranks, and returns what each has returned."""
+    """Runs `target(rank, world_size, …)` in fresh ranks; returns all results."""
     return run_ranks(target, world_size=world_size, time_limit_s=time_limit_s, keyword_arguments=arguments)
 
 
 def on_ranks(world_size: int | None = None, *, time_limit_s: float = RUN_LIMIT_S) -> Callable[..., Any]:
-    """Makes a test of a body `(rank, world_size, …)` that each of some fresh ranks runs.
+    """Makes a test from a body `(rank, world_size, …)`, which runs on each of some fresh ranks.
 
     Args:
-        world_size: None where the test has a parameter of that name.
+        world_size: None if the test has a parameter of this name.
     """
 
     def start(body: Callable[..., None], arguments: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ def on_ranks(world_size: int | None = None, *, time_limit_s: float = RUN_LIMIT_S
 
 
 def on_shared_ranks(body: Callable[..., None]) -> Callable[..., None]:
-    """Makes a test of a body `(rank, world_size, …)` that two ranks run which had other jobs before."""
+    """Makes a test from a body `(rank, world_size, …)`, which runs on two ranks after earlier jobs."""
     start = lambda test, arguments: shared_ranks.run(_run_body, test=test, **arguments)  # noqa: E731
     return _as_test(body, start=start, given=("rank", "world_size"))
 
@@ -107,7 +107,7 @@ def _as_test(
     def test(**arguments: Any) -> None:
         start(test, arguments)
 
-    # What pytest looks for fixtures by: what ranks are given is none.
+    # pytest reads the signature to find fixtures. The ranks' arguments are not fixtures.
     signature = inspect.signature(body)
     parameters = [each for name, each in signature.parameters.items() if name not in given]
     test.__signature__ = signature.replace(parameters=parameters)
@@ -119,14 +119,14 @@ def _run_body(rank: int, world_size: int, *, test: Callable[..., None], **argume
 
 
 def tell(what: str) -> None:
-    """Says so to the ranks that wait for it."""
+    """Sends a message to waiting ranks."""
     _get_default_store().set(f"told {what}", "yes")
 
 
 def wait_until_told(*what: str) -> None:
-    """Returns once each of these has been told, by whichever rank."""
+    """Waits until each of these messages has been sent by any rank."""
     store, deadline_s = _get_default_store(), time.monotonic() + _LONGEST_WAIT_S
-    # Looked for in turns: a call that waits would hold up other threads' calls of the store.
+    # Poll: a waiting call would block other threads' calls to the store.
     while not store.check([f"told {each}" for each in what]):
         assert time.monotonic() < deadline_s, f"nobody told {what}"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Training runs of small models that transformers' tensor and expert parallelism split, with the engine and without it."""
+"""Training runs of small models split by transformers' tensor and expert parallelism, with and without the engine."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,9 +46,9 @@ class SplitJob:
     """One training run of a few steps.
 
     Attributes:
-        folder: that `save_models` has filled.
-        settings: of the engine; None trains without it, gradients averaged over the ranks that hold the same part.
-        tp, ep: sizes; tp of 1 is a whole model.
+        folder: filled by `save_models`.
+        settings: of the engine; None trains without it, with gradients averaged over the ranks with the same part.
+        tp, ep: sizes; a tp of 1 is a whole model.
         dtype: of the model.
     """
 
@@ -66,7 +66,7 @@ class SplitJob:
 
 @dataclass
 class SplitOutcome:
-    """Losses and norms a step, the whole parameters at the end, and this rank's own."""
+    """Losses and norms per step, the whole parameters at the end, and this rank's own parts."""
 
     losses: list[float]
     norms: list[float]
@@ -98,8 +98,8 @@ def load(job: SplitJob) -> nn.Module:
 
 @contextmanager
 def _mesh_made_once(tp: int, ep: int) -> Iterator[None]:
-    """torch keeps the groups of each mesh that transformers makes, with their threads, as long as ranks live."""
-    # Here, not above: older releases of transformers have none.
+    """Reuses meshes: torch keeps the groups of each mesh made by transformers, with their threads, until the ranks end."""
+    # Import here, because older releases of transformers lack this module.
     from transformers.distributed import mixin
 
     make, made = mixin.initialize_distributed_mesh, _MESHES.setdefault(dist.group.WORLD, {})
@@ -114,7 +114,7 @@ def _mesh_made_once(tp: int, ep: int) -> Iterator[None]:
 
 
 def batches(job: SplitJob, place: int, world_size: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Micro-batches of each step for one of `world_size` data ranks. The same in all for any number of ranks up to 4."""
+    """Yields the micro-batches of each step for one of `world_size` data ranks, in total the same for up to 4 ranks."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(job.steps):
         micros = []
@@ -154,8 +154,8 @@ def train_split(rank: int, world_size: int, job: SplitJob) -> SplitOutcome:
 def _train_without(
     model: nn.Module, make_optimizer: Callable[..., torch.optim.Optimizer], rank: int, world_size: int, job: SplitJob
 ) -> SplitOutcome:
-    # AdamW updates each element by itself. A step of this rank's parts is that of the DTensors, which would take a third of
-    # the run: torch works out how each operation on each of them is split.
+    # AdamW updates each element independently. A step on this rank's parts equals the step on the DTensors, which would take a
+    # third of the run, because torch computes the sharding of each operation on each of them.
     parts = [nn.Parameter(local(parameter).detach()) for parameter in model.parameters()]
     optimizer = make_optimizer(parts)
     data_size, place = world_size // job.tp, rank // job.tp
@@ -171,7 +171,7 @@ def _train_without(
         with torch.no_grad():
             for parameter, part in zip(model.parameters(), parts):
                 if isinstance(parameter.grad, DTensor):
-                    # An embedding's comes back whole.
+                    # An embedding's gradient is replicated.
                     parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
                 gradient = local(parameter.grad)
                 dist.all_reduce(gradient, group=expert_group if is_expert(parameter) else group)
@@ -184,7 +184,7 @@ def _train_without(
 
 
 def _alike(rank: int, world_size: int, size: int) -> dist.ProcessGroup:
-    """The ranks that hold the same part as this one, where each `size` hold a copy together."""
+    """Makes the group of ranks with the same part as this one, if each `size` ranks together have a copy."""
     groups = [dist.new_group(list(range(start, world_size, size))) for start in range(size)]
     return groups[rank % size]
 
@@ -215,18 +215,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_of(model: nn.Module) -> dict[str, np.ndarray]:
-    """Every parameter, whole. Collective."""
+    """Returns every parameter, whole. Collective."""
     wholes = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     return {name: value.detach().float().numpy().copy() for name, value in wholes.items()}
 
 
 def local_of(model: nn.Module) -> dict[str, np.ndarray]:
-    """This rank's part of every parameter."""
+    """Returns this rank's part of every parameter."""
     return {name: local(p).detach().float().numpy().copy() for name, p in model.named_parameters()}
 
 
 def moments_of(engine: ZeroEngine, model: nn.Module) -> dict[str, np.ndarray]:
-    """Whole moments of every parameter. Collective."""
+    """Returns whole moments of every parameter. Collective."""
     mesh = engine._parts.mesh
     found = {}
     for name, parameter in model.named_parameters():
@@ -245,17 +245,17 @@ def moments_of(engine: ZeroEngine, model: nn.Module) -> dict[str, np.ndarray]:
 
 
 def sent_bytes(engine: ZeroEngine) -> int:
-    """What this rank has sent of gradients and parameters."""
+    """Returns the bytes of gradients and parameters sent by this rank."""
     by_verb = engine.comm_report().bytes_by_verb()
     return sum(by_verb.get(verb, 0) for verb in ("reduce-scatter", "all-gather", "all-reduce"))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this rank's optimizer state that has a value an element."""
+    """Returns the bytes of this rank's optimizer state with one value per element."""
     values = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim() > 0]
     return sum(value.nbytes for value in values)
 
 
 def train_each(rank: int, world_size: int, job: SplitJob, variants: list[dict]) -> list[SplitOutcome]:
-    """The same job with each of some changes."""
+    """Runs the same job with each of some changes."""
     return [train_split(rank, world_size, replace(job, **changes)) for changes in variants]

@@ -1,4 +1,4 @@
-"""What a script does with a model, under DDP and under stage 3, and everything that it saw on the way."""
+"""A script's operations on a model, under DDP and at stage 3, with a record of all results."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,11 +15,11 @@ KEPT = {**SHARDED, "reshard_after_forward": False}
 NOT_AHEAD = {**SHARDED, "prefetch_units": 0}
 FAR_AHEAD = {**SHARDED, "prefetch_units": 3}
 WIDTH = 64
-"""Of the layers below: what is dropped of a layer must fill whole pages, or it could still be read."""
+"""Width of the layers below. Dropped values of a layer must fill whole pages; otherwise they could still be read."""
 
 
 class Run:
-    """One model under DDP (`settings` of None) or the engine; what a script does with it, and what it saw."""
+    """One model under DDP (`settings` None) or the engine, operations of a script on it, and a record of the results."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Run:
         self.optimizer.zero_grad()
 
     def evaluate(self) -> torch.Tensor:
-        """Logits of one batch, past DDP's wrapper, as evaluation loops do."""
+        """Returns logits of one batch, without DDP's wrapper, like evaluation loops."""
         self.model.eval()
         with torch.no_grad():
             logits = self.model(**self.batch()).logits
@@ -75,7 +75,7 @@ def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 
 def assert_same(ours: Run, theirs: Run, what: object = "") -> None:
-    """Bit for bit: everything seen on the way, and the whole state at the end."""
+    """Asserts equality bit for bit: all recorded results, and the whole state at the end."""
     assert len(ours.seen) == len(theirs.seen)
     for index, (one, other) in enumerate(zip(ours.seen, theirs.seen)):
         same = torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
@@ -84,7 +84,7 @@ def assert_same(ours: Run, theirs: Run, what: object = "") -> None:
 
 
 def same_as_ddp(rank: int, world_size: int, script: Callable[[Run], None], variants: list[dict], **kwargs) -> None:
-    """`script` under DDP and under each of the engine's settings, in one process group."""
+    """Runs `script` under DDP and with each of the engine's settings, in one process group, and asserts equal results."""
     runs = [Run(rank, settings=settings, **kwargs) for settings in (None, *variants)]
     for settings, run in zip(("DDP", *variants), runs):
         torch.manual_seed(1000 + rank)
@@ -98,7 +98,7 @@ def no_unit_is_whole(engine: ZeroEngine) -> bool:
 
 
 class Block(nn.Module):
-    """A layer that tells when it runs."""
+    """A layer which records its calls."""
 
     def __init__(self, size: int):
         super().__init__()

@@ -1,6 +1,6 @@
-"""A torch device named `standin` and the process group of its tensors: how code for accelerators runs where there is none.
+"""A torch device named `standin` with its process group, to run code for accelerators on machines without one.
 
-As `sdaa`, with a backend `tccl`, it is an accelerator that transformers and accelerate know, so that their doors lead to it.
+As `sdaa`, with a backend `tccl`, the device counts as a known accelerator for transformers and accelerate.
 """
 
 import fcntl
@@ -36,34 +36,34 @@ needs_compiler = pytest.mark.skipif(
 
 _SOURCES = sorted(Path(__file__).parent.glob("standin_*.cpp"))
 _MODULE = "standin_device_c"
-# Optimised a little: traced steps take half the time, and the compiler a tenth more. Without asserts: some of torch's look at
-# what only its debug builds have.
+# Optimize a little: traced steps take half the time, and compiling a tenth more. Turn asserts off: some of torch's asserts check
+# fields which only debug builds have.
 _FLAGS = ["-O1", "-DNDEBUG"]
 
 
 def build() -> Path:
-    """Compiles the device, or finds what an earlier run has compiled; needs a C++ compiler and ninja. Returns the library."""
-    # The same torch and the same Python in another folder can load it too.
+    """Compiles the device, or reuses an earlier result; needs a C++ compiler and ninja. Returns the library."""
+    # The library also works in another folder with the same torch and the same Python.
     versions = (
         f"{torch.__version__} {torch.version.git_version} {torch.__config__.show()} {sysconfig.get_config_var('SOABI')}"
     )
     known = hashlib.sha256(f"{versions} {platform.python_version()} {_FLAGS}".encode())
     for source in [*_SOURCES, Path(__file__).with_suffix(".h")]:
         known.update(source.read_bytes())
-    # It is loaded into the process: not from a folder where others can put one.
+    # The library is loaded into the process, so its folder must not be writable for others.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero-standin"
     cache.mkdir(parents=True, exist_ok=True)
     library = cache / f"{known.hexdigest()[:16]}.so"
-    # Processes of one test run would all compile it; the lock goes with the process that has it.
+    # Otherwise the processes of a test run would all compile. The lock ends with its process.
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             with tempfile.TemporaryDirectory() as folder:
-                # In one piece: most of the time goes into torch's headers.
+                # Compile all sources as one, because most of the time is spent in torch's headers.
                 whole = Path(folder) / f"{_MODULE}.cpp"
                 whole.write_text("".join(f'#include "{source.resolve()}"\n' for source in _SOURCES))
                 load(_MODULE, [str(whole)], build_directory=folder, extra_cflags=_FLAGS, is_python_module=False)
-                # Whole, or not at all.
+                # Rename, so the library is complete or absent.
                 beside = library.with_suffix(".new")
                 beside.write_bytes((Path(folder) / f"{_MODULE}.so").read_bytes())
                 beside.rename(library)
@@ -72,7 +72,7 @@ def build() -> Path:
 
 @functools.cache
 def register(library: Path, name: str = NAME, backend: str = BACKEND) -> ModuleType:
-    """Makes the device known to torch in this process, once, and the backend of its tensors. Returns the compiled module."""
+    """Registers the device and its backend with torch in this process, once. Returns the compiled module."""
     spec = spec_from_file_location(_MODULE, library)
     compiled = module_from_spec(spec)
     spec.loader.exec_module(compiled)
@@ -82,7 +82,7 @@ def register(library: Path, name: str = NAME, backend: str = BACKEND) -> ModuleT
 
     def communicator(options: object, _: object) -> dist.Backend:
         gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
-        # Like NCCL's, all ranks come before any goes on. A rank that leaves first would fail the ranks that still connect.
+        # As with NCCL, no rank continues before all have arrived. If a rank left early, connecting ranks would fail.
         gloo.barrier().wait()
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         limit_ms = int(options.timeout / timedelta(milliseconds=1))
@@ -93,7 +93,7 @@ def register(library: Path, name: str = NAME, backend: str = BACKEND) -> ModuleT
 
 
 def register_known(library: Path) -> ModuleType:
-    """Makes it the accelerator of this process for transformers and accelerate."""
+    """Makes the device this process's accelerator for transformers and accelerate."""
     from accelerate.utils import is_sdaa_available
     from transformers import training_args
 
@@ -101,7 +101,7 @@ def register_known(library: Path) -> ModuleType:
     package.__spec__ = ModuleSpec("torch_sdaa", None)
     compiled = register(library, KNOWN_NAME, KNOWN_BACKEND)
     is_sdaa_available.cache_clear()
-    # It asks each kind of accelerator that it knows, and this one not.
+    # transformers only checks kinds of accelerators it knows.
     training_args.is_torch_bf16_gpu_available = lambda: True
     os.environ["ACCELERATE_USE_CPU"] = "false"
     return compiled
@@ -111,7 +111,7 @@ def register_known(library: Path) -> ModuleType:
 def process_group(
     rank: int, world_size: int, folder: str, backend: str = f"cpu:gloo,{NAME}:{BACKEND}", timeout_s: float = 300.0
 ) -> Iterator[None]:
-    """The default process group is one for the device's tensors."""
+    """Makes the default process group, with a backend for the device's tensors."""
     dist.destroy_process_group()
     store = dist.FileStore(os.path.join(folder, "standin store"), world_size)
     limit = timedelta(seconds=timeout_s)
@@ -120,7 +120,7 @@ def process_group(
 
 
 def _device_module(compiled: ModuleType, name: str) -> ModuleType:
-    """What torch.cuda has, as far as anybody asks for it here."""
+    """Returns a module like torch.cuda, with the functions used here."""
     module = ModuleType(f"torch.{name}")
     module.spins = 0
 
@@ -131,12 +131,12 @@ def _device_module(compiled: ModuleType, name: str) -> ModuleType:
             return event
 
         def synchronize(self) -> None:
-            # One that does not block keeps a core of the host busy.
+            # A nonblocking wait keeps a core of the host busy.
             module.spins += not self.blocking
             super().synchronize()
 
         def elapsed_time(self, end: torch.Event) -> float:
-            # torch.Event's own asks for exactly its own kind.
+            # torch.Event's own method requires exactly its own class.
             return 0.0
 
     def place(device: object = None) -> torch.device:

@@ -1,4 +1,4 @@
-"""A Trainer run through one of the doors, for tests that start ranks themselves and as a script for `accelerate launch`."""
+"""A Trainer run with DDP or the engine, for tests that start ranks themselves, and as a script for `accelerate launch`."""
 
 import json
 import os
@@ -17,18 +17,18 @@ MODELS = {"bert": (bert, bert_batch), "gpt2": (gpt2, gpt2_batch), "llama": (llam
 
 
 def as_launched(rank: int, world_size: int, *, forecasts: bool = False) -> None:
-    """What a launcher sets, for ranks that a test has started and joined.
+    """Sets the variables of a launcher, for ranks already started and connected by a test.
 
     Args:
-        forecasts: memory is forecast at the start. A model is traced for it, which costs as much as ten steps.
+        forecasts: forecast memory at the start. For this a model is traced, which takes as long as ten steps.
     """
     if not forecasts and is_installed("planner"):
         import_module("hf_zero.planner.auto").forecast_at_start = lambda *_: None
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ["OMP_NUM_THREADS"] = "1"
-    # The group has met already; accelerate only asks that an address is there. Under a launcher the address is that of the run:
-    # two runs with one port would meet in one store.
+    # The group is connected already; accelerate only requires an address. Under a launcher, the address is the run's: two runs
+    # with one port would use the same store.
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}.items():
         os.environ.setdefault(name, value)
 
@@ -36,10 +36,10 @@ def as_launched(rank: int, world_size: int, *, forecasts: bool = False) -> None:
 def make_trainer(
     door: str, model: str, output_dir: str | Path, seed: int = 0, dropout: float = 0.1, **overrides
 ) -> Trainer:
-    """A Trainer behind `door`: "ddp", "flag 2", "callback 1", "both 2" or "seq2seq 2".
+    """Makes a Trainer for `door`: "ddp", "flag 2", "callback 1", "both 2" or "seq2seq 2".
 
-    Overrides are training arguments; `callbacks` and `compute_metrics` go to the Trainer, which is a `trainer_class`, and
-    `adapt` is given the model.
+    Overrides are training arguments. `callbacks` and `compute_metrics` are passed to the Trainer, a `trainer_class`, and `adapt`
+    is called with the model.
     """
     kind, _, stage = door.partition(" ")
     make_model, make_batch = MODELS[model]
@@ -95,7 +95,7 @@ def run(
     forecasts: bool = False,
     **overrides,
 ) -> dict:
-    """Trains; returns losses and norms, the log entries with a loss, the last one, the state dict as lists, and class names."""
+    """Trains; returns losses and norms, log entries with a loss, the last entry, the state dict as lists, and class names."""
     as_launched(rank, world_size, forecasts=forecasts)
     trainer = make_trainer(door, model, output_dir, **overrides)
     trainer.train(resume_from_checkpoint=resume)

@@ -1,4 +1,4 @@
-"""Small models and one training loop for all engines: the tests compare what it returns."""
+"""Small models and one training loop for all engines; tests compare its results."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -25,9 +25,9 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.state_io import ZERO_FOLDER, seal_state, write_state
 
 USUAL_UNIT_BYTES = dict(SMALLEST_UNIT_BYTES)
-"""Of the package, for tests that hold a user's run to numbers."""
+"""The package's own values, for tests of a user's run with exact numbers."""
 
-# Each layer is a unit, however small: the models here would be one unit each. Tests of `unit_bytes` set it.
+# Make each layer a unit: each whole model here would otherwise be one unit. Tests of `unit_bytes` set it themselves.
 SMALLEST_UNIT_BYTES.update(cpu=0, accelerator=0)
 
 VOCABULARY = 211
@@ -35,7 +35,7 @@ LENGTH = 16
 
 
 def checkpoint_activations(model: nn.Module, kwargs: dict[str, object]) -> None:
-    """Switches activation checkpointing on, by the name that the installed transformers does not warn about (new since 5.23)."""
+    """Turns activation checkpointing on, by the name for which the installed transformers does not warn (new since 5.23)."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(kwargs)
 
@@ -106,8 +106,8 @@ class Answer:
 
 
 class Unruly(nn.Module):
-    """What models do besides a plain chain: a branch that sleeps on odd ranks or altogether, a layer used twice, a tied
-    weight, a frozen one, batch-norm buffers, a scalar parameter."""
+    """Contains everything beyond a plain chain: a branch unused on odd ranks or on all ranks, a layer used twice, a tied weight,
+    a frozen one, batch-norm buffers, and a scalar parameter."""
 
     def __init__(self, sleeping: str = "none"):
         super().__init__()
@@ -138,7 +138,7 @@ class Unruly(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run of a few steps, the same for every engine. `settings` of None trains with DDP."""
+    """One training run of a few steps, the same for every engine. `settings` None trains with DDP."""
 
     make_model: Callable[..., nn.Module] = gpt2
     make_batch: Callable[[torch.Generator, int], dict[str, torch.Tensor]] = gpt2_batch
@@ -157,7 +157,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a rank saw: losses and norms a step, and the state dict at the end."""
+    """A rank's results: losses and norms per step, and the state dict at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -165,7 +165,7 @@ class Outcome:
     parameter_names: list[str]
 
     def equals(self, other: "Outcome") -> bool:
-        """Bit for bit: losses, parameters and buffers."""
+        """Whether losses, parameters and buffers are equal bit for bit."""
         return (
             self.losses == other.losses
             and self.tensors.keys() == other.tensors.keys()
@@ -173,7 +173,7 @@ class Outcome:
         )
 
     def loss_error(self, other: "Outcome") -> float:
-        """The largest relative difference of a loss."""
+        """Returns the largest relative difference of a loss."""
         return max(abs(a - b) / abs(b) for a, b in zip(self.losses, other.losses, strict=True))
 
     def norm_error(self, other: "Outcome") -> float:
@@ -181,7 +181,7 @@ class Outcome:
 
 
 def adamw_in_two_groups(model: nn.Module, **kwargs) -> torch.optim.Optimizer:
-    """Decay for matrices, none for the rest, as Trainer groups them."""
+    """Makes two groups, as Trainer does: with decay for matrices, without decay for all others."""
     matrices = [p for p in model.parameters() if p.dim() > 1 and p.requires_grad]
     others = [p for p in model.parameters() if p.dim() <= 1 and p.requires_grad]
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
@@ -206,7 +206,7 @@ ELEMENTWISE = {
     "adamw foreach": partial(of_trained, partial(torch.optim.AdamW, lr=1e-3, foreach=True)),
     "adadelta": partial(of_trained, partial(torch.optim.Adadelta, lr=0.5)),
 }
-"""Optimizers whose step looks at each element by itself."""
+"""Optimizers whose step treats each element independently."""
 
 
 def train(rank: int, world_size: int, job: Job) -> Outcome:
@@ -249,7 +249,7 @@ def train(rank: int, world_size: int, job: Job) -> Outcome:
             scheduler.step()
             optimizer.zero_grad()
     if engine is None:
-        # DDP sends rank 0's buffers before the first forward of an evaluation, the engine behind each step.
+        # DDP sends rank 0's buffers before the first forward of an evaluation, the engine after each step.
         entry.eval()
         with torch.no_grad():
             entry(**batch)
@@ -258,7 +258,7 @@ def train(rank: int, world_size: int, job: Job) -> Outcome:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: Iterable[int]) -> list[float]:
-    """Losses of GPT-2 steps on the same batches on every rank."""
+    """Returns losses of GPT-2 steps on the same batches on every rank."""
     losses = []
     for seed in seeds:
         loss = model(**gpt2_batch(torch.Generator().manual_seed(seed), 2)).loss
@@ -274,25 +274,25 @@ def clip_stock(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def compare_with_ddp(rank: int, world_size: int, job: Job, variants: list[dict]) -> list[tuple[Outcome, Outcome]]:
-    """The same job under DDP and under each of the engine's settings, in one process group."""
+    """Runs the same job under DDP and with each of the engine's settings, in one process group."""
     reference = train(rank, world_size, replace(job, settings=None))
     return [(reference, train(rank, world_size, replace(job, settings=settings))) for settings in variants]
 
 
 def of_one_seed(_generator: torch.Generator, size: int) -> dict[str, torch.Tensor]:
-    """The same batch on every rank, so that the mean over ranks is what one rank has."""
+    """Makes the same batch on every rank, so the mean over ranks equals one rank's value."""
     return gpt2_batch(torch.Generator().manual_seed(5), size)
 
 
 def save_engine(engine: ZeroEngine, root: str | Path) -> None:
-    """Writes an engine's state as a checkpoint of its own."""
+    """Writes an engine's state as a separate checkpoint."""
     seal_state(engine, Path(root), write_state(engine, Path(root) / ZERO_FOLDER))
 
 
 def built_in_bf16(
     stage: int, *, device: str = "cpu", make_optimizer=fused_adamw, **settings
 ) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
-    """GPT-2 in bfloat16, whose masters are stepped by kernels."""
+    """Makes GPT-2 in bfloat16, whose masters are stepped by kernels."""
     torch.manual_seed(0)
     model = gpt2().to(torch.bfloat16).to(device)
     optimizer = make_optimizer(model)
@@ -309,7 +309,7 @@ def backward_on_device(model: nn.Module, seed: int) -> torch.Tensor:
 
 
 class Small(nn.Module):
-    """Of parameters with and without padding behind them, which kernels step."""
+    """A model of parameters with and without padding after them, for steps by kernels."""
 
     def __init__(self, sizes: tuple[int, ...] = (32, 5, 48)):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Imported by the process that ranks are forked from: what each of them would spend its first half second on."""
+"""Imported by the process from which ranks are forked: does the work of each rank's first half second once."""
 
 import contextlib
 import functools
@@ -8,12 +8,12 @@ import importlib.metadata
 
 from transformers import conversion_mapping
 
-# Some thousand regular expressions, compiled when a process first saves or loads a model.
+# Compiles about a thousand regular expressions, otherwise compiled when a process first saves or loads a model.
 make = getattr(conversion_mapping, "get_checkpoint_conversion_mapping", None)
 if make is not None:
     make("bert")
 
-# Trainer and accelerate ask for the same few releases in each start, and each time the answer is parsed out of a file.
+# Trainer and accelerate ask for the same releases in each start, and each answer is parsed from a file.
 importlib.metadata.version = functools.cache(importlib.metadata.version)
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 ASKED_FOR = [
@@ -30,7 +30,7 @@ for package in ASKED_FOR:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version(package), importlib.metadata.metadata(package)
 
-# What a first model of its family, or a first checkpoint, plan or profile imports when it comes to it.
+# Modules imported on first use: of a model family, a checkpoint, a plan or a profile.
 FAMILIES = [
     "albert",
     "bert",
@@ -48,9 +48,9 @@ FAMILIES = [
 LATE = ["numpy.ctypeslib", "rich._emoji_codes", "torch.profiler._cupti_monitor", "torch.utils.serialization"]
 
 for module in (*(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES), *LATE):
-    # Another release may have it elsewhere: what needs it imports it.
+    # A different release may lack this module. Whoever needs it imports it.
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
 
-# A small model has few objects, and as many new ones a step: a process that all looked at after each 700 would do little else.
+# A small model has few objects, and as many new ones per step. Collecting after every 700 would take most of the time.
 gc.set_threshold(10_000, gc.get_threshold()[1], gc.get_threshold()[2])
