@@ -37,7 +37,7 @@ def clear_padding(flat: torch.Tensor, layout: BucketLayout, part: Interval | Non
     return flat
 
 
-# Memory of a bucket's parameters: always unsharded, or a shard and a buffer that all-gathers fill temporarily.
+# Memory of a bucket's parameters: always unsharded, or a shard and a buffer filled temporarily by all-gathers.
 
 _DTYPE = attrgetter("dtype")
 _Started = TypeVar("_Started")
@@ -219,7 +219,7 @@ class _Known(NamedTuple):
 
 
 class GatheredMemory(ParameterMemory):
-    """Parameters that are unsharded from `gather` to `drop` (stage 3). The shard is on the training device.
+    """Parameters unsharded from `gather` to `drop` (stage 3). The shard is on the training device.
 
     The shard is a part of `flat` if the other parts of `flat` can be freed separately. The shard has separate memory if gathered
     parameters have other values: either blocks store fewer digits, or forward and backward use another dtype. Then the shard is
@@ -332,7 +332,7 @@ class GatheredMemory(ParameterMemory):
         """Drops an unused fetch, and waits for copies from the shard, which is written next."""
 
     def snapshot(self) -> torch.Tensor | None:
-        """Copies the shard if edits of `flat` change it at once; returns None if `drop` discards edits."""
+        """Copies the shard if edits of `flat` change the shard at once; returns None if `drop` discards edits."""
         return self.own.clone() if self.edits_last else None
 
     def keep_edits(self) -> None:
@@ -384,7 +384,7 @@ class GatheredMemory(ParameterMemory):
         self._reservation.release()
 
     def set_all_data(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
-        """Calls `set_data` for all parameters of the bucket, in order. Runs four times per layer and step, so it must be fast."""
+        """Calls `set_data` for all parameters of the bucket, in order. Must be fast: runs four times per layer and step."""
         is_whole = self.is_readable
         if self.read_as is None and self.shown is self.flat:
             known, kinds = self._known, list(map(type, parameters))
@@ -421,7 +421,7 @@ class GatheredMemory(ParameterMemory):
             hide_values(parameter)
 
     def hang_absent(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Makes a parameter that is not gathered appear in another dtype."""
+        """Makes a parameter appear in another dtype while not gathered."""
         show_values(parameter)
         parameter.data = self._absent.to(dtype).expand(parameter.shape)
         hide_values(parameter)

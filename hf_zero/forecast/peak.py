@@ -13,7 +13,7 @@ DDP = "DDP"
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """Bytes that are live when a gradient arrives, or the maximum from then until the next gradient.
+    """Bytes alive when a gradient arrives, or the maximum from then until the next gradient.
 
     Attributes:
         gradient: name of the parameter whose gradient arrived last; "" before the first.
@@ -110,7 +110,7 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """Bytes that a rank holds temporarily, in addition to its state.
+    """Temporary bytes of a rank, in addition to its state.
 
     Attributes:
         gathered: stage 3's parameters that are whole at one time, in addition to the shards.
@@ -133,7 +133,7 @@ class Passing:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Bytes that a rank needs with one set-up.
+    """Bytes needed by a rank with one set-up.
 
     Attributes:
         name: name of the set-up in tables.
@@ -252,7 +252,7 @@ def forecast(
     saved_in_checkpoint = sum(device[kind] + in_host.get(kind, 0) for kind in kept)
     moves = activations is not None and offload.activations == "cpu" and not on_host
     saved = activations.saved_bytes if activations and moves else 0
-    # Gradients that arrive during backward and are freed before the next forward.
+    # Gradients arriving during backward and freed before the next forward.
     coming = device["gradients"] if not accumulates else 0
     peak = _peak(plan, costs, coming + passing.received, activations, moves=moves)
     logits = max(0, peak.logits - activations.saved_logits) if activations and moves else peak.logits

@@ -55,7 +55,7 @@ class BucketCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
-    """Bytes that a rank holds, padding included. Gradient buffers are temporary; all other kinds exist throughout the step.
+    """Bytes held by a rank, padding included. Gradient buffers are temporary; all other kinds exist throughout the step.
 
     Attributes:
         frozen: parameters without gradients, and buffers.
@@ -83,7 +83,7 @@ class StatePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DdpState:
-    """Bytes that each rank holds of the same model under DistributedDataParallel, which keeps its gradient buckets.
+    """Bytes held by each rank of the same model under DistributedDataParallel, which keeps its gradient buckets.
 
     Attributes:
         optimizer: None if its state is not known in advance.
@@ -223,6 +223,6 @@ def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:
     shard = cost.layout.shard_numel * cost.gradient_bytes
     if pooled:
         return shard
-    # Reduced in place if the dtype allows it, otherwise copied into a shard next to the whole gradient.
+    # Reduced in place if the dtype allows, otherwise copied into a shard next to the whole gradient.
     in_place = cost.reduce_bytes == cost.reduced_bytes == cost.gradient_bytes and not cost.apart
     return cost.layout.numel * cost.reduce_bytes + (0 if in_place else shard)

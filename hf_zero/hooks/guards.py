@@ -53,7 +53,7 @@ def _existing(holder: object, names: str) -> list[Any]:
 
 
 def _looks() -> frozenset[Any]:
-    """Lists all operations that need no values. torch reports reading an attribute as its descriptor's `__get__`."""
+    """Lists all operations without a need for values. torch reports reading an attribute as its descriptor's `__get__`."""
     found = [*_existing(torch.Tensor, _METHODS), *_existing(torch, _FUNCTIONS)]
     for attribute in _existing(torch.Tensor, _ATTRIBUTES):
         # Include setters, because `grad` and `requires_grad` of a guarded parameter may be set as well as read.
@@ -133,7 +133,7 @@ def _mixed(mixin: type, kind: type, *, keeps_layout: bool) -> type:
         return _remade, (mixin, *own), *rest
 
     def __copy__(self: Any) -> Any:
-        # Python's default shallow copy would use `__reduce_ex__` and omit what a pickle omits.
+        # Python's default shallow copy would use `__reduce_ex__` and make the same omissions as a pickle.
         again = made.__new__(made)
         again.__dict__.update(self.__dict__)
         return again
@@ -157,12 +157,12 @@ def mix_in(instance: Any, mixin: type) -> None:
     if isinstance(instance, mixin):
         return
     kind: Any = type(instance)
-    # Use object's own attribute, because accelerate's data loaders define a `__class__` that cannot be set.
+    # Use object's own attribute, because accelerate's data loaders define a read-only `__class__`.
     replace = vars(object)["__class__"].__set__
     try:
         replace(instance, _mixed(mixin, kind, keeps_layout=False))
     except TypeError:
-        # If the first base has no `__dict__` (ABC, Generic), a mixin before it would change the layout of `kind`.
+        # If the first base has no `__dict__` (ABC, Generic), a mixin before this base would change the layout of `kind`.
         replace(instance, _mixed(mixin, kind, keeps_layout=True))
 
 
@@ -175,7 +175,7 @@ class Guarded(_TensorBase):
 
 
 class Guard:
-    """Adds a mixin to the class of parameters or other tensors, and removes it again.
+    """Adds a mixin to the class of parameters or other tensors, and removes the mixin again.
 
     Args:
         mixin: implements `__torch_function__`.
@@ -193,13 +193,13 @@ class Guard:
         """Guards these parameters. Stage 3 calls this twice for each layer in a step."""
         kinds = set(map(type, parameters))
         if len(kinds) == 1 and kinds.isdisjoint(self.classes):
-            # The usual case is one class: set it in a loop in C.
+            # The usual case is one class, set in a loop in C.
             (only,) = kinds
             set_all(parameters, "__class__", repeat(self._made.get(only) or self._make(only)))
             return
         for parameter in parameters:
             kind: Any = type(parameter)
-            # Skip guarded classes: a parameter that is guarded twice would stay guarded after one `unguard`.
+            # Skip guarded classes: a parameter guarded twice would stay guarded after one `unguard`.
             if kind not in self.classes:
                 parameter.__class__ = self._made.get(kind) or self._make(kind)
 

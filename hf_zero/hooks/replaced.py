@@ -13,7 +13,7 @@ from typing import Any
 
 
 class AfterImport(MetaPathFinder):
-    """A context manager that runs a call for each package once, right after its import, or at once if it is already imported.
+    """A context manager that runs a call for each package once, right after its import, or at once if already imported.
 
     Args:
         calls: maps the name of a package to a function that is called with its module.

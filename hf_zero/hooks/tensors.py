@@ -31,7 +31,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if kind is tuple or kind is list or kind is dict:
         items = value.values() if kind is dict else value
         if _PLAIN.issuperset(map(type, items)):
-            # The usual case is a container without containers: filter it in a loop in C.
+            # The usual case is a container without containers, filtered in a loop in C.
             return list(filter(_IS_TENSOR, items))
         for item in items:
             if isinstance(item, torch.Tensor):

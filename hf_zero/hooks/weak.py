@@ -1,4 +1,4 @@
-"""Module hooks, and references to an engine, that are not copied or pickled with the model."""
+"""Module hooks and references to an engine, excluded from copies and pickles of the model."""
 
 import sys
 import weakref
@@ -12,7 +12,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback as _compiler
 
 from .modes import dispatch_modes, function_modes, without_modes
 
-# ---- Module hooks that are not copied or pickled with the model ----
+# ---- Module hooks excluded from copies and pickles of the model ----
 
 
 class WeakMethod:
@@ -34,7 +34,7 @@ class WeakMethod:
 
 
 class WeakHook(WeakMethod):
-    """A hook of a module or an optimizer. Modes do not see its operations, and torch.compile calls it without tracing.
+    """A hook of a module or an optimizer. Modes do not see the hook's operations, and torch.compile does not trace the hook.
 
     Hooks are part of their module. If a plain bound method were registered, `copy.deepcopy(model)` would copy the engine with its
     buffers, and `torch.save(model)` would pickle it.
@@ -62,7 +62,7 @@ class WeakHook(WeakMethod):
 
 
 def caller_of_hook() -> FrameType | None:
-    """Returns the frame that called the hook, skipping the frames of this file."""
+    """Returns the frame of the hook's caller, skipping the frames of this file."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != __file__:
         frame = frame.f_back
@@ -71,19 +71,19 @@ def caller_of_hook() -> FrameType | None:
     return frame
 
 
-# Two settings, because a traced function may call a hook, and a hook's own frame may be the first one that is compiled.
+# Two settings, because a traced function may call a hook, and a hook's own frame may be the first compiled one.
 vars(WeakHook.__call__)["_torchdynamo_disable"] = True
 for _method in (WeakHook.__call__, WeakHook._call_apart):
     set_code_exec_strategy(_method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
-# ---- Finds the engine that trains a model or a parameter ----
+# ---- Finds the engine of a model or a parameter ----
 
 _ATTRIBUTE = "_hf_zero_engine"
 
 
 class EngineReference:
-    """Points to an engine. Copies and pickles of the object that holds the reference get an empty one.
+    """Points to an engine. Copies and pickles of the reference's owner get an empty reference.
 
     Args:
         keeps: a strong reference, so the engine lives as long as its model, which cannot be used without it. Otherwise weak.

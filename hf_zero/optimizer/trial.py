@@ -252,7 +252,7 @@ class _Side:
         return True
 
     def count_from(self, count: int) -> None:
-        """Continues at this number of steps by moving all numbers that have grown by one in each step."""
+        """Continues at this number of steps by moving all numbers increased by one in each step."""
         for index, holder, name, value in list(self._numbers()):
             if value - self._first.get((index, name), value) == self.steps - 1:
                 holder[name] = holder[name] + (count - self.steps)
@@ -284,7 +284,7 @@ class _EqualDraws(TorchDispatchMode):
 @contextmanager
 def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restores the script's random numbers, and hides its gradients from the trial."""
-    # An optimizer made of others steps the script's own parameters, which it must find without gradients.
+    # An optimizer made of others steps the script's own parameters, which must have no gradients here.
     held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for parameter, _ in held:
         parameter.grad = None
@@ -324,7 +324,7 @@ class _Gradients:
             case 0:
                 gradient = self._drift + 0.1 * noise * self._ramp
             case 6:
-                # AdamP projects gradients that are at a right angle to the weights.
+                # AdamP projects gradients at a right angle to the weights.
                 gradient = gradient - (gradient * wide).sum() / square * wide
             case 7:
                 gradient = wide * (gradient.norm() / square.sqrt())
@@ -358,7 +358,7 @@ def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor], starts: 
         # In float64, any dependence is far above this.
         relative = 1e-9 if start.dtype is torch.float64 else grain
         bound = relative * one.abs() + grain * (start.double().abs().max() + one.abs().max())
-        # A NaN on both sides counts as equal here: `_walk` looks for values that are not finite.
+        # A NaN on both sides counts as equal here: `_walk` looks for infinite and NaN values.
         if bool(((one - other).abs() > bound).any()):
             return False
     return True

@@ -34,7 +34,7 @@ _TIERS: tuple[tuple[str, Mapping[str, str], tuple[int, ...]], ...] = (
 
 
 def set_ups(kept: Mapping[str, Any], *, world_size: int, on_host: bool, nvme_path: str | None) -> list[SetUp]:
-    """Lists all set-ups that agree with the user's settings.
+    """Lists all set-ups compatible with the user's settings.
 
     Args:
         kept: settings that stay unchanged, nested. A stage among them excludes all other stages.
