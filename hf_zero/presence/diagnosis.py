@@ -25,7 +25,7 @@ class RankReport:
         process: None before the rank has registered.
         has_ended, is_stopped: as far as this host can see.
         has_left: whether the rank has reached the end of its script.
-        words, culprits: its last error, and the ranks blamed by the error; the rank itself for an error of its own.
+        words, culprits: its last error, and the ranks blamed by the error; the rank itself if the error is its own.
         where: its answer; None for a rank without an answer.
     """
 
@@ -256,7 +256,7 @@ class StragglerReport:
                 f"Rank {rank} came to its end while rank {self.rank} goes on: the ranks have different numbers of batches or "
                 f"steps. {batches}"
             )
-        # This also happens if a loss is gathered in a loop with different numbers of batches.
+        # The same happens if a loss is gathered in a loop with different numbers of batches.
         call = self.line or f"the {self.wait.what}"
         return (
             f"Rank {rank} came to its end without the call that rank {self.rank} waits in: {call}. Call it on every rank, "

@@ -35,12 +35,11 @@ class StoreBarrier:
         """Waits until every rank has arrived.
 
         Args:
-            alone: for the error, a way to do the same on one rank only.
+            alone: for the error, how to do the same on one rank only.
 
         Raises:
             CommunicationError: `timeout_s` have passed, a rank has ended or left without arriving, or a rank waits for this one
-            in
-                another collective. The error names the missing ranks and their state.
+                in a different collective. The error names the missing ranks and their state.
         """
         self._count += 1
         with self._watchdog.inside(call_of(purpose)) as wait:

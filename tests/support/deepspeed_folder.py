@@ -1,4 +1,4 @@
-"""Writes DeepSpeed ZeRO folders by the layout in hf_zero/checkpoint/foreign/FORMATS.md, from whole tensors, without DeepSpeed."""
+"""Writes DeepSpeed ZeRO folders by the layout in hf_zero/foreign/FORMATS.md, from whole tensors, without DeepSpeed."""
 
 import sys
 import types
